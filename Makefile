@@ -1,0 +1,43 @@
+# Each target sets up .venv by itself; the second time that takes a moment.
+.PHONY: help setup demo test test-slow lint bench wheels lock clean
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_WAIT_POLICY := PASSIVE
+
+help:
+	@echo "make demo    asynchronous GRPO of a tiny language model, start to finish, on this machine"
+	@echo "make test    all tests but the slow ones"
+	@echo "make lint    ruff, pyright, import contracts"
+	@echo "make bench   the quick form of every benchmark"
+	@echo "make wheels  the packages, in dist/"
+	@echo "make lock    resolve the dependencies again"
+
+setup:
+	@PYTHON=$(PYTHON) scripts/bootstrap
+
+demo: setup
+	$(BIN)/python cookbook/llm_quickstart/recipe.py
+
+test: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-slow: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports --no-cache
+
+bench: setup
+	@for name in benchmarks/[a-z]*.py; do echo "== $$name"; $(BIN)/python $$name --quick || exit 1; done
+
+wheels: setup
+	$(BIN)/uv build --all-packages --wheel --no-sources --out-dir dist
+
+lock: setup
+	scripts/lock
+
+clean:
+	rm -rf .venv dist runs

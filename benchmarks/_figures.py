@@ -1,0 +1,65 @@
+"""What every benchmark prints and writes: a table, and benchmarks/out/NAME.json."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+OUT = Path(__file__).resolve().parent / "out"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Figure:
+    """One measured number."""
+
+    figure: str
+    value: float
+    unit: str
+    target: str = ""
+    """"<= 5" or ">= 20000"; empty for a number that is only reported."""
+    note: str = ""
+
+    @property
+    def met(self) -> bool | None:
+        """Whether the target is met, None without one. A number that could not be measured meets none."""
+        if not self.target:
+            return None
+        sign, bound = self.target.split()
+        if sign not in ("<=", ">="):
+            raise ValueError(f"{self.figure}: target {self.target!r} should read '<= number' or '>= number'")
+        return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
+
+
+def report(name: str, figures: Sequence[Figure]) -> bool:
+    """Print the table, write benchmarks/out/NAME.json, and return whether every target is met."""
+    table = Table(title=name, title_justify="left")
+    for column in ("figure", "value", "unit", "target", "met"):
+        table.add_column(column, justify="right" if column == "value" else "left")
+    for figure in figures:
+        verdict = {None: "", True: "yes", False: "NO"}[figure.met]
+        table.add_row(figure.figure, _readable(figure.value), figure.unit, figure.target, verdict)
+    console = Console()
+    console.print(table)
+    for note in dict.fromkeys(figure.note for figure in figures if figure.note):
+        console.print(f"- {note}", style="dim", highlight=False)
+    OUT.mkdir(exist_ok=True)
+    path = OUT / f"{name}.json"
+    rows = [{**asdict(figure), "value": _finite(figure.value), "met": figure.met} for figure in figures]
+    path.write_text(json.dumps(rows, indent=2) + "\n")
+    return all(figure.met is not False for figure in figures)
+
+
+def _readable(value: float) -> str:
+    if not math.isfinite(value):
+        return "not measured"
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None

@@ -1,0 +1,27 @@
+"""Controller, trainer, algorithms and interfaces of Cosmos-RL. Importing this loads neither torch nor a model library."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.config.load import load_config
+    from cosmos_rl_core.launch.result import RunResult
+    from cosmos_rl_core.launch.run import run
+
+__all__ = ["RunResult", "load_config", "run"]
+
+_HOMES = {
+    "RunResult": "cosmos_rl_core.launch.result",
+    "load_config": "cosmos_rl_core.config.load",
+    "run": "cosmos_rl_core.launch.run",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first asked for."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(_HOMES[name]), name)

@@ -1,0 +1,64 @@
+"""Advantages: how much better a rollout did than its group. rewards [G] float64 -> advantages [G] float64."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.interfaces import UserError
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.algorithms.config import AlgorithmConfig
+    from cosmos_rl_core.interfaces import AdvantageEstimator
+
+DEVIATION_FLOOR = 1e-6
+"""Added to the deviation, so that a group of nearly equal rewards does not blow up."""
+
+
+def group_mean(rewards: np.ndarray) -> np.ndarray:
+    """Subtract the group's mean: A_i = r_i - mean(r). Dr.GRPO (arXiv 2503.20783)."""
+    if len(rewards) < 2:
+        raise UserError("a group of one rollout has nothing to compare with: set group_size to 2 or more")
+    shifted = rewards - rewards[0]  # equal rewards become exact zeros, whatever their size
+    return shifted - shifted.mean()
+
+
+def group_std(rewards: np.ndarray) -> np.ndarray:
+    """Subtract the group's mean, divide by its population deviation. GRPO (arXiv 2402.03300, section 4.1)."""
+    centred = group_mean(rewards)
+    return centred / (np.sqrt(np.mean(centred**2)) + DEVIATION_FLOOR)
+
+
+def leave_one_out(rewards: np.ndarray) -> np.ndarray:
+    """Subtract the mean of the others: A_i = r_i - sum_{j != i} r_j / (G - 1). RLOO (arXiv 2402.14740).
+
+    sum_{j != i} r_j = G mean(r) - r_i, hence A_i = (r_i - mean(r)) G / (G - 1).
+    """
+    return group_mean(rewards) * (len(rewards) / (len(rewards) - 1))
+
+
+ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
+    "group_std": group_std,
+    "group_mean": group_mean,
+    "leave_one_out": leave_one_out,
+}
+
+
+def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
+    """Return the estimator the config asks for: checked, and clipped where `advantage_clip` is set."""
+    function = find_algorithm(config.name).advantage or ADVANTAGES[config.advantage]
+    limit = np.inf if config.advantage_clip is None else config.advantage_clip
+
+    def advantages(rewards: np.ndarray) -> np.ndarray:
+        values = np.asarray(function(np.asarray(rewards, dtype=np.float64)), dtype=np.float64)
+        if values.shape != np.shape(rewards) or not np.isfinite(values).all():
+            raise UserError(
+                f"the advantage of algorithm {config.name!r} has to return {np.size(rewards)} finite "
+                f"numbers, one a rollout; it returned {values!r}"
+            )
+        return np.clip(values, -limit, limit)
+
+    return advantages

@@ -1,0 +1,63 @@
+"""From the losses of terms to one number: a weighted sum over all terms, divided by a global count.
+
+    loss = sum_t weight_t * value_t / normalizer
+
+Weights need only the microbatch, the normalizer only global counts, so that any split of a batch into
+microbatches and ranks gives the same loss.
+
+    aggregation              weight_t                            normalizer
+    term_mean                mask_t                              terms
+    sequence_mean_of_means   mask_t / terms of its rollout       rollouts
+    sequence_mean_of_sums    mask_t                              rollouts
+    constant                 mask_t                              rollouts * constant
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cosmos_rl_core.algorithms.config import AggregationName
+    from cosmos_rl_core.types import TermBatch, TrainBatch
+
+
+def rollout_sums(values: Tensor, terms: TermBatch) -> Tensor:
+    """Sum values [T] over the trained terms of each rollout -> [num_rollouts]."""
+    masked = values * terms.loss_mask
+    return masked.new_zeros(terms.num_rollouts).index_add(0, terms.rollout_index, masked)
+
+
+def rollout_lengths(terms: TermBatch) -> Tensor:
+    """Count the trained terms of each rollout -> [num_rollouts]; at least 1, so that it can divide."""
+    mask = terms.loss_mask
+    return mask.new_zeros(terms.num_rollouts).index_add(0, terms.rollout_index, mask).clamp(min=1)
+
+
+def rollout_means(values: Tensor, terms: TermBatch) -> Tensor:
+    """Average values [T] over the trained terms of each rollout -> [num_rollouts]; 0 where there are none."""
+    return rollout_sums(values, terms) / rollout_lengths(terms)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Aggregation:
+    """The two factors of the sum above."""
+
+    kind: AggregationName
+    constant: int
+    """Divisor of a rollout's sum, read by kind = "constant"."""
+
+    def term_weights(self, terms: TermBatch) -> Tensor:
+        """Return the weight [T] of each term."""
+        if self.kind == "sequence_mean_of_means":
+            return terms.loss_mask / rollout_lengths(terms)[terms.rollout_index]
+        return terms.loss_mask
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        """Return the global count that divides; at least 1, so that an empty batch has loss 0."""
+        if self.kind == "term_mean":
+            return float(max(batch.num_terms, 1))
+        rollouts = float(max(batch.num_rollouts, 1))
+        return rollouts * self.constant if self.kind == "constant" else rollouts

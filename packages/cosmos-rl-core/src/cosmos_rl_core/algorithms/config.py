@@ -1,0 +1,188 @@
+"""The [algorithm] section: a name, and the keys that differ from that algorithm's row in the table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal, Self
+
+from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
+from pydantic_core import InitErrorDetails, PydanticCustomError
+
+from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
+from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.interfaces import UserError
+
+AdvantageName = Literal["group_std", "group_mean", "leave_one_out"]
+LossName = Literal["clipped", "sequence_clipped", "truncated", "cispo", "supervised"]
+CorrectionName = Literal["truncate", "mask", "none"]
+KLName = Literal["k1", "k2", "k3"]
+AggregationName = Literal["term_mean", "sequence_mean_of_means", "sequence_mean_of_sums", "constant"]
+
+READS: Mapping[LossName, frozenset[str]] = {
+    "clipped": frozenset({"clip_low", "clip_high", "dual_clip"}),
+    "sequence_clipped": frozenset({"clip_low", "clip_high"}),
+    "truncated": frozenset({"max_ratio"}),
+    "cispo": frozenset({"clip_low", "clip_high"}),
+    "supervised": frozenset(),
+}
+"""Which of the keys about the ratio each loss reads."""
+
+_RATIO_KEYS = frozenset().union(*READS.values())
+_SUPERVISED_KEYS = frozenset({"name", "loss", "aggregation", "aggregation_constant"})
+
+
+class AlgorithmConfig(Strict):
+    """How rewards become a gradient. `name` picks a row of `table.TABLE`; keys beside it override the row."""
+
+    name: str = "grpo"
+    """An algorithm of the table, an installed one, or "module:attribute" of your own `Algorithm`."""
+
+    advantage: AdvantageName = "group_std"
+    """What is subtracted from a reward, and whether the group's deviation divides it."""
+    advantage_clip: float | None = Field(default=None, gt=0)
+    """Advantages are kept within plus and minus this."""
+
+    loss: LossName = "clipped"
+    """The policy loss."""
+    clip_low: float = Field(default=0.2, ge=0, le=1)
+    """The ratio is clipped below at 1 - clip_low; 1 means no lower clip."""
+    clip_high: float = Field(default=0.2, ge=0)
+    """The ratio is clipped above at 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1)
+    """Where the advantage A is negative, a term's loss is at most dual_clip * |A|."""
+    max_ratio: float = Field(default=2.0, ge=1)
+    """Cap of the ratio of loss = "truncated"."""
+
+    old_logprobs: Literal["rollout", "policy"] = "rollout"
+    """The ratio's denominator: the engine's log-probs, or (decoupled) the policy's own before the step."""
+    correction: CorrectionName = "truncate"
+    """What is done to the weight policy / rollout that old_logprobs = "policy" needs."""
+    correction_cap: float = Field(default=2.0, ge=1)
+    """Weights above it are cut to it ("truncate") or drop their term ("mask")."""
+    correction_floor: float = Field(default=0.0, ge=0, le=1)
+    """Weights below it drop their term ("mask")."""
+    sequence_mask_delta: float | None = Field(default=None, ge=0)
+    """Drops terms with a negative advantage where their rollout's mean log(rollout / policy) exceeds it."""
+
+    kl_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of KL(policy || reference); above 0 a frozen reference is loaded."""
+    kl_estimator: KLName = "k3"
+    """Estimator of that divergence from the sampled terms."""
+    kl_unbiased: bool = False
+    """Multiply the estimate by the ratio, with its gradient: value and gradient are then the KL's own."""
+    entropy_coef: float = Field(default=0.0, ge=0)
+    """Coefficient of the entropy that is added to the objective."""
+
+    aggregation: AggregationName = "term_mean"
+    """How the losses of terms become one number."""
+    aggregation_constant: int | None = Field(default=None, ge=1)
+    """Divisor of a rollout's sum under aggregation = "constant"; by default the sampling's max_terms."""
+
+    filter_zero_variance: bool = False
+    """Set groups aside in which every rollout got the same reward, and sample others in their place."""
+    overlong_buffer_terms: int = Field(default=0, ge=0)
+    """The last terms before max_terms over which a penalty on length rises from 0; 0 switches it off."""
+    overlong_penalty: float = Field(default=1.0, gt=0)
+    """That penalty at max_terms, subtracted from the reward."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        find_algorithm(name)
+        return name
+
+    @model_validator(mode="wrap")
+    @classmethod
+    def _filled_from_row(cls, data: Any, handler: ModelWrapValidatorHandler[Self]) -> Self:
+        if not isinstance(data, Mapping):
+            return handler(data)
+        row = _row(data.get("name", cls.model_fields["name"].default))
+        if row is None:
+            return handler(data)
+        config = handler({**row.defaults, **data})
+        defaults = {key: info.default for key, info in cls.model_fields.items()} | dict(row.defaults)
+        chosen = {key for key in data if getattr(config, key) != defaults[key]}
+        problems = {key: why for key, why in _idle_keys(config, row).items() if key in chosen} | _conflicts(
+            config
+        )
+        if problems:
+            raise _problems(problems, data)
+        return config
+
+
+def _row(name: Any) -> Algorithm | None:
+    """The named row, or None where the field `name` will itself be the error."""
+    if not isinstance(name, str):
+        return None
+    try:
+        return find_algorithm(name)
+    except UserError:
+        return None
+
+
+def _idle_keys(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
+    """Keys that change nothing under this config, with the reason and the remedy."""
+    if config.loss == "supervised":
+        idle = set(AlgorithmConfig.model_fields) - _SUPERVISED_KEYS
+        return {key: "supervised training does not read it; remove it" for key in idle}
+    return _idle_in_loss(config, row) | _idle_in_correction(config) | _idle_elsewhere(config, row)
+
+
+def _idle_in_loss(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
+    if row.loss is not None:  # a loss of the user's own may read any key but the one it replaces
+        return {"loss": f"{config.name} brings its own loss; remove it"}
+    reads = READS[config.loss]
+    idle = {}
+    for key in _RATIO_KEYS - reads:
+        readers = " or ".join(f'"{loss}"' for loss, keys in READS.items() if key in keys)
+        idle[key] = f'loss = "{config.loss}" does not read it; remove it, or set loss = {readers}'
+    if config.old_logprobs == "policy":
+        why = 'with old_logprobs = "policy" every ratio is 1; remove it, or set old_logprobs = "rollout"'
+        idle |= {key: why for key in reads}
+    return idle
+
+
+def _idle_in_correction(config: AlgorithmConfig) -> dict[str, str]:
+    if config.old_logprobs == "rollout":
+        why = 'the ratio to the rollout is the correction; remove it, or set old_logprobs = "policy"'
+        return {key: why for key in ("correction", "correction_cap", "correction_floor")}
+    idle = {}
+    if config.correction == "none":
+        idle["correction_cap"] = 'correction = "none" has no cap; remove it'
+    if config.correction != "mask":
+        idle["correction_floor"] = 'only "mask" has a floor; remove it, or set correction = "mask"'
+    return idle
+
+
+def _idle_elsewhere(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
+    idle = {}
+    if row.advantage is not None:
+        idle["advantage"] = f"{config.name} brings its own advantage; remove it"
+    if config.kl_coef == 0:
+        why = "there is no KL term; remove it, or set kl_coef above 0"
+        idle |= {"kl_estimator": why, "kl_unbiased": why}
+    if config.aggregation != "constant":
+        idle["aggregation_constant"] = 'remove it, or set aggregation = "constant"'
+    if config.overlong_buffer_terms == 0:
+        idle["overlong_penalty"] = "there is no penalty on length; remove it, or set overlong_buffer_terms"
+    return idle
+
+
+def _conflicts(config: AlgorithmConfig) -> dict[str, str]:
+    """Choices that each make sense and together do not."""
+    if config.kl_coef > 0 and config.kl_estimator == "k1" and not config.kl_unbiased:
+        return {"kl_estimator": '"k1" alone has no gradient on average; set kl_unbiased = true, or take "k3"'}
+    if config.kl_coef > 0 and config.kl_estimator == "k2" and config.kl_unbiased:
+        return {"kl_unbiased": '"k2" is biased with the ratio too; take "k1" or "k3", or set it to false'}
+    return {}
+
+
+def _problems(problems: Mapping[str, str], data: Mapping[str, Any]) -> ValidationError:
+    """One pydantic error a key, so that a report can name each."""
+    details = [
+        InitErrorDetails(
+            type=PydanticCustomError("no_effect", "{why}", {"why": why}), loc=(key,), input=data.get(key)
+        )
+        for key, why in sorted(problems.items())
+    ]
+    return ValidationError.from_exception_data("AlgorithmConfig", details)

@@ -1,0 +1,158 @@
+"""Objectives: what the trainer minimises, put together from the parts that [algorithm] names.
+
+old -> loss -> * correction weight * sequence mask -> "policy"
+reference   -> KL estimate (* ratio)               -> "kl"       * kl_coef
+entropy     -> minus entropy                       -> "entropy"  * entropy_coef
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from cosmos_rl_core.algorithms.aggregation import Aggregation
+from cosmos_rl_core.algorithms.corrections import correction_weight, sequence_mask
+from cosmos_rl_core.algorithms.losses import LOSSES, LossFn, importance_ratio
+from cosmos_rl_core.algorithms.regularizers import entropy_loss, kl_estimate, unbiased_kl
+from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch, TrainBatch
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cosmos_rl_core.algorithms.config import AlgorithmConfig
+    from cosmos_rl_core.interfaces import Objective
+
+    Losses = tuple[list[LossTerm], Mapping[str, Tensor]]
+
+
+def build_objective(config: AlgorithmConfig, *, max_terms: int) -> Objective:
+    """Return the objective of a config. `aggregation_constant` is the sampling's `max_terms` if not set."""
+    aggregation = Aggregation(kind=config.aggregation, constant=config.aggregation_constant or max_terms)
+    if config.loss == "supervised":
+        return SupervisedObjective(aggregation=aggregation)
+    loss = find_algorithm(config.name).loss or LOSSES[config.loss]
+    return PolicyObjective(config, loss=loss, aggregation=aggregation)
+
+
+class PolicyObjective:
+    """The policy loss with its corrections, KL and entropy.
+
+    Metrics [T]: those of the loss (`ratio_mean`, `clip_fraction`), `mismatch_kl`, and where they apply
+    `correction_weight`, `sequence_masked`, `kl`, `entropy`.
+    """
+
+    def __init__(self, config: AlgorithmConfig, *, loss: LossFn, aggregation: Aggregation) -> None:
+        self.config = config
+        self.loss = loss
+        self.aggregation = aggregation
+        self.needs_entropy = config.entropy_coef > 0
+        self.needs_reference = config.kl_coef > 0
+
+    def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:
+        outputs, terms = _trained_only(outputs, terms)
+        parts = [self._policy(outputs, terms), self._kl(outputs, terms), self._entropy(outputs)]
+        mismatch = {"mismatch_kl": terms.rollout_logprobs - outputs.logprobs.detach()}
+        losses = [loss for loss, _ in parts if loss is not None]
+        return losses, mismatch | {name: value for _, metrics in parts for name, value in metrics.items()}
+
+    def term_weights(self, terms: TermBatch) -> Tensor:
+        return self.aggregation.term_weights(terms)
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        return self.aggregation.normalizer(batch)
+
+    def _policy(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm, dict[str, Tensor]]:
+        config, logprobs = self.config, outputs.logprobs
+        values, metrics = self.loss(logprobs, self._old(logprobs, terms), terms, config)
+        if values.shape != logprobs.shape:
+            raise UserError(
+                f"the loss of algorithm {config.name!r} has to return one value a term, shape "
+                f"{tuple(logprobs.shape)}; it returned {tuple(values.shape)}"
+            )
+        metrics = dict(metrics)
+        if config.old_logprobs == "policy":
+            metrics["correction_weight"] = weight = self._correction(logprobs, terms)
+            values = values * weight
+        if config.sequence_mask_delta is not None:
+            keep = sequence_mask(logprobs, terms, delta=config.sequence_mask_delta)
+            metrics["sequence_masked"] = 1 - keep
+            values = values * keep
+        return LossTerm(name="policy", values=values), metrics
+
+    def _kl(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[LossTerm | None, dict[str, Tensor]]:
+        config, logprobs = self.config, outputs.logprobs
+        if not self.needs_reference:
+            return None, {}
+        assert terms.ref_logprobs is not None, "needs_reference was true, but the batch has no ref_logprobs"
+        values = kl_estimate(logprobs, terms.ref_logprobs, estimator=config.kl_estimator)
+        if config.kl_unbiased:
+            ratio = importance_ratio(logprobs, self._old(logprobs, terms))
+            if config.old_logprobs == "policy":
+                ratio = ratio * self._correction(logprobs, terms)
+            values = unbiased_kl(values, ratio)
+        return LossTerm(name="kl", values=values, coef=config.kl_coef), {"kl": values.detach()}
+
+    def _entropy(self, outputs: PolicyOutputs) -> tuple[LossTerm | None, dict[str, Tensor]]:
+        if outputs.entropy is None:
+            assert not self.needs_entropy, "needs_entropy was true, but the policy returned none"
+            return None, {}
+        metrics = {"entropy": outputs.entropy.detach()}
+        if not self.needs_entropy:
+            return None, metrics
+        values = entropy_loss(outputs.entropy)
+        return LossTerm(name="entropy", values=values, coef=self.config.entropy_coef), metrics
+
+    def _old(self, logprobs: Tensor, terms: TermBatch) -> Tensor:
+        """What the ratio divides by [T], without gradient."""
+        return terms.rollout_logprobs if self.config.old_logprobs == "rollout" else logprobs.detach()
+
+    def _correction(self, logprobs: Tensor, terms: TermBatch) -> Tensor:
+        """policy / rollout [T], truncated or masked; only where the ratio itself leaves it out."""
+        return correction_weight(
+            logprobs.detach(),
+            terms.rollout_logprobs,
+            correction=self.config.correction,
+            cap=self.config.correction_cap,
+            floor=self.config.correction_floor,
+        )
+
+
+class SupervisedObjective:
+    """Maximum likelihood of the trained terms; advantages and rollout log-probs are not read."""
+
+    def __init__(self, *, aggregation: Aggregation) -> None:
+        self.aggregation = aggregation
+        self.needs_entropy = False
+        self.needs_reference = False
+
+    def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:
+        logprobs = outputs.logprobs.masked_fill(terms.loss_mask == 0, 0.0)
+        return [LossTerm(name="nll", values=-logprobs)], {}
+
+    def term_weights(self, terms: TermBatch) -> Tensor:
+        return self.aggregation.term_weights(terms)
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        return self.aggregation.normalizer(batch)
+
+
+def _trained_only(outputs: PolicyOutputs, terms: TermBatch) -> tuple[PolicyOutputs, TermBatch]:
+    """Set what the mask leaves out to 0: a NaN there would survive a multiplication by 0."""
+    left_out = terms.loss_mask == 0
+
+    def fill(values: Tensor) -> Tensor:
+        return values.masked_fill(left_out, 0.0)
+
+    outputs = PolicyOutputs(
+        logprobs=fill(outputs.logprobs), entropy=None if outputs.entropy is None else fill(outputs.entropy)
+    )
+    terms = replace(
+        terms,
+        rollout_logprobs=fill(terms.rollout_logprobs),
+        advantages=fill(terms.advantages),
+        ref_logprobs=None if terms.ref_logprobs is None else fill(terms.ref_logprobs),
+    )
+    return outputs, terms

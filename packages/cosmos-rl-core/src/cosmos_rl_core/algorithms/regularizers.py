@@ -1,0 +1,46 @@
+"""What is added to the policy loss: the divergence from a reference, and the entropy."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from cosmos_rl_core.algorithms.losses import LOG_RATIO_LIMIT
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cosmos_rl_core.algorithms.config import KLName
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLName) -> Tensor:
+    """Estimate KL(policy || reference) from each sampled term [T], with gradient (Schulman's note, 2020).
+
+    With d = log(reference / policy):
+
+        k1   -d            unbiased, may be negative; on average, its own gradient is 0
+        k2   d^2 / 2       biased, never negative; on average, its gradient is that of the KL
+        k3   e^d - 1 - d   unbiased, never negative; on average, its gradient is KL(reference || policy)'s
+
+    "On average" is over terms drawn from the policy itself. d is cut at `LOG_RATIO_LIMIT` before exp.
+    """
+    log_ratio = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return log_ratio.expm1() - log_ratio
+
+
+def unbiased_kl(estimate: Tensor, ratio: Tensor) -> Tensor:
+    """Multiply an estimate [T] by the ratio [T] policy / sampler, both with gradient. DeepSeek-V3.2.
+
+    E_sampler[ratio k] = E_policy[k] holds for every policy, so the gradients agree too. With k1 or k3, the
+    value and the gradient are those of KL(policy || reference), whatever policy the terms were drawn from.
+    """
+    return ratio * estimate
+
+
+def entropy_loss(entropy: Tensor) -> Tensor:
+    """Return minus the entropy [T], with gradient: minimising it keeps the policy broad."""
+    return -entropy

@@ -1,0 +1,148 @@
+"""Config -> wired parts. The only file that knows every component; each role calls one function here."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from cosmos_rl_core import plugins
+from cosmos_rl_core.algorithms.rules import group_rules
+from cosmos_rl_core.config.load import load_domain
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.interfaces import Domain, RewardFn, RolloutEngine, UserError, WeightSync
+from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
+from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.rollout.source import PromptSource
+from cosmos_rl_core.types import RolloutGroup, TrainBatch
+
+if TYPE_CHECKING:  # the controller assembles its parts without torch
+    from cosmos_rl_core.interfaces import Policy
+    from cosmos_rl_core.train.trainer import Trainer
+
+
+def build_source(config: RunConfig) -> PromptSource:
+    """The training prompts, in the controller."""
+    rows, origin = load_domain(config.run.domain).load_rows(config.data)
+    return PromptSource(
+        rows,
+        origin=origin,
+        shuffle=config.prompts.shuffle,
+        seed=config.run.seed,
+        epochs=config.prompts.epochs,
+    )
+
+
+def build_eval_source(config: RunConfig) -> PromptSource | None:
+    """The held-out prompts, in file order, or None when the recipe has none."""
+    if config.eval.data is None or config.is_sft:
+        return None
+    rows, origin = load_domain(config.run.domain).load_rows(config.eval.data)
+    limit = config.eval.limit or len(rows)
+    return PromptSource(rows[:limit], origin=origin, shuffle=False, epochs=1)
+
+
+def build_rubric(config: RunConfig, domain: Domain) -> Rubric:
+    """The weighted rewards of [reward]."""
+    rewards = [
+        WeightedReward(
+            name=section.name.rpartition(":")[2],
+            weight=section.weight,
+            function=build_reward(section.name, domain, options=section.options),
+        )
+        for section in config.reward.functions
+    ]
+    return Rubric(rewards, timeout_s=config.reward.timeout_s)
+
+
+def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any]) -> RewardFn:
+    """A reward by name: one of the domain's, an installed plug-in, or "module:attribute".
+
+    The first two are factories that take the options. An attribute is a factory when it is a class, and otherwise
+    the reward itself, which then gets the options as keyword arguments.
+    """
+    factory = domain.reward(name)
+    try:
+        if factory is not None:
+            return factory(**options)
+        found = plugins.load("cosmos_rl.rewards", name)
+        if inspect.isclass(found):
+            return found(**options)
+        return partial(found, **options) if options else found
+    except (TypeError, ValueError) as error:
+        raise UserError(f"[reward] {name} does not take options {dict(options)}: {error}") from error
+
+
+def build_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
+    return domain.build_engine(
+        config.model, data=config.data, name=config.rollout.engine, options=config.rollout.options
+    )
+
+
+def build_rollouter(config: RunConfig, domain: Domain, engine: RolloutEngine) -> Rollouter:
+    sampling = config.rollout.sampling
+    return Rollouter(
+        engine,
+        rubric=build_rubric(config, domain),
+        rules=group_rules(config.algorithm, max_terms=sampling.max_terms),
+        group_size=config.rollout.group_size,
+        sampling=sampling.build(),
+        eval_sampling=config.eval.sampling(sampling),
+        seed=config.run.seed,
+    )
+
+
+def build_trainer(config: RunConfig, domain: Domain) -> Trainer:
+    from cosmos_rl_core.algorithms.objective import build_objective
+    from cosmos_rl_core.train.optim import build_optimizer
+    from cosmos_rl_core.train.schedule import factor
+    from cosmos_rl_core.train.trainer import Trainer
+
+    policy = _build_policy(config, domain)
+    optimizer = config.policy.optimizer
+    schedule = config.policy.schedule
+    return Trainer(
+        policy,
+        objective=build_objective(config.algorithm, max_terms=config.rollout.sampling.max_terms),
+        optimizer=build_optimizer(
+            optimizer.name,
+            policy.module,
+            learning_rate=optimizer.learning_rate,
+            betas=optimizer.betas,
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        ),
+        rate_factor=lambda step: factor(
+            schedule.name,
+            step,
+            warmup_steps=schedule.warmup_steps,
+            total_steps=config.run.max_steps,
+            min_ratio=schedule.min_ratio,
+        ),
+        max_grad_norm=config.policy.max_grad_norm,
+    )
+
+
+def build_reference(config: RunConfig, domain: Domain, trainer: Trainer) -> Policy | None:
+    """A frozen copy of the model the run starts from, where the algorithm asks for a KL term."""
+    if config.is_sft or not trainer.needs_reference:
+        return None
+    reference = _build_policy(config, domain)
+    reference.module.requires_grad_(False)
+    return reference
+
+
+def _build_policy(config: RunConfig, domain: Domain) -> Policy:
+    sampling = None if config.is_sft else config.rollout.sampling.build()
+    return domain.build_policy(config.model, data=config.data, sampling=sampling, seed=config.run.seed)
+
+
+def build_collate(config: RunConfig, domain: Domain) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:
+    return partial(domain.collate, microbatch_terms=config.policy.microbatch_terms)
+
+
+def build_sync(config: RunConfig) -> WeightSync:
+    """The package that moves the weights."""
+    found = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
+    return found() if inspect.isclass(found) else found

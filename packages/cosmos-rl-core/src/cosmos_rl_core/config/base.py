@@ -1,0 +1,59 @@
+"""Strict: the base of every config section. ConfigError: everything wrong with a config, told at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict
+
+from cosmos_rl_core.interfaces import UserError
+
+
+class Strict(BaseModel):
+    """A frozen section of the config. Unknown keys are errors; a string under a field is its description."""
+
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        use_attribute_docstrings=True,
+        allow_inf_nan=False,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Problem:
+    """One thing wrong with a config."""
+
+    key: str
+    """Dotted: "rollout.sampling.temperature"; empty where the file as a whole is meant."""
+    wrong: str
+    """What is wrong, as a phrase: "must be greater than 0"."""
+    given: str = ""
+    """The value as it was written, in TOML; empty where there is none."""
+    suggestion: str = ""
+    """What to do: 'did you mean "temperature"?'."""
+
+    @property
+    def section(self) -> str:
+        """The outermost table of the key."""
+        return self.key.partition(".")[0]
+
+    def __str__(self) -> str:
+        head = f"{self.key} = {self.given}" if self.key and self.given else self.key
+        parts = [part for part in (head, self.wrong) if part]
+        line = ": ".join(parts)
+        return f"{line}; {self.suggestion}" if self.suggestion else line
+
+
+class ConfigError(UserError):
+    """Everything wrong with a config, one line each, under a header that names the file."""
+
+    def __init__(self, problems: Sequence[Problem], *, file: str = "") -> None:
+        assert problems, "a ConfigError without a problem"
+        self.problems = tuple(problems)
+        self.file = file
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        header = f"{file or 'config'}: {count}"
+        super().__init__("\n".join([header, *(f"  {problem}" for problem in problems)]))

@@ -1,0 +1,156 @@
+"""RunConfig: a whole recipe, and the rules that tie its sections together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from cosmos_rl_core.algorithms.config import AlgorithmConfig
+from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.config.base import Problem, Strict
+from cosmos_rl_core.config.problems import as_toml
+from cosmos_rl_core.config.sections import (
+    CheckpointSection,
+    ElasticSection,
+    EvalSection,
+    LoggingSection,
+    PolicySection,
+    PromptsSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    SyncSection,
+)
+
+RL_ONLY = ("rollout", "reward", "sync")
+"""Sections that mean nothing to supervised fine-tuning."""
+
+
+class RunConfig(Strict):
+    """A recipe. `load_config` makes one; components take their own section and `build` themselves from it."""
+
+    run: RunSection
+    model: Any = None
+    """[model], an instance of the domain's `Model`."""
+    data: Any = None
+    """[data], an instance of the domain's `Data`."""
+    prompts: PromptsSection = PromptsSection()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    policy: PolicySection = PolicySection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    sync: SyncSection = SyncSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    logging: LoggingSection = LoggingSection()
+    elastic: ElasticSection = ElasticSection()
+
+    @property
+    def is_sft(self) -> bool:
+        """True for supervised fine-tuning: no rollouts, rewards or weight sync."""
+        return self.algorithm.name == "sft"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """Two keys that are each in order and cannot stand together."""
+
+    key: str
+    """The one to change first."""
+    other: str
+    """The one it clashes with."""
+    wrong: str
+    """What is wrong with `key`, ending where `other` is named."""
+    suggestion: str = ""
+
+    @property
+    def sections(self) -> frozenset[str]:
+        """The sections that must be valid for this to be worth saying."""
+        return frozenset(key.partition(".")[0] for key in (self.key, self.other))
+
+    def problem(self, config: RunConfig) -> Problem:
+        """Return it as the user reads it, with both values."""
+        given, other = _written(config, self.key), _written(config, self.other)
+        wrong = f"{self.wrong} {self.other}" + (f" = {other}" if other else " (not set)")
+        return Problem(key=self.key, given=given, wrong=wrong, suggestion=self.suggestion)
+
+
+def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict]:
+    """Yield every pair of keys that clash; `given` names the sections that were written down."""
+    yield from _sft_conflicts(given) if config.is_sft else _rl_conflicts(config)
+    yield from _length_conflicts(config)
+    if config.eval.every_steps and config.eval.data is None:
+        yield Conflict(
+            key="eval.every_steps",
+            other="eval.data",
+            wrong="has no rows to evaluate on without",
+            suggestion="add [eval.data]",
+        )
+
+
+def _sft_conflicts(given: Collection[str]) -> Iterator[Conflict]:
+    for section in RL_ONLY:
+        if section in given:
+            yield Conflict(
+                key=section,
+                other="algorithm.name",
+                wrong="does not apply with",
+                suggestion=f"remove [{section}]",
+            )
+
+
+def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if not config.reward.functions:
+        yield Conflict(
+            key="reward.functions",
+            other="algorithm.name",
+            wrong="must name at least one reward with",
+            suggestion="add [[reward.functions]] with a name",
+        )
+    if config.rollout.group_size == 1 and find_algorithm(config.algorithm.name).advantage is None:
+        yield Conflict(
+            key="rollout.group_size",
+            other="algorithm.advantage",
+            wrong="must be at least 2, to compare a rollout with others, for",
+        )
+    if config.algorithm.overlong_buffer_terms > config.rollout.sampling.max_terms:
+        yield Conflict(
+            key="algorithm.overlong_buffer_terms",
+            other="rollout.sampling.max_terms",
+            wrong="must be at most",
+        )
+    if config.rollout.sampling.max_terms > config.policy.microbatch_terms:
+        yield Conflict(
+            key="policy.microbatch_terms",
+            other="rollout.sampling.max_terms",
+            wrong="must hold a whole rollout: its prompt and up to",
+            suggestion="raise the first or lower the second",
+        )
+
+
+def _length_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """How long the run is."""
+    steps, schedule = config.run.max_steps, config.policy.schedule
+    if steps is None and config.prompts.epochs is None:
+        yield Conflict(
+            key="run.max_steps",
+            other="prompts.epochs",
+            wrong="is required without",
+            suggestion="set one of them, or the run never ends",
+        )
+    elif steps is None and schedule.name != "constant":
+        yield Conflict(key="run.max_steps", other="policy.schedule.name", wrong="is required with")
+    if steps is not None and schedule.warmup_steps > steps:
+        yield Conflict(
+            key="policy.schedule.warmup_steps",
+            other="run.max_steps",
+            wrong="must be at most",
+        )
+
+
+def _written(config: RunConfig, key: str) -> str:
+    """The value of a dotted key as it stands in the recipe; empty for a section or for no value."""
+    value = reduce(getattr, key.split("."), config)
+    return "" if value is None or value == () or isinstance(value, Strict) else as_toml(value)

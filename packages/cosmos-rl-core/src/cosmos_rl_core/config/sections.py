@@ -1,0 +1,254 @@
+"""The sections of a recipe. Counts say what they count, durations end in `_s`, sizes in `_bytes`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field, ValidationInfo, field_validator
+
+from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.types import Sampling
+
+
+class RunSection(Strict):
+    """[run]: what this run is and when it ends."""
+
+    domain: str = Field(min_length=1)
+    """The domain package: "llm", or "module:attribute" for one of your own."""
+    name: str = Field(default="run", min_length=1)
+    """Name of the run; by default the recipe's file name, or its folder's for a recipe called run.toml."""
+    output_dir: str = Field(default="runs/{name}", min_length=1)
+    """Where the run's files go; {name} stands for the run's name."""
+    seed: int = Field(default=0, ge=0)
+    """Seed of everything that draws: data order, initial weights, sampling."""
+    placement: Literal["local", "inline"] = "local"
+    """"local": processes on this machine; "inline": everything in one process, for debugging."""
+    max_steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps after which the run ends; without it the run ends after [prompts] epochs."""
+    log_every: int = Field(default=1, ge=1)
+    """Steps between two lines on the console; files always get every step."""
+
+    @field_validator("output_dir")
+    @classmethod
+    def _with_name(cls, value: str, info: ValidationInfo) -> str:
+        return value.replace("{name}", info.data.get("name", "run"))
+
+    @property
+    def directory(self) -> Path:
+        """The run's directory."""
+        return Path(self.output_dir)
+
+
+class PromptsSection(Strict):
+    """[prompts]: the order in which the rows of [data] are drawn."""
+
+    shuffle: bool = True
+    """Draw the rows of each epoch in a new order, fixed by the seed and the epoch."""
+    epochs: int | None = Field(default=None, ge=1)
+    """Passes over the data; without it the stream is endless and [run] max_steps ends the run."""
+
+
+class OptimizerSection(Strict):
+    """[policy.optimizer]: how gradients become updates."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate, after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment; sgd takes the first as its momentum."""
+    eps: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Applied to matrices, never to vectors such as norms and biases."""
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError("each must be at least 0 and below 1")
+        return betas
+
+
+class ScheduleSection(Strict):
+    """[policy.schedule]: the learning rate over the steps."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at [run] max_steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up from zero."""
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Rate at the end as a fraction of the peak, for linear and cosine."""
+
+
+class PolicySection(Strict):
+    """[policy]: training."""
+
+    replicas: int = 1
+    """Copies of the policy that train together."""
+    prompts_per_step: int = Field(default=8, ge=1)
+    """Prompts in one optimizer step, each with its whole group of rollouts; rows in one step of SFT."""
+    microbatch_terms: int = Field(default=8192, ge=1)
+    """Most terms (prompts included) in one forward and backward pass: bounds the memory of training."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of a replica; without it the replicas of all roles share the machine's cores."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """The joint 2-norm that gradients are scaled down to; 0 leaves them alone."""
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """Steps in a row that may be skipped for a gradient that is not finite before the run stops."""
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+
+    @field_validator("replicas")
+    @classmethod
+    def _one_replica(cls, replicas: int) -> int:
+        if replicas != 1:
+            raise ValueError("only one policy replica is supported; set it to 1")
+        return replicas
+
+
+class SamplingSection(Strict):
+    """[rollout.sampling]: how rollouts are drawn."""
+
+    max_terms: int = Field(default=256, ge=1)
+    """Most terms to generate for one rollout."""
+    temperature: float = Field(default=1.0, gt=0)
+    """Above 0, for greedy rollouts of a prompt are all the same; [eval] has its own."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = Field(default=0, ge=0)
+    """0 keeps all."""
+    stop: tuple[str, ...] = ()
+    """Texts that end a rollout."""
+
+    def build(self) -> Sampling:
+        """Return the sampling parameters an engine takes."""
+        return Sampling(
+            max_terms=self.max_terms,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            stop=self.stop,
+        )
+
+
+class RolloutSection(Strict):
+    """[rollout]: generation."""
+
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the engine that generate side by side."""
+    engine: str = Field(default="torch", min_length=1)
+    """Name of the engine, as the domain knows it."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of one prompt."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of a replica; without it the replicas of all roles share the machine's cores."""
+    max_attempts: int = Field(default=3, ge=1)
+    """Times a prompt is tried before it is dropped with its reason."""
+    sampling: SamplingSection = SamplingSection()
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the engine as they are."""
+
+
+class RewardFunctionSection(Strict):
+    """[[reward.functions]]: one reward and its weight."""
+
+    name: str = Field(min_length=1)
+    """A reward of the domain, of an installed plug-in, or "module:attribute"."""
+    weight: float = 1.0
+    """Factor in the sum; 0 records the value without training on it."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments for the function."""
+
+
+class RewardSection(Strict):
+    """[reward]: what is good."""
+
+    functions: tuple[RewardFunctionSection, ...] = ()
+    """Their weighted sum is the reward of a rollout."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """Longest that one function may take over one group."""
+
+    @field_validator("functions")
+    @classmethod
+    def _distinct(cls, functions: tuple[RewardFunctionSection, ...]) -> tuple[RewardFunctionSection, ...]:
+        seen = [function.name for function in functions]
+        twice = sorted({name for name in seen if seen.count(name) > 1})
+        if twice:
+            raise ValueError(f"names a reward more than once: {', '.join(twice)}")
+        return functions
+
+
+class SyncSection(Strict):
+    """[sync]: how new weights reach the engines, and how old the ones in use may be."""
+
+    max_staleness: int = Field(default=1, ge=0)
+    """Most versions the weights a rollout was drawn with may lie behind those it trains; 0 is on-policy."""
+    backend: str = Field(default="transfer", min_length=1)
+    """The package that moves the weights: an installed plug-in, or "module:attribute"."""
+    backend: str = Field(default="transfer", min_length=1)
+    """The package that moves the weights: "transfer" (cosmos-rl-transfer), or "module:attribute"."""
+    interval: int = 1
+    """Optimizer steps between two pushes of the weights."""
+    transport: str = Field(default="auto", min_length=1)
+    """"auto" takes shared memory on one machine; "shm" and "tcp" name one."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Type the weights travel in; without it their own."""
+    bucket_bytes: int = Field(default=32 * 2**20, ge=4096)
+    """Size of one of the two buffers weights are packed into."""
+    timeout_s: float = Field(default=120.0, gt=0)
+    """Longest wait for the other side before the sync is given up and named."""
+
+    @field_validator("interval")
+    @classmethod
+    def _every_step(cls, interval: int) -> int:
+        if interval != 1:
+            raise ValueError("only a push after every step is supported; set it to 1")
+        return interval
+
+
+class CheckpointSection(Strict):
+    """[checkpoint]: what survives."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between checkpoints; 0 saves only at the end and when the run is stopped."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that are kept."""
+
+
+class EvalSection(Strict):
+    """[eval]: scoring on rows that are not trained on."""
+
+    every_steps: int = Field(default=0, ge=0)
+    """Steps between evaluations; 0 evaluates only before the first step and after the last."""
+    limit: int | None = Field(default=None, ge=1)
+    """Rows to use, from the start; without it all."""
+    max_terms: int | None = Field(default=None, ge=1)
+    """Most terms of an answer; without it that of [rollout.sampling]."""
+    temperature: float = Field(default=0.0, ge=0)
+    """0 is greedy."""
+    data: Any = None
+    """The rows to evaluate on, with the keys of [data]; without it nothing is evaluated."""
+
+    def sampling(self, base: SamplingSection) -> Sampling:
+        """Return the sampling parameters of an evaluation: those of the rollouts with our two on top."""
+        update = {"temperature": self.temperature, "max_terms": self.max_terms or base.max_terms}
+        return base.model_copy(update=update).build()
+
+
+class LoggingSection(Strict):
+    """[logging]: where figures and rollouts are written."""
+
+    sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
+    """Where metrics go."""
+    rollouts_every: int = Field(default=1, ge=0)
+    """Steps between two files of rollouts; 0 writes none."""
+
+
+class ElasticSection(Strict):
+    """[elastic]: what happens when a worker goes silent or dies."""
+
+    lease_ttl_s: float = Field(default=600.0, gt=0)
+    """Longest a rollout worker may hold a prompt before another one gets it."""
+    suspect_grace_s: float = Field(default=15.0, gt=0)
+    """Silence after which a worker counts as gone."""
+    restart_workers: int = Field(default=3, ge=0)
+    """Times a dead rollout worker is started again."""

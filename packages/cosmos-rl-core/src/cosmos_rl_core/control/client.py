@@ -1,0 +1,181 @@
+"""A worker's side of the control channel: one connection, one receiving task, typed queues behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.payload import decode_group, encode_group
+from cosmos_rl_core.control.wire import Connection, ConnectionClosed
+from cosmos_rl_core.interfaces import SampleError
+from cosmos_rl_core.rollout.worker import Lease
+from cosmos_rl_core.types import Prompt, RolloutGroup, StepResult, TrainBatch
+
+HEARTBEAT_S = 1.0
+
+
+class ControllerClient:
+    """Receives for a worker and beats its heart.
+
+    client = ControllerClient(connection)
+    client.start(pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.grants: asyncio.Queue[p.Grant | None] = asyncio.Queue()
+        self.cancels: asyncio.Queue[int] = asyncio.Queue()
+        self.batches: asyncio.Queue[p.Batch | None] = asyncio.Queue()
+        self.commits: asyncio.Queue[p.Committed | None] = asyncio.Queue()
+        self.sync_address: asyncio.Queue[str] = asyncio.Queue()
+        self.stopped = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+
+    def start(self, *, pulse: Callable[[], p.Heartbeat]) -> None:
+        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat(pulse))]
+
+    async def close(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self.connection.close()
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                self._sort(await self.connection.receive())
+        except ConnectionClosed:
+            self._stop()
+            self.commits.put_nowait(None)
+
+    def _sort(self, message: p.ToWorker) -> None:
+        match message:
+            case p.Grant():
+                self.grants.put_nowait(message)
+            case p.Cancel():
+                self.cancels.put_nowait(message.sample)
+            case p.Batch():
+                self.batches.put_nowait(message)
+            case p.Committed():
+                self.commits.put_nowait(message)
+            case p.SyncFrom():
+                self.sync_address.put_nowait(message.address)
+            case p.Stop():
+                self._stop()
+
+    def _stop(self) -> None:
+        self.stopped.set()
+        self.grants.put_nowait(None)
+        self.batches.put_nowait(None)
+
+    async def _beat(self, pulse: Callable[[], p.Heartbeat]) -> None:
+        while not self.stopped.is_set():
+            self.connection.post(pulse())
+            await asyncio.sleep(HEARTBEAT_S)
+
+
+class RemoteDesk:
+    """`rollout.worker.LeaseDesk` over the control channel."""
+
+    def __init__(self, client: ControllerClient) -> None:
+        self._client = client
+        self._asked: p.RequestLeases | None = None
+
+    def request(self, *, version: int, capacity: int) -> None:
+        asked = p.RequestLeases(version=version, capacity=capacity)
+        if capacity > 0 and asked != self._asked and not self._client.stopped.is_set():
+            self._asked = asked
+            self._client.connection.post(asked)
+
+    async def granted(self) -> Sequence[Lease] | None:
+        grant = await self._client.grants.get()
+        if grant is None or self._client.stopped.is_set():
+            return None
+        self._asked = None
+        return [
+            Lease(
+                prompt=Prompt(sample_id=item.sample, row=json.loads(item.row), origin=item.origin),
+                attempt=item.attempt,
+                evaluation=item.evaluation,
+            )
+            for item in grant.prompts
+        ]
+
+    async def deliver(self, lease: Lease, group: RolloutGroup) -> None:
+        await self._client.connection.send(
+            p.Deliver(
+                sample=lease.prompt.sample_id,
+                attempt=lease.attempt,
+                min_version=group.min_policy_version,
+                max_version=group.max_policy_version,
+                num_terms=group.num_terms,
+                payload=encode_group(group),
+                evaluation=lease.evaluation,
+            )
+        )
+
+    async def fail(self, lease: Lease, error: SampleError) -> None:
+        await self._client.connection.send(
+            p.Failed(
+                sample=lease.prompt.sample_id,
+                attempt=lease.attempt,
+                reason=error.reason,
+                final=error.final,
+                evaluation=lease.evaluation,
+            )
+        )
+
+    async def cancelled(self) -> int:
+        return await self._client.cancels.get()
+
+
+class RemoteSteps:
+    """`loop.Steps` over the control channel."""
+
+    def __init__(
+        self,
+        client: ControllerClient,
+        *,
+        batch: Callable[[p.Batch], TrainBatch],
+        checkpoint: Callable[[p.Committed], Path | None],
+    ) -> None:
+        self._client = client
+        self._batch = batch
+        self._checkpoint = checkpoint
+        self._current: p.Batch | None = None
+        self._committed: p.Committed | None = None
+
+    async def next_batch(self, step: int) -> TrainBatch | None:
+        await self._client.connection.send(p.RequestBatch(step=step))
+        message = await self._client.batches.get()
+        if message is None or not message.samples or self._client.stopped.is_set():
+            return None
+        assert message.step == step
+        self._current = message
+        return self._batch(message)
+
+    async def commit(self, step: int) -> None:
+        assert self._current is not None
+        await self._client.connection.send(p.Vote(step=step, epoch=self._current.epoch))
+        committed = await self._client.commits.get()
+        if committed is None:
+            raise ConnectionClosed(f"the controller went away before step {step} was committed")
+        assert committed.step == step
+        self._committed = committed
+
+    async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
+        assert self._committed is not None
+        done = p.StepDone(
+            step=self._committed.step, version=result.policy_version, metrics={**result.metrics, **sync}
+        )
+        await self._client.connection.send(done)
+        path = self._checkpoint(self._committed)
+        if path is not None:
+            await self._client.connection.send(p.CheckpointDone(step=result.policy_version, path=str(path)))
+
+
+def decode_groups(message: p.Batch) -> list[RolloutGroup]:
+    return [decode_group(payload) for payload in message.payloads]

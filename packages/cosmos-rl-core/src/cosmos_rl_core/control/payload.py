@@ -1,0 +1,139 @@
+"""A rollout group as bytes, for the wire and the spool.
+
+msgpack, in which an array is (dtype, shape, raw little-endian bytes).
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+
+from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup
+
+_DTYPES = {
+    "bool": np.dtype("?"),
+    "uint8": np.dtype("u1"),
+    "int32": np.dtype("<i4"),
+    "int64": np.dtype("<i8"),
+    "float32": np.dtype("<f4"),
+    "float64": np.dtype("<f8"),
+}
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class _Array(msgspec.Struct, frozen=True, array_like=True):
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=8)]
+    data: memoryview
+
+
+class _Rollout(msgspec.Struct, frozen=True, array_like=True):
+    arrays: dict[str, _Array]
+    rollout_logprobs: _Array
+    versions: _Array
+    loss_mask: _Array
+    text: str
+    finish_reason: FinishReason
+    reward: float
+    reward_breakdown: dict[str, float]
+    advantage: float
+
+
+class _Group(msgspec.Struct, frozen=True, array_like=True):
+    sample_id: int
+    row: dict[str, Any]
+    origin: str
+    prompt_text: str
+    rollouts: tuple[_Rollout, ...]
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode = msgspec.msgpack.Decoder(_Group).decode
+
+
+def encode_group(group: RolloutGroup) -> bytes:
+    """Return the group as bytes. Raises ValueError for an array of a dtype that does not travel."""
+    prompt = group.prompt
+    return _encode(
+        _Group(
+            sample_id=prompt.sample_id,
+            row=dict(prompt.row),
+            origin=prompt.origin,
+            prompt_text=group.prompt_text,
+            rollouts=tuple(_pack_rollout(rollout) for rollout in group.rollouts),
+        )
+    )
+
+
+def decode_group(payload: bytes | memoryview) -> RolloutGroup:
+    """Return the group. Its arrays are read-only views of `payload`: copy before writing.
+
+    Raises ValueError where the bytes are not a group, or an array's size does not fit its dtype and shape.
+    """
+    try:
+        group = _decode(payload)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise ValueError(f"these bytes are not a rollout group: {error}") from error
+    return RolloutGroup(
+        prompt=Prompt(sample_id=group.sample_id, row=group.row, origin=group.origin),
+        rollouts=tuple(_unpack_rollout(rollout) for rollout in group.rollouts),
+        prompt_text=group.prompt_text,
+    )
+
+
+def _pack_rollout(rollout: Rollout) -> _Rollout:
+    return _Rollout(
+        arrays={name: _pack(array, name) for name, array in rollout.arrays.items()},
+        rollout_logprobs=_pack(rollout.rollout_logprobs, "rollout_logprobs"),
+        versions=_pack(rollout.versions, "versions"),
+        loss_mask=_pack(rollout.loss_mask, "loss_mask"),
+        text=rollout.text,
+        finish_reason=rollout.finish_reason,
+        reward=float(rollout.reward),
+        reward_breakdown={name: float(value) for name, value in rollout.reward_breakdown.items()},
+        advantage=float(rollout.advantage),
+    )
+
+
+def _unpack_rollout(rollout: _Rollout) -> Rollout:
+    num_terms = math.prod(rollout.rollout_logprobs.shape)
+    return Rollout(
+        arrays={name: _unpack(array, name) for name, array in rollout.arrays.items()},
+        rollout_logprobs=_unpack_terms(rollout.rollout_logprobs, "rollout_logprobs", "float32", num_terms),
+        versions=_unpack_terms(rollout.versions, "versions", "int32", num_terms),
+        loss_mask=_unpack_terms(rollout.loss_mask, "loss_mask", "bool", num_terms),
+        text=rollout.text,
+        finish_reason=rollout.finish_reason,
+        reward=rollout.reward,
+        reward_breakdown=rollout.reward_breakdown,
+        advantage=rollout.advantage,
+    )
+
+
+def _pack(array: np.ndarray, name: str) -> _Array:
+    dtype = array.dtype.name
+    if array.dtype != _DTYPES.get(dtype):
+        raise ValueError(f"array {name!r} is {array.dtype}: convert it to one of {', '.join(_DTYPES)}")
+    return _Array(dtype=dtype, shape=array.shape, data=np.ascontiguousarray(array).data)
+
+
+def _unpack(array: _Array, name: str) -> np.ndarray:
+    dtype = _DTYPES.get(array.dtype)
+    if dtype is None:
+        raise ValueError(f"array {name!r} has the unknown dtype {array.dtype!r}; known: {', '.join(_DTYPES)}")
+    expected = math.prod(array.shape) * dtype.itemsize
+    if len(array.data) != expected:
+        form = f"{array.dtype} {list(array.shape)}"
+        raise ValueError(f"array {name!r} of {form} takes {expected} bytes, {len(array.data)} came")
+    return np.frombuffer(array.data.toreadonly(), dtype=dtype).reshape(array.shape)
+
+
+def _unpack_terms(array: _Array, name: str, dtype: str, num_terms: int) -> np.ndarray:
+    if array.dtype != dtype or array.shape != (num_terms,):
+        raise ValueError(
+            f"{name} is {array.dtype} {list(array.shape)}, the rollout needs {dtype} [{num_terms}]"
+        )
+    return _unpack(array, name)

@@ -1,0 +1,168 @@
+"""The messages between controller and workers. Fields are only ever appended, with defaults.
+
+worker                                      controller
+  Ready             ->                        Welcome is the answer to the connection itself
+  Heartbeat         ->                        (every second, from the worker's main loop)
+rollout
+  RequestLeases     ->      <- Grant          prompts to answer
+  Deliver | Failed  ->      <- Cancel         a group, or the reason there is none
+                            <- SyncFrom       where to pull weights
+policy
+  RequestBatch      ->      <- Batch          groups of one step
+  Vote              ->      <- Committed      gradients are there; take the step
+  StepDone          ->                        metrics, and the version that is published
+both                        <- Stop
+  Goodbye | Fatal   ->
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Base of all messages: an array on the wire, told apart by its first element."""
+
+
+class Welcome(Message, frozen=True, tag=True, array_like=True):
+    """First frame to every worker."""
+
+    config: str
+    """The resolved recipe, TOML."""
+    run_dir: str
+    resume_from: str = ""
+    """Checkpoint to load, empty for a fresh start."""
+
+
+class Ready(Message, frozen=True, tag=True, array_like=True):
+    """The worker has built its parts."""
+
+    address: str = ""
+    """Policy: where its weights are published."""
+    version: int = 0
+
+
+class Heartbeat(Message, frozen=True, tag=True, array_like=True):
+    progress: int
+    """Counts work done; a worker that is alive but stuck shows the same number."""
+    busy_s: float
+    """Seconds with work since the start."""
+    holding: list[int]
+    """Samples a rollout replica works on; naming them renews their leases."""
+
+
+class RequestLeases(Message, frozen=True, tag=True, array_like=True):
+    version: int
+    """Weights the replica holds."""
+    capacity: int
+    """Groups it can take now. A newer request replaces an older one."""
+
+
+class LeasedPrompt(Message, frozen=True, tag=True, array_like=True):
+    sample: int
+    attempt: int
+    row: bytes
+    """The dataset's row, JSON."""
+    origin: str
+    evaluation: bool = False
+
+
+class Grant(Message, frozen=True, tag=True, array_like=True):
+    prompts: list[LeasedPrompt]
+
+
+class Cancel(Message, frozen=True, tag=True, array_like=True):
+    sample: int
+
+
+class Deliver(Message, frozen=True, tag=True, array_like=True):
+    sample: int
+    attempt: int
+    min_version: int
+    max_version: int
+    num_terms: int
+    payload: bytes
+    """The encoded RolloutGroup."""
+    evaluation: bool = False
+
+
+class Failed(Message, frozen=True, tag=True, array_like=True):
+    sample: int
+    attempt: int
+    reason: str
+    final: bool
+    evaluation: bool = False
+
+
+class SyncFrom(Message, frozen=True, tag=True, array_like=True):
+    address: str
+
+
+class RequestBatch(Message, frozen=True, tag=True, array_like=True):
+    step: int
+
+
+class Batch(Message, frozen=True, tag=True, array_like=True):
+    step: int
+    epoch: int
+    samples: list[int]
+    payloads: list[bytes]
+    """Encoded RolloutGroups, or rows (JSON) in a supervised run; empty when the run has no more batches."""
+
+
+class Vote(Message, frozen=True, tag=True, array_like=True):
+    step: int
+    epoch: int
+
+
+class Committed(Message, frozen=True, tag=True, array_like=True):
+    step: int
+    next_sample: int
+    """First id of the prompt stream that was never issued."""
+    unfinished: list[int]
+    """Issued ids that no step up to this one has trained on; with `next_sample` what a checkpoint has to keep."""
+
+
+class StepDone(Message, frozen=True, tag=True, array_like=True):
+    step: int
+    version: int
+    metrics: dict[str, float]
+
+
+class CheckpointDone(Message, frozen=True, tag=True, array_like=True):
+    step: int
+    path: str
+
+
+class Stop(Message, frozen=True, tag=True, array_like=True):
+    """End cleanly: a policy replica saves first."""
+
+    reason: str
+
+
+class Goodbye(Message, frozen=True, tag=True, array_like=True):
+    pass
+
+
+class Fatal(Message, frozen=True, tag=True, array_like=True):
+    """The worker cannot go on."""
+
+    message: str
+    user: bool
+    """True: something the user can mend; the message stands alone."""
+
+
+ToController = (
+    Ready
+    | Heartbeat
+    | RequestLeases
+    | Deliver
+    | Failed
+    | RequestBatch
+    | Vote
+    | StepDone
+    | CheckpointDone
+    | Goodbye
+    | Fatal
+)
+ToWorker = Welcome | Grant | Cancel | SyncFrom | Batch | Committed | Stop

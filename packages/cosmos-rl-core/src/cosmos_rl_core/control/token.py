@@ -1,0 +1,54 @@
+"""The run's token: 256 random bits in a file only its owner can read."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+
+from cosmos_rl_core.control.handshake import TOKEN_BYTES
+from cosmos_rl_core.interfaces import UserError
+
+TOKEN_FILE_VARIABLE = "COSMOS_RL_TOKEN_FILE"
+
+
+def make_token(path: Path) -> bytes:
+    """Write a new token to `path` (mode 0600) and return it. Raises `UserError` if the file exists."""
+    token = secrets.token_bytes(TOKEN_BYTES)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError as error:
+        raise UserError(
+            f"{path} exists: read it with read_token, or remove it to make a new token"
+        ) from error
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token.hex() + "\n")
+    return token
+
+
+def read_token(path: Path) -> bytes:
+    """Return the token in `path`. Raises `UserError` if it is missing, malformed or readable by others."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise UserError(f"cannot read the token file {path}: {error.strerror}") from error
+    with os.fdopen(descriptor, "rb") as file:
+        mode = stat.S_IMODE(os.fstat(descriptor).st_mode)
+        if mode & 0o077:
+            raise UserError(f"others can read the token file {path} (mode {mode:04o}): run chmod 600 {path}")
+        content = file.read(2 * TOKEN_BYTES + 2)
+    try:
+        token = bytes.fromhex(content.decode("ascii").strip())
+    except ValueError as error:
+        raise UserError(f"{path} is not a token file: it should hold {2 * TOKEN_BYTES} hex digits") from error
+    if len(token) != TOKEN_BYTES:
+        raise UserError(f"{path} is not a token file: it should hold {2 * TOKEN_BYTES} hex digits")
+    return token
+
+
+def token_file_from(environ: Mapping[str, str]) -> Path | None:
+    """Return the file that COSMOS_RL_TOKEN_FILE names in `environ`, or None where it is not set."""
+    name = environ.get(TOKEN_FILE_VARIABLE, "")
+    return Path(name) if name else None

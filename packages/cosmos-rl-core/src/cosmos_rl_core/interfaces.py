@@ -1,0 +1,241 @@
+"""The seams. A module imports these and `types`, never a sibling stage; each docstring shows who calls it and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+
+from cosmos_rl_core.types import (
+    LossTerm,
+    Microbatch,
+    PolicyOutputs,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Sampling,
+    TermBatch,
+    TrainBatch,
+)
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    import numpy as np
+    from pydantic import BaseModel
+    from torch import Tensor, nn
+
+
+class RolloutEngine(Protocol):
+    """Generates with the newest weights it was given. One asyncio loop calls it; the work runs elsewhere.
+
+        rollouts = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=7)   # many at a time
+        await engine.switch(version, apply)     # `apply` writes into `engine.weights()` between two terms
+    """
+
+    @property
+    def version(self) -> int:
+        """Policy version the next term will be drawn with."""
+        ...
+
+    @property
+    def progress(self) -> int:
+        """Counts steps of work since the start, for heartbeats: it stands still when the engine hangs."""
+        ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """The live tensors by checkpoint name. Written only by an `apply` given to `switch`."""
+        ...
+
+    async def generate(
+        self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
+    ) -> tuple[str, list[Rollout]]:
+        """Return the prompt as the model saw it and `num_samples` rollouts without rewards.
+
+        Raises `PromptError` for a prompt this engine can never answer (too long, missing column).
+        Cancelling the awaiting task frees the running sequences.
+        """
+        ...
+
+    async def switch(self, version: int, apply: Callable[[], None]) -> None:
+        """Run `apply` between two terms; running sequences go on with the new weights. Returns when done."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class RewardFn(Protocol):
+    """Scores a whole group at once, so that relative rewards are no special case.
+
+    May be a plain function or `async def`; returns one finite float a rollout. Anything else is an error of the
+    sample, never a number.
+    """
+
+    def __call__(self, group: RolloutGroup) -> Sequence[float] | Any: ...
+
+
+class AdvantageEstimator(Protocol):
+    """rewards [G] float64 -> advantages [G] float64."""
+
+    def __call__(self, rewards: np.ndarray) -> np.ndarray: ...
+
+
+class Objective(Protocol):
+    """The loss. Called by the trainer once a microbatch; the trainer aggregates and divides."""
+
+    needs_entropy: bool
+    needs_reference: bool
+
+    def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[list[LossTerm], Mapping[str, Tensor]]:
+        """Return the named losses [T] and metrics [T] (per term; the trainer reports means over masked terms)."""
+        ...
+
+    def term_weights(self, terms: TermBatch) -> Tensor:
+        """[T]: weight of each term in the aggregated sum, from the mask and the rollouts' lengths."""
+        ...
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        """Global count the weighted sum over all microbatches and ranks is divided by."""
+        ...
+
+
+class Policy(Protocol):
+    """A trainable model that assigns log-probabilities to terms."""
+
+    module: nn.Module
+
+    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs: ...
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """Live tensors by checkpoint name: what a rollout engine needs, tied tensors once."""
+        ...
+
+    def save(self, directory: Path) -> None:
+        """Write weights (safetensors) and what is needed to load the model elsewhere."""
+        ...
+
+
+@runtime_checkable
+class Domain(Protocol):
+    """What a domain package hands over. `assemble` asks it for parts and nothing else ever branches on the domain.
+
+    Importing the module that defines it must not import torch: the controller loads it for the configs and the rows.
+    """
+
+    name: str
+    Model: type[BaseModel]
+    """Strict model of the [model] section."""
+    Data: type[BaseModel]
+    """Strict model of the [data] section; also used for [eval.data]."""
+
+    def load_rows(self, data: Any) -> tuple[Sequence[Mapping[str, Any]], str]:
+        """Read the dataset. Returns rows and their origin for messages ("train.jsonl"). Raises ValueError for the user."""
+        ...
+
+    def build_policy(self, model: Any, *, data: Any, sampling: Sampling | None, seed: int) -> Policy:
+        """The model to train. `sampling` fixes the temperature at which log-probabilities are taken (None: SFT)."""
+        ...
+
+    def build_engine(self, model: Any, *, data: Any, name: str, options: Mapping[str, Any]) -> RolloutEngine:
+        """A rollout engine by the name in [rollout] engine, with the keys of [rollout.options]."""
+        ...
+
+    def reward(self, name: str) -> Callable[..., RewardFn] | None:
+        """What makes a reward this domain ships, or None if it has none of that name.
+
+        Called with the reward's options by keyword; raises ValueError (pydantic's included) or TypeError for options
+        it does not have: `domain.reward("numeric")(tolerance=0.01)`.
+        """
+        ...
+
+    def collate(
+        self, groups: Sequence[RolloutGroup], *, microbatch_terms: int
+    ) -> TrainBatch:
+        """Groups -> microbatches of at most `microbatch_terms` terms (prompt included); one rollout is never cut."""
+        ...
+
+    def collate_sft(
+        self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int
+    ) -> TrainBatch:
+        """Dataset rows with the wanted answer -> microbatches whose loss_mask covers the answer."""
+        ...
+
+
+class WeightPublisher(Protocol):
+    """The trainer's side of a weight sync.
+
+        await publisher.publish(version, weights)   # returns when the trainer may change the weights again
+    """
+
+    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Make `version` available to subscribers and return metrics (`sync_bytes`, `sync_s`)."""
+        ...
+
+    @property
+    def address(self) -> str:
+        """Where subscribers connect."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightSubscriber(Protocol):
+    """The engine's side.
+
+        version = await subscriber.stage(after=engine.version)       # newest version, pulled and verified
+        await engine.switch(version, subscriber.apply)               # between two terms
+    """
+
+    async def stage(self, *, after: int) -> int:
+        """Wait for a version newer than `after`, pull it beside the live weights, verify its digest, return it.
+
+        Raises ConnectionError when the publisher is gone, and an error that names tensor, version and ranks for
+        weights that do not match their digest.
+        """
+        ...
+
+    def apply(self) -> None:
+        """Copy the staged version into the live tensors."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class WeightSync(Protocol):
+    """A package that moves weights: makes the two sides. Both run in processes that know the run's token."""
+
+    def publisher(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        token: bytes,
+        transport: str,
+        dtype: str | None,
+        bucket_bytes: int,
+        timeout_s: float,
+        bind: str,
+    ) -> WeightPublisher: ...
+
+    def subscriber(
+        self, address: str, weights: Mapping[str, Tensor], *, token: bytes, transport: str, timeout_s: float
+    ) -> WeightSubscriber: ...
+
+
+class SampleError(Exception):
+    """A sample that could not be completed. The reason is shown to the user and counted; it never becomes a number."""
+
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
+        self.reason = reason
+        self.final = final
+        """True: trying again cannot help (a prompt too long); False: worth another attempt."""
+
+
+class PromptError(SampleError):
+    """A prompt no engine of this run can answer. Names the row and what to do."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, final=True)
+
+
+class UserError(ValueError):
+    """Something the user can mend: one clear message, exit code 2, no traceback."""

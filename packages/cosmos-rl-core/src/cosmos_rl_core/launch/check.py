@@ -1,0 +1,109 @@
+"""`cosmos-rl check`: all that can be known of a recipe without a model, and what the run will be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_rl_core import plugins
+from cosmos_rl_core.assemble import build_reward
+from cosmos_rl_core.config.base import ConfigError, Problem
+from cosmos_rl_core.config.load import load_domain
+from cosmos_rl_core.config.problems import as_toml
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.interfaces import Domain, UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dataset:
+    """What was found in [data] or [eval.data]."""
+
+    origin: str
+    rows: int
+    columns: tuple[str, ...]
+    """Of the first row."""
+
+    def __str__(self) -> str:
+        return f"{self.rows} rows of {self.origin} ({', '.join(self.columns)})"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checked:
+    """A recipe whose data can be read and whose rewards exist."""
+
+    config: RunConfig
+    data: Dataset
+    evaluation: Dataset | None
+
+    def __str__(self) -> str:
+        """Five lines on what the run will do."""
+        return "\n".join(f"  {name:<10}{text}" for name, text in _resume(self))
+
+
+def check(config: RunConfig, *, file: str = "") -> Checked:
+    """Read the datasets and look up the rewards. Raises ConfigError with everything that is wrong."""
+    domain = load_domain(config.run.domain)
+    found = _reward_problems(config, domain)
+    data = _dataset("data", config.data, domain, found)
+    evaluation = None if config.eval.data is None else _dataset("eval.data", config.eval.data, domain, found)
+    if data is None or found:
+        raise ConfigError(found, file=file)
+    return Checked(config=config, data=data, evaluation=evaluation)
+
+
+def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> Dataset | None:
+    try:
+        rows, origin = domain.load_rows(data)
+    except (ValueError, OSError) as error:  # how a domain reports data it cannot read
+        found.append(Problem(key=section, wrong=str(error)))
+        return None
+    if not rows:
+        found.append(Problem(key=section, wrong=f"{origin} has no rows"))
+        return None
+    return Dataset(origin=origin, rows=len(rows), columns=_columns(rows))
+
+
+def _columns(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
+    return tuple(str(column) for column in rows[0])
+
+
+def _reward_problems(config: RunConfig, domain: Domain) -> list[Problem]:
+    found: list[Problem] = []
+    for place, function in enumerate(config.reward.functions):
+        key, given = f"reward.functions.{place}.name", as_toml(function.name)
+        try:
+            if domain.reward(function.name) is None:
+                plugins.locate("cosmos_rl.rewards", function.name)  # an unknown name, before what it is given
+            reward = build_reward(function.name, domain, options=function.options)
+        except UserError as error:
+            found.append(Problem(key=key, given=given, wrong=str(error)))
+        else:
+            if not callable(reward):
+                found.append(Problem(key=key, given=given, wrong="is no function"))
+    return found
+
+
+def _resume(checked: Checked) -> list[tuple[str, str]]:
+    config = checked.config
+    run, policy = config.run, config.policy
+    steps = run.max_steps or checked.data.rows * (config.prompts.epochs or 1) // policy.prompts_per_step
+    what = f"{config.algorithm.name} of {run.domain}, {steps} steps, {run.placement}, into {run.output_dir}"
+    evaluation = "none" if checked.evaluation is None else str(checked.evaluation)
+    if config.is_sft:
+        step = f"{policy.prompts_per_step} rows, at most {policy.microbatch_terms} terms a pass"
+        rewards = "none (supervised)"
+    else:
+        rollout = config.rollout
+        step = (
+            f"{policy.prompts_per_step} prompts x {rollout.group_size} rollouts x up to "
+            f"{rollout.sampling.max_terms} terms, at most {config.sync.max_staleness} versions stale"
+        )
+        rewards = ", ".join(f"{f.weight:g} x {f.name}" for f in config.reward.functions)
+    return [
+        ("run", what),
+        ("data", str(checked.data)),
+        ("eval", evaluation),
+        ("step", step),
+        ("rewards", rewards),
+    ]

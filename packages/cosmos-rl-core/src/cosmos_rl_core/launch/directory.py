@@ -1,0 +1,81 @@
+"""The run's directory: who may use it, and what lies where."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from cosmos_rl_core.interfaces import UserError
+
+CONTENTS = ("logs", "rollouts", "journal", "checkpoints")
+
+
+@dataclass(slots=True)
+class RunDirectory:
+    """An output directory, held by one live run at a time.
+
+    directory = RunDirectory.open(path, resume=False, overwrite=False)
+    ...
+    directory.release()
+    """
+
+    path: Path
+    _lock: IO[str]
+
+    @classmethod
+    def open(cls, path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
+        """Make or reopen the directory. Raises UserError when a live run holds it, or it would be written over."""
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+            lock = (path / "run.lock").open("a+")
+        except OSError as error:
+            raise UserError(f"cannot use {path} as [run] output_dir: {error.strerror}") from error
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            lock.seek(0)
+            holder = lock.read().strip()
+            raise UserError(
+                f"{path} is in use by a live run (process {holder}). Wait for it, stop it, "
+                "or choose another [run] output_dir."
+            ) from error
+        directory = cls(path, lock)
+        if (path / "resolved.toml").exists() and not resume:
+            if not overwrite:
+                raise UserError(
+                    f"{path} holds an earlier run. Go on with it by --resume auto, write over it by --overwrite, "
+                    "or choose another [run] output_dir."
+                )
+            directory._clear()
+        shutil.rmtree(path / "journal", ignore_errors=True)  # it belongs to one controller's life
+        lock.truncate(0)
+        lock.write(f"{os.getpid()}\n")
+        lock.flush()
+        for name in CONTENTS:
+            (path / name).mkdir(exist_ok=True)
+        return directory
+
+    def release(self) -> None:
+        self._lock.close()
+
+    def find_checkpoint(self, resume: str) -> Path | None:
+        """The checkpoint that "auto" or a path means; None for "auto" in a directory without one."""
+        if resume != "auto":
+            path = Path(resume)
+            if not (path / "manifest.json").exists():
+                raise UserError(f"--resume {resume}: no checkpoint there (a folder with a manifest.json)")
+            return path
+        root = self.path / "checkpoints"
+        steps = sorted(int(p.parent.name.removeprefix("step_")) for p in root.glob("step_*/manifest.json"))
+        return root / f"step_{steps[-1]}" if steps else None
+
+    def _clear(self) -> None:
+        """Remove what a run writes, and nothing else."""
+        for name in CONTENTS:
+            shutil.rmtree(self.path / name, ignore_errors=True)
+        for name in ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token"):
+            (self.path / name).unlink(missing_ok=True)

@@ -1,0 +1,148 @@
+"""Worker processes on this machine: start, watch, restart, stop; a death is told with the last lines of its log."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+LAST_LINES = 12
+"""Lines of a dead worker's log that are shown."""
+
+
+@dataclass(slots=True, kw_only=True)
+class WorkerProcess:
+    """One worker and how often it was started."""
+
+    name: str
+    role: str
+    log: Path
+    threads: int | None
+    starts: int = 0
+    process: asyncio.subprocess.Process | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Death:
+    """A worker that ended without being asked to."""
+
+    name: str
+    role: str
+    status: str
+    """"exit code 1" or "signal SIGKILL"."""
+    last_lines: str
+    restarting: bool
+
+
+@dataclass(slots=True)
+class LocalWorkers:
+    """The workers of one run. `on_death` hears of every one that ends before `stop`."""
+
+    controller: str
+    token_file: Path
+    log_dir: Path
+    restart_workers: int
+    """Times a dead rollout worker is started again; a policy worker never is."""
+    on_death: Callable[[Death], None]
+    python_path: tuple[str, ...] = ()
+    """Folders a recipe's "module:attribute" names are looked up in."""
+    _workers: dict[str, WorkerProcess] = field(default_factory=dict)
+    _watchers: set[asyncio.Task[None]] = field(default_factory=set)
+    _stopping: bool = False
+
+    async def start(self, role: str, *, replicas: int, threads: int | None) -> None:
+        for i in range(replicas):
+            name = f"{role}-{i}"
+            worker = WorkerProcess(name=name, role=role, log=self.log_dir / f"{name}.log", threads=threads)
+            self._workers[name] = worker
+            await self._spawn(worker)
+
+    async def stop(self, *, grace_s: float) -> None:
+        """Wait for everyone to leave; what is still there after `grace_s` is killed."""
+        self._stopping = True
+        running = [w.process for w in self._workers.values() if w.process is not None]
+        waiting = asyncio.gather(*(process.wait() for process in running))
+        try:
+            await asyncio.wait_for(waiting, grace_s)
+        except TimeoutError:
+            self.kill()
+            await asyncio.gather(*(process.wait() for process in running))
+        await asyncio.gather(*self._watchers)
+
+    def kill(self) -> None:
+        """End every worker now."""
+        self._stopping = True
+        for worker in self._workers.values():
+            if worker.process is not None and worker.process.returncode is None:
+                worker.process.kill()
+
+    def pid(self, name: str) -> int:
+        process = self._workers[name].process
+        assert process is not None
+        return process.pid
+
+    async def _spawn(self, worker: WorkerProcess) -> None:
+        command = [
+            *(sys.executable, "-m", "cosmos_rl_core.launch.worker"),
+            *("--controller", self.controller),
+            *("--role", worker.role),
+            *("--name", worker.name),
+            *("--token-file", str(self.token_file)),
+            *(("--threads", str(worker.threads)) if worker.threads is not None else ()),
+        ]
+        with worker.log.open("ab") as log:
+            worker.process = await asyncio.create_subprocess_exec(
+                *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment(worker)
+            )
+        worker.starts += 1
+        watcher = asyncio.create_task(self._watch(worker, worker.process))
+        self._watchers.add(watcher)
+        watcher.add_done_callback(self._watchers.discard)
+
+    def _environment(self, worker: WorkerProcess) -> dict[str, str]:
+        path = os.pathsep.join([*self.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
+        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        if worker.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(worker.threads)
+        return environment
+
+    async def _watch(self, worker: WorkerProcess, process: asyncio.subprocess.Process) -> None:
+        code = await process.wait()
+        if self._stopping or code == 0:
+            return
+        restarting = worker.role == "rollout" and worker.starts <= self.restart_workers and code != 2
+        self.on_death(
+            Death(
+                name=worker.name,
+                role=worker.role,
+                status=f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}",
+                last_lines=last_lines(worker.log),
+                restarting=restarting,
+            )
+        )
+        if restarting:
+            await self._spawn(worker)
+
+
+def last_lines(path: Path, *, count: int = LAST_LINES) -> str:
+    """The end of a log file, or a word that there is none."""
+    with path.open("rb") as file:
+        file.seek(0, os.SEEK_END)
+        file.seek(max(0, file.tell() - 16384))
+        lines = file.read().decode(errors="replace").splitlines()
+    return "\n".join(lines[-count:]) or "(its log is empty)"
+
+
+def share_threads(*, cores: int, policy: int | None, rollout: int | None, rollout_replicas: int, overlap: bool) -> tuple[int, int]:
+    """CPU threads of a policy and of a rollout replica where the recipe does not say.
+
+    Roles that work at the same time share the cores; roles that take turns (max_staleness = 0) each get all of them.
+    """
+    if not overlap:
+        return policy or cores, rollout or max(1, cores // rollout_replicas)
+    half = max(1, cores // 2)
+    return policy or half, rollout or max(1, (cores - half) // rollout_replicas)

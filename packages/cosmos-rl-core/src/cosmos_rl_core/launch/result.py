@@ -1,0 +1,154 @@
+"""What a run tells while it goes on, and what it returns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.observe.sinks import JsonLines, build_sinks
+from cosmos_rl_core.types import RolloutGroup
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.observe.console import Console
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """What came of a run."""
+
+    run_dir: Path
+    steps: int
+    """Optimizer steps in the final weights."""
+    checkpoint: Path | None
+    """The last checkpoint; its folder `policy` loads as a model."""
+    metrics: tuple[Mapping[str, float], ...]
+    """One mapping a step of this run, as in metrics.jsonl."""
+    evaluations: Mapping[int, Mapping[str, float]]
+    """Policy version -> figures on the held-out rows."""
+    samples: Mapping[str, int]
+    """Groups by state."""
+    wall_s: float
+    interrupted: bool
+
+
+class RunObserver:
+    """Console, metric sinks and files of one run. Implements `control.server.Observer`."""
+
+    def __init__(self, config: RunConfig, directory: Path) -> None:
+        self.current_phase = "starting"
+        self._config = config
+        self._directory = directory
+        self._started = self._last_step_at = time.perf_counter()
+        self._metrics: list[Mapping[str, float]] = []
+        self._evaluations: dict[int, Mapping[str, float]] = {}
+        sinks = [name for name in config.logging.sinks if name != "console"]
+        self._sinks = build_sinks(sinks, directory)
+        self._eval_sink = JsonLines(directory / "eval.jsonl")
+        self._console = _console(config, directory) if "console" in config.logging.sinks else None
+
+    def __enter__(self) -> RunObserver:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for sink in [*self._sinks, self._eval_sink]:
+            sink.close()
+        if self._console is not None:
+            self._console.close()
+
+    def phase(self, text: str) -> None:
+        self.current_phase = text
+        if self._console is not None:
+            self._console.phase(text)
+
+    def note(self, text: str) -> None:
+        if self._console is not None:
+            self._console.note(text)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        now = time.perf_counter()
+        step_s = now - self._last_step_at
+        self._last_step_at = now
+        whole = {
+            "step": step,
+            "policy_version": step + 1,
+            "time_s": now - self._started,
+            "step_s": step_s,
+            "terms_per_s": metrics.get("terms", 0.0) / step_s,
+            **metrics,
+        }
+        self._metrics.append(whole)
+        self.current_phase = "training"
+        for sink in self._sinks:
+            sink.log(step, whole)
+        if self._console is not None and (step + 1) % self._config.run.log_every == 0:
+            self._console.step(step, whole)
+
+    def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None:
+        self._evaluations[version] = metrics
+        self._eval_sink.log(version, {"policy_version": version, **metrics})
+        write_rollouts(self._directory / "rollouts", step=version, groups=groups, name="eval")
+        figures = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
+        self.note(f"version {version} on held-out rows: {figures}")
+
+    def finish(
+        self,
+        *,
+        version: int,
+        checkpoint: str,
+        counts: Mapping[str, int],
+        reasons: Mapping[str, int],
+        wall_s: float,
+        interrupted: bool,
+    ) -> RunResult:
+        result = RunResult(
+            run_dir=self._directory,
+            steps=version,
+            checkpoint=Path(checkpoint) if checkpoint else None,
+            metrics=tuple(self._metrics),
+            evaluations=self._evaluations,
+            samples=counts,
+            wall_s=wall_s,
+            interrupted=interrupted,
+        )
+        if self._console is not None:
+            self._console.summary(_summary(result, reasons))
+        return result
+
+
+def _console(config: RunConfig, directory: Path) -> Console:
+    from cosmos_rl_core.observe.console import Console  # rich is not needed where nobody looks
+
+    return Console(config.run.name, config.run.max_steps, directory)
+
+
+def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
+    """What the closing table says, top to bottom."""
+    rows = {}
+    if len(result.evaluations) >= 1:
+        first, last = min(result.evaluations), max(result.evaluations)
+        for name in result.evaluations[first]:
+            if name.startswith("eval/reward"):
+                before, after = result.evaluations[first][name], result.evaluations[last].get(name, float("nan"))
+                rows[f"held-out {name.removeprefix('eval/')}"] = f"{before:.3f} -> {after:.3f}"
+    if result.metrics and "reward_mean" in result.metrics[0]:
+        rows["reward"] = f"{result.metrics[0]['reward_mean']:.3f} -> {result.metrics[-1]['reward_mean']:.3f}"
+    elif result.metrics:
+        rows["loss"] = f"{result.metrics[0]['loss']:.4f} -> {result.metrics[-1]['loss']:.4f}"
+    terms = sum(m.get("terms", 0.0) for m in result.metrics)
+    rows["steps"] = f"{result.steps}" + (" (interrupted)" if result.interrupted else "")
+    rows["wall time"] = f"{result.wall_s:.1f} s"
+    rows["trained terms"] = f"{terms:,.0f}"
+    for reason, number in sorted(reasons.items()):
+        rows[f"dropped: {reason}"] = f"{number}"
+    rows["files"] = str(result.run_dir)
+    if result.checkpoint is not None:
+        rows["model"] = str(result.checkpoint / "policy")
+    return rows

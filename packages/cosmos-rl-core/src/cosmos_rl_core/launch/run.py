@@ -1,0 +1,247 @@
+"""A whole run on this machine, as one call.
+
+    from cosmos_rl_core import run
+    result = run("run.toml", ["run.max_steps=10"])
+
+The calling process is the controller; `local` starts the workers as processes, `inline` runs them beside it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import sys
+import time
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core import assemble
+from cosmos_rl_core.config.load import dump_resolved, load_config
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.journal import Journal
+from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.records import Position
+from cosmos_rl_core.control.server import Controller, Plan, WorkerFailed
+from cosmos_rl_core.control.status import write_status
+from cosmos_rl_core.control.token import make_token
+from cosmos_rl_core.control.wire import Hello, connect, serve
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.launch.directory import RunDirectory
+from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
+from cosmos_rl_core.launch.result import RunObserver, RunResult
+from cosmos_rl_core.observe.trace import Timeline, merge
+
+STOP_GRACE_S = 60.0
+"""Longest that a worker may take to leave once it was told to."""
+STATUS_S = 1.0
+
+
+def run(
+    recipe: RunConfig | str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    resume: str | None = None,
+    overwrite: bool = False,
+    python_path: Sequence[str] = (),
+) -> RunResult:
+    """Train as a recipe says and return what came of it.
+
+    `recipe` is a TOML file, its content, or a validated config; `overrides` are "section.key=value". `resume` is
+    "auto" for the newest checkpoint of the run's directory, or a checkpoint's path. `python_path` are folders for
+    "module:attribute" names. Raises UserError for what the user can mend and WorkerFailed when a worker was lost for
+    good; what was computed until then is on disk.
+    """
+    config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
+    directory = RunDirectory.open(config.run.directory, resume=resume is not None, overwrite=overwrite)
+    try:
+        checkpoint = directory.find_checkpoint(resume) if resume else None
+        return asyncio.run(_Run(config, directory.path.resolve(), checkpoint, tuple(python_path)).run())
+    finally:
+        directory.release()
+
+
+class _Run:
+    """The parts of one run and the order in which they start and stop."""
+
+    def __init__(
+        self, config: RunConfig, directory: Path, checkpoint: Path | None, python_path: tuple[str, ...]
+    ) -> None:
+        self._config = config
+        self._directory = directory
+        self._checkpoint = checkpoint
+        self._python_path = python_path
+        self._observer = RunObserver(config, directory)
+        self._workers: LocalWorkers | None = None
+        self._interrupts = 0
+
+    async def run(self) -> RunResult:
+        started = time.perf_counter()
+        text = dump_resolved(self._config)
+        (self._directory / "resolved.toml").write_text(text)
+        token = make_token(self._directory / "token")
+        with self._observer, contextlib.closing(Journal(self._directory / "journal")) as journal:
+            controller = self._controller(text, journal)
+            server = await serve(
+                "tcp://127.0.0.1:0", token=token, decode=p.ToController, on_connect=controller.on_connect
+            )
+            self._listen_for_interrupts(controller)
+            status = asyncio.create_task(self._keep_status(controller))
+            try:
+                async with self._placed(controller, server.address, token):
+                    await controller.run()
+            finally:
+                status.cancel()
+                await server.close()
+                self._write_timeline()
+            write_status(self._directory / "status.json", controller, phase="finished")
+            return self._observer.finish(
+                version=controller.ledger.version,
+                checkpoint=controller.checkpoint,
+                counts=controller.ledger.counts(),
+                reasons=controller.ledger.samples.drop_reasons,
+                wall_s=time.perf_counter() - started,
+                interrupted=self._interrupts > 0,
+            )
+
+    def _controller(self, text: str, journal: Journal) -> Controller:
+        config = self._config
+        self._observer.phase("reading the data")
+        source = assemble.build_source(config)
+        ledger_config = LedgerConfig(
+            groups_per_step=config.policy.prompts_per_step,
+            max_staleness=config.sync.max_staleness,
+            total_samples=source.total,
+            max_steps=config.run.max_steps,
+            rollouts=not config.is_sft,
+            lease_ttl_s=config.elastic.lease_ttl_s,
+            suspect_grace_s=config.elastic.suspect_grace_s,
+            max_attempts=config.rollout.max_attempts,
+        )
+        return Controller(
+            plan=Plan(
+                config_toml=text,
+                run_dir=self._directory,
+                resume_from=str(self._checkpoint or ""),
+                supervised=config.is_sft,
+                max_steps=config.run.max_steps,
+                eval_every_steps=config.eval.every_steps,
+                group_size=config.rollout.group_size,
+            ),
+            source=source,
+            eval_source=assemble.build_eval_source(config),
+            ledger=self._ledger(ledger_config, journal),
+            journal=journal,
+            clock=time.monotonic,
+            observer=self._observer,
+        )
+
+    def _ledger(self, config: LedgerConfig, journal: Journal) -> Ledger:
+        if self._checkpoint is None:
+            return Ledger(config)
+        from cosmos_rl_core.train.checkpoint import read_state
+
+        state = read_state(self._checkpoint)
+        position = Position(state.step, state.next_sample, state.unfinished)
+        ledger, record = Ledger.resume(config, position)
+        journal.append(record)
+        return ledger
+
+    @contextlib.asynccontextmanager
+    async def _placed(self, controller: Controller, address: str, token: bytes):  # noqa: ANN202
+        """Start the workers where the recipe wants them; on the way out tell them to leave and wait for it."""
+        place = {"local": self._start_processes, "inline": self._start_tasks}[self._config.run.placement]
+        self._observer.phase("starting workers")
+        leave = await place(controller, address, token)
+        try:
+            yield
+        finally:
+            controller.dismiss()
+            await leave()
+
+    async def _start_processes(self, controller: Controller, address: str, token: bytes) -> Callable[[], Any]:
+        config = self._config
+
+        def on_death(death: Death) -> None:
+            then = "starting it again" if death.restarting else "the run cannot go on without it"
+            report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
+            if death.restarting:
+                self._observer.note(report)
+            else:
+                controller.fail(WorkerFailed(death.name, report))
+
+        workers = self._workers = LocalWorkers(
+            controller=address,
+            token_file=self._directory / "token",
+            log_dir=self._directory / "logs",
+            restart_workers=config.elastic.restart_workers,
+            on_death=on_death,
+            python_path=self._python_path,
+        )
+        policy, rollout = threads(config)
+        await workers.start("policy", replicas=1, threads=policy)
+        if not config.is_sft:
+            await workers.start("rollout", replicas=config.rollout.replicas, threads=rollout)
+        return lambda: workers.stop(grace_s=STOP_GRACE_S)
+
+    async def _start_tasks(self, controller: Controller, address: str, token: bytes) -> Callable[[], Any]:
+        from cosmos_rl_core.launch.roles import WorkerContext
+        from cosmos_rl_core.launch.worker import serve_role
+
+        sys.path[:0] = [folder for folder in self._python_path if folder not in sys.path]
+
+        async def work(role: str, name: str) -> None:
+            hello = Hello(name=name, role=role)
+            connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=10.0)
+            context = WorkerContext(
+                name=name, connection=connection, token=token, timeline=Timeline(process=name), threads=None
+            )
+            await serve_role(role, context)
+
+        names = ["policy-0"]
+        names += [] if self._config.is_sft else [f"rollout-{i}" for i in range(self._config.rollout.replicas)]
+        tasks = [asyncio.create_task(work(name.partition("-")[0], name)) for name in names]
+        return lambda: asyncio.wait_for(asyncio.gather(*tasks), STOP_GRACE_S)
+
+    def _listen_for_interrupts(self, controller: Controller) -> None:
+        def interrupt() -> None:
+            self._interrupts += 1
+            if self._interrupts == 1:
+                self._observer.note("stopping: the step in work is finished and saved (again to stop at once)")
+                controller.stop("interrupted")
+            else:
+                if self._workers is not None:
+                    self._workers.kill()
+                controller.fail(KeyboardInterrupt("stopped at once"))
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller handles signals
+                asyncio.get_running_loop().add_signal_handler(number, interrupt)
+
+    async def _keep_status(self, controller: Controller) -> None:
+        while True:
+            write_status(self._directory / "status.json", controller, phase=self._observer.current_phase)
+            await asyncio.sleep(STATUS_S)
+
+    def _write_timeline(self) -> None:
+        parts = sorted((self._directory / "logs").glob("*.trace.json"))
+        if parts:
+            merge(parts, self._directory / "timeline.json")
+
+
+def threads(config: RunConfig) -> tuple[int, int]:
+    """CPU threads of a policy and a rollout process."""
+    cores = len(os.sched_getaffinity(0))
+    if config.is_sft:
+        return config.policy.threads or cores, 1
+    return share_threads(
+        cores=cores,
+        policy=config.policy.threads,
+        rollout=config.rollout.threads,
+        rollout_replicas=config.rollout.replicas,
+        overlap=config.sync.max_staleness > 0,
+    )

@@ -1,0 +1,62 @@
+"""The loop.
+
+    controller ----- batch of step v (no group older than max_staleness) -----> forward_backward, each microbatch
+        ^                                                                           |
+        |                                                              vote, wait for the commit
+        |                                                                           v
+        +------------------------- metrics <---------- publish v+1 <----------- optim_step
+
+consumes   batches of step v, in order
+produces   weights of version v + 1, one set of metrics a step
+waits for  a batch (the controller holds it back until enough groups are ready), then the commit
+unblocks   rollout replicas that may only answer with newer weights
+
+With max_staleness = 0 nobody generates while a step is taken: that is the synchronous loop, from this same file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from cosmos_rl_core.types import StepResult, TrainBatch
+
+
+class Steps(Protocol):
+    """The controller's side of a policy replica."""
+
+    async def next_batch(self, step: int) -> TrainBatch | None:
+        """The batch of this step, or None when the run is over."""
+        ...
+
+    async def commit(self, step: int) -> None:
+        """Vote for the step and return once every member has and the decision is durable."""
+        ...
+
+    async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
+        """Metrics of the step; saves a checkpoint where one is due."""
+        ...
+
+
+class Learner(Protocol):
+    """The three verbs of training, awaitable."""
+
+    @property
+    def version(self) -> int: ...
+
+    async def forward_backward(self, batch: TrainBatch) -> None: ...
+
+    async def optim_step(self) -> StepResult: ...
+
+    async def publish(self) -> Mapping[str, float]: ...
+
+
+async def train(steps: Steps, learner: Learner) -> None:
+    """Train until the controller has no more batches."""
+    await learner.publish()
+    while (batch := await steps.next_batch(learner.version)) is not None:
+        await learner.forward_backward(batch)
+        await steps.commit(learner.version)
+        result = await learner.optim_step()
+        sync = await learner.publish()
+        await steps.report(result, sync)

@@ -1,0 +1,44 @@
+"""What the model did, readable: rollouts/step_000012.jsonl, one line a rollout."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.types import Rollout, RolloutGroup
+
+
+def write_rollouts(directory: Path, *, step: int, groups: Iterable[RolloutGroup], name: str = "step") -> Path:
+    """Write the groups of one step to `directory`/step_NNNNNN.jsonl and return the path.
+
+    `name` takes the place of "step" for groups that were not trained on, as "eval" does.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{name}_{step:06d}.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for group in groups:
+            for rollout in group.rollouts:
+                file.write(json.dumps(_line(group, rollout), ensure_ascii=False, allow_nan=False) + "\n")
+    return path
+
+
+def _line(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
+    versions = rollout.versions
+    return {
+        "sample": group.prompt.sample_id,
+        "prompt": group.prompt_text,
+        "response": rollout.text,
+        "reward": _finite(rollout.reward),
+        "rewards": {name: _finite(value) for name, value in rollout.reward_breakdown.items()},
+        "advantage": _finite(rollout.advantage),
+        "versions": [int(versions.min()), int(versions.max())] if rollout.num_terms else [],
+        "finish_reason": rollout.finish_reason,
+        "num_terms": rollout.num_terms,
+    }
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None

@@ -1,0 +1,191 @@
+"""Where the time went: spans and instants of a process, as a Chrome trace.
+
+    timeline = Timeline("policy-0")
+    with timeline.span("forward_backward", step=3):
+        ...
+    timeline.write(run_dir / "logs" / "policy-0.timeline.json")
+    merge(sorted(run_dir.glob("logs/*.timeline.json")), run_dir / "timeline.json")
+
+The files open in chrome://tracing and ui.perfetto.dev.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import msgspec
+
+_MICROSECONDS = 1e6
+
+
+class _Event(NamedTuple):
+    name: str
+    start: float
+    end: float | None
+    """None for an instant."""
+    track: str
+    args: dict[str, Any]
+
+
+class _File(msgspec.Struct):
+    """A written timeline."""
+
+    traceEvents: list[dict[str, Any]]
+    otherData: dict[str, float]
+    """`wall_minus_clock_s`: add it to a time of this file for the time of day, the clock all files share."""
+    displayTimeUnit: str = "ms"
+
+
+class Timeline:
+    """Spans and instants of one process. Threads may share it; recording takes about a microsecond."""
+
+    def __init__(
+        self,
+        process: str,
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+        wall: Callable[[], float] = time.time,
+        max_events: int = 500_000,
+    ) -> None:
+        """`clock` and `wall` return seconds; of more than `max_events`, the newest are kept."""
+        self.process = process
+        self._clock = clock
+        self._wall_minus_clock_s = wall() - clock()
+        self._events: deque[_Event] = deque(maxlen=max_events)  # append is atomic
+        self._running: dict[int, _Span] = {}
+        self._totals: dict[str, float] = {}
+        self._lock = threading.Lock()
+
+    def span(self, name: str, *, track: str = "", **args: Any) -> _Span:
+        """Return a context manager that records how long its body ran.
+
+        `track` is the row it is drawn in, by default the thread's name; spans of one row must nest, so
+        overlapping asyncio tasks name one each. `args` are shown on a click.
+        """
+        return _Span(self, name, track or threading.current_thread().name, args)
+
+    def instant(self, name: str, *, track: str = "", **args: Any) -> None:
+        """Record that something happened now."""
+        self._events.append(_Event(name, self._clock(), None, track or threading.current_thread().name, args))
+
+    def total(self, *names: str) -> float:
+        """Return the seconds spent in spans of these names since the start, running ones included. Cheap."""
+        now = self._clock()
+        with self._lock:
+            running = sum(now - span.start for span in self._running.values() if span.name in names)
+            return running + sum(self._totals.get(name, 0.0) for name in names)
+
+    def busy_fraction(self, names: Iterable[str], t0: float, t1: float) -> float:
+        """Return the share of [t0, t1] (seconds of the clock) in which a span of `names` was running.
+
+        Overlaps count once; a span that has not ended counts up to t1. Raises ValueError for an empty
+        interval.
+        """
+        if not t0 < t1:
+            raise ValueError(f"busy_fraction needs t0 < t1, got {t0} and {t1}")
+        wanted = frozenset(names)
+        intervals = [(e.start, e.end) for e in list(self._events) if e.end is not None and e.name in wanted]
+        with self._lock:
+            intervals += [(span.start, t1) for span in self._running.values() if span.name in wanted]
+        busy, covered_to = 0.0, t0
+        for start, end in sorted(intervals):
+            start, end = max(start, covered_to), min(end, t1)
+            if end > start:
+                busy += end - start
+                covered_to = end
+        return busy / (t1 - t0)
+
+    def write(self, path: Path) -> None:
+        """Write what was recorded so far. Readers see the old file or the new one, never half of one."""
+        pid = os.getpid()
+        events = list(self._events)
+        tracks = {track: i for i, track in enumerate(sorted({event.track for event in events}))}
+        rows = [_label("process_name", self.process, pid=pid, tid=0)]
+        rows += [_label("thread_name", track, pid=pid, tid=tid) for track, tid in tracks.items()]
+        rows += [_row(event, pid=pid, tid=tracks[event.track]) for event in events]
+        _replace(path, _File(traceEvents=rows, otherData={"wall_minus_clock_s": self._wall_minus_clock_s}))
+
+
+class _Span:
+    __slots__ = ("_args", "_timeline", "_track", "name", "start")
+
+    def __init__(self, timeline: Timeline, name: str, track: str, args: dict[str, Any]) -> None:
+        self.name = name
+        self._timeline = timeline
+        self._track = track
+        self._args = args
+
+    def __enter__(self) -> None:
+        self.start = self._timeline._clock()
+        with self._timeline._lock:
+            self._timeline._running[id(self)] = self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        timeline = self._timeline
+        args = self._args if kind is None else {**self._args, "error": kind.__name__}
+        end = timeline._clock()
+        timeline._events.append(_Event(self.name, self.start, end, self._track, args))
+        with timeline._lock:
+            del timeline._running[id(self)]
+            timeline._totals[self.name] = timeline._totals.get(self.name, 0.0) + end - self.start
+
+
+def merge(paths: Sequence[Path], out: Path) -> None:
+    """Join the timelines of several processes into one file that starts at zero.
+
+    A file that is missing (its process was killed before it wrote) is left out. Processes on different
+    machines line up as well as their clocks do. Raises ValueError naming a file that is no timeline.
+    """
+    files = [_read(path) for path in paths if path.exists()]
+    starts = [
+        event["ts"] + file.otherData["wall_minus_clock_s"] * _MICROSECONDS
+        for file in files
+        for event in file.traceEvents
+        if "ts" in event
+    ]
+    zero = min(starts, default=0.0)
+    merged: list[dict[str, Any]] = []
+    for pid, file in enumerate(files):
+        shift = file.otherData["wall_minus_clock_s"] * _MICROSECONDS - zero
+        for event in file.traceEvents:
+            event["pid"] = pid
+            if "ts" in event:
+                event["ts"] += shift
+            merged.append(event)
+    _replace(out, _File(traceEvents=merged, otherData={"wall_minus_clock_s": zero / _MICROSECONDS}))
+
+
+def _read(path: Path) -> _File:
+    try:
+        file = msgspec.json.decode(path.read_bytes(), type=_File)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"{path} is not a timeline: {error}") from error
+    if "wall_minus_clock_s" not in file.otherData:
+        raise ValueError(f"{path} is not a timeline of this program: it lacks wall_minus_clock_s")
+    return file
+
+
+def _label(kind: str, name: str, *, pid: int, tid: int) -> dict[str, Any]:
+    return {"ph": "M", "name": kind, "pid": pid, "tid": tid, "args": {"name": name}}
+
+
+def _row(event: _Event, *, pid: int, tid: int) -> dict[str, Any]:
+    row = {"name": event.name, "pid": pid, "tid": tid, "ts": event.start * _MICROSECONDS, "args": event.args}
+    if event.end is None:
+        return {**row, "ph": "i", "s": "t"}
+    return {**row, "ph": "X", "dur": (event.end - event.start) * _MICROSECONDS}
+
+
+def _replace(path: Path, file: _File) -> None:
+    partial = path.with_name(path.name + ".partial")
+    partial.write_bytes(msgspec.json.encode(file))
+    os.replace(partial, path)

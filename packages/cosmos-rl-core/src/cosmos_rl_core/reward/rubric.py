@@ -1,0 +1,90 @@
+"""Weighted reward functions over a group. A failure is an error of the sample with a reason; it never becomes a number."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import math
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from cosmos_rl_core.interfaces import RewardFn, SampleError
+from cosmos_rl_core.types import RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightedReward:
+    """One row of the rubric."""
+
+    name: str
+    """Key in `reward_breakdown` and in metrics."""
+    weight: float
+    """0 records the value without training on it."""
+    function: RewardFn
+
+
+class Rubric:
+    """Scores groups with every function and adds them up by weight.
+
+        scored = await rubric.score(group)      # rollouts carry reward and reward_breakdown
+
+    Plain functions run in a small pool of threads, so that a slow one does not hold up generation;
+    `async def` functions run on the caller's loop.
+    """
+
+    def __init__(self, rewards: Sequence[WeightedReward], *, timeout_s: float = 60.0, threads: int = 2) -> None:
+        self._rewards = tuple(rewards)
+        self._timeout_s = timeout_s
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="reward")
+
+    async def score(self, group: RolloutGroup) -> RolloutGroup:
+        columns = await asyncio.gather(*(self._values(reward, group) for reward in self._rewards))
+        rollouts = []
+        for i, rollout in enumerate(group.rollouts):
+            breakdown = {r.name: values[i] for r, values in zip(self._rewards, columns, strict=True)}
+            total = math.fsum(r.weight * breakdown[r.name] for r in self._rewards)
+            rollouts.append(replace(rollout, reward=total, reward_breakdown=breakdown))
+        return replace(group, rollouts=tuple(rollouts))
+
+    async def _values(self, reward: WeightedReward, group: RolloutGroup) -> list[float]:
+        where = f"reward '{reward.name}' on {group.prompt.origin or f'sample {group.prompt.sample_id}'}"
+        try:
+            values = await asyncio.wait_for(self._call(reward.function, group), self._timeout_s)
+        except TimeoutError as error:
+            raise SampleError(f"{where} took longer than [reward] timeout_s = {self._timeout_s:g}") from error
+        except Exception as error:  # user code may raise anything; it is reported, counted and never hidden
+            raise SampleError(f"{where} raised {type(error).__name__}: {error}", final=True) from error
+        return _checked(values, expected=len(group.rollouts), where=where)
+
+    async def _call(self, function: RewardFn, group: RolloutGroup) -> Any:
+        if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
+            return await function(group)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, function, group)
+
+    def close(self) -> None:
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _checked(values: Any, *, expected: int, where: str) -> list[float]:
+    """Turn what a reward returned into floats, or say exactly what is wrong with it."""
+    if isinstance(values, str | bytes) or not isinstance(values, Sequence) and not _is_vector(values):
+        raise SampleError(f"{where} returned {type(values).__name__}; it must return one number a rollout", final=True)
+    if len(values) != expected:
+        raise SampleError(f"{where} returned {len(values)} values for {expected} rollouts", final=True)
+    checked = []
+    for i, value in enumerate(values):
+        try:
+            number = float(value) if not isinstance(value, str | bytes) else math.nan
+        except (TypeError, ValueError):
+            number = math.nan
+        if not math.isfinite(number):
+            raise SampleError(f"{where} returned {value!r} for rollout {i}; it must be a finite number", final=True)
+        checked.append(number)
+    return checked
+
+
+def _is_vector(values: Any) -> bool:
+    """numpy arrays and torch tensors of one dimension."""
+    return getattr(values, "ndim", None) == 1

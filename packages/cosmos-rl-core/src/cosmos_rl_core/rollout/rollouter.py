@@ -1,0 +1,80 @@
+"""One prompt, one group: generate -> score -> shape -> filter -> advantage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from cosmos_rl_core.algorithms.rules import GroupRules
+from cosmos_rl_core.interfaces import RolloutEngine, SampleError
+from cosmos_rl_core.reward.rubric import Rubric
+from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling
+
+FILTERED = "filtered:zero_variance"
+"""The reason under which a group without signal is set aside; "filtered:" is counted apart from failures."""
+
+
+class Rollouter:
+    """Runs prompts through one engine.
+
+    group = await rollouter.run(prompt)                  # complete, with advantages; raises SampleError
+    group = await rollouter.evaluate(prompt)             # one scored rollout under the evaluation's sampling
+    """
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        rubric: Rubric,
+        rules: GroupRules,
+        group_size: int,
+        sampling: Sampling,
+        eval_sampling: Sampling,
+        seed: int,
+    ) -> None:
+        self._engine = engine
+        self._rubric = rubric
+        self._rules = rules
+        self._group_size = group_size
+        self._sampling = sampling
+        self._eval_sampling = eval_sampling
+        self._seed = seed
+
+    async def run(self, prompt: Prompt) -> RolloutGroup:
+        scored = await self._scored(prompt, num_samples=self._group_size, sampling=self._sampling, stream=0)
+        return self._with_advantages(scored)
+
+    async def evaluate(self, prompt: Prompt) -> RolloutGroup:
+        return await self._scored(prompt, num_samples=1, sampling=self._eval_sampling, stream=1)
+
+    async def _scored(
+        self, prompt: Prompt, *, num_samples: int, sampling: Sampling, stream: int
+    ) -> RolloutGroup:
+        seed = request_seed(self._seed, stream=stream, sample_id=prompt.sample_id)
+        text, rollouts = await self._engine.generate(
+            prompt, num_samples=num_samples, sampling=sampling, seed=seed
+        )
+        return await self._rubric.score(
+            RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text)
+        )
+
+    def _with_advantages(self, group: RolloutGroup) -> RolloutGroup:
+        rewards = np.array([r.reward for r in group.rollouts])
+        if self._rules.keep is not None and not self._rules.keep(rewards):
+            raise SampleError(FILTERED, final=True)
+        if self._rules.shape_reward is not None:
+            lengths = np.array([r.num_terms for r in group.rollouts])
+            truncated = np.array([r.finish_reason == "length" for r in group.rollouts])
+            rewards = self._rules.shape_reward(rewards, lengths, truncated)
+        advantages = self._rules.advantage(rewards)
+        rollouts = tuple(
+            replace(rollout, reward=float(reward), advantage=float(advantage))
+            for rollout, reward, advantage in zip(group.rollouts, rewards, advantages, strict=True)
+        )
+        return replace(group, rollouts=rollouts)
+
+
+def request_seed(run_seed: int, *, stream: int, sample_id: int) -> int:
+    """A seed for one request that depends on nothing but its arguments, so that any replica draws the same."""
+    return int(np.random.SeedSequence([run_seed, stream, sample_id]).generate_state(1, np.uint64)[0] >> 1)

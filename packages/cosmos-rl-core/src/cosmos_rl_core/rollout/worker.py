@@ -1,0 +1,148 @@
+"""A rollout replica: two loops around one engine.
+
+    leases     waits for prompts the controller grants, answers each in its own task, delivers the group or the reason
+    weights    waits for a newer version, pulls and verifies it beside the live weights, switches between two terms
+
+consumes   leases, weight versions
+produces   scored groups with advantages
+waits for  a grant (the controller holds it back when the staleness window is full), a published version
+unblocks   the trainer's next batch
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol
+
+from cosmos_rl_core.interfaces import RolloutEngine, SampleError, WeightSubscriber
+from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.types import Prompt, RolloutGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Lease:
+    """The right to answer one prompt."""
+
+    prompt: Prompt
+    attempt: int
+    evaluation: bool = False
+
+
+class LeaseDesk(Protocol):
+    """The controller's side of a rollout replica."""
+
+    def request(self, *, version: int, capacity: int) -> None:
+        """Ask for up to `capacity` leases on weights `version`; replaces an earlier request that waits."""
+        ...
+
+    async def granted(self) -> Sequence[Lease] | None:
+        """The next grant, or None when the run is over."""
+        ...
+
+    async def deliver(self, lease: Lease, group: RolloutGroup) -> None: ...
+
+    async def fail(self, lease: Lease, error: SampleError) -> None: ...
+
+    async def cancelled(self) -> int:
+        """The next sample id whose lease was taken back."""
+        ...
+
+
+class RolloutWorker:
+    """Runs until the desk says that the run is over."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        rollouter: Rollouter,
+        subscriber: WeightSubscriber,
+        desk: LeaseDesk,
+        max_groups: int,
+    ) -> None:
+        self._engine = engine
+        self._rollouter = rollouter
+        self._subscriber = subscriber
+        self._desk = desk
+        self._max_groups = max_groups
+        self._running: dict[tuple[int, bool], asyncio.Task[None]] = {}
+        """(sample, evaluation) -> the task that answers it."""
+        self._busy_before = 0.0
+        self._busy_since = 0.0
+
+    @property
+    def progress(self) -> int:
+        """Work the engine has done; stands still when it hangs."""
+        return self._engine.progress
+
+    @property
+    def holding(self) -> list[int]:
+        """Samples in work, evaluation apart."""
+        return [sample for sample, evaluation in self._running if not evaluation]
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds with at least one group in work."""
+        return self._busy_before + (time.perf_counter() - self._busy_since if self._running else 0.0)
+
+    async def run(self) -> None:
+        helpers = [asyncio.create_task(self._follow_weights()), asyncio.create_task(self._follow_cancels())]
+        leases = asyncio.create_task(self._answer_leases())
+        try:
+            await asyncio.wait([leases, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            for task in [*helpers, leases]:
+                if task.done():
+                    task.result()
+        finally:
+            for task in [leases, *helpers, *self._running.values()]:
+                task.cancel()
+            await asyncio.gather(leases, *helpers, *self._running.values(), return_exceptions=True)
+
+    async def _answer_leases(self) -> None:
+        while (leases := await self._desk.granted()) is not None:
+            for lease in leases:
+                if not self._running:
+                    self._busy_since = time.perf_counter()
+                self._running[lease.prompt.sample_id, lease.evaluation] = asyncio.create_task(
+                    self._answer(lease)
+                )
+
+    async def _answer(self, lease: Lease) -> None:
+        try:
+            if lease.evaluation:
+                group = await self._rollouter.evaluate(lease.prompt)
+            else:
+                group = await self._rollouter.run(lease.prompt)
+            await self._desk.deliver(lease, group)
+        except SampleError as error:
+            await self._desk.fail(lease, error)
+        finally:
+            self._running.pop((lease.prompt.sample_id, lease.evaluation), None)
+            if not self._running:
+                self._busy_before += time.perf_counter() - self._busy_since
+            self._request()
+
+    async def _follow_weights(self) -> None:
+        try:
+            while True:
+                version = await self._subscriber.stage(after=self._engine.version)
+                await self._engine.switch(version, self._subscriber.apply)
+                self._request()
+        except ConnectionError:
+            await asyncio.Event().wait()  # the publisher is gone: the controller decides what that means
+
+    async def _follow_cancels(self) -> None:
+        while True:
+            task = self._running.get((await self._desk.cancelled(), False))
+            if task is not None:
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+
+    def _request(self) -> None:
+        if self._engine.version >= 0:
+            self._desk.request(version=self._engine.version, capacity=self._max_groups - len(self._running))

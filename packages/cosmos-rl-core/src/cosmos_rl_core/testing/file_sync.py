@@ -1,0 +1,97 @@
+"""Weight sync through safetensors files and a Unix socket that announces versions: core's tests need no other package.
+
+A recipe names it `backend = "cosmos_rl_core.testing.file_sync:FileSync"`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+
+class FileSync:
+    """Makes both sides. Implements `interfaces.WeightSync`; token, transport and sizes do not matter here."""
+
+    def publisher(self, weights: Mapping[str, Tensor], **_: Any) -> FilePublisher:
+        return FilePublisher()
+
+    def subscriber(self, address: str, weights: Mapping[str, Tensor], **_: Any) -> FileSubscriber:
+        return FileSubscriber(Path(address), weights)
+
+
+class FilePublisher:
+    """Writes each version to a file and tells every subscriber its number."""
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="cosmos-rl-")
+        self._server: asyncio.Server | None = None
+        self._writers: set[asyncio.StreamWriter] = set()
+        self._version = -1
+
+    @property
+    def address(self) -> str:
+        return self._directory.name
+
+    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+        root = Path(self.address)
+        if self._server is None:
+            self._server = await asyncio.start_unix_server(self._welcome, root / "versions")
+        partial = root / "partial"
+        save_file({name: tensor.detach().clone() for name, tensor in weights.items()}, partial)
+        partial.rename(root / f"{version}.safetensors")
+        self._version = version
+        for writer in self._writers:
+            writer.write(f"{version}\n".encode())
+        return {"sync_bytes": float(sum(t.numel() * t.element_size() for t in weights.values()))}
+
+    async def close(self) -> None:
+        if self._server is not None:
+            self._server.close()
+        for writer in self._writers:
+            writer.close()
+        self._directory.cleanup()
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
+        writer.write(f"{self._version}\n".encode())
+        await reader.read()
+        self._writers.discard(writer)
+
+
+class FileSubscriber:
+    """Reads the newest version that was announced."""
+
+    def __init__(self, directory: Path, weights: Mapping[str, Tensor]) -> None:
+        self._directory = directory
+        self._weights = weights
+        self._staged: Mapping[str, Tensor] = {}
+        self._reader: asyncio.StreamReader | None = None
+        self._writer: asyncio.StreamWriter | None = None
+
+    async def stage(self, *, after: int) -> int:
+        if self._reader is None:
+            self._reader, self._writer = await asyncio.open_unix_connection(self._directory / "versions")
+        version = after
+        while version <= after:
+            line = await self._reader.readline()
+            if not line:
+                raise ConnectionError("the publisher closed")
+            version = int(line)
+        self._staged = load_file(self._directory / f"{version}.safetensors")
+        return version
+
+    def apply(self) -> None:
+        with torch.no_grad():
+            for name, tensor in self._weights.items():
+                tensor.copy_(self._staged[name])
+
+    async def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()

@@ -1,0 +1,161 @@
+"""A whole domain in one file: a contextual bandit over short sequences that learns in seconds on a CPU.
+
+A prompt is a number c; a rollout is `length` actions drawn one after another from a small network that sees c and the
+place; the reward is the fraction of actions equal to (c + place) mod `actions`. It exists so that the controller, the
+loop, the placements and every algorithm can be tested without a model library; a recipe names it
+`domain = "cosmos_rl_core.testing.tiny:TINY"`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from pydantic import Field
+
+from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.interfaces import Policy, PromptError, RewardFn, RolloutEngine
+from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, TrainBatch
+
+
+class TinyModel(Strict):
+    """[model]"""
+
+    actions: int = Field(default=5, ge=2)
+    """V: actions to choose from."""
+    contexts: int = Field(default=10, ge=1)
+    """Different prompts."""
+    hidden: int = Field(default=16, ge=1)
+    seed: int = 0
+    """Of the initial weights."""
+
+
+class TinyData(Strict):
+    """[data]"""
+
+    rows: int = Field(default=10, ge=0)
+    start: int = 0
+
+
+class Tiny:
+    """The domain. Torch is imported when a model is built."""
+
+    name = "tiny"
+    Model = TinyModel
+    Data = TinyData
+
+    def load_rows(self, data: TinyData) -> tuple[Sequence[Mapping[str, Any]], str]:
+        return [{"context": data.start + i} for i in range(data.rows)], "tiny"
+
+    def build_policy(self, model: TinyModel, *, data: TinyData, sampling: Sampling | None, seed: int) -> Policy:
+        from cosmos_rl_core.testing.tiny_model import TinyPolicy
+
+        return TinyPolicy(model, temperature=sampling.temperature if sampling else 1.0)
+
+    def build_engine(
+        self, model: TinyModel, *, data: TinyData, name: str, options: Mapping[str, Any]
+    ) -> RolloutEngine:
+        from cosmos_rl_core.testing.tiny_model import build_network
+
+        return TinyEngine(build_network(model), contexts=model.contexts, delay_s=float(options.get("delay_s", 0.0)))
+
+    def reward(self, name: str) -> Callable[..., RewardFn] | None:
+        return {"hits": lambda: hits, "nan": lambda: not_a_number, "text": lambda: words, "short": lambda: too_few}.get(name)
+
+    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
+        from cosmos_rl_core.testing.tiny_model import collate
+
+        return collate(groups, microbatch_terms=microbatch_terms)
+
+    def collate_sft(
+        self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int
+    ) -> TrainBatch:
+        from cosmos_rl_core.testing.tiny_model import collate_answers
+
+        return collate_answers(rows, actions=policy.actions, length=3, microbatch_terms=microbatch_terms)
+
+
+TINY = Tiny()
+
+
+def wanted(context: int, place: int, *, actions: int) -> int:
+    """The action that is rewarded."""
+    return (context + place) % actions
+
+
+def hits(group: RolloutGroup) -> list[float]:
+    """Fraction of actions that are the wanted ones."""
+    context = group.prompt.row["context"]
+    return [
+        float(np.mean([a == wanted(context, i, actions=int(r.arrays["num_actions"])) for i, a in enumerate(r.arrays["actions"])]))
+        for r in group.rollouts
+    ]
+
+
+def not_a_number(group: RolloutGroup) -> list[float]:
+    return [float("nan")] * len(group.rollouts)
+
+
+def words(group: RolloutGroup) -> Any:
+    return ["good"] * len(group.rollouts)
+
+
+def too_few(group: RolloutGroup) -> list[float]:
+    return [1.0] * (len(group.rollouts) - 1)
+
+
+class TinyEngine:
+    """Draws on the caller's loop, one term of all samples at a time; `delay_s` a term makes it slow on purpose."""
+
+    def __init__(self, network: Any, *, contexts: int, delay_s: float = 0.0) -> None:
+        self._network = network
+        self._contexts = contexts
+        self._delay_s = delay_s
+        self._version = -1
+        self._steps = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def progress(self) -> int:
+        return self._steps
+
+    def weights(self) -> Mapping[str, Any]:
+        return dict(self._network.named_parameters())
+
+    async def generate(self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int) -> tuple[str, list[Any]]:
+        from cosmos_rl_core.testing.tiny_model import draw_place, rollouts_of
+
+        context = prompt.row["context"]
+        if context >= self._contexts:
+            raise PromptError(f"{prompt.origin}: context {context} is not below [model] contexts = {self._contexts}")
+        rng = np.random.default_rng(seed)
+        actions, logprobs, versions = [], [], []
+        for place in range(sampling.max_terms):
+            drawn, logp = draw_place(self._network, context, place, rng, num_samples=num_samples, temperature=sampling.temperature)
+            actions.append(drawn)
+            logprobs.append(logp)
+            versions.append(self._version)
+            self._steps += 1
+            await asyncio.sleep(self._delay_s)
+        return f"context {context}", rollouts_of(actions, logprobs, versions, num_actions=self._network.actions)
+
+    async def switch(self, version: int, apply: Callable[[], None]) -> None:
+        apply()
+        self._version = version
+
+    async def close(self) -> None:
+        pass
+
+
+def save_weights(directory: Path, weights: Mapping[str, Any]) -> None:
+    """Write tensors as one safetensors file."""
+    from safetensors.torch import save_file
+
+    directory.mkdir(parents=True, exist_ok=True)
+    save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")

@@ -1,0 +1,152 @@
+"""The network, policy and collation behind `testing.tiny`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cosmos_rl_core.testing.tiny import save_weights, wanted
+from cosmos_rl_core.types import Microbatch, PolicyOutputs, Rollout, RolloutGroup, TermBatch, TrainBatch
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.testing.tiny import TinyModel
+
+PLACES = 16
+"""Longest rollout the network tells places apart in."""
+
+
+class TinyNetwork(nn.Module):
+    """(context, place) -> logits over actions."""
+
+    def __init__(self, *, contexts: int, actions: int, hidden: int) -> None:
+        super().__init__()
+        self.actions = actions
+        self.context = nn.Embedding(contexts, hidden)
+        self.place = nn.Embedding(PLACES, hidden)
+        self.out = nn.Linear(hidden, actions)
+
+    def forward(self, contexts: Tensor, places: Tensor) -> Tensor:
+        return self.out(torch.tanh(self.context(contexts) * self.place(places)))
+
+
+def build_network(model: TinyModel) -> TinyNetwork:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        return TinyNetwork(contexts=model.contexts, actions=model.actions, hidden=model.hidden)
+
+
+class TinyPolicy:
+    """Implements `interfaces.Policy`. inputs: `contexts`, `places`, `actions`, each [T] int64."""
+
+    def __init__(self, model: TinyModel, *, temperature: float) -> None:
+        self.module = build_network(model)
+        self.actions = model.actions
+        self._temperature = temperature
+
+    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
+        inputs = microbatch.inputs
+        logits = self.module(inputs["contexts"], inputs["places"]) / self._temperature
+        logprobs = logits.log_softmax(-1)
+        entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
+        return PolicyOutputs(logprobs=logprobs.gather(-1, inputs["actions"][:, None])[:, 0], entropy=entropy)
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return dict(self.module.named_parameters())
+
+    def save(self, directory: Path) -> None:
+        save_weights(directory, self.weights())
+
+
+@torch.no_grad()
+def draw_place(
+    network: TinyNetwork, context: int, place: int, rng: np.random.Generator, *, num_samples: int, temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
+    """Draw one action for each sample. Returns actions [G] and their log-probabilities [G]."""
+    logits = network(torch.tensor([context]), torch.tensor([place]))[0]
+    logprobs = (logits / (temperature or 1.0)).log_softmax(-1).numpy()
+    if temperature == 0.0:
+        actions = np.full(num_samples, logprobs.argmax())
+    else:
+        cumulative = np.exp(logprobs.astype(np.float64)).cumsum()
+        actions = np.minimum(np.searchsorted(cumulative, rng.random(num_samples)), len(logprobs) - 1)
+    return actions.astype(np.int32), logprobs[actions].astype(np.float32)
+
+
+def rollouts_of(
+    actions: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], versions: Sequence[int], *, num_actions: int
+) -> list[Rollout]:
+    """Turn what was drawn place by place, each [G], into G rollouts."""
+    return [
+        Rollout(
+            arrays={"actions": np.array([a[g] for a in actions]), "num_actions": np.array(num_actions, np.int32)},
+            rollout_logprobs=np.array([lp[g] for lp in logprobs], np.float32),
+            versions=np.array(versions, np.int32),
+            loss_mask=np.ones(len(actions), np.bool_),
+            text=" ".join(str(a[g]) for a in actions),
+        )
+        for g in range(len(actions[0]))
+    ]
+
+
+def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
+    rollouts = [(group.prompt.row["context"], r) for group in groups for r in group.rollouts]
+    microbatches: list[Microbatch] = []
+    start = 0
+    while start < len(rollouts):
+        end, terms = start, 0
+        while end < len(rollouts) and (end == start or terms + rollouts[end][1].num_terms <= microbatch_terms):
+            terms += rollouts[end][1].num_terms
+            end += 1
+        microbatches.append(_microbatch(rollouts[start:end]))
+        start = end
+    return TrainBatch(
+        microbatches=tuple(microbatches),
+        num_terms=sum(int(r.loss_mask.sum()) for _, r in rollouts),
+        num_rollouts=sum(bool(r.loss_mask.any()) for _, r in rollouts),
+    )
+
+
+def _microbatch(rollouts: Sequence[tuple[int, Rollout]]) -> Microbatch:
+    lengths = torch.tensor([r.num_terms for _, r in rollouts])
+    terms = TermBatch(
+        rollout_logprobs=torch.from_numpy(np.concatenate([r.rollout_logprobs for _, r in rollouts])),
+        advantages=torch.tensor([r.advantage for _, r in rollouts], dtype=torch.float32).repeat_interleave(lengths),
+        loss_mask=torch.from_numpy(np.concatenate([r.loss_mask for _, r in rollouts]).astype(np.float32)),
+        rollout_index=torch.arange(len(rollouts)).repeat_interleave(lengths),
+        num_rollouts=len(rollouts),
+    )
+    inputs = {
+        "contexts": torch.tensor([context for context, _ in rollouts]).repeat_interleave(lengths),
+        "places": torch.cat([torch.arange(int(n)) for n in lengths]),
+        "actions": torch.from_numpy(np.concatenate([r.arrays["actions"] for _, r in rollouts]).astype(np.int64)),
+    }
+    return Microbatch(inputs=inputs, terms=terms)
+
+
+def collate_answers(
+    rows: Sequence[Mapping[str, Any]], *, actions: int, length: int, microbatch_terms: int
+) -> TrainBatch:
+    """Rows -> the wanted actions as targets."""
+    groups = []
+    for row in rows:
+        answer = np.array([wanted(row["context"], place, actions=actions) for place in range(length)], np.int32)
+        zeros = np.zeros(length, np.float32)
+        rollout = Rollout(
+            arrays={"actions": answer},
+            rollout_logprobs=zeros,
+            versions=np.zeros(length, np.int32),
+            loss_mask=np.ones(length, np.bool_),
+        )
+        groups.append(_group(row, rollout))
+    return collate(groups, microbatch_terms=microbatch_terms)
+
+
+def _group(row: Mapping[str, Any], rollout: Rollout) -> RolloutGroup:
+    from cosmos_rl_core.types import Prompt
+
+    return RolloutGroup(prompt=Prompt(sample_id=0, row=row), rollouts=(rollout,))

@@ -1,0 +1,100 @@
+"""The trainer: sums named loss terms, each divided by its own global count. It knows no algorithm and no domain.
+
+    loss = sum_k coef_k * ( sum_t weight_t * value_k,t ) / normalizer
+
+where t runs over the terms of all microbatches and ranks; weights and normalizer come from the objective's
+aggregation, so that any split into microbatches gives the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from cosmos_rl_core.interfaces import Objective, Policy
+from cosmos_rl_core.train.optim import clip_gradients
+from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
+
+
+class Trainer:
+    """Three verbs of training.
+
+    trainer.begin(batch)
+    for microbatch in batch.microbatches:
+        trainer.forward_backward(microbatch)
+    result = trainer.optim_step()
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        objective: Objective,
+        optimizer: torch.optim.Optimizer,
+        rate_factor: Callable[[int], float],
+        max_grad_norm: float,
+        version: int = 0,
+    ) -> None:
+        self.policy = policy
+        self.optimizer = optimizer
+        self.version = version
+        self.progress = 0
+        """Microbatches done since the start, for heartbeats."""
+        self._objective = objective
+        self._rate_factor = rate_factor
+        self._base_rates = [group["lr"] for group in optimizer.param_groups]
+        self._max_grad_norm = max_grad_norm
+        self._batch: TrainBatch | None = None
+        self._sums: dict[str, torch.Tensor] = {}
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the objective reads `ref_logprobs`."""
+        return self._objective.needs_reference
+
+    def begin(self, batch: TrainBatch) -> None:
+        """Start a step: the batch's global counts are the denominators."""
+        self._batch = batch
+        self._sums = {}
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def forward_backward(self, microbatch: Microbatch) -> None:
+        """Add the gradient of one microbatch."""
+        assert self._batch is not None, "begin(batch) comes first"
+        outputs = self.policy.forward(microbatch, with_entropy=self._objective.needs_entropy)
+        losses, metrics = self._objective(outputs, microbatch.terms)
+        weights = self._objective.term_weights(microbatch.terms)
+        normalizer = self._objective.normalizer(self._batch)
+        total = torch.zeros((), device=weights.device)
+        for loss in losses:
+            value = (weights * loss.values).sum() / normalizer
+            total = total + loss.coef * value
+            self._add(f"loss_{loss.name}", value)
+        total.backward()
+        self._add("loss", total)
+        mask = microbatch.terms.loss_mask
+        for name, values in metrics.items():
+            self._add(name, (mask * values).sum() / max(1, self._batch.num_terms))
+        self.progress += 1
+
+    def optim_step(self) -> StepResult:
+        """Clip, check, step. A gradient that is not finite leaves the weights alone and is reported."""
+        assert self._batch is not None
+        norm, finite = clip_gradients(self.policy.module.parameters(), max_norm=self._max_grad_norm)
+        scale = self._rate_factor(self.version)
+        if finite:
+            for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+                group["lr"] = base * scale
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        metrics = {**self._batch.metrics, **{name: value.item() for name, value in self._sums.items()}}
+        metrics |= {"grad_norm": norm, "learning_rate": self._base_rates[0] * scale}
+        self._batch = None
+        return StepResult(policy_version=self.version, metrics=metrics, skipped=not finite)
+
+    def _add(self, name: str, value: torch.Tensor) -> None:
+        """Add to a metric on its own device; read once a step, so that a GPU is not made to wait for each microbatch."""
+        value = value.detach()
+        self._sums[name] = self._sums[name] + value if name in self._sums else value

@@ -1,0 +1,89 @@
+"""A policy replica's learner: the trainer, the reference and the publisher behind awaitable verbs.
+
+All tensor work runs in one dedicated thread (an OpenMP team belongs to the thread that made it), so that the event
+loop keeps answering: heartbeats, weight readers, Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+
+from cosmos_rl_core.interfaces import Policy, UserError, WeightPublisher
+from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.train.trainer import Trainer
+from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
+
+T = TypeVar("T")
+
+
+class PolicyLearner:
+    """Implements `loop.Learner` over one process."""
+
+    def __init__(
+        self,
+        trainer: Trainer,
+        *,
+        publisher: WeightPublisher | None,
+        reference: Policy | None,
+        compute: ThreadPoolExecutor,
+        timeline: Timeline,
+        max_skipped_steps: int,
+    ) -> None:
+        self.trainer = trainer
+        self._publisher = publisher
+        self._reference = reference
+        self._compute = compute
+        self._timeline = timeline
+        self._max_skipped_steps = max_skipped_steps
+        self._skipped = 0
+
+    @property
+    def version(self) -> int:
+        return self.trainer.version
+
+    @property
+    def progress(self) -> int:
+        return self.trainer.progress
+
+    async def forward_backward(self, batch: TrainBatch) -> None:
+        if self._skipped > self._max_skipped_steps:
+            raise UserError(
+                f"the gradient was not finite in {self._skipped} steps in a row, the last at step {self.version - 1}; "
+                "the weights are those of the last good step. Lower [policy.optimizer] learning_rate, or look at "
+                "rollouts/ for what the model wrote."
+            )
+        await self.in_compute_thread(lambda: self._forward_backward(batch))
+
+    async def optim_step(self) -> StepResult:
+        with self._timeline.span("optim_step", step=self.version):
+            result = await self.in_compute_thread(self.trainer.optim_step)
+        self._skipped = self._skipped + 1 if result.skipped else 0
+        return result
+
+    async def publish(self) -> Mapping[str, float]:
+        if self._publisher is None:
+            return {}
+        with self._timeline.span("publish", step=self.version):
+            return await self._publisher.publish(self.version, self.trainer.policy.weights())
+
+    async def in_compute_thread(self, work: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    def _forward_backward(self, batch: TrainBatch) -> None:
+        self.trainer.begin(batch)
+        for microbatch in batch.microbatches:
+            with self._timeline.span("forward_backward", step=self.version):
+                self.trainer.forward_backward(self._with_reference(microbatch))
+
+    def _with_reference(self, microbatch: Microbatch) -> Microbatch:
+        if self._reference is None:
+            return microbatch
+        with torch.no_grad():
+            outputs = self._reference.forward(microbatch)
+        return replace(microbatch, terms=replace(microbatch.terms, ref_logprobs=outputs.logprobs))

@@ -1,0 +1,171 @@
+"""What flows through a run: prompts, rollouts, groups, batches, results.
+
+Dimension letters: P prompts, G rollouts of a group, T terms, V vocabulary. A *term* is the unit a policy assigns a
+log-probability to: a token (llm), an action dimension or chunk (vla), a denoising step (wfm).
+
+Everything left of the trainer is numpy, so that the controller and the wire never import torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+if TYPE_CHECKING:  # the controller reads this module and must stay free of torch
+    from torch import Tensor
+
+FinishReason = Literal["stop", "length", "cancelled"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of the prompt stream."""
+
+    sample_id: int
+    """Position in the prompt stream (epoch * rows + place in the epoch); unique within a run."""
+    row: Mapping[str, Any]
+    """The dataset's row, JSON-like."""
+    origin: str = ""
+    """Where the row lies, for messages: "train.jsonl:17"."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How an engine draws. `temperature = 0` is greedy."""
+
+    max_terms: int
+    """Most terms to generate for one rollout."""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    """0 keeps all."""
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rollout:
+    """One generated answer, episode or trajectory of T terms, with what is needed to train on it."""
+
+    arrays: Mapping[str, np.ndarray]
+    """The domain's own data. llm: `prompt_tokens` [prompt] int32 and `tokens` [T] int32."""
+    rollout_logprobs: np.ndarray
+    """[T] float32: log-probability under the distribution the engine really drew from, at the version that drew it."""
+    versions: np.ndarray
+    """[T] int32: policy version that produced each term."""
+    loss_mask: np.ndarray
+    """[T] bool: terms that are trained on."""
+    text: str = ""
+    """Readable form for files and rewards."""
+    finish_reason: FinishReason = "stop"
+    reward: float = 0.0
+    """Weighted sum of `reward_breakdown`, after shaping."""
+    reward_breakdown: Mapping[str, float] = field(default_factory=dict)
+    advantage: float = 0.0
+
+    @property
+    def num_terms(self) -> int:
+        return len(self.rollout_logprobs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutGroup:
+    """The G rollouts of one prompt: the unit of leases, rewards, advantages and batches."""
+
+    prompt: Prompt
+    rollouts: tuple[Rollout, ...]
+    prompt_text: str = ""
+    """The prompt as the model saw it."""
+
+    @property
+    def min_policy_version(self) -> int:
+        return min(int(r.versions.min()) for r in self.rollouts if r.num_terms)
+
+    @property
+    def max_policy_version(self) -> int:
+        return max(int(r.versions.max()) for r in self.rollouts if r.num_terms)
+
+    @property
+    def num_terms(self) -> int:
+        return sum(r.num_terms for r in self.rollouts)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TermBatch:
+    """What every loss reads, over the T terms of a microbatch laid end to end."""
+
+    rollout_logprobs: Tensor
+    """[T] float32."""
+    advantages: Tensor
+    """[T] float32: the rollout's advantage on each of its terms, or one value a term."""
+    loss_mask: Tensor
+    """[T] float32, 0 or 1."""
+    rollout_index: Tensor
+    """[T] int64: which rollout of the microbatch a term belongs to, 0 .. num_rollouts - 1, non-decreasing."""
+    num_rollouts: int
+    ref_logprobs: Tensor | None = None
+    """[T] float32 under the frozen reference, where a KL term is asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Microbatch:
+    """What one `forward_backward` takes."""
+
+    inputs: Mapping[str, Any]
+    """The domain's tensors for the policy's forward pass. llm: `tokens`, `positions`, ... of packed sequences."""
+    terms: TermBatch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainBatch:
+    """All microbatches of one optimizer step, with the global counts that losses are divided by."""
+
+    microbatches: tuple[Microbatch, ...]
+    num_terms: int
+    """Terms with loss_mask = 1 over the whole batch, all ranks."""
+    num_rollouts: int
+    """Rollouts with at least one such term over the whole batch, all ranks."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PolicyOutputs:
+    """A policy's forward pass over a microbatch."""
+
+    logprobs: Tensor
+    """[T] float32 with gradient: log-probability of each term at the sampling temperature."""
+    entropy: Tensor | None = None
+    """[T] float32 with gradient, where asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossTerm:
+    """A named part of the objective before aggregation."""
+
+    name: str
+    values: Tensor
+    """[T]: loss of each term; masked terms are ignored by the aggregation."""
+    coef: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """One optimizer step."""
+
+    policy_version: int
+    """Version after the step."""
+    metrics: Mapping[str, float]
+    skipped: bool = False
+    """True when the gradient was not finite and the weights were left alone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WeightSpec:
+    """A tensor in checkpoint coordinates."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    """torch's name without the prefix: "float32", "bfloat16"."""

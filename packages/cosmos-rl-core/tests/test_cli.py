@@ -1,0 +1,283 @@
+"""The command line as a user meets it: messages, streams and exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+
+import pytest
+
+from cosmos_rl_core.launch.cli import main
+
+RECIPE = """
+[run]
+domain = "cosmos_rl_core.testing.tiny:TINY"
+max_steps = 10
+
+[data]
+rows = 12
+
+[policy]
+prompts_per_step = 4
+
+[rollout]
+group_size = 3
+
+[rollout.sampling]
+max_terms = 5
+
+[[reward.functions]]
+name = "hits"
+"""
+
+
+@dataclass
+class Done:
+    """How a command ended."""
+
+    returncode: int
+    stdout: str
+    stderr: str
+
+
+@pytest.fixture
+def cosmos_rl(tmp_path, monkeypatch, capsys):
+    """Run a command line in this process, in an empty working directory."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+
+    def call(*arguments) -> Done:
+        capsys.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main([str(argument) for argument in arguments])
+        code = ended.value.code
+        return Done(code if isinstance(code, int) else 0, *capsys.readouterr())
+
+    return call
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """A directory `demo` with a recipe in it; commands run outside of it."""
+    path = tmp_path / "demo" / "run.toml"
+    path.parent.mkdir()
+    path.write_text(RECIPE)
+    return path
+
+
+def refused(done) -> str:
+    """The message of a user's error: exit code 2, on stderr, without a traceback."""
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    return done.stderr
+
+
+def test_help_lists_the_commands(cosmos_rl):
+    done = cosmos_rl("--help")
+    assert (done.returncode, done.stderr) == (0, "")
+    for command in ("run", "check", "plan", "init", "plugins", "status"):
+        assert f"\n  {command} " in done.stdout
+
+
+def test_an_unknown_command_is_a_users_error(cosmos_rl):
+    assert "No such command 'trian'" in refused(cosmos_rl("trian", "x.toml"))
+
+
+def test_check_tells_what_a_good_recipe_will_do(recipe, cosmos_rl):
+    done = cosmos_rl("check", recipe)
+    assert (done.returncode, done.stderr) == (0, "")
+    first, *summary = done.stdout.splitlines()
+    assert first == f"{recipe}: ok"
+    assert [line.split()[0] for line in summary] == ["run", "data", "eval", "step", "rewards"]
+    assert "10 steps, local, into runs/demo" in done.stdout
+    assert "12 rows of tiny (context)" in done.stdout
+    assert "4 prompts x 3 rollouts x up to 5 terms" in done.stdout
+
+
+def test_check_tells_every_config_error_at_once(recipe, cosmos_rl):
+    done = cosmos_rl("check", recipe, "rollout.group_sze=4", "sync.max_staleness=-1")
+    message = refused(done)
+    assert f"error: {recipe}: 2 problems" in message
+    assert 'rollout.group_sze = 4: unknown key; did you mean "group_size"?' in message
+    assert "sync.max_staleness = -1: must be greater than or equal to 0" in message
+
+
+def test_check_tells_of_missing_rows_and_rewards_at_once(recipe, cosmos_rl):
+    message = refused(cosmos_rl("check", recipe, "data.rows=0", "reward.functions.0.name=hit"))
+    assert "data: tiny has no rows" in message
+    assert "reward.functions.0.name = \"hit\": no reward is called 'hit'" in message
+
+
+def test_a_missing_recipe_is_a_users_error(cosmos_rl):
+    assert "nothing.toml: no such file" in refused(cosmos_rl("check", "nothing.toml"))
+
+
+def test_a_recipe_finds_the_module_beside_it(recipe, cosmos_rl):
+    (recipe.parent / "beside.py").write_text(
+        "def brevity(group):\n    return [0.0 for _ in group.rollouts]\n"
+    )
+    override = "reward.functions.0.name=beside:brevity"
+    done = cosmos_rl("check", recipe, override)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_bug_keeps_its_traceback(recipe, cosmos_rl):
+    (recipe.parent / "faulty.py").write_text(
+        "from cosmos_rl_core.testing.tiny import Tiny\n"
+        "class Faulty(Tiny):\n"
+        "    def load_rows(self, data):\n"
+        "        raise ZeroDivisionError('a bug')\n"
+    )
+    with pytest.raises(ZeroDivisionError):
+        main(["check", str(recipe), "run.domain=faulty:Faulty"])
+
+
+def test_ctrl_c_ends_with_130(recipe, cosmos_rl):
+    (recipe.parent / "interrupted.py").write_text(
+        "from cosmos_rl_core.testing.tiny import Tiny\n"
+        "class Interrupted(Tiny):\n"
+        "    def load_rows(self, data):\n"
+        "        raise KeyboardInterrupt\n"
+    )
+    assert cosmos_rl("check", recipe, "run.domain=interrupted:Interrupted").returncode == 130
+
+
+def test_the_process_itself_exits_with_2_and_one_message(recipe):
+    code = "from cosmos_rl_core.launch.cli import main; main()"
+    command = [sys.executable, "-c", code, "check", str(recipe), "run.max_steps=0"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    message = refused(Done(done.returncode, done.stdout, done.stderr)).splitlines()
+    assert message[0] == f"error: {recipe}: 1 problem"
+    assert message[1:] == ["  run.max_steps = 0: must be greater than or equal to 1"]
+
+
+def test_plan_counts_processes_and_amounts(recipe, cosmos_rl):
+    done = cosmos_rl("plan", recipe, "rollout.replicas=2", "sync.max_staleness=2", "--json")
+    planned = json.loads(done.stdout)
+    assert {r["role"]: r["processes"] for r in planned["roles"]} == {
+        "controller": 1,
+        "policy": 1,
+        "rollout": 2,
+    }
+    assert planned["groups_in_flight"] == 3 * 4
+    assert planned["generated_terms_per_step"] == 4 * 3 * 5
+
+
+def test_plan_of_one_process_has_one_process(recipe, cosmos_rl):
+    done = cosmos_rl("plan", recipe, "run.placement=inline", "--json")
+    assert sum(role["processes"] for role in json.loads(done.stdout)["roles"]) == 1
+
+
+def test_plan_is_a_table(recipe, cosmos_rl):
+    done = cosmos_rl("plan", recipe)
+    assert "ROLE        REPLICAS  PROCESSES  THREADS" in done.stdout
+
+
+def test_a_dry_run_checks_and_plans_and_starts_nothing(recipe, cosmos_rl):
+    done = cosmos_rl("run", recipe, "--dry-run")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"{recipe}: ok" in done.stdout
+    assert "PROCESSES" in done.stdout
+    assert not (recipe.parent.parent / "runs").exists()
+
+
+def test_init_without_a_shipped_recipe_is_a_users_error(tmp_path, cosmos_rl):
+    done = cosmos_rl("init", "cosmos_rl_core.testing.tiny:TINY", "there")
+    assert "ships no recipe.toml" in refused(done)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.fixture
+def domain_package(tmp_path, monkeypatch):
+    """A package in the working directory whose domain ships a recipe."""
+    package = tmp_path / "robots"
+    package.mkdir()
+    (package / "__init__.py").touch()
+    (package / "domain.py").write_text("raise RuntimeError('init must not import the domain')\n")
+    (package / "recipe.toml").write_text(RECIPE)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "robots", raising=False)
+    return tmp_path
+
+
+def test_init_writes_the_recipe_of_the_domain(domain_package, cosmos_rl):
+    done = cosmos_rl("init", "robots.domain:ROBOTS", "mine")
+    assert (done.returncode, done.stderr) == (0, "")
+    assert (domain_package / "mine" / "run.toml").read_text() == RECIPE
+
+
+def test_init_never_overwrites(domain_package, cosmos_rl):
+    cosmos_rl("init", "robots.domain:ROBOTS", "mine")
+    (domain_package / "mine" / "run.toml").write_text("mine now")
+    assert "exists already" in refused(cosmos_rl("init", "robots.domain:ROBOTS", "mine"))
+    assert (domain_package / "mine" / "run.toml").read_text() == "mine now"
+
+
+def test_plugins_is_a_table(cosmos_rl):
+    done = cosmos_rl("plugins")
+    assert (done.returncode, done.stdout.split()[:3]) == (0, ["GROUP", "NAME", "FROM"])
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """A run directory as a controller leaves it, its lock held by this process."""
+    status = {
+        "time": time.time(),
+        "phase": "train",
+        "step": 12,
+        "version": 11,
+        "members": [{"name": "rollout-0", "role": "rollout", "state": "ready", "age_s": 0.4, "progress": 88}],
+        "samples": {"leased": 5, "committed": 96},
+        "waits": ["policy waits for 3 groups"],
+    }
+    (tmp_path / "status.json").write_text(json.dumps(status))
+    (tmp_path / "run.lock").write_text(f"{os.getpid()}\n")
+    return tmp_path
+
+
+def test_status_of_a_live_run(run_dir, cosmos_rl):
+    done = cosmos_rl("status", run_dir)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"live (pid {os.getpid()})" in done.stdout
+    assert "phase train, step 12, version 11" in done.stdout
+    assert "rollout-0  rollout  ready  0.4 s  88" in done.stdout
+    assert "samples: 5 leased, 96 committed" in done.stdout
+    assert "  policy waits for 3 groups" in done.stdout
+
+
+def test_status_says_when_the_controller_is_gone(run_dir, cosmos_rl):
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    (run_dir / "run.lock").write_text(str(gone.pid))
+    assert "NOT LIVE" in cosmos_rl("status", run_dir).stdout
+
+
+def test_status_of_a_finished_run_is_no_alarm(run_dir, cosmos_rl):
+    written = json.loads((run_dir / "status.json").read_text()) | {"phase": "finished"}
+    (run_dir / "status.json").write_text(json.dumps(written))
+    assert f"{run_dir}: finished 0 s ago" in cosmos_rl("status", run_dir).stdout
+
+
+def test_status_says_when_the_controller_is_silent(run_dir, cosmos_rl):
+    written = json.loads((run_dir / "status.json").read_text()) | {"time": time.time() - 60}
+    (run_dir / "status.json").write_text(json.dumps(written))
+    assert f"live (pid {os.getpid()}), but silent for 60 s" in cosmos_rl("status", run_dir).stdout
+
+
+def test_status_without_a_lock_is_not_live(run_dir, cosmos_rl):
+    (run_dir / "run.lock").unlink()
+    assert "NOT LIVE" in cosmos_rl("status", run_dir).stdout
+
+
+@pytest.mark.parametrize(
+    ("text", "message"), [(None, "not a run"), ("{}", "not a status file"), ("{", "not a status")]
+)
+def test_status_of_something_else_is_a_users_error(tmp_path, text, message, cosmos_rl):
+    if text is not None:
+        (tmp_path / "status.json").write_text(text)
+    assert message in refused(cosmos_rl("status", tmp_path))

@@ -1,0 +1,64 @@
+"""rollouts/step_*.jsonl."""
+
+import json
+import math
+
+import numpy as np
+
+from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+
+
+def rollout(versions, **changes):
+    num_terms = len(versions)
+    fields = dict(
+        arrays={},
+        rollout_logprobs=np.zeros(num_terms, np.float32),
+        versions=np.array(versions, np.int32),
+        loss_mask=np.ones(num_terms, bool),
+    )
+    return Rollout(**(fields | changes))
+
+
+def group(*rollouts, sample_id=17):
+    return RolloutGroup(prompt=Prompt(sample_id=sample_id, row={}), prompt_text="2 + 2 =", rollouts=rollouts)
+
+
+def test_a_rollout_is_one_line_with_all_a_person_asks_for(tmp_path):
+    answer = rollout(
+        [4, 4, 5],
+        text="四\n",
+        reward=1.0,
+        reward_breakdown={"exact": 1.0, "format": 0.5},
+        advantage=-0.25,
+        finish_reason="length",
+    )
+    path = write_rollouts(tmp_path / "rollouts", step=12, groups=[group(answer)])
+    assert path == tmp_path / "rollouts" / "step_000012.jsonl"
+    (line,) = path.read_text(encoding="utf-8").splitlines()
+    assert "四" in line
+    assert json.loads(line) == {
+        "sample": 17,
+        "prompt": "2 + 2 =",
+        "response": "四\n",
+        "reward": 1.0,
+        "rewards": {"exact": 1.0, "format": 0.5},
+        "advantage": -0.25,
+        "versions": [4, 5],
+        "finish_reason": "length",
+        "num_terms": 3,
+    }
+
+
+def test_all_rollouts_of_all_groups_are_written_in_order(tmp_path):
+    groups = [group(rollout([1]), rollout([1, 1]), sample_id=3), group(rollout([2]), sample_id=1)]
+    path = write_rollouts(tmp_path, step=0, groups=groups)
+    written = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [(line["sample"], line["num_terms"]) for line in written] == [(3, 1), (3, 2), (1, 1)]
+
+
+def test_an_empty_rollout_and_a_number_json_does_not_know_are_written(tmp_path):
+    path = write_rollouts(tmp_path, step=1, groups=[group(rollout([], advantage=math.nan))], name="eval")
+    assert path.name == "eval_000001.jsonl"
+    line = json.loads(path.read_text())
+    assert (line["versions"], line["advantage"]) == ([], None)

@@ -1,0 +1,81 @@
+"""Where metrics go."""
+
+import importlib.util
+import json
+import math
+
+import pytest
+
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.observe.sinks import JsonLines, build_sinks
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_each_step_is_one_object_that_is_on_disk_at_once(tmp_path):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.log(0, {"loss": 0.5})
+    assert lines(tmp_path / "metrics.jsonl") == [{"step": 0, "loss": 0.5}]
+    sink.log(1, {"loss": 0.25, "reward_mean": 1.0})
+    sink.close()
+    assert lines(tmp_path / "metrics.jsonl")[1] == {"step": 1, "loss": 0.25, "reward_mean": 1.0}
+
+
+def test_a_resumed_run_appends(tmp_path):
+    for step in range(2):
+        sink = JsonLines(tmp_path / "metrics.jsonl")
+        sink.log(step, {"loss": 0.5})
+        sink.close()
+    assert [line["step"] for line in lines(tmp_path / "metrics.jsonl")] == [0, 1]
+
+
+def test_a_line_a_killed_run_left_half_written_is_dropped(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0, "loss": 0.5}\n{"step": 1, "lo')
+    sink = JsonLines(path)
+    sink.log(1, {"loss": 0.25})
+    sink.close()
+    assert lines(path) == [{"step": 0, "loss": 0.5}, {"step": 1, "loss": 0.25}]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_a_number_json_does_not_know_becomes_null(tmp_path, value):
+    sink = JsonLines(tmp_path / "metrics.jsonl")
+    sink.log(3, {"grad_norm": value})
+    sink.close()
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 3, "grad_norm": null}\n'
+
+
+def test_tensorboard_curves_can_be_read_back(tmp_path):
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_file_loader")
+    (sink,) = build_sinks(["tensorboard"], tmp_path)
+    for step in range(3):
+        sink.log(step, {"reward_mean": step / 4})
+    sink.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    points = {
+        event.step: event.summary.value[0].tensor.float_val[0]
+        for event in reader.EventFileLoader(str(file)).Load()
+        if event.summary.value
+    }
+    assert points == {0: 0.0, 1: 0.25, 2: 0.5}
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_missing_extra_names_the_line_that_installs_it(tmp_path):
+    with pytest.raises(UserError) as caught:
+        build_sinks(["wandb"], tmp_path)
+    assert "pip install 'cosmos-rl-core[wandb]'" in str(caught.value)
+
+
+def test_an_unknown_sink_is_named_with_the_known_ones_before_any_is_opened(tmp_path):
+    with pytest.raises(UserError, match="'mlfow': choose from jsonl, tensorboard, wandb"):
+        build_sinks(["jsonl", "mlfow"], tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_sink_named_twice_is_built_once(tmp_path):
+    (sink,) = build_sinks(["jsonl", "jsonl"], tmp_path)
+    sink.close()

@@ -1,0 +1,141 @@
+"""Rows to tokens and tokens to text, through the tokenizer's chat template or as plain text.
+
+A prompt and its response are tokenised apart, exactly as they meet in generation: the response never changes
+the prompt's tokens, and tokens that an engine drew are kept and never encoded again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from cosmos_rl_core.interfaces import PromptError, UserError
+from cosmos_rl_llm.config import PLAIN_TEXT
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chat:
+    """How the rows of one dataset and the tokens of one model become each other."""
+
+    tokenizer: PreTrainedTokenizerBase
+    """With the chat template in it, where prompts are messages."""
+    end_ids: frozenset[int]
+    """Tokens that end a response, and belong to it."""
+    max_length: int | None = None
+    """Most tokens of prompt and response together; None: no limit."""
+
+    def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> tuple[str, np.ndarray]:
+        """Return the prompt as the model sees it and its tokens [prompt] int32.
+
+        Messages are followed by the opening of the assistant's turn. Plain text gets the tokenizer's own
+        opening token, where it has one; a template writes its own.
+
+        Raises:
+            PromptError: the template rejects the messages, or no token is left.
+        """
+        prompt = row["prompt"]
+        plain = isinstance(prompt, str)
+        text = prompt if plain else self._render(prompt, where=where, add_generation_prompt=True)
+        ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
+        if not ids:
+            raise PromptError(f"{where or 'a row'}: the prompt has no tokens")
+        return text, np.asarray(ids, dtype=np.int32)
+
+    def encode_response(self, row: Mapping[str, Any], *, prompt_text: str, where: str = "") -> np.ndarray:
+        """Return the tokens of row["response"] and of the end of its turn, [T] int32: what is learnt.
+
+        Where the template continues the prompt's text, the turn is closed as the template closes it (up to
+        its last end token); otherwise, and for plain text, with the tokenizer's end-of-sequence token.
+
+        Raises:
+            PromptError: the template rejects the messages.
+        """
+        prompt, response = row["prompt"], row["response"]
+        text = response
+        if not isinstance(prompt, str):
+            messages = [*prompt, {"role": "assistant", "content": response}]
+            whole = self._render(messages, where=where, add_generation_prompt=False)
+            text = whole.removeprefix(prompt_text) if whole.startswith(prompt_text) else response
+        ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        ends = [place for place, token in enumerate(ids) if token in self.end_ids]
+        closed = ids[: ends[-1] + 1] if ends else [*ids, self.closing_id]
+        return np.asarray(closed, dtype=np.int32)
+
+    def decode(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Return the text of tokens without special ones, for rewards and files."""
+        ids = [int(token) for token in tokens]
+        text = self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
+    @property
+    def closing_id(self) -> int:
+        """The end token that is written after a response which no template closes."""
+        eos = self.tokenizer.eos_token_id
+        return eos if isinstance(eos, int) else min(self.end_ids)
+
+    def _render(
+        self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool
+    ) -> str:
+        from jinja2 import TemplateError
+
+        conversation = [dict(message) for message in messages]
+        try:
+            text = self.tokenizer.apply_chat_template(
+                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except TemplateError as error:
+            raise PromptError(
+                f"{where or 'a row'}: the chat template rejects this prompt: {error}"
+            ) from error
+        assert isinstance(text, str)
+        return text
+
+
+def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
+    """Give the tokenizer what `data.chat_template` says: Jinja text, a .jinja file, or None for its own.
+
+    Raises:
+        UserError: the file is missing, or there is no template at all.
+    """
+    if template == PLAIN_TEXT:
+        return
+    if template is not None and template.endswith(".jinja"):
+        file = Path(template).expanduser()
+        if not file.is_file():
+            raise UserError(f"data.chat_template = {template!r}: no such file")
+        tokenizer.chat_template = file.read_text(encoding="utf-8")
+    elif template is not None:
+        tokenizer.chat_template = template
+    elif tokenizer.chat_template is None:
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no chat template; "
+            'set data.chat_template to one, or to "none" for plain text'
+        )
+
+
+def find_end_ids(
+    tokenizer: PreTrainedTokenizerBase, generation_eos: int | Iterable[int] | None
+) -> frozenset[int]:
+    """Return the tokens that end a response: the tokenizer's and those of the model's generation config.
+
+    A chat model often has two: the end of its turn and the end of a text.
+
+    Raises:
+        UserError: there is none, so that no response could end by itself.
+    """
+    listed = [generation_eos] if isinstance(generation_eos, int) else generation_eos or []
+    found = frozenset(token for token in (tokenizer.eos_token_id, *listed) if isinstance(token, int))
+    if not found:
+        raise UserError(
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} names no end-of-sequence token, nor "
+            "does generation_config.json; set eos_token in tokenizer_config.json"
+        )
+    return found

@@ -1,0 +1,102 @@
+"""The [model] and [data] sections of a language-model recipe, and the options of its engines."""
+
+from __future__ import annotations
+
+import re
+from string import Formatter
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from cosmos_rl_core.config.base import Strict
+
+PLAIN_TEXT = "none"
+"""The `data.chat_template` that means: no template, prompts are plain text."""
+
+
+class LLMModelConfig(Strict):
+    """[model]: which causal language model is trained, and how it is held in memory."""
+
+    path: str = Field(min_length=1)
+    """A Hugging Face model id, or a local directory with config.json, weights and tokenizer."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of forward passes and of the engine's weights; trained weights and the loss are always float32."""
+    gradient_checkpointing: bool = False
+    """Recompute activations in the backward pass: less memory, about a third more compute."""
+    max_length: int | None = Field(default=None, ge=2)
+    """Context limit in tokens, prompt and response together; None takes the model's own."""
+    revision: str | None = None
+    """Branch, tag or commit on the hub; only for a model id."""
+
+
+class LLMDataConfig(Strict):
+    """[data]: where rows come from, and which of their columns are prompt, reference answer and response."""
+
+    path: str = Field(min_length=1)
+    """A .jsonl, .json or .parquet file, a directory of them, or a Hugging Face datasets id."""
+    split: str | None = None
+    """Which split: the files of a directory that start with it, or of a datasets id ("train" if unset)."""
+    subset: str | None = None
+    """The configuration name of a datasets id, such as "main" for openai/gsm8k."""
+    prompt_column: str = "prompt"
+    """Column with the prompt: a string, or a list of chat messages {"role": ..., "content": ...}."""
+    prompt_template: str | None = None
+    """Builds the prompt from columns instead: "{question}\\nGive the final number after ####."."""
+    system_prompt: str | None = None
+    """First message of each chat that does not begin with a system message of its own."""
+    chat_template: str | None = None
+    """A Jinja chat template or the path of a .jinja file; None: the tokenizer's own; "none": plain text."""
+    answer_column: str | None = None
+    """Column with the reference answer, for rewards that compare with it."""
+    answer_pattern: str | None = None
+    """Regular expression with one group that cuts the answer out of its column, such as "#### (.*)"."""
+    response_column: str | None = None
+    """Column with the wanted response, for supervised training."""
+    limit: int | None = Field(default=None, ge=1)
+    """Read only the first rows."""
+
+    @field_validator("prompt_template")
+    @classmethod
+    def _template_names_columns(cls, template: str | None) -> str | None:
+        if template is None:
+            return None
+        try:
+            names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
+        except ValueError as error:
+            raise ValueError(
+                f"not a format string ({error}); write {{{{ and }}}} for literal braces"
+            ) from None
+        unnamed = [name for name in names if not name.isidentifier()]
+        if unnamed:
+            raise ValueError(f"{{{unnamed[0]}}} is no column name; write {{{{ and }}}} for literal braces")
+        return template
+
+    @field_validator("answer_pattern")
+    @classmethod
+    def _pattern_has_one_group(cls, pattern: str | None) -> str | None:
+        if pattern is None:
+            return None
+        try:
+            groups = re.compile(pattern).groups
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        if groups != 1:
+            raise ValueError(f"needs exactly one group (...), the answer; this has {groups}")
+        return pattern
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if self.answer_pattern is not None and self.answer_column is None:
+            raise ValueError("answer_pattern needs answer_column, the column to search")
+        if self.system_prompt is not None and self.chat_template == PLAIN_TEXT:
+            raise ValueError('system_prompt needs a chat template; with "none", put it into prompt_template')
+        return self
+
+
+class TorchEngineOptions(Strict):
+    """[rollout.options] of engine = "torch"."""
+
+    max_sequences: int = Field(default=64, ge=1)
+    """Most sequences generated at the same time; more wait for a free place."""
+    cache_bytes: int = Field(default=4 * 1024**3, ge=1)
+    """Most memory for the keys and values of running sequences."""

@@ -1,0 +1,142 @@
+"""The language-model domain: what `cosmos_rl_core` asks for by the name "llm".
+
+Importing this module loads configs and data only; torch and transformers come with the first policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from pydantic import ValidationError
+
+from cosmos_rl_core.config.base import ConfigError
+from cosmos_rl_core.config.problems import known_tables, problems
+from cosmos_rl_core.interfaces import RewardFn, RolloutEngine, UserError
+from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, TrainBatch
+from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
+from cosmos_rl_llm.data import load_rows
+from cosmos_rl_llm.rewards import REWARDS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from cosmos_rl_llm.chat import Chat
+    from cosmos_rl_llm.text_policy import TextPolicy
+
+
+class LLMDomain:
+    """Text in, text out: a term is a token. Implements `cosmos_rl_core.interfaces.Domain`."""
+
+    name = "llm"
+    Model = LLMModelConfig
+    Data = LLMDataConfig
+
+    def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
+        """Read rows with `prompt`, `answer` and `response` beside their own columns, and their origin."""
+        return load_rows(data)
+
+    def build_policy(
+        self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int
+    ) -> TextPolicy:
+        """Load the model to train, with log-probabilities at the sampling temperature.
+
+        Its weights are float32; `model.dtype` is the type it computes in. They come from a checkpoint, so
+        that `seed` decides nothing here.
+        """
+        import torch
+
+        from cosmos_rl_llm.model import load_model
+        from cosmos_rl_llm.text_policy import TextPolicy
+
+        module = load_model(model.path, dtype=torch.float32)
+        return TextPolicy(
+            module,
+            chat=_chat(model, data, module),
+            temperature=1.0 if sampling is None else sampling.temperature,
+            compute_dtype=torch.bfloat16 if model.dtype == "bfloat16" else None,
+            gradient_checkpointing=model.gradient_checkpointing,
+        )
+
+    def build_engine(
+        self, model: LLMModelConfig, *, data: LLMDataConfig, name: str, options: Mapping[str, Any]
+    ) -> RolloutEngine:
+        """Load the engine called `name`, with a model of its own.
+
+        Raises:
+            UserError: no engine of that name, or an option it does not have.
+        """
+        if name != "torch":
+            raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: torch")
+        return _torch_engine(model, data, _torch_options(options))
+
+    def reward(self, name: str) -> Callable[..., RewardFn] | None:
+        """The class of a shipped reward, called with its options by keyword; None for any other name."""
+        return REWARDS.get(name)
+
+    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
+        """Pack rollouts end to end, at most `microbatch_terms` tokens to a microbatch, prompts included."""
+        from cosmos_rl_llm.collate import collate
+
+        return collate(groups, microbatch_terms=microbatch_terms)
+
+    def collate_sft(
+        self, rows: Sequence[Mapping[str, Any]], *, policy: TextPolicy, microbatch_terms: int
+    ) -> TrainBatch:
+        """Pack rows with their wanted responses; the loss covers the response and the end of its turn."""
+        from cosmos_rl_llm.collate import collate_sft
+
+        return collate_sft(rows, chat=policy.chat, microbatch_terms=microbatch_terms)
+
+
+def _torch_options(options: Mapping[str, Any]) -> TorchEngineOptions:
+    try:
+        return TorchEngineOptions.model_validate(options)
+    except ValidationError as error:
+        at = "rollout.options"
+        raise ConfigError(problems(error, tables=known_tables(TorchEngineOptions, at=at), at=at)) from error
+
+
+def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngineOptions) -> RolloutEngine:
+    import torch
+
+    from cosmos_rl_llm.engines.torch import TorchEngine
+    from cosmos_rl_llm.model import load_model
+
+    module = load_model(model.path, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
+    chat = _chat(model, data, module)
+
+    def encode(prompt: Prompt) -> np.ndarray:
+        return chat.encode_prompt(prompt.row, where=prompt.origin)[1]
+
+    return TorchEngine(
+        module,
+        encode=encode,
+        decode=chat.decode,
+        stop_ids=chat.end_ids,
+        max_sequences=options.max_sequences,
+        max_length=chat.max_length,
+        cache_bytes=options.cache_bytes,
+    )
+
+
+def _chat(model: LLMModelConfig, data: LLMDataConfig, module: PreTrainedModel) -> Chat:
+    """The tokenizer beside the model, with the template of [data] and the context limit."""
+    from cosmos_rl_llm.chat import Chat, find_end_ids, set_chat_template
+    from cosmos_rl_llm.model import context_length, load_tokenizer
+
+    tokenizer = load_tokenizer(model.path)
+    set_chat_template(tokenizer, data.chat_template)
+    generation = module.generation_config
+    limit = context_length(module)
+    if model.max_length is not None and limit is not None and model.max_length > limit:
+        raise UserError(f"model.max_length = {model.max_length} is above the model's own limit, {limit}")
+    return Chat(
+        tokenizer=tokenizer,
+        end_ids=find_end_ids(tokenizer, None if generation is None else generation.eos_token_id),
+        max_length=model.max_length or limit,
+    )
+
+
+LLM = LLMDomain()

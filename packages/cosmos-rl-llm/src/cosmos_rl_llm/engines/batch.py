@@ -1,0 +1,189 @@
+"""The sequences that run together: prefill of new prompts, one decode step, removal.
+
+    admit:  prompts packed in one row -> model -> keys and values copied to each sample's slot, first terms drawn
+    step:   last term of each sequence [n, 1] -> model with the cache -> next terms drawn
+    both record what was drawn and let finished sequences go
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from cosmos_rl_core.types import FinishReason
+from cosmos_rl_llm.engines.cache import SPAN, DecodeLayout, SlotCache
+from cosmos_rl_llm.engines.sampling import Sampler, uniforms
+from cosmos_rl_llm.engines.sequence import Request, RunningSequence
+from cosmos_rl_llm.model import Head
+from cosmos_rl_llm.packing import PackedLayout, install_attention
+
+_STOP_MARGIN = 8
+"""Tokens decoded before the place where a stop string could begin, for tokenizers that trim a text's start."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine was made."""
+
+    steps: int = 0
+    """Forward passes, prefill and decode: grows while the engine works."""
+    prefill_terms: int = 0
+    """Prompt tokens that went through the model."""
+    decode_terms: int = 0
+    """Response tokens that went through the model."""
+
+
+class RunningBatch:
+    """Owns the model's cache; its methods are called by one thread, between which weights may change."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        stop_ids: Collection[int],
+        max_sequences: int,
+        cache_terms: int,
+    ) -> None:
+        install_attention(model)
+        model.eval().requires_grad_(False)
+        self.stats = EngineStats()
+        self.sequences: list[RunningSequence] = []
+        self._model, self._head, self._decode = model, Head.of(model), decode
+        self._stop_ids = frozenset(stop_ids)
+        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
+        self._sampler: Sampler | None = None
+        # One column a row of the batch: token and place of the last term, and the random counter.
+        self._token = np.zeros(max_sequences, dtype=np.int64)
+        self._place = np.zeros(max_sequences, dtype=np.int64)
+        self._seed = np.zeros(max_sequences, dtype=np.uint64)
+        self._sample = np.zeros(max_sequences, dtype=np.int64)
+        self._term = np.zeros(max_sequences, dtype=np.int64)
+
+    def admit(self, requests: Sequence[Request], *, version: int) -> None:
+        """Prefill the prompts in one pass and draw each sample's first term."""
+        first = len(self.sequences)
+        for request in requests:
+            self._add(request)
+        self._cache.reserve(
+            slots=len(self.sequences), capacity=max(s.request.num_terms for s in self.sequences)
+        )
+        lengths = [len(request.prompt_tokens) for request in requests]
+        self._begin_prefill(requests, lengths, first)
+        hidden = self._forward(
+            np.concatenate([request.prompt_tokens for request in requests])[None],
+            np.concatenate([np.arange(length) for length in lengths])[None],
+            PackedLayout.of(lengths, device=self._model.device),
+        )
+        self.stats.prefill_terms += sum(lengths)
+        logits = self._head.logits(hidden[0, np.cumsum(lengths) - 1])
+        samples = torch.tensor([request.num_samples for request in requests], device=logits.device)
+        self._draw(logits.repeat_interleave(samples, dim=0), slice(first, len(self.sequences)), version)
+
+    def step(self, *, version: int) -> None:
+        """Draw one term for every running sequence."""
+        rows = slice(0, len(self.sequences))
+        place = torch.from_numpy(self._place[rows]).to(self._model.device)
+        span = min(-(-(int(self._place[rows].max()) + 1) // SPAN) * SPAN, self._cache.capacity)
+        self._cache.begin_decode(place, span=span)
+        hidden = self._forward(
+            self._token[rows, None], self._place[rows, None], DecodeLayout(place=place, span=span)
+        )
+        self.stats.decode_terms += len(self.sequences)
+        self._draw(self._head.logits(hidden[:, 0]), rows, version)
+
+    def drop(self, request: Request) -> None:
+        """Let the sequences of a request go."""
+        for sequence in request.sequences:
+            sequence.finish_reason = sequence.finish_reason or "cancelled"
+        self._compact()
+
+    def _add(self, request: Request) -> None:
+        for sequence in request.start():
+            row = len(self.sequences)
+            self.sequences.append(sequence)
+            self._place[row] = len(request.prompt_tokens) - 1
+            self._seed[row] = request.seed & 0xFFFF_FFFF_FFFF_FFFF
+            self._sample[row] = sequence.sample
+            self._term[row] = 0
+        self._sampler = None
+
+    def _begin_prefill(self, requests: Sequence[Request], lengths: Sequence[int], slot: int) -> None:
+        source, slots, places = [], [], []
+        start = 0
+        for request, length in zip(requests, lengths):
+            source.append(np.tile(np.arange(start, start + length), request.num_samples))
+            slots.append(np.repeat(np.arange(slot, slot + request.num_samples), length))
+            places.append(np.tile(np.arange(length), request.num_samples))
+            start, slot = start + length, slot + request.num_samples
+        columns = (torch.from_numpy(np.concatenate(c)).to(self._model.device) for c in (source, slots, places))
+        self._cache.begin_prefill(**dict(zip(("source", "slot", "place"), columns)))
+
+    def _forward(self, tokens: np.ndarray, places: np.ndarray, layout: PackedLayout | DecodeLayout) -> Tensor:
+        """tokens, places [B, Q] -> last hidden states [B, Q, hidden]."""
+        self.stats.steps += 1
+        device = self._model.device
+        output = self._model.base_model(
+            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(device),
+            position_ids=torch.from_numpy(places).to(device),
+            past_key_values=self._cache,
+            use_cache=True,
+            layout=layout,
+        )
+        return output.last_hidden_state
+
+    def _draw(self, logits: Tensor, rows: slice, version: int) -> None:
+        """Draw from logits [n, V] of `rows`, record, and let finished sequences go."""
+        sampler = self._sampler_of(rows, vocab_size=logits.shape[1])
+        uniform = uniforms(self._seed[rows], self._sample[rows], self._term[rows])
+        tokens, logprobs = sampler.draw(logits, uniform)
+        self._token[rows] = tokens.cpu().numpy()
+        self._place[rows] += 1
+        self._term[rows] += 1
+        for sequence, token, logprob in zip(self.sequences[rows], tokens.tolist(), logprobs.tolist()):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(version)
+            sequence.finish_reason = self._finish_reason(sequence, token)
+        self._compact()
+
+    def _sampler_of(self, rows: slice, *, vocab_size: int) -> Sampler:
+        everything = rows.start == 0
+        if everything and self._sampler is not None:
+            return self._sampler
+        sampling = [sequence.request.sampling for sequence in self.sequences[rows]]
+        sampler = Sampler.of(sampling, vocab_size=vocab_size, device=self._model.device)
+        if everything:
+            self._sampler = sampler
+        return sampler
+
+    def _finish_reason(self, sequence: RunningSequence, token: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        if token in self._stop_ids or (sampling.stop and self._stop_seen(sequence, sampling.stop)):
+            return "stop"
+        return "length" if len(sequence.tokens) >= sampling.max_terms else None
+
+    def _stop_seen(self, sequence: RunningSequence, stop: Sequence[str]) -> bool:
+        """Whether the last token completed a stop string; a token is at least one byte of it."""
+        longest = max(len(text.encode()) for text in stop)
+        tail = self._decode(sequence.tokens[-longest - _STOP_MARGIN :])
+        return any(text in tail for text in stop)
+
+    def _compact(self) -> None:
+        """Fill the rows of finished sequences with the last ones."""
+        for row in reversed(range(len(self.sequences))):
+            if self.sequences[row].finish_reason is None:
+                continue
+            last = len(self.sequences) - 1
+            if row != last:
+                self.sequences[row] = self.sequences[last]
+                self._cache.move(source=last, target=row)
+                for column in (self._token, self._place, self._seed, self._sample, self._term):
+                    column[row] = column[last]
+            self.sequences.pop()
+            self._sampler = None

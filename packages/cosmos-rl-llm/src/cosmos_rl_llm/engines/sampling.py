@@ -1,0 +1,155 @@
+"""Draws next tokens: one counter-based random number a token, inverted through the cumulative distribution.
+
+The number for (seed, sample, position) depends on nothing else, so a rollout does not change with the sequences that
+happen to run beside it. Log-probabilities are those of the distribution drawn from: after temperature and, where
+set, after top-k and top-p (in this order) with the kept tokens renormalised. Greedy rows report theirs under
+temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_rl_core.types import Sampling
+
+_BLOCK = 256
+"""Tokens a block of the two-level inversion: V numbers are summed, but only V / 256 + 256 accumulated."""
+_CANDIDATES = 256
+"""First guess at how many of the likeliest tokens hold `top_p` of the mass."""
+
+
+def uniforms(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray) -> np.ndarray:
+    """Return float64 numbers in (0, 1) [n] from uint64 seeds [n], sample numbers [n] and term positions [n].
+
+    Three rounds of SplitMix64's finaliser (Steele, Lea, Flood 2014), one for each part of the counter.
+    """
+    state = _mix(seeds.astype(np.uint64))
+    state = _mix(state ^ samples.astype(np.uint64))
+    state = _mix(state ^ positions.astype(np.uint64))
+    return ((state >> np.uint64(11)).astype(np.float64) + 0.5) * 2.0**-53
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    x = x + np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """How the n rows of a batch are drawn, prepared once for each change of the batch's members."""
+
+    scale: Tensor
+    """[n, 1] float32: 1 / temperature; 1 for greedy rows."""
+    greedy: Tensor | None
+    """[n] bool, or None where no row is greedy."""
+    restricted: Tensor | None
+    """[r] int64: rows with top-k or top-p, or None."""
+    top_k: Tensor | None
+    """[r, 1] int64: V where all are kept."""
+    top_p: Tensor | None
+    """[r, 1] float32."""
+    candidates: int
+    """Likeliest tokens to look at first in restricted rows: no fewer than the largest top-k."""
+
+    @classmethod
+    def of(cls, rows: Sequence[Sampling], *, vocab_size: int, device: torch.device | str = "cpu") -> Sampler:
+        """Prepare for one `Sampling` a row."""
+        greedy = [row.temperature == 0 for row in rows]
+        limited = [
+            i
+            for i, row in enumerate(rows)
+            if row.temperature and (0 < row.top_k < vocab_size or row.top_p < 1)
+        ]
+        top_k = [min(rows[i].top_k or vocab_size, vocab_size) for i in limited]
+        return cls(
+            scale=torch.tensor([[1 / (row.temperature or 1.0)] for row in rows], device=device),
+            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
+            restricted=torch.tensor(limited, device=device) if limited else None,
+            top_k=torch.tensor(top_k, device=device)[:, None] if limited else None,
+            top_p=torch.tensor([rows[i].top_p for i in limited], device=device)[:, None] if limited else None,
+            candidates=max([_CANDIDATES, *(k for k in top_k if k < vocab_size)]),
+        )
+
+    def draw(self, logits: Tensor, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Return tokens [n] int64 and their log-probabilities [n] float32.
+
+        Args:
+            logits: [n, V] float32; overwritten.
+            uniform: [n] float64 in (0, 1).
+        """
+        u = torch.from_numpy(uniform).to(logits.device)
+        best = logits.argmax(-1) if self.greedy is not None else None
+        logits.mul_(self.scale)
+        logits.sub_(logits.amax(-1, keepdim=True))
+        limited = None if self.restricted is None else self._draw_restricted(logits, u)
+        mass = logits.exp()
+        tokens = _invert(mass, u)
+        if best is not None:
+            tokens = torch.where(self.greedy, best, tokens)
+        logprobs = logits.gather(1, tokens[:, None]).squeeze(1) - mass.sum(-1).log()
+        if limited is not None:
+            tokens[self.restricted], logprobs[self.restricted] = limited
+        return tokens, logprobs
+
+    def _draw_restricted(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Draw the rows with top-k or top-p from their likeliest tokens."""
+        assert self.restricted is not None and self.top_k is not None and self.top_p is not None
+        values, tokens, kept = _nucleus(
+            logits[self.restricted], self.top_k, self.top_p, count=self.candidates
+        )
+        mass = values.exp().masked_fill(~kept, 0)
+        place = _invert(mass, u[self.restricted])[:, None]
+        logprobs = values.gather(1, place) - mass.sum(-1, keepdim=True).log()
+        return tokens.gather(1, place).squeeze(1), logprobs.squeeze(1)
+
+
+def _nucleus(
+    logits: Tensor, top_k: Tensor, top_p: Tensor, *, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the likeliest tokens' logits [n, c], ids [n, c] and which are kept [n, c] bool, in falling order.
+
+    Kept are the `top_k` likeliest and, of their renormalised mass, the fewest that reach `top_p` (at least one).
+    `count` is how many to look at first: at least every top-k below V.
+    """
+    vocab_size = logits.shape[1]
+    everything = logits.exp().sum(-1, keepdim=True)
+    count = min(count, vocab_size)
+    while True:
+        values, tokens = logits.topk(count, dim=-1)
+        mass = values.exp()
+        in_k = torch.arange(count, device=logits.device) < top_k
+        total = torch.where(top_k < vocab_size, (mass * in_k).sum(-1, keepdim=True), everything)
+        before = (mass.cumsum(-1) - mass) / total
+        enough = (top_k <= count) | (before[:, -1:] >= top_p)
+        if count == vocab_size or bool(enough.all()):
+            return values, tokens, in_k & (before < top_p)
+        count = min(8 * count, vocab_size)
+
+
+def _invert(mass: Tensor, u: Tensor) -> Tensor:
+    """Return the index [n] at which the cumulative `mass` [n, V] first exceeds u * total; never one of mass 0."""
+    rows, size = mass.shape
+    if size <= 4 * _BLOCK:
+        return _first_above(mass.cumsum(-1, dtype=torch.float64), u)
+    padded = torch.nn.functional.pad(mass, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
+    cumulative = padded.sum(-1).cumsum(-1, dtype=torch.float64)
+    block = _first_above(cumulative, u)
+    upper = cumulative.gather(1, block[:, None]).squeeze(1)
+    lower = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp(min=0)[:, None]).squeeze(1), 0.0)
+    rest = ((u * cumulative[:, -1] - lower) / (upper - lower)).clamp(0, 1)
+    inside = padded[torch.arange(rows, device=mass.device), block].cumsum(-1, dtype=torch.float64)
+    return block * _BLOCK + _first_above(inside, rest)
+
+
+def _first_above(cumulative: Tensor, u: Tensor) -> Tensor:
+    """Index [n] of the first entry of `cumulative` [n, m] above u * total, u in [0, 1]."""
+    total = cumulative[:, -1]
+    target = torch.minimum(u * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)

@@ -1,0 +1,162 @@
+"""Causal language models from transformers: loading, making, naming weights, and the output head."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from cosmos_rl_core.interfaces import UserError
+
+_HEAD_SCALES = ("logit_scale", "logits_scaling")
+"""Config keys of models that scale their logits after the head (Cohere, Granite)."""
+
+
+def load_model(
+    path_or_id: str | os.PathLike[str], *, dtype: torch.dtype, attention: str | None = None
+) -> PreTrainedModel:
+    """Load a causal language model from a local directory or a Hugging Face id; safetensors only, no remote code.
+
+    Raises UserError when it cannot be found, read or is not a causal language model, or lacks weights.
+    """
+    source = _resolve(path_or_id)
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            source,
+            dtype=dtype,
+            attn_implementation=attention,
+            use_safetensors=True,
+            trust_remote_code=False,
+            output_loading_info=True,
+        )
+    except (OSError, ValueError) as error:
+        raise UserError(_explain(source, error)) from error
+    if report["missing_keys"]:
+        some = ", ".join(sorted(report["missing_keys"])[:5])
+        raise UserError(
+            f"[model] path = {source!r}: the checkpoint lacks {len(report['missing_keys'])} weights of "
+            f"{type(model).__name__} ({some}); check that config.json and the weights belong together"
+        )
+    return model
+
+
+def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
+    """Make a randomly initialised model from config values, e.g. `{"model_type": "qwen3", "hidden_size": 128}`.
+
+    The same seed gives the same weights; the caller's random state is left alone.
+    Raises UserError for an unknown model_type or impossible values.
+    """
+    values = dict(config)
+    kind = values.pop("model_type", None)
+    if kind is None:
+        raise UserError('[model] config needs the key model_type, for example model_type = "qwen3"')
+    try:
+        built = AutoConfig.for_model(kind, **values)
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            return AutoModelForCausalLM.from_config(built, dtype=dtype)
+    except ValueError as error:
+        raise UserError(f"[model] config: {_first_line(error)}") from error
+
+
+def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
+    """Load the tokenizer beside a model. Raises UserError when there is none."""
+    source = _resolve(path_or_id)
+    try:
+        return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(_explain(source, error, what="tokenizer")) from error
+
+
+def named_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Live parameters and persistent buffers by checkpoint name, tied tensors once, under their first name."""
+    weights: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            weights[name] = tensor.detach()
+    return weights
+
+
+def context_length(model: PreTrainedModel) -> int | None:
+    """Most tokens the model's positions reach, or None where its config names no limit."""
+    config = model.config.get_text_config()
+    return getattr(config, "max_position_embeddings", None)
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output projection: logits = softcap(hidden @ weight.T + bias)."""
+
+    weight: Tensor
+    """[V, hidden]."""
+    bias: Tensor | None
+    """[V]."""
+    softcap: float | None
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Head:
+        """Read the head of a causal LM. Raises UserError where logits are made in another way."""
+        config = model.config.get_text_config()
+        scaled = [key for key in _HEAD_SCALES if getattr(config, key, None) not in (None, 1, 1.0)]
+        linear = model.get_output_embeddings()
+        if scaled or not isinstance(linear, nn.Linear):
+            raise UserError(
+                f"[model] {type(model).__name__} makes its logits in a way that is not supported "
+                f"({', '.join(scaled) or 'no linear output layer'}); choose another model"
+            )
+        return cls(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None))
+
+    def cast(self, dtype: torch.dtype | None) -> Head:
+        """The same head in another type; gradients flow back to the original."""
+        if dtype is None:
+            return self
+        return Head(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype), self.softcap)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden [..., hidden] -> logits [..., V] float32."""
+        logits = F.linear(hidden, self.weight, self.bias).float()
+        return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def _resolve(path_or_id: str | os.PathLike[str]) -> str:
+    """Return what transformers should open, or say what is missing on this disk."""
+    text = os.fspath(path_or_id)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"[model] path = {text!r} has no config.json; give a directory in Hugging Face format")
+        return str(path)
+    looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.exists()
+    if looks_local:
+        raise UserError(
+            f"[model] path = {text!r} is not a directory; give one with config.json and *.safetensors, or a Hugging Face id"
+        )
+    return text
+
+
+def _explain(source: str, error: Exception, *, what: str = "model") -> str:
+    """One message for everything transformers and the hub may say."""
+    return (
+        f"[model] path = {source!r}: no {what} could be loaded ({_first_line(error)}). "
+        "Give a local directory in Hugging Face format (config.json, *.safetensors, tokenizer files), "
+        "or an id of a hub that this machine can reach"
+    )
+
+
+def _first_line(error: Exception) -> str:
+    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)

@@ -1,0 +1,215 @@
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from pydantic import ValidationError
+
+from cosmos_rl_core.interfaces import Domain, UserError
+from cosmos_rl_llm.config import LLMDataConfig
+from cosmos_rl_llm.data import load_rows
+from cosmos_rl_llm.domain import LLM
+
+QUESTION = {"question": "What is 6 times 7?", "answer": "6 times 7 is 42.\n#### 42"}
+
+
+def write_jsonl(path: Path, *rows: object) -> Path:
+    path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def load(path: Path, **keys):
+    return load_rows(LLMDataConfig(path=str(path), **keys))
+
+
+def test_a_string_prompt_becomes_a_user_message(tmp_path):
+    rows, origin = load(write_jsonl(tmp_path / "a.jsonl", {"prompt": "Hi"}))
+    assert rows == [{"prompt": [{"role": "user", "content": "Hi"}]}]
+    assert origin == "a.jsonl"
+
+
+def test_without_a_chat_template_the_prompt_stays_text(tmp_path):
+    rows, _ = load(write_jsonl(tmp_path / "a.jsonl", {"prompt": "2+2="}), chat_template="none")
+    assert rows[0]["prompt"] == "2+2="
+
+
+def test_the_system_prompt_comes_first_unless_there_is_one(tmp_path):
+    own = [{"role": "system", "content": "Own."}, {"role": "user", "content": "Hi"}]
+    file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "Hi"}, {"prompt": own})
+    rows, _ = load(file, system_prompt="Be brief.")
+    assert rows[0]["prompt"][0] == {"role": "system", "content": "Be brief."}
+    assert rows[1]["prompt"] == own
+
+
+def test_template_answer_pattern_and_response_column(tmp_path):
+    rows, _ = load(
+        write_jsonl(tmp_path / "a.jsonl", QUESTION),
+        prompt_template="{question} End with {{####}}.",
+        answer_column="answer",
+        answer_pattern="#### (.*)",
+        response_column="answer",
+    )
+    assert rows[0]["prompt"][0]["content"] == "What is 6 times 7? End with {####}."
+    assert rows[0]["answer"] == "42"
+    assert rows[0]["response"] == QUESTION["answer"]
+    assert rows[0]["question"] == QUESTION["question"]
+
+
+def test_numbers_are_answers(tmp_path):
+    rows, _ = load(write_jsonl(tmp_path / "a.jsonl", {"prompt": "p", "a": 42}), answer_column="a")
+    assert rows[0]["answer"] == "42"
+
+
+def test_limit_stops_before_later_faults(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text('{"prompt": "p"}\n{broken')
+    assert len(load(file, limit=1)[0]) == 1
+
+
+def test_json_and_parquet_hold_the_same_rows(tmp_path):
+    rows = [{"prompt": "a"}, {"prompt": "b"}]
+    (tmp_path / "a.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.json")[0] == load(tmp_path / "a.parquet")[0]
+
+
+def test_parquet_messages_are_messages(tmp_path):
+    messages = [{"role": "user", "content": "Hi"}]
+    pq.write_table(pa.Table.from_pylist([{"prompt": messages}]), tmp_path / "a.parquet")
+    assert load(tmp_path / "a.parquet")[0][0]["prompt"] == messages
+
+
+def test_a_directory_is_read_file_by_file(tmp_path):
+    write_jsonl(tmp_path / "part-1.jsonl", {"prompt": "b"})
+    write_jsonl(tmp_path / "part-0.jsonl", {"prompt": "a"})
+    rows, origin = load(tmp_path)
+    assert [row["prompt"][0]["content"] for row in rows] == ["a", "b"]
+    assert origin == tmp_path.name
+
+
+def test_a_split_chooses_files_of_a_directory(tmp_path):
+    write_jsonl(tmp_path / "train-0.jsonl", {"prompt": "a"})
+    write_jsonl(tmp_path / "test.jsonl", {"prompt": "b"})
+    assert load(tmp_path, split="test")[0][0]["prompt"][0]["content"] == "b"
+    with pytest.raises(UserError, match=r"holds test, train; choose one with data.split"):
+        load(tmp_path)
+    with pytest.raises(
+        UserError, match=r"no file of .* starts with it; there are: test.jsonl, train-0.jsonl"
+    ):
+        load(tmp_path, split="validation")
+
+
+def test_a_missing_file_is_named_with_its_neighbour(tmp_path):
+    write_jsonl(tmp_path / "train.jsonl", {"prompt": "a"})
+    with pytest.raises(UserError, match=r'trian.jsonl.*no such file.*Did you mean "train.jsonl"'):
+        load(tmp_path / "trian.jsonl")
+
+
+def test_a_missing_column_is_named_with_those_there(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", QUESTION)
+    with pytest.raises(
+        UserError, match=r"a.jsonl:1: no column 'prompt' \(data.prompt_column\); there are: 'question'"
+    ):
+        load(file)
+    with pytest.raises(UserError, match=r'no column \'qestion\' .*Did you mean "question"'):
+        load(file, prompt_template="{qestion}")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"prompt": "a"}\n\n{"prompt": ', r"a.jsonl:3: not valid JSON"),
+        ('{"prompt": "a"}\n[1]', r"a.jsonl:2: a row must be an object"),
+        ('{"prompt": 5}', r"a.jsonl:1: the prompt must be a string or a list of chat messages, not int 5"),
+        ('{"prompt": "  "}', r"a.jsonl:1: the prompt is empty"),
+        ('{"prompt": []}', r"a.jsonl:1: the prompt must be a string or a list"),
+        ('{"prompt": [{"role": "user"}]}', r"a.jsonl:1: message 0 must look like"),
+        ('{"prompt": [{"role": "me", "content": "x"}]}', r"a.jsonl:1: message 0: role must be one of"),
+        ("", r"the dataset is empty"),
+    ],
+)
+def test_a_faulty_row_is_named(tmp_path, content, message):
+    file = tmp_path / "a.jsonl"
+    file.write_text(content)
+    with pytest.raises(UserError, match=message):
+        load(file)
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "message"),
+    [
+        ({"a": None}, {"answer_column": "a"}, r"the answer must be a string or a number, not NoneType"),
+        ({"a": "42"}, {"answer_column": "a", "answer_pattern": "#### (.*)"}, r"finds nothing in str '42'"),
+        ({"r": ["x"]}, {"response_column": "r"}, r"the response must be a string or one assistant message"),
+        ({"r": ""}, {"response_column": "r"}, r"the response is empty"),
+    ],
+)
+def test_a_faulty_answer_or_response_is_named(tmp_path, row, keys, message):
+    with pytest.raises(UserError, match=r"a.jsonl:1: .*" + message):
+        load(write_jsonl(tmp_path / "a.jsonl", {"prompt": "p", **row}), **keys)
+
+
+def test_files_that_are_not_what_they_are_called(tmp_path):
+    (tmp_path / "a.parquet").write_text("no parquet")
+    (tmp_path / "a.json").write_text('{"prompt": "a"}')
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
+    for name, message in [
+        ("a.parquet", r"not a readable parquet file"),
+        ("a.json", r"must hold a list of rows"),
+        ("a.txt", r"must end in .jsonl"),
+        ("a.jsonl", r"cannot be read"),
+    ]:
+        with pytest.raises(UserError, match=message):
+            load(tmp_path / name)
+
+
+def test_keys_that_do_not_apply_are_errors(tmp_path):
+    file = write_jsonl(tmp_path / "a.jsonl", {"prompt": "a"})
+    with pytest.raises(UserError, match=r"data.split = 'test' does not apply to one file"):
+        load(file, split="test")
+    with pytest.raises(UserError, match=r"data.subset is for a Hugging Face datasets id"):
+        load(file, subset="main")
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"prompt_template": "{} is"}, r"literal braces"),
+        ({"prompt_template": "\\boxed{"}, r"not a format string"),
+        ({"answer_column": "a", "answer_pattern": "####.*"}, r"exactly one group"),
+        ({"answer_column": "a", "answer_pattern": "("}, r"not a regular expression"),
+        ({"answer_pattern": "(.*)"}, r"answer_pattern needs answer_column"),
+        ({"system_prompt": "s", "chat_template": "none"}, r"system_prompt needs a chat template"),
+        ({"limits": 3}, r"Extra inputs"),
+    ],
+)
+def test_a_faulty_config_is_refused(keys, message):
+    with pytest.raises(ValidationError, match=message):
+        LLMDataConfig(path="a.jsonl", **keys)
+
+
+def test_the_domain_has_what_core_asks_for():
+    assert isinstance(LLM, Domain)
+
+
+def test_an_unknown_engine_or_option_is_an_error():
+    model, data = LLM.Model(path="nowhere"), LLM.Data(path="a.jsonl")
+    with pytest.raises(UserError, match=r"engine = 'vlm'.*known: torch"):
+        LLM.build_engine(model, data=data, name="vlm", options={})
+    with pytest.raises(
+        UserError, match=r'rollout.options.max_sequence = 4: unknown key; did you mean "max_sequences"'
+    ):
+        LLM.build_engine(model, data=data, name="torch", options={"max_sequence": 4})
+
+
+def test_the_controller_loads_the_domain_without_torch():
+    code = (
+        "import sys, cosmos_rl_llm.domain;"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'sympy'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"

@@ -1,0 +1,51 @@
+"""Boxes of live torch tensors. The only file that knows DTensor."""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import placement_types as torch_placements
+
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout import Placement, Replicate, Shard, TensorLayout, shard_box, whole_box
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return torch's name of the dtype without the prefix."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of the tensor that lies on this rank, without gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
+    """Return the layout of a tensor over all ranks of its mesh; a plain tensor lies whole on `rank`.
+
+    Raises LayoutError for a placement that is not a plain Shard or Replicate.
+    """
+    spec = WeightSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor))
+    if not isinstance(tensor, DTensor):
+        return TensorLayout(spec, {rank: whole_box(spec.shape)})
+    mesh = tensor.device_mesh.mesh
+    placements = [_placement(name, placement) for placement in tensor.placements]
+    boxes = {
+        int(mesh[tuple(at)]): shard_box(
+            spec.shape, mesh_shape=tuple(mesh.shape), placements=placements, coordinate=tuple(at)
+        )
+        for at in (mesh == mesh).nonzero().tolist()
+    }
+    return TensorLayout(spec, {r: boxes[r] for r in sorted(boxes) if boxes[r].numel})
+
+
+def _placement(name: str, placement: torch_placements.Placement) -> Placement:
+    if type(placement) is torch_placements.Shard:
+        return Shard(placement.dim)
+    if type(placement) is torch_placements.Replicate:
+        return Replicate()
+    raise LayoutError(
+        f"{name}: cannot transfer a tensor placed as {placement}; redistribute it to Shard or Replicate"
+    )

@@ -1,0 +1,98 @@
+"""Copy live torch tensors into an arena and back, casting on the way. The only code that casts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Executor
+
+import torch
+from torch import Tensor
+
+from cosmos_rl_transfer.arena import Arena
+from cosmos_rl_transfer.digest import Raw, add, run_sum, tensor_sum
+from cosmos_rl_transfer.dtensor import dtype_name, local
+from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout import Manifest
+
+_TASK_BYTES = 4 << 20
+"""What one thread packs at a time."""
+_CHUNK_BYTES = 512 << 10
+"""What is hashed while it is still in the cache."""
+
+
+def torch_view(memory: Raw, arena: Arena, name: str) -> Tensor:
+    """View a tensor's place in an arena as torch tensor [*box.shape] of its wire dtype."""
+    place = arena.places[name]
+    flat = torch.from_numpy(memory[place.at : place.at + place.num_bytes])
+    return flat.view(getattr(torch, place.dtype)).view(place.box.shape)
+
+
+class Packer:
+    """Packs one rank's tensors into arena memory with casts and takes their additive hashes on the way."""
+
+    def __init__(self, manifest: Manifest, arena: Arena) -> None:
+        self._specs = manifest.specs
+        self._arena = arena
+
+    def check(self, weights: Mapping[str, Tensor]) -> None:
+        """Raise LayoutError unless `weights` are the tensors of the manifest."""
+        if weights.keys() != self._specs.keys():
+            changed = sorted(weights.keys() ^ self._specs.keys())
+            raise LayoutError(f"the weights to publish changed since the publisher was made: {changed[:5]}")
+        for name, tensor in weights.items():
+            spec, found = self._specs[name], (tuple(tensor.shape), dtype_name(tensor))
+            if found != (spec.shape, spec.dtype):
+                raise LayoutError(
+                    f"{name}: {found} to publish, {(spec.shape, spec.dtype)} when the publisher was made"
+                )
+
+    def pack(self, weights: Mapping[str, Tensor], memory: Raw, *, pool: Executor) -> dict[str, int]:
+        """Fill the arena and return the additive hash of each tensor's local box."""
+        sums = dict.fromkeys(self._arena.places, 0)
+        tasks = list(self._tasks(weights, memory))
+        for name, part in pool.map(lambda task: (task[0], self._pack_run(*task)), tasks):
+            sums[name] = add(sums[name], part)
+        return sums
+
+    def _tasks(
+        self, weights: Mapping[str, Tensor], memory: Raw
+    ) -> Iterator[tuple[str, Tensor | None, Tensor, int]]:
+        """Yield (name, source or None if copied already, destination, first element in the local box)."""
+        for name, place in self._arena.places.items():
+            source, target = local(weights[name]), torch_view(memory, self._arena, name).view(-1)
+            step = _TASK_BYTES // place.item_bytes
+            if not place.box.is_contiguous(place.shape):
+                step = max(1, place.box.numel)  # its hash needs the rows in one piece
+            if not source.is_contiguous():
+                target.view(place.box.shape).copy_(source)
+                source = target
+            plain = source.device.type == "cpu" and source.dtype == target.dtype
+            flat = source.reshape(-1)
+            for low in range(0, place.box.numel, step):
+                part, wanted = target[low : low + step], flat[low : low + step]
+                if not plain:
+                    part.copy_(wanted)  # torch casts with threads of its own, so here and not in the pool
+                yield name, wanted if plain and source is not target else None, part, low
+
+    def _pack_run(self, name: str, source: Tensor | None, target: Tensor, first: int) -> int:
+        place = self._arena.places[name]
+        contiguous, total = place.box.is_contiguous(place.shape), 0
+        start = place.box.start(place.shape) + first
+        step = _CHUNK_BYTES // place.item_bytes
+        for low in range(0, target.numel(), step):
+            part = target[low : low + step]
+            if source is not None:
+                _raw(part)[...] = _raw(source[low : low + step])
+            if contiguous:
+                total = add(total, run_sum(_raw(part), start + low))
+        if not contiguous:
+            total = tensor_sum(_raw(target).reshape(place.box.shape), place.box, place.shape)
+        return total
+
+
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _raw(tensor: Tensor) -> Raw:
+    """View a contiguous CPU tensor as integers of the same width."""
+    return tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy()
