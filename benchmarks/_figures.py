@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -44,7 +45,7 @@ def report(name: str, figures: Sequence[Figure]) -> bool:
     for figure in figures:
         verdict = {None: "", True: "yes", False: "NO"}[figure.met]
         table.add_row(figure.figure, _readable(figure.value), figure.unit, figure.target, verdict)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
     for note in dict.fromkeys(figure.note for figure in figures if figure.note):
         console.print(f"- {note}", style="dim", highlight=False)

@@ -2,158 +2,51 @@
 
     .venv/bin/python benchmarks/wire.py [--quick]
 
-Each round starts a server process for one channel, opens 1,000 connections from this process, sends 2,000
-requests a second on a fixed timetable (open loop), then as many as will go (one outstanding request a
-connection). The channels alternate; figures are medians over the rounds. Latency counts from the moment a
-request was due, so a late client or a slow answer cannot hide.
+Each round starts a server process for one channel and opens 1,000 connections from this process. It sends
+2,000 heartbeats a second on a fixed timetable (open loop), then as many as will go (one outstanding a
+connection), then rollout groups of 8 x 512 terms from 16 of the connections. The channels alternate;
+figures are medians over the rounds. Latency counts from the moment a request was due, so a late client or a
+slow answer cannot hide; the event loop's timers, which have millisecond steps, are in it.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import json
 import resource
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
 
-import msgspec
+import numpy as np
+from _channels import CHANNELS, SERVERS, Channel, Heartbeat, Reply
 from _figures import Figure, report
 
-from cosmos_rl_core.control.wire import Connection, Hello, connect, serve
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
-TOKEN = bytes(32)
 NUM_REPLICAS = 1000
+NUM_DELIVERING = 16
 RATE = 2000
-PEERS = {"wire": "cosmos-rl wire", "http": "JSON over HTTP/1.1"}
-QUOTED = (
-    "JSON over HTTP/1.1 is a minimal keep-alive server on asyncio streams with the standard json module and a "
-    "bearer token: the simplest stand-in, and faster than a web framework. Upstream uses FastAPI with pydantic; an "
-    "earlier run on a loaded two-core machine gave 1.9k requests/s saturated, p50 / p99 of 803 / 2462 ms at "
-    "2,000/s (1,052/s reached) and about 150 us of server CPU a request"
+PEERS = {"wire": "wire", "http": "JSON/HTTP"}
+NOTES = {
+    "wire": (
+        "wire: HMAC on every frame, both ways. Client and server share one machine's cores, so the rate "
+        "reached depends on the client and on what else runs; one core can answer 1 / (server CPU a "
+        "heartbeat)"
+    ),
+    "http": (
+        "JSON/HTTP: the simplest keep-alive HTTP/1.1 on asyncio streams with the standard json module and "
+        "a bearer token, hand-written, so faster than a web framework. Upstream uses FastAPI with "
+        "pydantic, not installed here; an earlier run on a loaded two-core machine gave it 1.9k "
+        "requests/s saturated, p50 and p99 of 803 and 2462 ms when 2,000/s were asked for (1,052/s "
+        "reached), and about 150 us of server CPU a request"
+    ),
+}
+HEARTBEAT = Heartbeat(
+    worker="rollout-000", progress=123_456, busy_s=98.25, leases=list(range(100_000, 100_012))
 )
-HONEST = (
-    "both ends share one machine's cores; the client is asyncio too, so saturated figures are a lower bound"
-)
-
-
-class Request(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    """About 110 bytes, as a heartbeat with its leases."""
-
-    worker: str
-    progress: int
-    busy_s: float
-    leases: list[int]
-
-
-class Reply(msgspec.Struct, tag=True, frozen=True, array_like=True):
-    progress: int
-    cpu_s: float
-    """CPU time the server has used so far."""
-
-
-REQUEST = Request(worker="rollout-000", progress=123_456, busy_s=98.25, leases=list(range(100_000, 100_012)))
-
-
-class Channel(Protocol):
-    async def ask(self, request: Request) -> Reply: ...
-
-    def close(self) -> None: ...
-
-
-# -- the two channels
-
-
-async def serve_wire() -> str:
-    async def answer(connection: Connection) -> None:
-        while True:
-            request = await connection.receive()
-            await connection.send(Reply(request.progress, time.process_time()))
-
-    return (await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Request, on_connect=answer)).address
-
-
-class WireChannel:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-
-    @classmethod
-    async def open(cls, address: str, index: int) -> WireChannel:
-        hello = Hello(name=f"rollout-{index}", role="rollout")
-        return cls(await connect(address, token=TOKEN, hello=hello, decode=Reply, timeout_s=30))
-
-    async def ask(self, request: Request) -> Reply:
-        await self._connection.send(request)
-        return await self._connection.receive()
-
-    def close(self) -> None:
-        self._connection.close()
-
-
-async def serve_http() -> str:
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        try:
-            while True:
-                head, body = await _read_http(reader)
-                assert hmac.compare_digest(_header(head, b"authorization"), TOKEN.hex().encode())
-                reply = {"progress": json.loads(body)["progress"], "cpu_s": time.process_time()}
-                _write_http(writer, b"HTTP/1.1 200 OK", json.dumps(reply).encode())
-                await writer.drain()
-        except (asyncio.IncompleteReadError, ConnectionResetError):
-            writer.close()
-
-    server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=4096)
-    return "{}:{}".format(*server.sockets[0].getsockname())
-
-
-class HttpChannel:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-
-    @classmethod
-    async def open(cls, address: str, index: int) -> HttpChannel:
-        host, port = address.split(":")
-        return cls(*await asyncio.open_connection(host, int(port)))
-
-    async def ask(self, request: Request) -> Reply:
-        body = json.dumps(msgspec.structs.asdict(request)).encode()
-        _write_http(self._writer, b"POST /heartbeat HTTP/1.1\r\nhost: controller", body)
-        _, answer = await _read_http(self._reader)
-        return Reply(**json.loads(answer))
-
-    def close(self) -> None:
-        self._writer.close()
-
-
-def _write_http(writer: asyncio.StreamWriter, head: bytes, body: bytes) -> None:
-    writer.write(
-        head
-        + b"\r\nauthorization: %s\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n"
-        % (TOKEN.hex().encode(), len(body))
-        + body
-    )
-
-
-async def _read_http(reader: asyncio.StreamReader) -> tuple[bytes, bytes]:
-    head = await reader.readuntil(b"\r\n\r\n")
-    return head, await reader.readexactly(int(_header(head, b"content-length")))
-
-
-def _header(head: bytes, name: bytes) -> bytes:
-    return head.partition(b"\r\n" + name + b": ")[2].partition(b"\r\n")[0]
-
-
-SERVERS: dict[str, Callable[[], Awaitable[str]]] = {"wire": serve_wire, "http": serve_http}
-CHANNELS: dict[str, Any] = {"wire": WireChannel, "http": HttpChannel}
-
-
-# -- the load
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -163,9 +56,27 @@ class Round:
     p50_ms: float
     p99_ms: float
     open_cpu_us: float
-    """Server CPU a request at 2,000/s."""
-    saturated_rps: float
+    """Server CPU a heartbeat at RATE."""
+    heartbeats_per_s: float
     saturated_cpu_us: float
+    groups_per_s: float
+    group_cpu_us: float
+
+    @property
+    def one_core_per_s(self) -> float:
+        return 1e6 / self.saturated_cpu_us
+
+
+ROWS = (
+    ("p50_ms", f"latency p50 at {RATE}/s", "ms", ""),
+    ("p99_ms", f"latency p99 at {RATE}/s", "ms", "<= 5"),
+    ("open_cpu_us", f"server CPU a heartbeat at {RATE}/s", "us", ""),
+    ("heartbeats_per_s", "heartbeats, saturated", "requests/s", ""),
+    ("saturated_cpu_us", "server CPU a heartbeat, saturated", "us", ""),
+    ("one_core_per_s", "heartbeats one server core can answer", "requests/s", ">= 20000"),
+    ("groups_per_s", "rollout groups of 8 x 512 terms", "groups/s", ""),
+    ("group_cpu_us", "server CPU a rollout group", "us", ""),
+)
 
 
 async def run_round(kind: str, *, open_s: float, saturated_s: float) -> Round:
@@ -174,14 +85,15 @@ async def run_round(kind: str, *, open_s: float, saturated_s: float) -> Round:
     )
     assert server.stdout is not None and server.stdin is not None
     try:
-        address = server.stdout.readline().strip()
-        channels: list[Channel] = []
-        for start in range(0, NUM_REPLICAS, 100):
-            opening = (CHANNELS[kind].open(address, index) for index in range(start, start + 100))
-            channels += await asyncio.gather(*opening)
-        await asyncio.gather(*(channel.ask(REQUEST) for channel in channels))
+        channels = await open_channels(kind, server.stdout.readline().strip())
         latencies, open_cpu_us = await open_loop(channels, seconds=open_s)
-        saturated_rps, saturated_cpu_us = await saturate(channels, seconds=saturated_s)
+        heartbeats_per_s, saturated_cpu_us = await saturate(
+            channels, lambda channel: channel.beat(HEARTBEAT), seconds=saturated_s
+        )
+        group = make_group(num_rollouts=8, num_terms=512)
+        groups_per_s, group_cpu_us = await saturate(
+            channels[:NUM_DELIVERING], lambda channel: channel.deliver(group), seconds=saturated_s
+        )
         for channel in channels:
             channel.close()
     finally:
@@ -192,50 +104,80 @@ async def run_round(kind: str, *, open_s: float, saturated_s: float) -> Round:
         p50_ms=1000 * cuts[49],
         p99_ms=1000 * cuts[98],
         open_cpu_us=open_cpu_us,
-        saturated_rps=saturated_rps,
+        heartbeats_per_s=heartbeats_per_s,
         saturated_cpu_us=saturated_cpu_us,
+        groups_per_s=groups_per_s,
+        group_cpu_us=group_cpu_us,
     )
 
 
-async def open_loop(channels: list[Channel], *, seconds: float) -> tuple[list[float], float]:
-    """Send RATE requests a second, each connection in its turn.
+async def open_channels(kind: str, address: str) -> list[Channel]:
+    channels: list[Channel] = []
+    for start in range(0, NUM_REPLICAS, 100):
+        opening = (CHANNELS[kind].open(address, index) for index in range(start, start + 100))
+        channels += await asyncio.gather(*opening)
+    await asyncio.gather(*(channel.beat(HEARTBEAT) for channel in channels))
+    return channels
 
-    Returns the latencies in seconds and the server's CPU microseconds a request.
+
+async def open_loop(channels: Sequence[Channel], *, seconds: float) -> tuple[list[float], float]:
+    """Send RATE heartbeats a second, each connection in its turn.
+
+    Returns the latencies in seconds and the server's CPU microseconds a heartbeat.
     """
-    cpu_before = (await channels[0].ask(REQUEST)).cpu_s
+    cpu_before = (await channels[0].beat(HEARTBEAT)).cpu_s
     period = len(channels) / RATE
     begin = time.perf_counter() + 0.1
-
     latencies: list[float] = []
 
     async def replica(index: int) -> None:
         for turn in range(round(seconds / period)):
             due = begin + index / RATE + turn * period
             await asyncio.sleep(due - time.perf_counter())
-            await channels[index].ask(REQUEST)
+            await channels[index].beat(HEARTBEAT)
             latencies.append(time.perf_counter() - due)
 
     await asyncio.gather(*(replica(index) for index in range(len(channels))))
-    cpu_s = (await channels[0].ask(REQUEST)).cpu_s - cpu_before
+    cpu_s = (await channels[0].beat(HEARTBEAT)).cpu_s - cpu_before
     return latencies, 1e6 * cpu_s / len(latencies)
 
 
-async def saturate(channels: list[Channel], *, seconds: float) -> tuple[float, float]:
-    """Keep one request outstanding on every connection; return requests/s and server CPU a request (us)."""
-    cpu_before = (await channels[0].ask(REQUEST)).cpu_s
+async def saturate(
+    channels: Sequence[Channel], ask: Callable[[Channel], Awaitable[Reply]], *, seconds: float
+) -> tuple[float, float]:
+    """Keep one request outstanding on every connection.
+
+    Returns the requests a second and the server's CPU microseconds a request.
+    """
+    cpu_before = (await channels[0].beat(HEARTBEAT)).cpu_s
     begin = time.perf_counter()
 
     async def replica(channel: Channel) -> int:
         num_requests = 0
         while time.perf_counter() - begin < seconds:
-            await channel.ask(REQUEST)
+            await ask(channel)
             num_requests += 1
         return num_requests
 
     num_requests = sum(await asyncio.gather(*(replica(channel) for channel in channels)))
     elapsed = time.perf_counter() - begin
-    cpu_s = (await channels[0].ask(REQUEST)).cpu_s - cpu_before
+    cpu_s = (await channels[0].beat(HEARTBEAT)).cpu_s - cpu_before
     return num_requests / elapsed, 1e6 * cpu_s / num_requests
+
+
+def make_group(*, num_rollouts: int, num_terms: int) -> RolloutGroup:
+    rng = np.random.default_rng(0)
+    rollouts = tuple(
+        Rollout(
+            arrays={"tokens": rng.integers(0, 50_000, num_terms, dtype=np.int32)},
+            rollout_logprobs=-rng.random(num_terms, dtype=np.float32),
+            versions=np.full(num_terms, 7, np.int32),
+            loss_mask=np.ones(num_terms, bool),
+            reward=1.0,
+        )
+        for _ in range(num_rollouts)
+    )
+    return RolloutGroup(prompt=Prompt(sample_id=1, row={}), rollouts=rollouts)
 
 
 async def serve_until_stdin_closes(kind: str) -> None:
@@ -247,26 +189,27 @@ def figures(rounds: dict[str, list[Round]]) -> list[Figure]:
     def median(kind: str, field: str) -> float:
         return statistics.median(getattr(one, field) for one in rounds[kind])
 
-    rows = []
-    for field, text, unit, target in (
-        ("p50_ms", f"latency p50 at {RATE}/s", "ms", ""),
-        ("p99_ms", f"latency p99 at {RATE}/s", "ms", "<= 5"),
-        ("open_cpu_us", f"server CPU a request at {RATE}/s", "us", ""),
-        ("saturated_rps", "saturated", "requests/s", ">= 20000"),
-        ("saturated_cpu_us", "server CPU a request, saturated", "us", ""),
-    ):
-        for kind, title in PEERS.items():
-            rows.append(
-                Figure(
-                    figure=f"{title}: {text}",
-                    value=median(kind, field),
-                    unit=unit,
-                    target=target if kind == "wire" else "",
-                    note=HONEST if kind == "wire" else QUOTED,
-                )
+    rows = [
+        Figure(
+            figure=f"{text}: {title}",
+            value=median(kind, field),
+            unit=unit,
+            target=target if kind == "wire" else "",
+            note=NOTES[kind],
+        )
+        for field, text, unit, target in ROWS
+        for kind, title in PEERS.items()
+    ]
+    for field, text in (("saturated_cpu_us", "heartbeat"), ("group_cpu_us", "rollout group")):
+        ratio = median("http", field) / median("wire", field)
+        rows.append(
+            Figure(
+                figure=f"server CPU a {text}: JSON/HTTP over wire",
+                value=ratio,
+                unit="times",
+                note=NOTES["http"],
             )
-    ratio = median("wire", "saturated_rps") / median("http", "saturated_rps")
-    rows.append(Figure(figure="saturated, wire over HTTP", value=ratio, unit="times", note=HONEST))
+        )
     return rows
 
 

@@ -30,9 +30,7 @@ def test_group_mean_by_hand():
 
 def test_group_std_by_hand():
     deviation = np.sqrt(1.5) + 1e-6
-    np.testing.assert_allclose(
-        group_std(REWARDS), [0, -1 / deviation, -1 / deviation, 2 / deviation], rtol=1e-15
-    )
+    np.testing.assert_allclose(group_std(REWARDS), [0, -1 / deviation, -1 / deviation, 2 / deviation], rtol=1e-15)
 
 
 def test_leave_one_out_by_hand():
@@ -132,9 +130,7 @@ def test_has_signal_only_where_rewards_differ():
 
 
 def test_rules_of_dapo_filter_and_shape():
-    rules = group_rules(
-        AlgorithmConfig(name="dapo", overlong_buffer_terms=4, overlong_penalty=2.0), max_terms=10
-    )
+    rules = group_rules(AlgorithmConfig(name="dapo", overlong_buffer_terms=4, overlong_penalty=2.0), max_terms=10)
     assert rules.keep is has_signal
     assert rules.shape_reward is not None
     shaped = rules.shape_reward(np.array([1.0, 1.0]), np.array([5, 8]), np.array([False, False]))

@@ -124,9 +124,7 @@ def test_keys_with_an_effect_are_taken(keys):
     assert {key: getattr(config, key) for key in keys} == keys
 
 
-@pytest.mark.parametrize(
-    "keys", [{"dual_clip": 1.0}, {"clip_low": 1.5}, {"max_ratio": 0.5}, {"kl_coef": -0.1}]
-)
+@pytest.mark.parametrize("keys", [{"dual_clip": 1.0}, {"clip_low": 1.5}, {"max_ratio": 0.5}, {"kl_coef": -0.1}])
 def test_values_out_of_range_are_errors(keys):
     assert set(errors_of(**keys)) == set(keys)
 

@@ -7,13 +7,14 @@ from itertools import combinations
 from random import Random
 
 import pytest
-from cosmos_rl_core.rollout.buffer import StalenessWindow
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cosmos_rl_core.rollout.buffer import StalenessWindow
+
 
 def is_feasible(deadlines: list[int], *, next_step: int, per_step: int) -> bool:
-    """Whether an order exists in which every group is consumed by its deadline: earliest first is one if any is."""
+    """Whether every group can be consumed by its deadline: if any order does it, earliest first does."""
     return all(next_step + place // per_step <= deadline for place, deadline in enumerate(sorted(deadlines)))
 
 
@@ -90,7 +91,7 @@ def test_staleness_allows_that_many_more_batches_in_flight():
 
 @given(windows, st.integers(0, 2**32))
 def test_random_play_keeps_the_bound_and_never_stalls(window, seed):
-    """Rollouts hold any version they like and finish in any order; training goes on whenever `select` allows."""
+    """Rollouts hold any version and finish in any order; training goes on whenever `select` allows."""
     random = Random(seed)
     step, next_sample = 0, 0
     leased: dict[int, int] = {}

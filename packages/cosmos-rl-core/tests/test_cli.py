@@ -118,9 +118,7 @@ def test_a_missing_recipe_is_a_users_error(cosmos_rl):
 
 
 def test_a_recipe_finds_the_module_beside_it(recipe, cosmos_rl):
-    (recipe.parent / "beside.py").write_text(
-        "def brevity(group):\n    return [0.0 for _ in group.rollouts]\n"
-    )
+    (recipe.parent / "beside.py").write_text("def brevity(group):\n    return [0.0 for _ in group.rollouts]\n")
     override = "reward.functions.0.name=beside:brevity"
     done = cosmos_rl("check", recipe, override)
     assert (done.returncode, done.stderr) == (0, "")
@@ -274,9 +272,7 @@ def test_status_without_a_lock_is_not_live(run_dir, cosmos_rl):
     assert "NOT LIVE" in cosmos_rl("status", run_dir).stdout
 
 
-@pytest.mark.parametrize(
-    ("text", "message"), [(None, "not a run"), ("{}", "not a status file"), ("{", "not a status")]
-)
+@pytest.mark.parametrize(("text", "message"), [(None, "not a run"), ("{}", "not a status file"), ("{", "not a status")])
 def test_status_of_something_else_is_a_users_error(tmp_path, text, message, cosmos_rl):
     if text is not None:
         (tmp_path / "status.json").write_text(text)

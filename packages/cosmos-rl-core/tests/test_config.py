@@ -288,9 +288,7 @@ def write(path: Path, text: str) -> Path:
     return path
 
 
-MINIMAL = (
-    '[run]\ndomain = "cosmos_rl_core.testing.tiny:TINY"\nmax_steps = 1\n[[reward.functions]]\nname = "hits"\n'
-)
+MINIMAL = '[run]\ndomain = "cosmos_rl_core.testing.tiny:TINY"\nmax_steps = 1\n[[reward.functions]]\nname = "hits"\n'
 
 
 @pytest.mark.parametrize(("file", "name"), [("gsm8k.toml", "gsm8k"), ("quickstart/run.toml", "quickstart")])
@@ -340,9 +338,7 @@ def test_resolved_loads_to_an_equal_config():
 
 @pytest.mark.parametrize("name", sorted(TABLE))
 def test_resolved_loads_again_for_every_algorithm(name):
-    config = load_config(
-        recipe(algorithm={"name": name}, reward=None if name == "sft" else recipe()["reward"])
-    )
+    config = load_config(recipe(algorithm={"name": name}, reward=None if name == "sft" else recipe()["reward"]))
     assert load_config(tomllib.loads(dump_resolved(config))) == config
 
 

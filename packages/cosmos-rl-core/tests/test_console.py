@@ -82,9 +82,7 @@ def test_without_a_terminal_nothing_is_an_escape_sequence():
 
 
 def step_numbers(stream):
-    return [
-        int(line[5:].split("/")[0]) for line in stream.getvalue().splitlines() if line.startswith("step ")
-    ]
+    return [int(line[5:].split("/")[0]) for line in stream.getvalue().splitlines() if line.startswith("step ")]
 
 
 def test_fast_steps_give_one_line_a_second_and_the_last():
@@ -148,7 +146,8 @@ def test_a_terminal_that_knows_only_ascii_gets_ascii():
     console.step(0, METRICS)
     console.step(1, {**METRICS, "reward_mean": 0.9})
     console.summary({"files": "outputs/demo"})
-    stream.getvalue().replace("━", "-").replace("╸", "-").encode("ascii")
+    assert "step 2/2" in stream.getvalue()
+    assert stream.getvalue().isascii()
 
 
 def test_a_reward_that_is_not_a_number_leaves_the_curve_alone():

@@ -88,9 +88,7 @@ def test_cispo_by_hand():
     config = AlgorithmConfig(name="cispo", clip_low=0.4, clip_high=1.0)
     terms = terms_of([1.0, -3.0, 2.0])
     values, metrics = LOSSES["cispo"](logprobs, torch.zeros_like(logprobs), terms, config)
-    torch.testing.assert_close(
-        values.detach(), tensor(-2 * math.log(4), 1.8 * math.log(0.5), -3 * math.log(1.5))
-    )
+    torch.testing.assert_close(values.detach(), tensor(-2 * math.log(4), 1.8 * math.log(0.5), -3 * math.log(1.5)))
     torch.testing.assert_close(gradient(values, logprobs), tensor(-2, 1.8, -3))
     assert metrics["clip_fraction"].tolist() == [1, 1, 0]
 

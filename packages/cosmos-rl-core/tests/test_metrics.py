@@ -19,9 +19,7 @@ def test_a_mean_is_weighted_by_count():
     assert metrics.summarise() == {"reward": 0.75}
 
 
-@pytest.mark.parametrize(
-    ("reduction", "expected"), [(Reduction.SUM, 4.0), (Reduction.MAX, 5.0), (Reduction.MIN, -3.0)]
-)
+@pytest.mark.parametrize(("reduction", "expected"), [(Reduction.SUM, 4.0), (Reduction.MAX, 5.0), (Reduction.MIN, -3.0)])
 def test_sum_max_and_min_ignore_the_count(reduction, expected):
     metrics = Metrics()
     for value in (2.0, 5.0, -3.0):

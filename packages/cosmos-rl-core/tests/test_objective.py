@@ -89,9 +89,7 @@ def test_the_whole_objective_by_hand():
 
 def test_supervised_loss_by_hand():
     # trained terms 0, 1, 3: -(-1 - 2 - 4) / 3
-    terms = batch(
-        rollout_logprobs=tensor(0, 0, 0, 0), advantages=(0.0,) * 4, lengths=(3, 1), mask=(1, 1, 0, 1)
-    )
+    terms = batch(rollout_logprobs=tensor(0, 0, 0, 0), advantages=(0.0,) * 4, lengths=(3, 1), mask=(1, 1, 0, 1))
     outputs = PolicyOutputs(logprobs=tensor(-1, -2, -3, -4))
     assert total(objective_of(name="sft"), outputs, terms).item() == pytest.approx(7 / 3, rel=1e-15)
 
@@ -160,9 +158,7 @@ def test_on_policy_the_gradient_is_reinforces(name, seed):
 @every_algorithm
 @pytest.mark.parametrize("junk", [math.nan, math.inf, -1e30, 3.0])
 def test_what_the_mask_leaves_out_never_changes_loss_or_gradient(name, junk):
-    objective = objective_of(
-        name=name, kl_coef=0.1, kl_unbiased=True, entropy_coef=0.1, sequence_mask_delta=0.2
-    )
+    objective = objective_of(name=name, kl_coef=0.1, kl_unbiased=True, entropy_coef=0.1, sequence_mask_delta=0.2)
 
     def loss_and_gradient(value):
         out = tensor(*MASK) == 0

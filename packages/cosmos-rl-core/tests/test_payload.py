@@ -17,9 +17,7 @@ json_values = st.recursive(
     max_leaves=6,
 )
 arrays = st.sampled_from(DTYPES).flatmap(
-    lambda dtype: hnp.arrays(
-        dtype=dtype, shape=hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4)
-    )
+    lambda dtype: hnp.arrays(dtype=dtype, shape=hnp.array_shapes(min_dims=0, max_dims=4, min_side=0, max_side=4))
 )
 
 

@@ -44,17 +44,13 @@ def test_an_attribute_may_lie_deeper():
 
 
 def test_an_installed_plugin_is_found_by_its_name(install):
-    install(
-        "somebodys_robots", name="robots", target="somebodys_robots_domain:DOMAIN", source="DOMAIN = 17\n"
-    )
+    install("somebodys_robots", name="robots", target="somebodys_robots_domain:DOMAIN", source="DOMAIN = 17\n")
     assert "robots" in plugins.names(GROUP)
     assert plugins.load(GROUP, "robots") == 17
 
 
 def test_listing_and_locating_import_nothing(install):
-    install(
-        "breaks_on_import", name="broken", target="breaks_on_import_module:X", source="raise RuntimeError\n"
-    )
+    install("breaks_on_import", name="broken", target="breaks_on_import_module:X", source="raise RuntimeError\n")
     assert "broken" in plugins.names(GROUP)
     assert plugins.locate(GROUP, "broken") == "breaks_on_import_module:X"
 
@@ -90,9 +86,7 @@ def test_two_packages_with_one_name_are_told_apart(install):
 
 def test_an_unknown_name_answers_with_the_known_ones(install):
     install("more_robots", name="robots", target="more_robots_domain:DOMAIN")
-    with pytest.raises(
-        UserError, match=r"no domain is called 'robot'; did you mean 'robots'\?; known: .*robots"
-    ):
+    with pytest.raises(UserError, match=r"no domain is called 'robot'; did you mean 'robots'\?; known: .*robots"):
         plugins.load(GROUP, "robot")
 
 

@@ -62,9 +62,7 @@ def test_k2_is_biased():
 
 def test_k2_and_k3_are_never_negative_and_k1_is():
     _, logprobs = policy()
-    smallest = {
-        k: kl_estimate(logprobs, REFERENCE.log(), estimator=k).min().item() for k in ("k1", "k2", "k3")
-    }
+    smallest = {k: kl_estimate(logprobs, REFERENCE.log(), estimator=k).min().item() for k in ("k1", "k2", "k3")}
     assert smallest["k1"] < 0 <= min(smallest["k2"], smallest["k3"])
 
 
@@ -136,9 +134,7 @@ def test_entropy_has_its_gradient():
 )
 def test_correction_weights_by_hand(correction, expected):
     old = tensor(0.3, 1.0, 3.0).log().requires_grad_()
-    weight = correction_weight(
-        old, torch.zeros(3, dtype=torch.float64), correction=correction, cap=2.0, floor=0.5
-    )
+    weight = correction_weight(old, torch.zeros(3, dtype=torch.float64), correction=correction, cap=2.0, floor=0.5)
     torch.testing.assert_close(weight, tensor(*expected))
     assert not weight.requires_grad
 

@@ -228,9 +228,7 @@ def test_posting_to_a_peer_that_never_reads_ends_the_connection():
             await connection.closed.wait()
 
         server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=never_reads)
-        connection = await connect(
-            server.address, token=TOKEN, hello=HELLO, decode=Message, max_frame_bytes=2**20
-        )
+        connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message, max_frame_bytes=2**20)
         with pytest.raises(ConnectionClosed, match="reads too slowly"):
             for number in range(1000):
                 connection.post(Say(number, bytes(500_000)))
@@ -567,9 +565,7 @@ def test_a_missing_frame_closes_the_connection():
 
 
 def test_half_a_frame_is_never_delivered():
-    received, reason = run(
-        send_raw(lambda sealer: sealer.seal(Say(1)), lambda sealer: sealer.seal(Say(2))[:-1])
-    )
+    received, reason = run(send_raw(lambda sealer: sealer.seal(Say(1)), lambda sealer: sealer.seal(Say(2))[:-1]))
     assert received == [1]
     assert reason == "closed by the peer"
 
@@ -589,9 +585,7 @@ def test_a_frame_above_the_limit_is_refused_before_memory_is_set_aside():
 def test_a_message_above_the_limit_is_the_senders_error_and_the_connection_goes_on():
     async def scenario():
         server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
-        connection = await connect(
-            server.address, token=TOKEN, hello=HELLO, decode=Message, max_frame_bytes=1000
-        )
+        connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message, max_frame_bytes=1000)
         with pytest.raises(ValueError, match="above the frame limit of 1000 bytes"):
             await connection.send(Say(1, bytes(1000)))
         await connection.send(Say(2))
@@ -679,9 +673,7 @@ def test_other_machines_are_let_in_only_when_asked_for():
     async def scenario():
         with pytest.raises(UserError, match="allow_remote"):
             await serve("tcp://0.0.0.0:0", token=TOKEN, decode=Message, on_connect=echo)
-        server = await serve(
-            "tcp://0.0.0.0:0", token=TOKEN, decode=Message, on_connect=echo, allow_remote=True
-        )
+        server = await serve("tcp://0.0.0.0:0", token=TOKEN, decode=Message, on_connect=echo, allow_remote=True)
         await server.close()
 
     run(scenario())

@@ -31,9 +31,7 @@ def make_group(*rollouts: Rollout) -> RolloutGroup:
 
 
 def test_two_rollouts_are_laid_end_to_end():
-    group = make_group(
-        make_rollout([1, 2], [3, 4, 5], advantage=2.0), make_rollout([6], [7, 8], advantage=-1.0)
-    )
+    group = make_group(make_rollout([1, 2], [3, 4, 5], advantage=2.0), make_rollout([6], [7, 8], advantage=-1.0))
     (microbatch,) = collate([group], microbatch_terms=100).microbatches
     inputs, terms = microbatch.inputs, microbatch.terms
     assert inputs["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
@@ -81,9 +79,7 @@ def test_a_batch_may_hold_nothing():
 )
 def test_every_label_is_the_token_after_its_logit(lengths, capacity):
     fresh = iter(range(1000))
-    rollouts = [
-        make_rollout([next(fresh) for _ in range(p)], [next(fresh) for _ in range(t)]) for p, t in lengths
-    ]
+    rollouts = [make_rollout([next(fresh) for _ in range(p)], [next(fresh) for _ in range(t)]) for p, t in lengths]
     batch = collate([make_group(*rollouts)], microbatch_terms=capacity)
     labels: list[int] = []
     for microbatch in batch.microbatches:

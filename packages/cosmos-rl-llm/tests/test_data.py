@@ -96,9 +96,7 @@ def test_a_split_chooses_files_of_a_directory(tmp_path):
     assert load(tmp_path, split="test")[0][0]["prompt"][0]["content"] == "b"
     with pytest.raises(UserError, match=r"holds test, train; choose one with data.split"):
         load(tmp_path)
-    with pytest.raises(
-        UserError, match=r"no file of .* starts with it; there are: test.jsonl, train-0.jsonl"
-    ):
+    with pytest.raises(UserError, match=r"no file of .* starts with it; there are: test.jsonl, train-0.jsonl"):
         load(tmp_path, split="validation")
 
 
@@ -110,9 +108,7 @@ def test_a_missing_file_is_named_with_its_neighbour(tmp_path):
 
 def test_a_missing_column_is_named_with_those_there(tmp_path):
     file = write_jsonl(tmp_path / "a.jsonl", QUESTION)
-    with pytest.raises(
-        UserError, match=r"a.jsonl:1: no column 'prompt' \(data.prompt_column\); there are: 'question'"
-    ):
+    with pytest.raises(UserError, match=r"a.jsonl:1: no column 'prompt' \(data.prompt_column\); there are: 'question'"):
         load(file)
     with pytest.raises(UserError, match=r'no column \'qestion\' .*Did you mean "question"'):
         load(file, prompt_template="{qestion}")
@@ -200,10 +196,14 @@ def test_an_unknown_engine_or_option_is_an_error():
     model, data = LLM.Model(path="nowhere"), LLM.Data(path="a.jsonl")
     with pytest.raises(UserError, match=r"engine = 'vlm'.*known: torch"):
         LLM.build_engine(model, data=data, name="vlm", options={})
-    with pytest.raises(
-        UserError, match=r'rollout.options.max_sequence = 4: unknown key; did you mean "max_sequences"'
-    ):
+    with pytest.raises(UserError, match=r'rollout.options.max_sequence = 4: unknown key; did you mean "max_sequences"'):
         LLM.build_engine(model, data=data, name="torch", options={"max_sequence": 4})
+
+
+def test_a_revision_is_not_for_a_directory(tmp_path):
+    model, data = LLM.Model(path=str(tmp_path), revision="main"), LLM.Data(path="a.jsonl")
+    with pytest.raises(UserError, match=r"model.revision is for a Hugging Face model id"):
+        LLM.build_policy(model, data=data, sampling=None, seed=0)
 
 
 def test_the_controller_loads_the_domain_without_torch():

@@ -62,14 +62,11 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any]) -> Re
     The first two are factories that take the options. An attribute is a factory when it is a class, and otherwise
     the reward itself, which then gets the options as keyword arguments.
     """
-    factory = domain.reward(name)
+    factory: Any = domain.reward(name) or plugins.load("cosmos_rl.rewards", name)
+    if not inspect.isclass(factory) and ":" in name:
+        return partial(factory, **options) if options else factory
     try:
-        if factory is not None:
-            return factory(**options)
-        found = plugins.load("cosmos_rl.rewards", name)
-        if inspect.isclass(found):
-            return found(**options)
-        return partial(found, **options) if options else found
+        return factory(**options)
     except (TypeError, ValueError) as error:
         raise UserError(f"[reward] {name} does not take options {dict(options)}: {error}") from error
 
@@ -144,5 +141,5 @@ def build_collate(config: RunConfig, domain: Domain) -> Callable[[Sequence[Rollo
 
 def build_sync(config: RunConfig) -> WeightSync:
     """The package that moves the weights."""
-    found = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
+    found: Any = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
     return found() if inspect.isclass(found) else found

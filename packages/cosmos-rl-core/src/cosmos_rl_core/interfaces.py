@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 class RolloutEngine(Protocol):
     """Generates with the newest weights it was given. One asyncio loop calls it; the work runs elsewhere.
 
-        rollouts = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=7)   # many at a time
-        await engine.switch(version, apply)     # `apply` writes into `engine.weights()` between two terms
+    rollouts = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=7)   # many at a time
+    await engine.switch(version, apply)     # `apply` writes into `engine.weights()` between two terms
     """
 
     @property
@@ -101,7 +101,10 @@ class Objective(Protocol):
 class Policy(Protocol):
     """A trainable model that assigns log-probabilities to terms."""
 
-    module: nn.Module
+    @property
+    def module(self) -> nn.Module:
+        """Holds the parameters that are trained."""
+        ...
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs: ...
 
@@ -147,15 +150,11 @@ class Domain(Protocol):
         """
         ...
 
-    def collate(
-        self, groups: Sequence[RolloutGroup], *, microbatch_terms: int
-    ) -> TrainBatch:
+    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
         """Groups -> microbatches of at most `microbatch_terms` terms (prompt included); one rollout is never cut."""
         ...
 
-    def collate_sft(
-        self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int
-    ) -> TrainBatch:
+    def collate_sft(self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int) -> TrainBatch:
         """Dataset rows with the wanted answer -> microbatches whose loss_mask covers the answer."""
         ...
 
@@ -163,7 +162,7 @@ class Domain(Protocol):
 class WeightPublisher(Protocol):
     """The trainer's side of a weight sync.
 
-        await publisher.publish(version, weights)   # returns when the trainer may change the weights again
+    await publisher.publish(version, weights)   # returns when the trainer may change the weights again
     """
 
     async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
@@ -181,8 +180,8 @@ class WeightPublisher(Protocol):
 class WeightSubscriber(Protocol):
     """The engine's side.
 
-        version = await subscriber.stage(after=engine.version)       # newest version, pulled and verified
-        await engine.switch(version, subscriber.apply)               # between two terms
+    version = await subscriber.stage(after=engine.version)       # newest version, pulled and verified
+    await engine.switch(version, subscriber.apply)               # between two terms
     """
 
     async def stage(self, *, after: int) -> int:
@@ -239,3 +238,7 @@ class PromptError(SampleError):
 
 class UserError(ValueError):
     """Something the user can mend: one clear message, exit code 2, no traceback."""
+
+
+class WorkerFailed(Exception):
+    """A worker died or raised; the run cannot go on without it. Carries the worker's name and last words."""

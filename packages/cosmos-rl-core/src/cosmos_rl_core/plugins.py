@@ -111,12 +111,8 @@ def _resolve(where: str, *, group: str, name: str) -> Any:
         raise UserError(f"{kind} {name!r} must be written as module:attribute, such as my_module:my_function")
     try:
         found = importlib.import_module(module_name)
-    except (
-        Exception
-    ) as cause:  # importing runs the plug-in's own code, which may raise anything; we say who and why
-        raise UserError(
-            f"{kind} {name!r} ({where}) cannot be imported: {type(cause).__name__}: {cause}"
-        ) from cause
+    except Exception as cause:  # importing runs the plug-in's own code, which may raise anything; we say who and why
+        raise UserError(f"{kind} {name!r} ({where}) cannot be imported: {type(cause).__name__}: {cause}") from cause
     for part in path.split("."):
         try:
             found = getattr(found, part)

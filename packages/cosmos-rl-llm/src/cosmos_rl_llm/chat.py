@@ -81,9 +81,7 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return eos if isinstance(eos, int) else min(self.end_ids)
 
-    def _render(
-        self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool
-    ) -> str:
+    def _render(self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
 
         conversation = [dict(message) for message in messages]
@@ -92,9 +90,7 @@ class Chat:
                 conversation, tokenize=False, add_generation_prompt=add_generation_prompt
             )
         except TemplateError as error:
-            raise PromptError(
-                f"{where or 'a row'}: the chat template rejects this prompt: {error}"
-            ) from error
+            raise PromptError(f"{where or 'a row'}: the chat template rejects this prompt: {error}") from error
         assert isinstance(text, str)
         return text
 
@@ -121,9 +117,7 @@ def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) 
         )
 
 
-def find_end_ids(
-    tokenizer: PreTrainedTokenizerBase, generation_eos: int | Iterable[int] | None
-) -> frozenset[int]:
+def find_end_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Iterable[int] | None) -> frozenset[int]:
     """Return the tokens that end a response: the tokenizer's and those of the model's generation config.
 
     A chat model often has two: the end of its turn and the end of a text.

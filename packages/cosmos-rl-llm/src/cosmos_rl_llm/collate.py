@@ -93,9 +93,7 @@ def _from_rollout(rollout: Rollout) -> Sample:
 
 def _from_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
     if "response" not in row:
-        raise UserError(
-            "supervised training needs the wanted responses: name their column in data.response_column"
-        )
+        raise UserError("supervised training needs the wanted responses: name their column in data.response_column")
     try:
         prompt_text, prompt_tokens = chat.encode_prompt(row)
         tokens = chat.encode_response(row, prompt_text=prompt_text)
@@ -116,9 +114,7 @@ def _from_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
     )
 
 
-def _pack_batch(
-    sequences: Sequence[Sample], *, microbatch_terms: int, metrics: Mapping[str, float]
-) -> TrainBatch:
+def _pack_batch(sequences: Sequence[Sample], *, microbatch_terms: int, metrics: Mapping[str, float]) -> TrainBatch:
     return TrainBatch(
         microbatches=tuple(_pack(bin) for bin in _fill(sequences, microbatch_terms)),
         num_terms=sum(int(sequence.loss_mask.sum()) for sequence in sequences),

@@ -63,9 +63,7 @@ class LLMDataConfig(Strict):
         try:
             names = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
         except ValueError as error:
-            raise ValueError(
-                f"not a format string ({error}); write {{{{ and }}}} for literal braces"
-            ) from None
+            raise ValueError(f"not a format string ({error}); write {{{{ and }}}} for literal braces") from None
         unnamed = [name for name in names if not name.isidentifier()]
         if unnamed:
             raise ValueError(f"{{{unnamed[0]}}} is no column name; write {{{{ and }}}} for literal braces")

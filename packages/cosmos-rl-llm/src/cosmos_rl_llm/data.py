@@ -88,9 +88,7 @@ def _fill(template: str, row: Mapping[str, Any], *, where: str) -> str:
 
 def _messages(value: Any, *, where: str, key: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise UserError(
-            f"{where}: the prompt must be a string or a list of chat messages, not {shown(value)} ({key})"
-        )
+        raise UserError(f"{where}: the prompt must be a string or a list of chat messages, not {shown(value)} ({key})")
     for place, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise UserError(

@@ -6,6 +6,7 @@ Importing this module loads configs and data only; torch and transformers come w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
     from cosmos_rl_llm.chat import Chat
     from cosmos_rl_llm.text_policy import TextPolicy
+
+
+CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
 class LLMDomain:
@@ -50,10 +54,11 @@ class LLMDomain:
         from cosmos_rl_llm.model import load_model
         from cosmos_rl_llm.text_policy import TextPolicy
 
-        module = load_model(model.path, dtype=torch.float32)
+        source = _checkpoint(model)
+        module = load_model(source, dtype=torch.float32)
         return TextPolicy(
             module,
-            chat=_chat(model, data, module),
+            chat=_chat(source, module, data, max_length=model.max_length),
             temperature=1.0 if sampling is None else sampling.temperature,
             compute_dtype=torch.bfloat16 if model.dtype == "bfloat16" else None,
             gradient_checkpointing=model.gradient_checkpointing,
@@ -104,8 +109,9 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     from cosmos_rl_llm.engines.torch import TorchEngine
     from cosmos_rl_llm.model import load_model
 
-    module = load_model(model.path, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
-    chat = _chat(model, data, module)
+    source = _checkpoint(model)
+    module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
+    chat = _chat(source, module, data, max_length=model.max_length)
 
     def encode(prompt: Prompt) -> np.ndarray:
         return chat.encode_prompt(prompt.row, where=prompt.origin)[1]
@@ -118,25 +124,41 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
         max_sequences=options.max_sequences,
         max_length=chat.max_length,
         cache_bytes=options.cache_bytes,
+        version=-1,  # nothing is served before the policy's weights have arrived
     )
 
 
-def _chat(model: LLMModelConfig, data: LLMDataConfig, module: PreTrainedModel) -> Chat:
+def _chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_length: int | None) -> Chat:
     """The tokenizer beside the model, with the template of [data] and the context limit."""
     from cosmos_rl_llm.chat import Chat, find_end_ids, set_chat_template
     from cosmos_rl_llm.model import context_length, load_tokenizer
 
-    tokenizer = load_tokenizer(model.path)
+    tokenizer = load_tokenizer(source)
     set_chat_template(tokenizer, data.chat_template)
     generation = module.generation_config
     limit = context_length(module)
-    if model.max_length is not None and limit is not None and model.max_length > limit:
-        raise UserError(f"model.max_length = {model.max_length} is above the model's own limit, {limit}")
+    if max_length is not None and limit is not None and max_length > limit:
+        raise UserError(f"model.max_length = {max_length} is above the model's own limit of {limit} tokens")
     return Chat(
         tokenizer=tokenizer,
         end_ids=find_end_ids(tokenizer, None if generation is None else generation.eos_token_id),
-        max_length=model.max_length or limit,
+        max_length=max_length or limit,
     )
+
+
+def _checkpoint(model: LLMModelConfig) -> str:
+    """Where model and tokenizer are read: the path as it is, or the files of one revision on the hub."""
+    if model.revision is None:
+        return model.path
+    if Path(model.path).expanduser().is_dir():
+        raise UserError(f"model.revision is for a Hugging Face model id; {model.path} is a directory here")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return snapshot_download(model.path, revision=model.revision, allow_patterns=CHECKPOINT_FILES)
+    except (OSError, ValueError) as error:
+        where = f"model.path = {model.path!r} at model.revision = {model.revision!r}"
+        raise UserError(f"{where} cannot be fetched from the hub: {error}") from error
 
 
 LLM = LLMDomain()

@@ -1,12 +1,12 @@
-"""Log-probability and entropy of terms from hidden states, with the vocabulary-sized work done in place and in chunks.
+"""Log-probability and entropy of terms from hidden states; vocabulary-sized work is done in place and in chunks.
 
 For a term with logits z = head(h) / temperature, p = softmax(z), label y:
 
     logprob  = z_y - logsumexp(z)            d logprob / dz   = onehot(y) - p
     entropy  = - sum_v p_v log p_v           d entropy / dz_v = -p_v log p_v - p_v entropy
 
-A [chunk, V] buffer is all that lives at a time. Where all terms fit into the budget, the one buffer is kept and
-becomes the gradient; otherwise the backward pass computes each chunk's logits again.
+A [chunk, V] buffer is all that lives at a time. Where all terms fit into the budget, the one buffer is kept
+and becomes the gradient; otherwise the backward pass computes each chunk's logits again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def term_logprobs(
     with_entropy: bool = False,
     logits_bytes: int,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probabilities [T] float32 of `labels` [T] given `hidden` [T, hidden], and entropies [T] if asked for.
+    """Return log-probabilities [T] float32 of `labels` [T], and entropies [T] if asked for, from hidden [T, hidden].
 
     `logits_bytes` bounds the float32 logits alive at a time; at least one term is always done.
     """
@@ -59,12 +59,9 @@ class _TermLogprobs(torch.autograd.Function):
         probabilities = None
         for part in _parts(len(labels), chunk):
             logits = _scaled_logits(head, hidden[part], temperature)
-            logits.sub_(logits.amax(-1, keepdim=True))
             chosen = logits.gather(1, labels[part, None]).squeeze(1)
-            probabilities = logits.exp_()
-            total = probabilities.sum(-1)
-            logprobs[part] = chosen - total.log()
-            probabilities.div_(total[:, None])
+            probabilities, logsumexp = _softmax_in_place(logits)
+            logprobs[part] = chosen - logsumexp
             if with_entropy:
                 entropy[part] = torch.special.entr(probabilities).sum(-1)
         keep = len(labels) <= chunk and softcap is None and any(ctx.needs_input_grad)
@@ -80,12 +77,15 @@ class _TermLogprobs(torch.autograd.Function):
         head = Head(weight, bias, softcap)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight) if needs_weight else None
-        d_bias = torch.zeros_like(bias) if needs_bias else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for part in _parts(len(labels), chunk):
-            logits = None if kept is not None else _scaled_logits(head, hidden[part], temperature)
-            slope = None if softcap is None or logits is None else 1 - (logits * (temperature / softcap)).square()
-            probabilities = kept if logits is None else torch.softmax(logits, -1)
+            if kept is None:
+                logits = _scaled_logits(head, hidden[part], temperature)
+                slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square()
+                probabilities, _ = _softmax_in_place(logits)
+            else:
+                probabilities, slope = kept, None
             d_entropy = grad_entropy[part] if with_entropy else None
             grad = _grad_logits(probabilities, labels[part], grad_logprobs[part], d_entropy, entropy[part])
             grad = grad.div_(temperature) if slope is None else grad.mul_(slope).div_(temperature)
@@ -93,9 +93,11 @@ class _TermLogprobs(torch.autograd.Function):
             if d_hidden is not None:
                 torch.mm(grad, weight, out=d_hidden[part])
             if d_weight is not None:
-                d_weight.addmm_(grad.t(), hidden[part])
+                _add_product(d_weight, grad.t(), hidden[part])
             if d_bias is not None:
                 d_bias.add_(grad.sum(0))
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight, d_bias, None, None, None, None, None
 
 
@@ -106,6 +108,22 @@ def _parts(length: int, chunk: int) -> list[slice]:
 def _scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
     logits = head.logits(hidden)
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Turn logits [n, V] into probabilities; also return logsumexp [n]."""
+    largest = logits.amax(-1, keepdim=True)
+    probabilities = logits.sub_(largest).exp_()
+    total = probabilities.sum(-1, keepdim=True)
+    return probabilities.div_(total), (largest + total.log()).squeeze(1)
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, with the sum over chunks in float32."""
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total.add_(left @ right)
 
 
 def _grad_logits(

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,37 +24,42 @@ from cosmos_rl_core.interfaces import UserError
 _HEAD_SCALES = ("logit_scale", "logits_scaling")
 """Config keys of models that scale their logits after the head (Cohere, Granite)."""
 
+_VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
+
 
 def load_model(
     path_or_id: str | os.PathLike[str], *, dtype: torch.dtype, attention: str | None = None
 ) -> PreTrainedModel:
-    """Load a causal language model from a local directory or a Hugging Face id; safetensors only, no remote code.
+    """Load a causal language model from a local directory or a hub's id; safetensors only, no remote code.
 
     Raises UserError when it cannot be found, read or is not a causal language model, or lacks weights.
     """
     source = _resolve(path_or_id)
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
-            source,
-            dtype=dtype,
-            attn_implementation=attention,
-            use_safetensors=True,
-            trust_remote_code=False,
-            output_loading_info=True,
+        model, report = cast(
+            tuple[PreTrainedModel, dict[str, Any]],
+            AutoModelForCausalLM.from_pretrained(
+                source,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            ),
         )
     except (OSError, ValueError) as error:
         raise UserError(_explain(source, error)) from error
-    if report["missing_keys"]:
-        some = ", ".join(sorted(report["missing_keys"])[:5])
+    missing = sorted(report["missing_keys"])
+    if missing:
         raise UserError(
-            f"[model] path = {source!r}: the checkpoint lacks {len(report['missing_keys'])} weights of "
-            f"{type(model).__name__} ({some}); check that config.json and the weights belong together"
+            f"model.path = {source!r}: the checkpoint lacks {len(missing)} weights of {type(model).__name__} "
+            f"({', '.join(missing[:5])}); check that config.json and the weights belong together"
         )
     return model
 
 
 def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
-    """Make a randomly initialised model from config values, e.g. `{"model_type": "qwen3", "hidden_size": 128}`.
+    """Make a randomly initialised model from config values like {"model_type": "qwen3", "hidden_size": 128}.
 
     The same seed gives the same weights; the caller's random state is left alone.
     Raises UserError for an unknown model_type or impossible values.
@@ -62,19 +67,23 @@ def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> P
     values = dict(config)
     kind = values.pop("model_type", None)
     if kind is None:
-        raise UserError('[model] config needs the key model_type, for example model_type = "qwen3"')
+        raise UserError('model config needs the key model_type, for example model_type = "qwen3"')
     try:
         built = AutoConfig.for_model(kind, **values)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(built, dtype=dtype)
     except ValueError as error:
-        raise UserError(f"[model] config: {_first_line(error)}") from error
+        raise UserError(f"model config: {_first_line(error)}") from error
 
 
 def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """Load the tokenizer beside a model. Raises UserError when there is none."""
     source = _resolve(path_or_id)
+    directory = Path(source)
+    # transformers answers a directory without tokenizer files with an empty tokenizer of the model's class.
+    if directory.is_dir() and not any((directory / name).is_file() for name in _VOCABULARIES):
+        raise UserError(f"model.path = {source!r} has no tokenizer; add one of {', '.join(_VOCABULARIES)}")
     try:
         return AutoTokenizer.from_pretrained(source, trust_remote_code=False)
     except (OSError, ValueError) as error:
@@ -82,7 +91,7 @@ def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBas
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Live parameters and persistent buffers by checkpoint name, tied tensors once, under their first name."""
+    """Live parameters and persistent buffers by checkpoint name; tied tensors once, under their first name."""
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -116,7 +125,7 @@ class Head:
         linear = model.get_output_embeddings()
         if scaled or not isinstance(linear, nn.Linear):
             raise UserError(
-                f"[model] {type(model).__name__} makes its logits in a way that is not supported "
+                f"model.path: {type(model).__name__} makes its logits in a way that is not supported "
                 f"({', '.join(scaled) or 'no linear output layer'}); choose another model"
             )
         return cls(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None))
@@ -139,12 +148,13 @@ def _resolve(path_or_id: str | os.PathLike[str]) -> str:
     path = Path(text).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise UserError(f"[model] path = {text!r} has no config.json; give a directory in Hugging Face format")
+            raise UserError(f"model.path = {text!r} has no config.json; give a Hugging Face directory")
         return str(path)
     looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.exists()
     if looks_local:
         raise UserError(
-            f"[model] path = {text!r} is not a directory; give one with config.json and *.safetensors, or a Hugging Face id"
+            f"model.path = {text!r} is not a directory; give one with config.json and *.safetensors, "
+            "or a Hugging Face id"
         )
     return text
 
@@ -152,11 +162,12 @@ def _resolve(path_or_id: str | os.PathLike[str]) -> str:
 def _explain(source: str, error: Exception, *, what: str = "model") -> str:
     """One message for everything transformers and the hub may say."""
     return (
-        f"[model] path = {source!r}: no {what} could be loaded ({_first_line(error)}). "
+        f"model.path = {source!r}: no {what} could be loaded ({_first_line(error)}). "
         "Give a local directory in Hugging Face format (config.json, *.safetensors, tokenizer files), "
         "or an id of a hub that this machine can reach"
     )
 
 
 def _first_line(error: Exception) -> str:
-    return next((line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    lines = [line.strip().rstrip(".") for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__

@@ -1,10 +1,11 @@
 """Attention of this package: one function installed into a model, told by a layout which tokens see which.
 
-    model row      | prompt 0 | response 0 | prompt 1 | response 1 | ...      [1, L], sequences end to end
-    padded blocks  [sequences, heads, longest, head_dim]                      causal, right-padded: pads are never seen
+    packed row     | prompt 0 | response 0 | prompt 1 | response 1 | ...   [1, L]
+    padded blocks  [sequences, heads, longest, head_dim]                   causal, pads on the right are never seen
 
 A right-padded causal block needs no mask, so a packed row costs one gather, one fused attention per block of
-similar lengths, and one scatter. Everything else in the network runs on the L real tokens only.
+similar lengths, and one scatter. Everything else in the network runs on the L real tokens only, and on the prompt
+of a group once (`share_prefixes`).
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -24,17 +26,15 @@ ATTENTION = "cosmos_rl"
 """Name under which `install_attention` registers `layout_attention` with transformers."""
 
 _MAX_PADDING = 1.3
-"""A block is closed when its padded length exceeds this multiple of its next sequence's length."""
-_BLOCK_SLACK = 32
-"""Tokens of padding a sequence that are always accepted: below that a further block costs more than it saves."""
+"""A block's longest sequence is at most this multiple of its shortest, plus `_MAX_PADDING_TERMS`."""
+_MAX_PADDING_TERMS = 32
+"""Padding a sequence that is always accepted: below that a further block costs more than it saves."""
 
 
 class Layout(Protocol):
     """What a forward pass hands to every attention layer as the keyword `layout`."""
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None) -> Tensor:
         """query [B, heads, Q, D], key and value [B, kv_heads, K, D] -> [B, Q, heads, D]."""
         ...
 
@@ -51,16 +51,15 @@ def layout_attention(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    dropout: float = 0.0,
     **_: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `layout` says; the signature is the one transformers calls (`AttentionInterface`)."""
-    assert layout is not None, "the model was called without `layout`; go through CausalLMPolicy or TorchEngine"
+    """Attend as `layout` says, without dropout; transformers calls this through its `AttentionInterface`."""
+    assert layout is not None, "called without `layout`; go through CausalLMPolicy or TorchEngine"
     assert attention_mask is None, "layouts replace masks"
-    if softcap is not None or s_aux is not None or dropout:
+    if softcap is not None or s_aux is not None:
         raise UserError(
-            f"{type(module).__name__} uses attention soft-capping, sinks or dropout, which packed attention does not do; "
-            "set [model] path to a model without them"
+            f"model.path: {type(module).__name__} uses attention soft-capping or sinks, "
+            "which packed attention does not do; choose a model without them"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     return layout.attend(query, key, value, scaling=scale, window=sliding_window), None
@@ -69,11 +68,12 @@ def layout_attention(
 def install_attention(model: PreTrainedModel) -> None:
     """Make `model` use `layout_attention`. Raises UserError for a model with its own attention code."""
     AttentionInterface.register(ATTENTION, layout_attention)
-    if not model._can_set_attn_implementation():
-        raise UserError(
-            f"{type(model).__name__} does not use transformers' AttentionInterface; set [model] path to one that does"
-        )
     model.set_attn_implementation(ATTENTION)
+    if model.config._attn_implementation != ATTENTION:
+        raise UserError(
+            f"model.path: {type(model).__name__} does not go through transformers' AttentionInterface; "
+            "choose a model that does"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,52 +81,88 @@ class _Block:
     """Sequences of similar length, right-padded to the longest."""
 
     source: Tensor
-    """[rows * longest] int64: index in the packed row of each padded place; pads repeat the sequence's first token."""
+    """[rows * longest] int64: place in the packed row; pads repeat the sequence's first token."""
     rows: int
     longest: int
 
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Sequences laid end to end in one row, each causal and blind to the others."""
+    """Sequences in one row, each causal and blind to the others; sequences may share the rows of a common prefix."""
 
     blocks: tuple[_Block, ...]
     restore: Tensor
     """[L] int64: place of each token of the packed row in the concatenated padded blocks."""
 
     @classmethod
-    def of(cls, lengths: Sequence[int], *, device: torch.device | str = "cpu") -> PackedLayout:
-        """Lay out sequences of `lengths` (all positive), in packed order."""
-        starts = torch.tensor([0, *lengths]).cumsum(0)
-        restore = torch.empty(int(starts[-1]), dtype=torch.int64)
+    def of(
+        cls,
+        lengths: Sequence[int],
+        *,
+        rows: np.ndarray | None = None,
+        padding: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> PackedLayout:
+        """Lay out sequences of `lengths` (all positive), in packed order.
+
+        Args:
+            rows: [sum(lengths)] int64: place in the packed row of each sequence's tokens; None: end to end.
+            padding: False lets only sequences of equal length share a block, so that a sequence's result does
+                not depend on the others in the row, to the last bit.
+        """
+        rows = np.arange(sum(lengths)) if rows is None else rows
+        ends = np.cumsum(lengths)
+        restore = np.empty(rows.max() + 1, dtype=np.int64)
         blocks = []
         offset = 0
-        for members in _similar(lengths):
+        for members in _similar(lengths, padding=padding):
             longest = lengths[members[0]]
-            first = starts[members][:, None]
-            place = torch.arange(longest)[None, :]
-            real = place < torch.tensor([lengths[m] for m in members])[:, None]
-            source = torch.where(real, first + place, first)
-            padded = offset + torch.arange(source.numel()).view_as(source)
-            restore[source[real]] = padded[real]
-            offset += source.numel()
-            blocks.append(_Block(source.flatten().to(device), len(members), longest))
-        return cls(tuple(blocks), restore.to(device))
+            size = np.array([lengths[m] for m in members])[:, None]
+            place = np.arange(longest)[None, :]
+            source = rows[ends[members][:, None] - size + np.where(place < size, place, 0)]
+            padded = offset + np.arange(source.size).reshape(source.shape)
+            restore[source[place < size]] = padded[place < size]
+            offset += source.size
+            blocks.append(_Block(torch.from_numpy(source.ravel()).to(device), len(members), longest))
+        return cls(tuple(blocks), torch.from_numpy(restore).to(device))
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None) -> Tensor:
         rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [L, heads, D]
         outputs = [_attend_block(block, *rows, scaling=scaling, window=window) for block in self.blocks]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.index_select(0, self.restore).unsqueeze(0)
 
 
-def _similar(lengths: Sequence[int]) -> list[list[int]]:
-    """Group indices by length, longest first, so that padding stays a small part of each group."""
+def share_prefixes(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """Return the row [sum(lengths)] int64 of each token when sequences reuse their neighbour's rows.
+
+    A hidden state depends on the tokens up to its own only, so a sequence takes the rows of the prefix that it has
+    in common with the sequence before: the prompt of a group is computed once, with the same result.
+    """
+    rows = np.empty(len(tokens), dtype=np.int64)
+    used = start = previous = 0
+    for length in lengths:
+        end = start + length
+        common = _common_prefix(tokens[previous:start], tokens[start:end])
+        rows[start : start + common] = rows[previous : previous + common]
+        rows[start + common : end] = np.arange(used, used + length - common)
+        used += length - common
+        previous, start = start, end
+    return rows
+
+
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    size = min(len(left), len(right))
+    different = np.flatnonzero(left[:size] != right[:size])
+    return int(different[0]) if len(different) else size
+
+
+def _similar(lengths: Sequence[int], *, padding: bool) -> list[list[int]]:
+    """Group indices by length, longest first, so that padding is a small part of each group, or none."""
+    stretch, extra = (_MAX_PADDING, _MAX_PADDING_TERMS) if padding else (1, 0)
     groups: list[list[int]] = []
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        if groups and lengths[groups[-1][0]] <= _MAX_PADDING * lengths[index] + _BLOCK_SLACK:
+        if groups and lengths[groups[-1][0]] <= stretch * lengths[index] + extra:
             groups[-1].append(index)
         else:
             groups.append([index])

@@ -1,22 +1,23 @@
 """A trainable causal language model that assigns log-probabilities to response tokens.
 
-    tokens [1, L] -> decoder (packed, block-diagonal causal) -> hidden[logit_index] [T] -> term_logprobs -> [T]
+    tokens [1, L] -> decoder, packed block-diagonal causal -> hidden[logit_index] [T] -> term_logprobs -> [T]
 
-Prompt tokens never reach the output head.
+Prompt tokens never reach the output head, and the prompt of neighbouring rollouts goes through the decoder once.
 """
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.logprobs import term_logprobs
 from cosmos_rl_llm.model import Head, named_weights
-from cosmos_rl_llm.packing import PackedLayout, install_attention
+from cosmos_rl_llm.packing import PackedLayout, install_attention, share_prefixes
 
 LOGITS_BYTES = 256 * 1024 * 1024
 
@@ -47,14 +48,15 @@ class CausalLMPolicy:
 
         Args:
             tokenizer: saved beside the weights.
-            temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy sampling) counts as 1.
+            temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
             compute_dtype: run matrix products in this type (autocast) while the weights keep theirs.
             gradient_checkpointing: recompute each layer in the backward pass.
             logits_bytes: most memory for logits at a time; larger microbatches are cut into chunks of terms.
         """
         install_attention(model)
         if gradient_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})
+            model.activation_checkpointing_enable({"use_reentrant": False})
+        _remove_dropout(model)
         model.train()
         self.module: PreTrainedModel = model
         self._tokenizer = tokenizer
@@ -63,10 +65,10 @@ class CausalLMPolicy:
         self._logits_bytes = logits_bytes
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """Return log-probabilities [T] float32, and entropies [T] float32 of the whole vocabulary where asked for."""
+        """Return log-probabilities [T] float32, and where asked for entropies [T] of the whole vocabulary."""
         device = self.module.device
         inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
-        hidden = self._hidden(inputs)[inputs["logit_index"]]
+        hidden = self._hidden(inputs)
         logprobs, entropy = term_logprobs(
             hidden.to(self._compute_dtype or hidden.dtype),
             Head.of(self.module).cast(self._compute_dtype),
@@ -88,15 +90,24 @@ class CausalLMPolicy:
             self._tokenizer.save_pretrained(directory)
 
     def _hidden(self, inputs: dict[str, Tensor]) -> Tensor:
-        """Last hidden states of the packed row [L, hidden]."""
+        """Hidden states that predict the terms [T, hidden]; a prefix shared with the sequence before is run once."""
         device = self.module.device
         lengths = torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()
-        enabled = self._compute_dtype is not None
-        with torch.autocast(device.type, dtype=self._compute_dtype, enabled=enabled):
+        rows = share_prefixes(inputs["tokens"].cpu().numpy(), lengths)
+        layout = PackedLayout.of(lengths, rows=rows, device=device)
+        kept = torch.from_numpy(np.unique(rows, return_index=True)[1]).to(device)
+        with torch.autocast(device.type, dtype=self._compute_dtype, enabled=self._compute_dtype is not None):
             output = self.module.base_model(
-                input_ids=inputs["tokens"].unsqueeze(0),
-                position_ids=inputs["positions"].unsqueeze(0),
+                input_ids=inputs["tokens"][None, kept],
+                position_ids=inputs["positions"][None, kept],
                 use_cache=False,
-                layout=PackedLayout.of(lengths, device=device),
+                layout=layout,
             )
-        return output.last_hidden_state[0]
+        return output.last_hidden_state[0, torch.from_numpy(rows).to(device)[inputs["logit_index"]]]
+
+
+def _remove_dropout(model: nn.Module) -> None:
+    """Switch dropout off for good: a term's log-probability is that of the model that generates."""
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0

@@ -67,15 +67,11 @@ def _files_of_split(directory: Path, split: str | None) -> list[Path]:
         chosen = [file for file in files if split in (first_words[file], file.stem)]
         if not chosen:
             names = ", ".join(file.name for file in files)
-            raise UserError(
-                f"data.split = {split!r}: no file of {directory} starts with it; there are: {names}"
-            )
+            raise UserError(f"data.split = {split!r}: no file of {directory} starts with it; there are: {names}")
         return chosen
     splits = sorted(SPLIT_NAMES.intersection(first_words.values()))
     if len(splits) > 1:
-        raise UserError(
-            f"data.path = {str(directory)!r} holds {', '.join(splits)}; choose one with data.split"
-        )
+        raise UserError(f"data.path = {str(directory)!r} holds {', '.join(splits)}; choose one with data.split")
     return files
 
 
@@ -104,22 +100,16 @@ def _read_jsonl(file: Path) -> Iterator[Located]:
                 try:
                     yield f"{file}:{number}", json.loads(line)
                 except json.JSONDecodeError as error:
-                    raise UserError(
-                        f"{file}:{number}: not valid JSON: {error.msg} (column {error.colno})"
-                    ) from None
+                    raise UserError(f"{file}:{number}: not valid JSON: {error.msg} (column {error.colno})") from None
 
 
 def _read_json(file: Path) -> Iterator[Located]:
     try:
         rows = json.loads(file.read_text(encoding="utf-8"))
     except json.JSONDecodeError as error:
-        raise UserError(
-            f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})"
-        ) from None
+        raise UserError(f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
     if not isinstance(rows, list):
-        raise UserError(
-            f"{file}: must hold a list of rows, not {shown(rows)}; one object a line goes in .jsonl"
-        )
+        raise UserError(f"{file}: must hold a list of rows, not {shown(rows)}; one object a line goes in .jsonl")
     for number, row in enumerate(rows):
         yield f"{file}[{number}]", row
 
@@ -143,9 +133,7 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
     path = Path(config.path).expanduser()
     if path.suffix in SUFFIXES or not HUB_ID.fullmatch(config.path):
         beside = [file.name for file in path.parent.iterdir()] if path.parent.is_dir() else []
-        raise UserError(
-            f"data.path = {config.path!r}: no such file or directory{did_you_mean(path.name, beside)}"
-        )
+        raise UserError(f"data.path = {config.path!r}: no such file or directory{did_you_mean(path.name, beside)}")
     split = config.split or "train"
     try:
         from datasets import load_dataset

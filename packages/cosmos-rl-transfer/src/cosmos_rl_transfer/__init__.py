@@ -1,4 +1,7 @@
-"""Weights from any trainer layout to any rollout layout, verified on arrival."""
+"""Weights from any trainer layout to any rollout layout, verified on arrival.
+
+The planner is `cosmos_rl_transfer.plan.plan`.
+"""
 
 from __future__ import annotations
 
@@ -7,19 +10,21 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from cosmos_rl_transfer.errors import (
+        AuthenticationError,
         LayoutError,
-        PublisherLost,
+        PeerLost,
         TransferError,
         WeightMismatch,
     )
     from cosmos_rl_transfer.layout import Box, Manifest, Replicate, Shard
-    from cosmos_rl_transfer.plan import Plan, plan
+    from cosmos_rl_transfer.plan import Plan
     from cosmos_rl_transfer.publisher import Publisher
     from cosmos_rl_transfer.subscriber import Subscriber
 
 _HOME = {
+    "AuthenticationError": "errors",
     "LayoutError": "errors",
-    "PublisherLost": "errors",
+    "PeerLost": "errors",
     "TransferError": "errors",
     "WeightMismatch": "errors",
     "Box": "layout",
@@ -27,24 +32,23 @@ _HOME = {
     "Replicate": "layout",
     "Shard": "layout",
     "Plan": "plan",
-    "plan": "plan",
     "Publisher": "publisher",
     "Subscriber": "subscriber",
 }
 
 __all__ = [
+    "AuthenticationError",
     "Box",
     "LayoutError",
     "Manifest",
     "Plan",
     "Publisher",
-    "PublisherLost",
+    "PeerLost",
     "Replicate",
     "Shard",
     "Subscriber",
     "TransferError",
     "WeightMismatch",
-    "plan",
 ]
 
 

@@ -68,14 +68,14 @@ class Arena:
     def piece(self, memory: Raw, piece: Piece) -> Raw:
         """View the elements of a piece; strided where the arena holds more of the tensor."""
         inside = piece.box.within(self.places[piece.name].box)
-        return self.tensor(memory, piece.name)[inside.slices()]
+        return self.tensor(memory, piece.name)[(*inside.slices(), ...)]
 
     def packed(self, data: Raw, piece: Piece) -> Raw:
         """View the elements of a piece in its bucket's packed bytes."""
         return raw_view(data, piece.at, piece.box.shape, self.places[piece.name].item_bytes)
 
     def flat_start(self, bucket: Bucket) -> int | None:
-        """Return where the bucket's packed bytes, padding included, already lie as one run; None if nowhere."""
+        """Return where the bucket's packed bytes already lie as one run, with padding; None if nowhere."""
         base, end, padded = None, 0, True
         for piece in bucket.pieces:
             place = self.places[piece.name]

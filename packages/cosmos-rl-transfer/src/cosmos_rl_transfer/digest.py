@@ -1,13 +1,14 @@
 """Two hashes: one proves a tensor in any layout, one proves a bucket on the wire.
 
-The tensor hash is additive (integers mod 2^64). With the tensor's row-major bytes read as little-endian 64-bit
-words w_k,
+The tensor hash is additive (integers mod 2^64). With the tensor's row-major bytes read as little-endian
+64-bit words w_k,
 
     H = sum_k mix(k) * w_k,    mix(k) = T[k mod 2^15] * R(k div 2^15),    all mix(k) odd.
 
-An element is some bits of one word, so H is also a sum over elements: the sums of disjoint boxes that cover a
-tensor add up to H, whoever holds them and however it was cut. Every change of a single element changes H, since
-mix(k) is odd. It is no cryptographic hash: it guards against mistakes and broken hardware, not an attacker.
+An element is some bits of one word, so H is also a sum over elements: the sums of disjoint boxes that cover
+a tensor add up to H, whoever holds them and however it was cut. Every change of a single element changes H,
+since mix(k) is odd. Of a word's last element only mix(k)'s low bits count: two swapped bfloat16 values escape
+with a chance of at most 2^-16, which the buckets' hashes make up for. Neither hash guards against an attacker.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def _words_sum(words: Raw, first: int) -> int:
     if blocks:
         sums = np.dot(words[lead:middle].reshape(blocks, _BLOCK), _TABLE)
         at = (first + lead) // _BLOCK
-        total += int(np.dot(sums, _odd(np.arange(at, at + blocks, dtype=np.uint64))))
+        total += int(np.dot(sums, _block_factors(at, blocks)))
     if middle < size:
         total += _dot(words[middle:], first + middle)
     return total & _MASK
@@ -94,8 +95,14 @@ def _words_sum(words: Raw, first: int) -> int:
 def _dot(words: Raw, first: int) -> int:
     """The same within one block."""
     at = first % _BLOCK
-    block = int(_odd(np.array([first // _BLOCK], np.uint64))[0])
-    return int(np.dot(words, _TABLE[at : at + len(words)])) * block
+    return int(np.dot(words, _TABLE[at : at + len(words)])) * int(_block_factors(first // _BLOCK, 1)[0])
+
+
+def _block_factors(first: int, count: int) -> Raw:
+    """R(first) ... R(first + count - 1), from a table for tensors up to 4 GiB."""
+    if first + count <= len(_FACTORS):
+        return _FACTORS[first : first + count]
+    return _odd(np.arange(first, first + count, dtype=np.uint64))
 
 
 def _rows(array: Raw, box: Box, shape: tuple[int, ...]) -> tuple[Raw, Raw]:
@@ -136,3 +143,4 @@ def _odd(index: Raw) -> Raw:
 
 
 _TABLE = _odd(np.arange(1 << 40, (1 << 40) + _BLOCK, dtype=np.uint64))
+_FACTORS = _odd(np.arange(1 << 14, dtype=np.uint64))

@@ -1,14 +1,22 @@
-"""Boxes of live torch tensors. The only file that knows DTensor."""
+"""Boxes of live torch tensors. The only file that knows DTensor.
+
+Its module takes seconds to import and no DTensor can exist before that, so it is looked up, not imported.
+"""
 
 from __future__ import annotations
 
+import sys
+from typing import TYPE_CHECKING, TypeGuard
+
 from torch import Tensor
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor import placement_types as torch_placements
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout import Placement, Replicate, Shard, TensorLayout, shard_box, whole_box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
 
 
 def dtype_name(tensor: Tensor) -> str:
@@ -19,7 +27,7 @@ def dtype_name(tensor: Tensor) -> str:
 def local(tensor: Tensor) -> Tensor:
     """Return the part of the tensor that lies on this rank, without gradient."""
     tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
 def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
@@ -28,7 +36,7 @@ def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
     Raises LayoutError for a placement that is not a plain Shard or Replicate.
     """
     spec = WeightSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor))
-    if not isinstance(tensor, DTensor):
+    if not _is_dtensor(tensor):
         return TensorLayout(spec, {rank: whole_box(spec.shape)})
     mesh = tensor.device_mesh.mesh
     placements = [_placement(name, placement) for placement in tensor.placements]
@@ -41,11 +49,18 @@ def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
     return TensorLayout(spec, {r: boxes[r] for r in sorted(boxes) if boxes[r].numel})
 
 
-def _placement(name: str, placement: torch_placements.Placement) -> Placement:
-    if type(placement) is torch_placements.Shard:
+def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _placement(name: str, placement: TorchPlacement) -> Placement:
+    from torch.distributed import tensor as torch_tensor
+
+    if type(placement) is torch_tensor.Shard:
         return Shard(placement.dim)
-    if type(placement) is torch_placements.Replicate:
+    if type(placement) is torch_tensor.Replicate:
         return Replicate()
     raise LayoutError(
-        f"{name}: cannot transfer a tensor placed as {placement}; redistribute it to Shard or Replicate"
+        f"{name}: a tensor placed as {placement} cannot be transferred; redistribute it to Shard or Replicate"
     )

@@ -11,8 +11,8 @@ class TransferError(RuntimeError):
     """A sync could not be completed. The live tensors were not touched."""
 
 
-class PublisherLost(TransferError):
-    """The publisher closed its connection, was killed, or stayed silent past the deadline."""
+class PeerLost(TransferError, ConnectionError):
+    """The other side closed its connection, was killed, or stayed silent past the deadline."""
 
 
 class WeightMismatch(TransferError):
@@ -21,3 +21,7 @@ class WeightMismatch(TransferError):
 
 class Superseded(TransferError):
     """The version being read was overwritten by a newer one; take that one."""
+
+
+class AuthenticationError(TransferError):
+    """The other side does not know this run's token."""

@@ -65,7 +65,7 @@ class Feed:
         return _expect(self.link.receive(), m.Returned).valid
 
     def close(self) -> None:
-        """Disconnect; a thread that waits here gets PublisherLost. May be called twice."""
+        """Disconnect; a thread that waits here gets PeerLost. May be called twice."""
         self.link.close()
         if self.reader is not None:
             self.reader.close()

@@ -177,12 +177,9 @@ class Manifest:
         for spec in specs:
             chosen = placements.get(spec.name, everywhere)
             if len(chosen) != len(mesh_shape):
-                raise LayoutError(
-                    f"{spec.name}: {len(chosen)} placements for a mesh of shape {tuple(mesh_shape)}"
-                )
+                raise LayoutError(f"{spec.name}: {len(chosen)} placements for a mesh of shape {tuple(mesh_shape)}")
             found = (
-                shard_box(spec.shape, mesh_shape=mesh_shape, placements=chosen, coordinate=at)
-                for at in coordinates
+                shard_box(spec.shape, mesh_shape=mesh_shape, placements=chosen, coordinate=at) for at in coordinates
             )
             layouts.append(TensorLayout(spec, {first_rank + i: b for i, b in enumerate(found) if b.numel}))
         return cls(tuple(layouts))

@@ -17,7 +17,7 @@ from typing import Any, Literal
 import msgspec
 import numpy as np
 
-from cosmos_rl_transfer.errors import PublisherLost, TransferError
+from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
 from cosmos_rl_transfer.messages import Reply, Request
 
 _MAGIC = b"cosmos-rl-transfer/1\n"
@@ -27,17 +27,14 @@ _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 
 
-class AuthenticationError(TransferError):
-    """The other side does not know this run's token."""
-
-
 class Link:
     """A connection. Every receive and send has the deadline `timeout_s` without progress."""
 
     def __init__(
         self, connection: socket.socket, *, timeout_s: float, side: Literal["publisher", "subscriber"]
     ) -> None:
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._socket = connection
         self.set_deadlines(timeout_s=timeout_s, idle_s=timeout_s)
@@ -46,12 +43,12 @@ class Link:
 
     @classmethod
     def connect(cls, address: str, *, token: bytes, timeout_s: float) -> Link:
-        """Connect to a publisher and authenticate. Raises PublisherLost or AuthenticationError."""
+        """Connect to a publisher and authenticate. Raises PeerLost or AuthenticationError."""
         host, _, port = address.rpartition(":")
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
         except OSError as error:
-            raise PublisherLost(f"no publisher answers at {address}: {error}") from error
+            raise PeerLost(f"no publisher answers at {address}: {error}") from error
         link = cls(connection, timeout_s=timeout_s, side="subscriber")
         try:
             link.authenticate(token)
@@ -61,12 +58,12 @@ class Link:
         return link
 
     def set_deadlines(self, *, timeout_s: float, idle_s: float | None) -> None:
-        """Set how long a transfer may stand still, and how long the next message may be away (None: for ever)."""
+        """Set how long a transfer may stand still and how long the next message may be away (None: ever)."""
         self._timeout_s, self._idle_s = timeout_s, idle_s
-        self._socket.settimeout(timeout_s)
+        self._set_timeout(timeout_s)
 
     def authenticate(self, token: bytes) -> None:
-        """Prove the token to each other. Raises AuthenticationError, PublisherLost on a broken connection."""
+        """Prove the token to each other. Raises AuthenticationError, PeerLost on a broken connection."""
         mine = os.urandom(_NONCE_BYTES)
         self._send(_MAGIC + mine)
         hello = self._receive(len(_MAGIC) + _NONCE_BYTES)
@@ -78,10 +75,8 @@ class Link:
             self._send(_proof(token, self._side, mine, theirs))
         try:
             proof = self._receive(32)
-        except PublisherLost as error:
-            raise AuthenticationError(
-                "the publisher closed the connection: is the run's token the same?"
-            ) from error
+        except PeerLost as error:
+            raise AuthenticationError("the publisher closed the connection: is the run's token the same?") from error
         if not hmac.compare_digest(proof, _proof(token, other, theirs, mine)):
             raise AuthenticationError("the other side does not know this run's token")
         if self._side == "publisher":
@@ -96,13 +91,11 @@ class Link:
 
     def receive(self) -> Any:
         """Receive one message of the kind the other side sends."""
-        self._socket.settimeout(self._idle_s)
+        self._set_timeout(self._idle_s)
         (size,) = struct.unpack("<I", self._receive(4))
-        self._socket.settimeout(self._timeout_s)
+        self._set_timeout(self._timeout_s)
         if size > _MAX_FRAME_BYTES:
-            raise TransferError(
-                f"a message of {size} bytes was announced; at most {_MAX_FRAME_BYTES} are allowed"
-            )
+            raise TransferError(f"a message of {size} bytes was announced; at most {_MAX_FRAME_BYTES} are allowed")
         return self._decoder.decode(self._receive(size))
 
     def receive_into(self, out: np.ndarray) -> None:
@@ -118,10 +111,16 @@ class Link:
             done += count
 
     def close(self) -> None:
-        """Close the connection; a thread blocked in it gets PublisherLost. May be called twice."""
+        """Close the connection; a thread blocked in it gets PeerLost. May be called twice."""
         with suppress(OSError):  # already gone: nothing to shut down
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
+
+    def _set_timeout(self, seconds: float | None) -> None:
+        try:
+            self._socket.settimeout(seconds)
+        except OSError as error:
+            raise self._lost(error) from error  # closed by another thread
 
     def _send(self, data: bytes | memoryview) -> None:
         try:
@@ -134,9 +133,9 @@ class Link:
         self.receive_into(data)
         return data.tobytes()
 
-    def _lost(self, why: object) -> PublisherLost:
+    def _lost(self, why: object) -> PeerLost:
         other = "publisher" if self._side == "subscriber" else "subscriber"
-        return PublisherLost(f"the {other} is gone: {why}")
+        return PeerLost(f"the {other} is gone: {why}")
 
 
 def _proof(token: bytes, side: str, own: bytes, other: bytes) -> bytes:

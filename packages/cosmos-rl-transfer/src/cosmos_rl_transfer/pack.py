@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -16,7 +17,7 @@ from cosmos_rl_transfer.layout import Manifest
 
 _TASK_BYTES = 4 << 20
 """What one thread packs at a time."""
-_CHUNK_BYTES = 512 << 10
+_CHUNK_BYTES = 2 << 20
 """What is hashed while it is still in the cache."""
 
 
@@ -35,16 +36,13 @@ class Packer:
         self._arena = arena
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
-        """Raise LayoutError unless `weights` are the tensors of the manifest."""
-        if weights.keys() != self._specs.keys():
-            changed = sorted(weights.keys() ^ self._specs.keys())
-            raise LayoutError(f"the weights to publish changed since the publisher was made: {changed[:5]}")
-        for name, tensor in weights.items():
-            spec, found = self._specs[name], (tuple(tensor.shape), dtype_name(tensor))
-            if found != (spec.shape, spec.dtype):
-                raise LayoutError(
-                    f"{name}: {found} to publish, {(spec.shape, spec.dtype)} when the publisher was made"
-                )
+        """Raise LayoutError unless `weights` are this rank's parts of the manifest."""
+        if changed := sorted((weights.keys() - self._specs.keys()) | (self._arena.places.keys() - weights.keys())):
+            raise LayoutError(f"the weights to publish are not those the publisher was made for: {changed[:5]}")
+        for name, place in self._arena.places.items():
+            found = (tuple(local(weights[name]).shape), dtype_name(weights[name]))
+            if found != (wanted := (place.box.shape, self._specs[name].dtype)):
+                raise LayoutError(f"{name}: {found} to publish, {wanted} when the publisher was made")
 
     def pack(self, weights: Mapping[str, Tensor], memory: Raw, *, pool: Executor) -> dict[str, int]:
         """Fill the arena and return the additive hash of each tensor's local box."""
@@ -54,9 +52,7 @@ class Packer:
             sums[name] = add(sums[name], part)
         return sums
 
-    def _tasks(
-        self, weights: Mapping[str, Tensor], memory: Raw
-    ) -> Iterator[tuple[str, Tensor | None, Tensor, int]]:
+    def _tasks(self, weights: Mapping[str, Tensor], memory: Raw) -> Iterator[tuple[str, Tensor | None, Tensor, int]]:
         """Yield (name, source or None if copied already, destination, first element in the local box)."""
         for name, place in self._arena.places.items():
             source, target = local(weights[name]), torch_view(memory, self._arena, name).view(-1)
@@ -88,6 +84,20 @@ class Packer:
         if not contiguous:
             total = tensor_sum(_raw(target).reshape(place.box.shape), place.box, place.shape)
         return total
+
+
+def unpack(memory: Raw, arena: Arena, weights: Mapping[str, Tensor], *, pool: Executor) -> None:
+    """Write an arena's tensors over this rank's parts of `weights`, casting where dtypes differ."""
+    runs: list[tuple[Tensor, Tensor]] = []
+    for name, place in arena.places.items():
+        source, target = torch_view(memory, arena, name), local(weights[name])
+        if target.device.type != "cpu" or not target.is_contiguous() or target.dtype != source.dtype:
+            target.copy_(source)
+            continue
+        step = _TASK_BYTES // place.item_bytes
+        runs += zip(source.view(-1).split(step), target.view(-1).split(step))
+    # not torch's own threads: they wait for each other, and a busy machine makes that ten times slower
+    list(pool.map(lambda run: np.copyto(_raw(run[1]), _raw(run[0])), runs))
 
 
 _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

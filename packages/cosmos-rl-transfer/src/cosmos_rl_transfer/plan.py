@@ -101,7 +101,7 @@ class Plan:
 def plan(source: Manifest, target: Manifest, *, bucket_bytes: int, wire_dtype: str | None = None) -> Plan:
     """Plan the transfer of everything `target` holds out of what `source` holds.
 
-    `wire_dtype` replaces the source's dtype of floating tensors on the way. Raises LayoutError, naming tensor,
+    `wire_dtype` replaces the source's dtype of floating tensors on the way. Raises LayoutError with tensor,
     shapes and ranks, where names, shapes or dtypes do not match or nobody holds a part of a target's box.
     """
     if bucket_bytes < max(ITEM_BYTES.values()):
@@ -137,7 +137,7 @@ def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
 
 
 def check_match(source: Manifest, target: Manifest) -> None:
-    """Raise LayoutError unless both sides name the same tensors with the same shapes and compatible dtypes."""
+    """Raise LayoutError unless both sides name the same tensors with equal shapes and compatible dtypes."""
     ours, theirs = source.specs, target.specs
     if missing := [name for name in theirs if name not in ours]:
         raise LayoutError(f"the source lacks {_first(missing)} of the target; it has {_first(list(ours))}")
@@ -147,13 +147,9 @@ def check_match(source: Manifest, target: Manifest) -> None:
     for name, spec in ours.items():
         other = theirs[name]
         if spec.shape != other.shape:
-            raise LayoutError(
-                f"{name}: shape {spec.shape} at the source, {other.shape} at the target ({ranks})"
-            )
+            raise LayoutError(f"{name}: shape {spec.shape} at the source, {other.shape} at the target ({ranks})")
         if spec.dtype != other.dtype and not (is_floating(spec.dtype) and is_floating(other.dtype)):
-            raise LayoutError(
-                f"{name}: dtype {spec.dtype} at the source, {other.dtype} at the target ({ranks})"
-            )
+            raise LayoutError(f"{name}: dtype {spec.dtype} at the source, {other.dtype} at the target ({ranks})")
 
 
 def _first(names: Sequence[str], most: int = 5) -> str:
@@ -252,7 +248,7 @@ def _buckets(
 
 
 def _split(box: Box, item: int, bucket_bytes: int) -> Iterator[Box]:
-    """Cut a box larger than a bucket along its first dims: whole rows, a multiple of ALIGN bytes if possible."""
+    """Cut a box larger than a bucket along its first dims: whole rows, multiples of ALIGN if possible."""
     if box.numel * item <= bucket_bytes:
         yield box
         return
@@ -268,9 +264,7 @@ def _split(box: Box, item: int, bucket_bytes: int) -> Iterator[Box]:
         yield from _split(Box(tuple(offset), tuple(shape)), item, bucket_bytes)
 
 
-def _pack(
-    key: tuple[int, int], parts: Sequence[tuple[str, Box, int]], bucket_bytes: int
-) -> tuple[Bucket, ...]:
+def _pack(key: tuple[int, int], parts: Sequence[tuple[str, Box, int]], bucket_bytes: int) -> tuple[Bucket, ...]:
     buckets: list[Bucket] = []
     pieces: list[Piece] = []
     end = 0
@@ -286,7 +280,5 @@ def _pack(
 
 
 def _digest(streams: Mapping[tuple[int, int], tuple[Bucket, ...]], wire: Mapping[str, str]) -> str:
-    content = msgspec.msgpack.encode(
-        [sorted(wire.items()), [b for key in sorted(streams) for b in streams[key]]]
-    )
+    content = msgspec.msgpack.encode([sorted(wire.items()), [b for key in sorted(streams) for b in streams[key]]])
     return hashlib.sha256(content).hexdigest()

@@ -49,24 +49,28 @@ class Publisher:
         bucket_bytes: int = DEFAULT_BUCKET_BYTES,
         wire_dtype: str | None = None,
         bind: str = "127.0.0.1",
+        manifest: Manifest | None = None,
         rank: int = 0,
         patience_s: float = 2.0,
         timeout_s: float = 30.0,
     ) -> None:
         """Allocate two slots of the weights' size and start to listen.
 
-        token: the run's secret. wire_dtype: dtype floating tensors travel in ("bfloat16"); None keeps their own.
-        bind: address to listen on. rank: this process among those that publish together (DTensors).
+        token: the run's secret. wire_dtype: what floating tensors travel in ("bfloat16"); None: their own.
+        bind: address to listen on. manifest, rank: what all ranks that publish together hold, and which of them
+        this is; `weights` are then this rank's parts. None: read off the tensors, whole ones or DTensors.
         patience_s: how long a reader of the older slot may hold up `publish`. timeout_s: how long a send may
         stand still.
         """
-        manifest = Manifest.from_tensors(weights, rank=rank)
+        manifest = manifest or Manifest.from_tensors(weights, rank=rank)
         wire_dtypes = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         arena = Arena.of(manifest, rank=rank, wire_dtypes=wire_dtypes)
         self._snapshots = Snapshots(allocate(transport, num_bytes=arena.num_bytes, count=NUM_SLOTS))
         self._packer = Packer(manifest, arena)
+        self._packer.check(weights)
         self._num_bytes = sum(place.num_bytes for place in arena.places.values())
         self._patience_s = patience_s
+        self._turn = asyncio.Lock()
         self._pool = ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="weights-pack")
         source = Source(
             manifest=manifest,
@@ -76,7 +80,7 @@ class Publisher:
             bucket_bytes=bucket_bytes,
             snapshots=self._snapshots,
         )
-        self._server = Server(source, token=token, bind=bind, timeout_s=timeout_s)
+        self._server = Server(source, token=token, bind=bind, timeout_s=timeout_s, pool=self._pool)
 
     @property
     def address(self) -> str:
@@ -86,22 +90,21 @@ class Publisher:
     async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
         """Make `version` available and return `sync_bytes` and `sync_s`.
 
-        Returns when the trainer may change the weights again. Raises ValueError unless versions rise, LayoutError
-        if the weights are other tensors than at the start. If cancelled, nothing is published.
+        Returns when the trainer may change the weights again. Raises ValueError unless versions rise and
+        LayoutError if the weights are other tensors than at the start. If cancelled, nothing is published.
         """
-        if version <= self._snapshots.newest:
-            raise ValueError(
-                f"version {version} is not newer than {self._snapshots.newest}, which is published"
-            )
-        self._packer.check(weights)
         started = time.perf_counter()
-        work = asyncio.get_running_loop().run_in_executor(None, self._pack, weights)
-        try:
-            slot = await asyncio.shield(work)
-        except asyncio.CancelledError:
-            await asyncio.wait([work])  # the weights must not change under it
-            raise
-        self._snapshots.commit(slot, version)
+        async with self._turn:
+            if version <= self._snapshots.newest:
+                raise ValueError(f"version {version} is not newer than the published {self._snapshots.newest}")
+            self._packer.check(weights)
+            work = asyncio.get_running_loop().run_in_executor(None, self._pack, weights)
+            try:
+                slot = await asyncio.shield(work)
+            except asyncio.CancelledError:
+                await asyncio.wait([work])  # the weights must not change under it
+                raise
+            self._snapshots.commit(slot, version)
         return {"sync_bytes": float(self._num_bytes), "sync_s": time.perf_counter() - started}
 
     def _pack(self, weights: Mapping[str, Tensor]) -> Slot:

@@ -1,6 +1,6 @@
 """Read one version out of borrowed slots into staging, and prove it.
 
-each bucket, several at a time:  read -> xxh3 as lent? else read once more -> additive sums -> scatter if not in place
+each bucket, several at a time:  read -> xxh3 as lent? else read once more -> additive sums -> scatter
 at the end:                      each tensor's sums, added up, as lent?
 """
 
@@ -37,15 +37,13 @@ class Puller:
     def pull(self, borrowed: Sequence[tuple[Feed, Lent]], *, version: int, pool: Executor) -> None:
         """Fill `memory` with `version`. Returns or raises after the last thread has stopped reading.
 
-        Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong twice or a tensor's hash
-        differs, and what the readers raise.
+        Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong twice or a tensor's
+        hash differs, and what the readers raise.
         """
         work = [
-            pool.submit(self._fetch, feed, lent, bucket, version)
-            for feed, lent in borrowed
-            for bucket in feed.buckets
+            pool.submit(self._fetch, feed, lent, bucket, version) for feed, lent in borrowed for bucket in feed.buckets
         ]
-        done, rest = wait(work, return_when=FIRST_EXCEPTION)
+        _, rest = wait(work, return_when=FIRST_EXCEPTION)
         for future in rest:
             future.cancel()
         wait(rest)
@@ -88,9 +86,7 @@ class Puller:
             feed.reader.read(bucket, lent=lent, out=data)
             if bucket_hash(data) == lent.bucket_hashes[bucket.index]:
                 return
-            log.warning(
-                "bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source
-            )
+            log.warning("bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source)
         names = [piece.name for piece in bucket.pieces]
         more = f" or one of {len(names) - 1} more" if len(names) > 1 else ""
         raise WeightMismatch(

@@ -1,7 +1,8 @@
 """The publisher's threads: one accepts, one per subscriber answers its requests.
 
-They block in sockets and in the double buffer's condition, so they serve while the trainer computes. A subscriber's
-thread waits for requests or for a version, and ends when its connection does; whatever it had leased is given back.
+They block in sockets and in the double buffer's condition, so they serve while the trainer computes. A
+subscriber's thread waits for requests or for a version, and ends when its connection does; what it had leased
+is given back.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,7 +46,7 @@ class Source:
 class Server:
     """Listens and serves until closed."""
 
-    def __init__(self, source: Source, *, token: bytes, bind: str, timeout_s: float) -> None:
+    def __init__(self, source: Source, *, token: bytes, bind: str, timeout_s: float, pool: Executor) -> None:
         self._source, self._token, self._timeout_s = source, token, timeout_s
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         self._listener = socket.create_server((bind, 0), family=family)
@@ -54,23 +55,24 @@ class Server:
         self._lock = threading.Lock()
         self._closed = False
         self._sessions: dict[Link, threading.Thread] = {}
-        self._pool = ThreadPoolExecutor(max_workers=2, thread_name_prefix="weights-hash")
+        self._pool = pool
         self._accepting = threading.Thread(target=self._accept, name="weights-accept", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
-        """Stop listening, close every connection, wait for the threads."""
+        """Stop listening, close every connection, wait for the threads. May be called twice."""
         with self._lock:
+            if self._closed:
+                return
             self._closed = True
             sessions = dict(self._sessions)
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        self._source.snapshots.close()
         for link in sessions:
             link.close()
+        self._source.snapshots.close()
         for thread in [self._accepting, *sessions.values()]:
             thread.join(timeout=_HANDSHAKE_S)
-        self._pool.shutdown()
 
     def _accept(self) -> None:
         while True:
@@ -79,9 +81,7 @@ class Server:
             except OSError:
                 return  # closed
             link = Link(connection, timeout_s=_HANDSHAKE_S, side="publisher")
-            thread = threading.Thread(
-                target=self._serve, args=(link, peer), name="weights-serve", daemon=True
-            )
+            thread = threading.Thread(target=self._serve, args=(link, peer), name="weights-serve", daemon=True)
             with self._lock:
                 if self._closed:
                     link.close()
@@ -92,9 +92,8 @@ class Server:
     def _serve(self, link: Link, peer: object) -> None:
         try:
             link.authenticate(self._token)
-            link.set_deadlines(
-                timeout_s=self._timeout_s, idle_s=None
-            )  # may be idle for long; death closes the socket
+            # a subscriber may have nothing to ask for long; its death closes the socket
+            link.set_deadlines(timeout_s=self._timeout_s, idle_s=None)
             _Session(self._source, link, self._pool).run()
         except (TransferError, msgspec.DecodeError) as error:
             log.info("subscriber %s left: %s", peer, error)
@@ -107,7 +106,7 @@ class Server:
 class _Session:
     """One subscriber's requests, one after the other."""
 
-    def __init__(self, source: Source, link: Link, pool: ThreadPoolExecutor) -> None:
+    def __init__(self, source: Source, link: Link, pool: Executor) -> None:
         self._source, self._link, self._pool = source, link, pool
         self._stream = Stream(source.arena, ())
         self._stream_key = ("", 0)
@@ -135,8 +134,8 @@ class _Session:
             case m.ReadBucket(lease, bucket):
                 self._send_bucket(lease, bucket)
             case m.Return(lease):
-                self._leases.pop(lease, None)
-                self._link.send(m.Returned(self._source.snapshots.give_back(lease)))
+                held = self._leases.pop(lease, None) is not None and self._source.snapshots.give_back(lease)
+                self._link.send(m.Returned(held))
 
     def _welcome(self, protocol: int) -> m.Welcome | m.Refused:
         if protocol != m.PROTOCOL:
@@ -158,8 +157,8 @@ class _Session:
             return m.Refused(str(error))
         if made.digest != request.plan_digest:
             return m.Refused(
-                f"the plans differ: digest {made.digest[:12]} at the publisher, {request.plan_digest[:12]} at the "
-                "subscriber; install the same cosmos-rl-transfer on both sides"
+                f"the plans differ: {made.digest[:12]} at the publisher, {request.plan_digest[:12]} at "
+                "the subscriber; install the same cosmos-rl-transfer on both sides"
             )
         self._stream = Stream(source.arena, made.streams.get((source.rank, request.rank), ()))
         self._stream_key = (made.digest, request.rank)
@@ -185,7 +184,8 @@ class _Session:
         return m.Lent(lease, slot.index, digest.bucket_hashes, digest.tensor_sums)
 
     def _send_bucket(self, lease: int, index: int) -> None:
-        if not self._source.snapshots.valid(lease) or index >= len(self._stream.buckets):
+        owned = lease in self._leases and 0 <= index < len(self._stream.buckets)
+        if not owned or not self._source.snapshots.valid(lease):
             self._link.send(m.Overtaken(self._source.snapshots.newest))
             return
         packed = self._stream.packed(self._leases[lease].segment.memory, self._stream.buckets[index])

@@ -64,7 +64,7 @@ class Snapshots:
             self._changed.notify_all()
 
     def wait_newer(self, after: int, *, timeout_s: float) -> int | None:
-        """Return the newest version as soon as it is larger than `after`; None after `timeout_s` or when closed."""
+        """Return the newest version once it is larger than `after`; None after `timeout_s` or when closed."""
         with self._changed:
             self._changed.wait_for(lambda: self._closed or self.newest > after, timeout_s)
             return self.newest if self.newest > after else None

@@ -36,7 +36,7 @@ class Stream:
         self._scratch = np.zeros(max(packed, default=0), np.uint8)
 
     def packed(self, memory: Raw, bucket: Bucket) -> Raw:
-        """Return the bucket's packed bytes: in place where they lie packed, else in a scratch used by the next call."""
+        """Return the bucket's packed bytes: in place, or in a scratch that the next call uses again."""
         start = self._arena.flat_start(bucket)
         if start is not None:
             return memory[start : start + bucket.num_bytes]
@@ -45,7 +45,7 @@ class Stream:
         return out
 
     def digest(self, memory: Raw, *, box_sums: dict[str, int], pool: Executor) -> StreamDigest:
-        """Hash the stream. `box_sums`: hashes of whole boxes taken while packing, used where the stream carries all."""
+        """Hash the stream. `box_sums`: hashes of whole boxes from packing, used where the stream has all."""
         if self._scratch.size:
             hashes = tuple(bucket_hash(self.packed(memory, bucket)) for bucket in self.buckets)
         else:

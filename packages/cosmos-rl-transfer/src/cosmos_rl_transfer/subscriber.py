@@ -2,7 +2,7 @@
 
 stage(after)
     wait for a version newer than `after`                    all publishers must agree on it
-    lease its slot, read every bucket into staging           a bucket whose hash differs is read once more, alone
+    lease its slot, read every bucket into staging           a bucket whose hash differs is read once more
     compare each tensor's additive hash                      over the parts of all publishers
     overtaken meanwhile? begin again with the newest
 apply()                                                      staging -> live tensors, casting
@@ -18,12 +18,11 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cosmos_rl_transfer.arena import Arena
-from cosmos_rl_transfer.dtensor import local
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.feed import Feed
 from cosmos_rl_transfer.layout import Manifest
 from cosmos_rl_transfer.messages import Lent
-from cosmos_rl_transfer.pack import torch_view
+from cosmos_rl_transfer.pack import unpack
 from cosmos_rl_transfer.plan import plan
 from cosmos_rl_transfer.publisher import num_threads
 from cosmos_rl_transfer.pull import Puller
@@ -44,17 +43,19 @@ class Subscriber:
         token: bytes,
         transport: str | Transport = "auto",
         timeout_s: float = 30.0,
+        manifest: Manifest | None = None,
         rank: int = 0,
     ) -> None:
         """Remember the live tensors; the first `stage` connects.
 
-        address: of the publisher, or of every rank that publishes. timeout_s: how long a publisher may be silent.
-        rank: this process among those that hold the weights together (DTensors).
+        address: of the publisher, or of every rank that publishes. timeout_s: how long a publisher may be
+        silent. manifest, rank: what all ranks of this replica hold, and which of them this is; `weights` are then
+        this rank's parts. None: read off the tensors, whole ones or DTensors.
         """
         self._addresses = [address] if isinstance(address, str) else list(address)
         self._weights = weights
         self._token, self._transport, self._timeout_s, self._rank = token, transport, timeout_s, rank
-        self._target = Manifest.from_tensors(weights, rank=rank)
+        self._target = manifest or Manifest.from_tensors(weights, rank=rank)
         self._puller = Puller(Arena({}, 0), rank=rank)
         self._staged: int | None = None
         self._feeds: list[Feed] = []
@@ -67,8 +68,8 @@ class Subscriber:
     async def stage(self, *, after: int) -> int:
         """Wait for a version newer than `after`, pull and verify it beside the live tensors, return it.
 
-        Raises PublisherLost, WeightMismatch, LayoutError or AuthenticationError; the live tensors are untouched and
-        the next call connects anew.
+        Raises PeerLost, WeightMismatch, LayoutError or AuthenticationError; the live tensors are untouched
+        and the next call connects anew.
         """
         work = asyncio.get_running_loop().run_in_executor(self._thread, self._stage, after)
         try:
@@ -83,9 +84,7 @@ class Subscriber:
         """Copy the staged version into the live tensors, casting where dtypes differ."""
         if self._staged is None:
             raise TransferError("nothing is staged: await stage() first")
-        arena, memory = self._puller.arena, self._puller.memory
-        for name in arena.places:
-            local(self._weights[name]).copy_(torch_view(memory, arena, name))
+        unpack(self._puller.memory, self._puller.arena, self._weights, pool=self._pool)
 
     async def close(self) -> None:
         """Disconnect and stop the threads. May be called twice."""
@@ -156,7 +155,7 @@ class Subscriber:
             self._puller = Puller(arena, rank=self._rank)
 
     def _pull(self, feeds: Sequence[Feed], version: int) -> None:
-        """Read and verify one version. Raises Superseded if it was overtaken, else what `Puller.pull` raises."""
+        """Read and verify one version. Raises Superseded if it was overtaken, or as `Puller.pull`."""
         self._staged = None
         borrowed: list[tuple[Feed, Lent]] = []
         failure: WeightMismatch | Superseded | None = None
@@ -173,7 +172,7 @@ class Subscriber:
 
 
 def _agree(feeds: Sequence[Feed], after: int) -> int:
-    """Return the newest version that all publishers have; they publish the same versions one after another."""
+    """Return the newest version that all publishers have; they all publish the same versions."""
     versions = [feed.newer(after) for feed in feeds]
     while min(versions) < (newest := max(versions)):
         versions = [v if v == newest else feed.newer(newest - 1) for feed, v in zip(feeds, versions)]

@@ -102,9 +102,7 @@ class AlgorithmConfig(Strict):
         config = handler({**row.defaults, **data})
         defaults = {key: info.default for key, info in cls.model_fields.items()} | dict(row.defaults)
         chosen = {key for key in data if getattr(config, key) != defaults[key]}
-        problems = {key: why for key, why in _idle_keys(config, row).items() if key in chosen} | _conflicts(
-            config
-        )
+        problems = {key: why for key, why in _idle_keys(config, row).items() if key in chosen} | _conflicts(config)
         if problems:
             raise _problems(problems, data)
         return config
@@ -180,9 +178,7 @@ def _conflicts(config: AlgorithmConfig) -> dict[str, str]:
 def _problems(problems: Mapping[str, str], data: Mapping[str, Any]) -> ValidationError:
     """One pydantic error a key, so that a report can name each."""
     details = [
-        InitErrorDetails(
-            type=PydanticCustomError("no_effect", "{why}", {"why": why}), loc=(key,), input=data.get(key)
-        )
+        InitErrorDetails(type=PydanticCustomError("no_effect", "{why}", {"why": why}), loc=(key,), input=data.get(key))
         for key, why in sorted(problems.items())
     ]
     return ValidationError.from_exception_data("AlgorithmConfig", details)

@@ -13,9 +13,7 @@ def has_signal(rewards: np.ndarray) -> bool:
     return bool(np.ptp(rewards) > SAME_REWARD)
 
 
-def soft_overlong(
-    lengths: np.ndarray, truncated: np.ndarray, *, max_terms: int, buffer_terms: int
-) -> np.ndarray:
+def soft_overlong(lengths: np.ndarray, truncated: np.ndarray, *, max_terms: int, buffer_terms: int) -> np.ndarray:
     """Return a value in [-1, 0] for each rollout, falling over the last `buffer_terms`. DAPO, section 3.4.
 
     0 up to max_terms - buffer_terms, then linear to -1 at max_terms; -1 for a rollout cut off by a limit.

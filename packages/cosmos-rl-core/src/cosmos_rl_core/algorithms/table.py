@@ -128,8 +128,7 @@ def find_algorithm(name: str) -> Algorithm:
     found = plugins.load(GROUP, name)
     if not isinstance(found, Algorithm):
         raise UserError(
-            f"algorithm {name!r} is a {type(found).__name__}; "
-            f"it has to be a cosmos_rl_core.algorithms.table.Algorithm"
+            f"algorithm {name!r} is a {type(found).__name__}; it has to be a cosmos_rl_core.algorithms.table.Algorithm"
         )
     return found
 

@@ -40,9 +40,7 @@ def parse_address(text: str) -> Address:
         if parts.scheme == "tcp" and parts.hostname and parts.port is not None and not parts.path:
             return Address(host=parts.hostname, port=parts.port)
     except ValueError as error:  # a port that is no number or above 65535
-        raise UserError(
-            f"address {text!r}: {error}; write tcp://host:port with a port of 0 to 65535"
-        ) from error
+        raise UserError(f"address {text!r}: {error}; write tcp://host:port with a port of 0 to 65535") from error
     if parts.scheme == "unix" and not parts.netloc and parts.path.startswith("/"):
         if len(os.fsencode(parts.path)) > _LONGEST_UNIX_PATH:
             raise UserError(
@@ -73,9 +71,7 @@ def bound_address(listener: socket.socket, *, asked: Address) -> Address:
 
 def _bind_tcp(address: Address, *, allow_remote: bool) -> socket.socket:
     try:
-        found = socket.getaddrinfo(
-            address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )
+        found = socket.getaddrinfo(address.host, address.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except socket.gaierror as error:
         raise UserError(f"{address}: the host has no address ({error.strerror}); check its name") from error
     family, kind, protocol, _, endpoint = found[0]
@@ -118,9 +114,7 @@ def _remove_stale(path: str) -> None:
     except FileNotFoundError:
         return
     if not stat.S_ISSOCK(kind):
-        raise UserError(
-            f"unix://{path}: a file of that name is there and is not a socket; choose another path"
-        )
+        raise UserError(f"unix://{path}: a file of that name is there and is not a socket; choose another path")
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         try:
             probe.connect(path)

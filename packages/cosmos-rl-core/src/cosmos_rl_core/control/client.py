@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.payload import decode_group, encode_group
@@ -21,7 +23,7 @@ class ControllerClient:
     """Receives for a worker and beats its heart.
 
     client = ControllerClient(connection)
-    client.start(pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
+    await client.beside(work, pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
     """
 
     def __init__(self, connection: Connection) -> None:
@@ -30,18 +32,24 @@ class ControllerClient:
         self.cancels: asyncio.Queue[int] = asyncio.Queue()
         self.batches: asyncio.Queue[p.Batch | None] = asyncio.Queue()
         self.commits: asyncio.Queue[p.Committed | None] = asyncio.Queue()
-        self.sync_address: asyncio.Queue[str] = asyncio.Queue()
+        self.sync_address: asyncio.Queue[str | None] = asyncio.Queue()
         self.stopped = asyncio.Event()
-        self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self, *, pulse: Callable[[], p.Heartbeat]) -> None:
-        self._tasks = [asyncio.create_task(self._receive()), asyncio.create_task(self._beat(pulse))]
-
-    async def close(self) -> None:
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.connection.close()
+    async def beside(self, work: Coroutine[Any, Any, None], *, pulse: Callable[[], p.Heartbeat]) -> None:
+        """Receive and beat while `work` runs; an error of any of the three ends all and is raised."""
+        main = asyncio.create_task(work)
+        helpers = {asyncio.create_task(self._receive()), asyncio.create_task(self._beat(pulse))}
+        try:
+            while not main.done():
+                done, _ = await asyncio.wait({main, *helpers}, return_when=asyncio.FIRST_COMPLETED)
+                for helper in done & helpers:
+                    helper.result()
+                    helpers.discard(helper)
+            main.result()
+        finally:
+            for task in (main, *helpers):
+                task.cancel()
+            await asyncio.gather(main, *helpers, return_exceptions=True)
 
     async def _receive(self) -> None:
         try:
@@ -68,13 +76,15 @@ class ControllerClient:
 
     def _stop(self) -> None:
         self.stopped.set()
+        self.sync_address.put_nowait(None)
         self.grants.put_nowait(None)
         self.batches.put_nowait(None)
 
     async def _beat(self, pulse: Callable[[], p.Heartbeat]) -> None:
-        while not self.stopped.is_set():
+        while not self.connection.closed.is_set():
             self.connection.post(pulse())
-            await asyncio.sleep(HEARTBEAT_S)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.connection.closed.wait(), HEARTBEAT_S)
 
 
 class RemoteDesk:
@@ -168,9 +178,7 @@ class RemoteSteps:
 
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
         assert self._committed is not None
-        done = p.StepDone(
-            step=self._committed.step, version=result.policy_version, metrics={**result.metrics, **sync}
-        )
+        done = p.StepDone(step=self._committed.step, version=result.policy_version, metrics={**result.metrics, **sync})
         await self._client.connection.send(done)
         path = self._checkpoint(self._committed)
         if path is not None:

@@ -235,9 +235,7 @@ class WireProtocol(asyncio.BufferedProtocol):
         if theirs is None:
             return False
         if not self._client:
-            self._transport.write(
-                self._preamble
-            )  # before any check, so that a client of another version learns ours
+            self._transport.write(self._preamble)  # before any check, so that a client of another version learns ours
         keys = session_keys(self._token, ours=self._preamble, theirs=theirs, client=self._client)
         self._reader.use_key(keys.receive)
         self._sealer = FrameSealer(keys.send, max_frame_bytes=self._max_frame_bytes)

@@ -62,10 +62,7 @@ class Evaluation:
         names = rollouts[0].reward_breakdown
         return {
             "eval/reward_mean": float(np.mean([r.reward for r in rollouts])),
-            **{
-                f"eval/reward/{name}": float(np.mean([r.reward_breakdown[name] for r in rollouts]))
-                for name in names
-            },
+            **{f"eval/reward/{name}": float(np.mean([r.reward_breakdown[name] for r in rollouts])) for name in names},
             "eval/terms_mean": float(np.mean([r.num_terms for r in rollouts])),
             "eval/rows": float(len(rollouts)),
             "eval/failed": float(len(self.failures)),

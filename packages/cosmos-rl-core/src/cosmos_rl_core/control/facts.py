@@ -92,6 +92,7 @@ def _rolled_back(ledger: Ledger, record: records.RolledBack) -> None:
     assigned = ledger.assignment.samples if ledger.assignment is not None else ()
     ledger.samples.undo(record.version, assigned, record.payloads_kept)
     ledger.version, ledger.lineage = record.version, record.lineage
+    ledger.members.epoch += 1  # gradients of the undone steps are void
     ledger.assignment, ledger.votes = None, ()
     ledger.is_orphaned = False
 

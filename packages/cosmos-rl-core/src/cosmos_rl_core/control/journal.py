@@ -127,9 +127,7 @@ class Journal:
             if following is not None and following <= self._snapshot_number:
                 continue
             path = segment_path(self._directory, first)
-            for number, (body, _) in enumerate(
-                read_segment(path, first=first, is_last=following is None), first
-            ):
+            for number, (body, _) in enumerate(read_segment(path, first=first, is_last=following is None), first):
                 if self._snapshot_number <= number < self.num_durable:
                     yield decoder.decode(body)
 
@@ -139,9 +137,12 @@ class Journal:
         The two newest snapshots are kept, with the records since the older one.
         """
         self.sync()
-        write_snapshot(self._directory, self.num_durable, state)
-        self._thread.submit(self._start_segment).result()
-        remove_superseded(self._directory)
+        try:
+            write_snapshot(self._directory, self.num_durable, state)
+            self._thread.submit(self._start_segment).result()
+            remove_superseded(self._directory)
+        except OSError as error:
+            raise _failure(error, self._directory) from error
 
     def close(self) -> None:
         """Write what is pending and close the file."""
@@ -162,12 +163,12 @@ class Journal:
         try:
             self._file.write(data)
             self._file.sync()
+            self.num_durable += count
+            self._size += len(data)
+            if self._size >= self._segment_bytes:
+                self._start_segment()
         except OSError as error:
             raise _failure(error, self._directory) from error
-        self.num_durable += count
-        self._size += len(data)
-        if self._size >= self._segment_bytes:
-            self._start_segment()
 
     def _start_segment(self) -> None:
         if self._size:
@@ -177,7 +178,7 @@ class Journal:
             sync_directory(self._directory)
 
     def _check(self) -> tuple[int, int, int]:
-        """Read all segments, cut off a torn end; return the last one's first number, the next number, its size."""
+        """Read all segments, cut off a torn end; return where the last starts, the next number, its size."""
         firsts = segment_firsts(self._directory) or [self._snapshot_number]
         number, size = firsts[0], 0
         if number > self._snapshot_number:
@@ -202,6 +203,4 @@ def _failure(error: OSError, directory: Path) -> Exception:
             f"no space left for the journal in {directory}; what was acknowledged is safe. "
             "Free some space there and resume"
         )
-    return JournalError(
-        f"the journal in {directory} cannot be written ({error}); the run cannot go on safely"
-    )
+    return JournalError(f"the journal in {directory} cannot be written ({error}); the run cannot go on safely")

@@ -74,10 +74,7 @@ def _grant_in_turns(ledger: Ledger, waiting: dict[str, int], deadline: int, room
     The share keeps the first to ask from taking a whole small window; who has finished his part asks again.
     """
     share = -(-ledger.window.capacity // max(ledger.members.num_ready_rollouts, 1))
-    wants = {
-        name: min(capacity, share - len(ledger.samples.held.get(name, ())))
-        for name, capacity in waiting.items()
-    }
+    wants = {name: min(capacity, share - len(ledger.samples.held.get(name, ()))) for name, capacity in waiting.items()}
     grants: dict[str, list[effects.Lease]] = {}
     while room > 0 and (takers := [name for name, wanted in wants.items() if wanted > 0]):
         for name in takers[:room]:
@@ -111,9 +108,7 @@ def deliver(ledger: Ledger, event: events.Deliver) -> None:
         return
     if _is_holder(entry, event):
         if ledger.window.deadline(event.min_version) < entry.deadline:
-            reason = (
-                f"protocol: a term of version {event.min_version} in a group due at step {entry.deadline}"
-            )
+            reason = f"protocol: a term of version {event.min_version} in a group due at step {entry.deadline}"
             _fail(ledger, event.sample, entry, reason, final=False)
             return _refuse(ledger, event, reason)
         deadline = entry.deadline
@@ -125,9 +120,7 @@ def deliver(ledger: Ledger, event: events.Deliver) -> None:
             ledger.say(effects.Cancel(entry.replica, event.sample))
     ledger.sessions.end_lease(event.sample)
     ledger.decide(
-        records.Delivered(
-            event.sample, event.replica, deadline, event.min_version, event.max_version, event.num_terms
-        )
+        records.Delivered(event.sample, event.replica, deadline, event.min_version, event.max_version, event.num_terms)
     )
     ledger.say(effects.Ack(event.replica, event.sample))
 

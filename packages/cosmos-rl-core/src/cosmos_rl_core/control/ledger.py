@@ -70,9 +70,7 @@ class LedgerConfig:
 class Ledger:
     """The state machine. See the module's text; the attributes are for reading."""
 
-    rules: ClassVar[Mapping[type[events.Event], Callable[..., None]]] = (
-        liveness.RULES | leasing.RULES | stepping.RULES
-    )
+    rules: ClassVar[Mapping[type[events.Event], Callable[..., None]]] = liveness.RULES | leasing.RULES | stepping.RULES
 
     def __init__(self, config: LedgerConfig) -> None:
         self.config = config
@@ -170,9 +168,7 @@ class Ledger:
         return msgspec.msgpack.encode(self._state())
 
     @classmethod
-    def restore(
-        cls, config: LedgerConfig, snapshot: bytes | None, journal: Iterable[records.Record] = ()
-    ) -> Ledger:
+    def restore(cls, config: LedgerConfig, snapshot: bytes | None, journal: Iterable[records.Record] = ()) -> Ledger:
         """Return the ledger of a snapshot (or a new one) and the records since. `Restart` comes next."""
         ledger = cls(config)
         if snapshot is not None:

@@ -43,7 +43,7 @@ def heeds(ledger: Ledger, event: Message) -> bool:
     session.heard = ledger.now
     if session.suspect_since is not None:
         session.suspect_since = None
-        ledger.decide(records.Cleared(name))
+        _clear(ledger, name)
     return True
 
 
@@ -57,7 +57,7 @@ def join(ledger: Ledger, event: events.Join) -> None:
             return
         assert member is not None
         if member.state is MemberState.SUSPECT:
-            ledger.decide(records.Cleared(event.replica))
+            _clear(ledger, event.replica)
         _return_leases(ledger, event.replica, reason="not held after reconnecting", but=event.holding)
     else:
         if member is not None and member.is_live:
@@ -108,7 +108,10 @@ def leave(ledger: Ledger, event: events.Leave) -> None:
 
 
 def restart(ledger: Ledger, event: events.Restart) -> None:
-    """Suspect everybody until they connect again; leases live anew from now."""
+    """Suspect everybody until they connect again; leases live anew from now.
+
+    The journal may end between two records of one event, so what would have followed is made up for.
+    """
     ledger.decide(records.Restarted(ledger.term + 1))
     for name in ledger.members.live():
         ledger.sessions.open(name, ledger.now)
@@ -119,6 +122,8 @@ def restart(ledger: Ledger, event: events.Restart) -> None:
             ledger.sessions.renew(sample, ledger.now)
     if ledger.is_orphaned:
         ledger.say(effects.PoliciesLost(ledger.checkpoint_version))
+    else:
+        form_mesh(ledger)
 
 
 def tick(ledger: Ledger, event: events.Tick) -> None:
@@ -183,6 +188,11 @@ def _suspect(ledger: Ledger, replica: str) -> None:
         session.suspect_since = ledger.now
         if ledger.members.by_name[replica].state is not MemberState.SUSPECT:
             ledger.decide(records.Suspected(replica))
+
+
+def _clear(ledger: Ledger, replica: str) -> None:
+    ledger.decide(records.Cleared(replica))
+    form_mesh(ledger)
 
 
 def _return_leases(ledger: Ledger, replica: str, *, reason: str, but: Collection[int] = ()) -> None:

@@ -50,7 +50,7 @@ class Members:
     def __init__(self) -> None:
         self.by_name: dict[str, Member] = {}
         self.epoch = 0
-        """Number of meshes formed so far."""
+        """Rises with every new mesh and every rollback; what was said in earlier epochs is void."""
         self.mesh: tuple[str, ...] = ()
         """Policy replicas that train together, sorted; empty before the first mesh and when all were lost."""
         self.num_ready_rollouts = 0
@@ -84,8 +84,7 @@ class Members:
         members = cls()
         members.by_name, members.epoch, members.mesh = table.by_name, table.epoch, table.mesh
         members.num_ready_rollouts = sum(
-            member.role == "rollout" and member.state is MemberState.READY
-            for member in table.by_name.values()
+            member.role == "rollout" and member.state is MemberState.READY for member in table.by_name.values()
         )
         return members
 

@@ -133,7 +133,5 @@ def _unpack(array: _Array, name: str) -> np.ndarray:
 
 def _unpack_terms(array: _Array, name: str, dtype: str, num_terms: int) -> np.ndarray:
     if array.dtype != dtype or array.shape != (num_terms,):
-        raise ValueError(
-            f"{name} is {array.dtype} {list(array.shape)}, the rollout needs {dtype} [{num_terms}]"
-        )
+        raise ValueError(f"{name} is {array.dtype} {list(array.shape)}, the rollout needs {dtype} [{num_terms}]")
     return _unpack(array, name)

@@ -129,7 +129,7 @@ class Covered(Record, frozen=True, tag=True, array_like=True):
 
 
 class RolledBack(Record, frozen=True, tag=True, array_like=True):
-    """Steps from `version` on are undone; a new lineage begins."""
+    """Steps from `version` on are undone; a new lineage begins, and with it a new epoch of the same mesh."""
 
     version: int
     lineage: int

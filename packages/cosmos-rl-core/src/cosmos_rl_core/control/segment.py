@@ -2,8 +2,9 @@
 
     frame = length u32 | crc of the body u32 | crc of these 8 bytes u32 | body        (little endian)
 
-Both checksums start from the frame's sequence number, so that a frame that was moved, repeated or left out
-is found like one with a flipped bit. The checksum is zlib's CRC-32: the standard library has no CRC-32C.
+The body's checksum starts from the frame's sequence number, so that a frame that was moved, repeated or
+left out is found like one with a flipped bit; the header's does not, so that frames behind damage can be
+recognised. Both are zlib's CRC-32: the standard library has no CRC-32C.
 """
 
 from __future__ import annotations
@@ -24,21 +25,27 @@ class JournalError(Exception):
 
 def encode_frame(body: bytes, sequence: int) -> bytes:
     """Return the frame of a body."""
-    seed = sequence & 0xFFFFFFFF
-    checked = _CHECKED.pack(len(body), zlib.crc32(body, seed))
-    return checked + zlib.crc32(checked, seed).to_bytes(4, "little") + body
+    checked = _CHECKED.pack(len(body), zlib.crc32(body, sequence & 0xFFFFFFFF))
+    return checked + zlib.crc32(checked).to_bytes(4, "little") + body
 
 
 def decode_frame(data: memoryview, offset: int, sequence: int) -> memoryview | None:
     """Return the body of the frame at `offset`, or None if no intact frame of that number lies there."""
-    if offset + _HEADER.size > len(data):
+    if not _is_header(data, offset):
         return None
-    length, body_crc, header_crc = _HEADER.unpack_from(data, offset)
-    start, seed = offset + _HEADER.size, sequence & 0xFFFFFFFF
-    if zlib.crc32(data[offset : offset + _CHECKED.size], seed) != header_crc or start + length > len(data):
-        return None
+    length, body_crc, _ = _HEADER.unpack_from(data, offset)
+    start = offset + _HEADER.size
     body = data[start : start + length]
-    return body if zlib.crc32(body, seed) == body_crc else None
+    return body if zlib.crc32(body, sequence & 0xFFFFFFFF) == body_crc else None
+
+
+def _is_header(data: memoryview, offset: int) -> bool:
+    """Return whether an intact header lies at `offset` with all of its body behind it."""
+    if offset + _HEADER.size > len(data):
+        return False
+    length, _, header_crc = _HEADER.unpack_from(data, offset)
+    is_intact = zlib.crc32(data[offset : offset + _CHECKED.size]) == header_crc
+    return is_intact and offset + _HEADER.size + length <= len(data)
 
 
 def read_segment(path: Path, *, first: int, is_last: bool) -> Iterator[tuple[bytes, int]]:
@@ -53,28 +60,12 @@ def read_segment(path: Path, *, first: int, is_last: bool) -> Iterator[tuple[byt
     while offset < len(data):
         body = decode_frame(data, offset, sequence)
         if body is None:
-            if is_last and not _has_frame_after(data, offset, sequence):
+            if is_last and not any(_is_header(data, later) for later in range(offset + 1, len(data))):
                 return
-            raise JournalError(
-                f"{path}: record {sequence} at byte {offset} is damaged; resume from a checkpoint"
-            )
+            raise JournalError(f"{path}: record {sequence} at byte {offset} is damaged; resume from a checkpoint")
         offset += _HEADER.size + len(body)
         sequence += 1
         yield bytes(body), offset
-
-
-def _has_frame_after(data: memoryview, offset: int, sequence: int) -> bool:
-    """Return whether an intact later frame lies behind the damage at `offset`.
-
-    Only frames near `sequence` are tried: each damaged byte range hides at least one frame, and few bytes
-    hide few.
-    """
-    nearby = range(sequence + 1, sequence + 3)
-    return any(
-        decode_frame(data, start, later) is not None
-        for start in range(offset + 1, len(data) - _HEADER.size + 1)
-        for later in nearby
-    )
 
 
 def segment_path(directory: Path, first: int) -> Path:

@@ -31,7 +31,7 @@ class Sessions:
         self.batch_requests: dict[str, None] = {}
         """Policy replicas that wait for the next batch, in order of arrival."""
         self.lease_requests: dict[tuple[int, int], dict[str, int]] = {}
-        """(lineage, version) of the weights -> capacity that each waiting rollout replica asked for, in order."""
+        """(lineage, version) of the weights -> capacity each waiting rollout replica asked for, in order."""
         self._weights: dict[str, tuple[int, int]] = {}  # replica -> its key in lease_requests
         self._renewed: dict[int, float] = {}  # lease's sample -> last renewal, oldest first
 

@@ -26,13 +26,13 @@ def write_status(path: Path, controller: Controller, *, phase: str) -> None:
         "version": ledger.version,
         "members": [
             {
-                "name": member.name,
-                "role": member.role,
-                "state": ledger.members.by_name[member.name].state.value,
-                "age_s": round(now - member.beat_at, 1),
-                "progress": member.progress,
+                "name": peer.name,
+                "role": peer.role,
+                "state": ledger.members.by_name[peer.name].state.value,
+                "age_s": round(now - peer.heard_at, 1),
+                "progress": peer.progress,
             }
-            for member in controller.members.values()
+            for peer in controller.peers.by_name.values()
         ],
         "samples": ledger.counts(),
         "waits": waits.lines(ledger) + controller.waits(),

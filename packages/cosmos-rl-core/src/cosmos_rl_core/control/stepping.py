@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.control import effects, events, records
-from cosmos_rl_core.control.liveness import form_mesh, heeds, remesh, tell_mesh
+from cosmos_rl_core.control.liveness import form_mesh, heeds, tell_mesh
 from cosmos_rl_core.control.samples import LEASED, PENDING, READY
 
 if TYPE_CHECKING:
@@ -118,10 +118,11 @@ def rollback(ledger: Ledger, event: events.Rollback) -> None:
             f"checkpoint) to {ledger.version} are left; resume a new run from an older checkpoint instead"
         )
     ledger.decide(records.RolledBack(event.version, ledger.lineage + 1, event.payloads_kept))
+    ledger.sessions.batch_requests.clear()
     for name in ledger.members.live():
         ledger.say(effects.RolledBack(name, ledger.lineage, ledger.version))
-    if ledger.members.mesh:
-        remesh(ledger, ledger.members.mesh)
+    for name in ledger.members.mesh:
+        tell_mesh(ledger, name)
     form_mesh(ledger)
 
 

@@ -20,9 +20,7 @@ def make_token(path: Path) -> bytes:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError as error:
-        raise UserError(
-            f"{path} exists: read it with read_token, or remove it to make a new token"
-        ) from error
+        raise UserError(f"{path} exists: read it with read_token, or remove it to make a new token") from error
     with os.fdopen(descriptor, "w", encoding="ascii") as file:
         file.write(token.hex() + "\n")
     return token

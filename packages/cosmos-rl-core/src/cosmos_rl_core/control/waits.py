@@ -42,10 +42,7 @@ def _votes(ledger: Ledger) -> list[str]:
     missing = [name for name in ledger.members.mesh if name not in ledger.votes]
     if ledger.assignment is None or not ledger.votes or not missing:
         return []
-    return [
-        f"{name} waits for the votes of {', '.join(missing)} on step {ledger.version}"
-        for name in ledger.votes
-    ]
+    return [f"{name} waits for the votes of {', '.join(missing)} on step {ledger.version}" for name in ledger.votes]
 
 
 def _leases(ledger: Ledger) -> list[str]:

@@ -81,9 +81,7 @@ class Server:
         return protocol
 
     def _opened(self, connection: Connection) -> None:
-        task = asyncio.get_running_loop().create_task(
-            self._talk(connection), name=f"wire {connection.peer.name}"
-        )
+        task = asyncio.get_running_loop().create_task(self._talk(connection), name=f"wire {connection.peer.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 

@@ -45,15 +45,13 @@ def run(
         return
     folders = _import_from(file)
     from cosmos_rl_core.config.load import load_config
-    from cosmos_rl_core.control.server import WorkerFailed
+    from cosmos_rl_core.interfaces import WorkerFailed
     from cosmos_rl_core.launch.run import run as run_config
 
     config = load_config(file, overrides or ())
     try:
         result = run_config(config, resume=resume, overwrite=overwrite, python_path=folders)
-    except (
-        WorkerFailed
-    ) as error:  # it carries the worker's last words; where the controller stood adds nothing
+    except WorkerFailed as error:  # it carries the worker's last words; where the controller stood adds nothing
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     if result.interrupted:

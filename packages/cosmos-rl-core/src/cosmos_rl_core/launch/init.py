@@ -18,9 +18,7 @@ def init(domain: str, directory: Path) -> Path:
         with path.open("x", encoding="utf-8") as file:
             file.write(recipe)
     except FileExistsError as error:
-        raise UserError(
-            f"{path if path.exists() else directory} exists already; choose another directory"
-        ) from error
+        raise UserError(f"{path if path.exists() else directory} exists already; choose another directory") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     return path

@@ -96,7 +96,11 @@ class LocalWorkers:
         ]
         with worker.log.open("ab") as log:
             worker.process = await asyncio.create_subprocess_exec(
-                *command, stdin=asyncio.subprocess.DEVNULL, stdout=log, stderr=log, env=self._environment(worker)
+                *command,
+                stdin=asyncio.subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env=self._environment(worker),
             )
         worker.starts += 1
         watcher = asyncio.create_task(self._watch(worker, worker.process))
@@ -105,7 +109,12 @@ class LocalWorkers:
 
     def _environment(self, worker: WorkerProcess) -> dict[str, str]:
         path = os.pathsep.join([*self.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
-        environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
+        environment = {
+            **os.environ,
+            "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONPATH": path,
+            "PYTHONUNBUFFERED": "1",
+        }
         if worker.threads is not None:
             environment["OMP_NUM_THREADS"] = str(worker.threads)
         return environment
@@ -137,7 +146,9 @@ def last_lines(path: Path, *, count: int = LAST_LINES) -> str:
     return "\n".join(lines[-count:]) or "(its log is empty)"
 
 
-def share_threads(*, cores: int, policy: int | None, rollout: int | None, rollout_replicas: int, overlap: bool) -> tuple[int, int]:
+def share_threads(
+    *, cores: int, policy: int | None, rollout: int | None, rollout_replicas: int, overlap: bool
+) -> tuple[int, int]:
     """CPU threads of a policy and of a rollout replica where the recipe does not say.
 
     Roles that work at the same time share the cores; roles that take turns (max_staleness = 0) each get all of them.

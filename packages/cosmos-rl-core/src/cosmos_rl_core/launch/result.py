@@ -40,7 +40,8 @@ class RunResult:
 class RunObserver:
     """Console, metric sinks and files of one run. Implements `control.server.Observer`."""
 
-    def __init__(self, config: RunConfig, directory: Path) -> None:
+    def __init__(self, config: RunConfig, directory: Path, *, max_steps: int) -> None:
+        """Open the sinks of [logging] in the run's directory."""
         self.current_phase = "starting"
         self._config = config
         self._directory = directory
@@ -50,7 +51,7 @@ class RunObserver:
         sinks = [name for name in config.logging.sinks if name != "console"]
         self._sinks = build_sinks(sinks, directory)
         self._eval_sink = JsonLines(directory / "eval.jsonl")
-        self._console = _console(config, directory) if "console" in config.logging.sinks else None
+        self._console = _console(config, directory, max_steps) if "console" in config.logging.sinks else None
 
     def __enter__(self) -> RunObserver:
         return self
@@ -123,10 +124,10 @@ class RunObserver:
         return result
 
 
-def _console(config: RunConfig, directory: Path) -> Console:
+def _console(config: RunConfig, directory: Path, max_steps: int) -> Console:
     from cosmos_rl_core.observe.console import Console  # rich is not needed where nobody looks
 
-    return Console(config.run.name, config.run.max_steps, directory)
+    return Console(config.run.name, max_steps, directory)
 
 
 def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
@@ -136,7 +137,10 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
         first, last = min(result.evaluations), max(result.evaluations)
         for name in result.evaluations[first]:
             if name.startswith("eval/reward"):
-                before, after = result.evaluations[first][name], result.evaluations[last].get(name, float("nan"))
+                before, after = (
+                    result.evaluations[first][name],
+                    result.evaluations[last].get(name, float("nan")),
+                )
                 rows[f"held-out {name.removeprefix('eval/')}"] = f"{before:.3f} -> {after:.3f}"
     if result.metrics and "reward_mean" in result.metrics[0]:
         rows["reward"] = f"{result.metrics[0]['reward_mean']:.3f} -> {result.metrics[-1]['reward_mean']:.3f}"

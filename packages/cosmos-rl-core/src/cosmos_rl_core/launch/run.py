@@ -14,7 +14,6 @@ import os
 import signal
 import sys
 import time
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,18 +22,20 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.config.load import dump_resolved, load_config
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.job import Job
 from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
 from cosmos_rl_core.control.records import Position
-from cosmos_rl_core.control.server import Controller, Plan, WorkerFailed
+from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.control.token import make_token
 from cosmos_rl_core.control.wire import Hello, connect, serve
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.interfaces import UserError, WorkerFailed
 from cosmos_rl_core.launch.directory import RunDirectory
 from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
 from cosmos_rl_core.launch.result import RunObserver, RunResult
 from cosmos_rl_core.observe.trace import Timeline, merge
+from cosmos_rl_core.rollout.source import PromptSource
 
 STOP_GRACE_S = 60.0
 """Longest that a worker may take to leave once it was told to."""
@@ -75,7 +76,10 @@ class _Run:
         self._directory = directory
         self._checkpoint = checkpoint
         self._python_path = python_path
-        self._observer = RunObserver(config, directory)
+        self._source = assemble.build_source(config)
+        self._eval_source = assemble.build_eval_source(config)
+        self._max_steps = planned_steps(config, self._source)
+        self._observer = RunObserver(config, directory, max_steps=self._max_steps)
         self._workers: LocalWorkers | None = None
         self._interrupts = 0
 
@@ -110,30 +114,28 @@ class _Run:
 
     def _controller(self, text: str, journal: Journal) -> Controller:
         config = self._config
-        self._observer.phase("reading the data")
-        source = assemble.build_source(config)
         ledger_config = LedgerConfig(
             groups_per_step=config.policy.prompts_per_step,
             max_staleness=config.sync.max_staleness,
-            total_samples=source.total,
-            max_steps=config.run.max_steps,
+            total_samples=self._source.total,
+            max_steps=self._max_steps,
             rollouts=not config.is_sft,
             lease_ttl_s=config.elastic.lease_ttl_s,
             suspect_grace_s=config.elastic.suspect_grace_s,
             max_attempts=config.rollout.max_attempts,
         )
         return Controller(
-            plan=Plan(
+            Job(
                 config_toml=text,
                 run_dir=self._directory,
                 resume_from=str(self._checkpoint or ""),
                 supervised=config.is_sft,
-                max_steps=config.run.max_steps,
+                max_steps=self._max_steps,
                 eval_every_steps=config.eval.every_steps,
                 group_size=config.rollout.group_size,
             ),
-            source=source,
-            eval_source=assemble.build_eval_source(config),
+            source=self._source,
+            eval_source=self._eval_source,
             ledger=self._ledger(ledger_config, journal),
             journal=journal,
             clock=time.monotonic,
@@ -168,11 +170,13 @@ class _Run:
 
         def on_death(death: Death) -> None:
             then = "starting it again" if death.restarting else "the run cannot go on without it"
-            report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
+            report = (
+                f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
+            )
             if death.restarting:
                 self._observer.note(report)
             else:
-                controller.fail(WorkerFailed(death.name, report))
+                controller.fail(WorkerFailed(report))
 
         workers = self._workers = LocalWorkers(
             controller=address,
@@ -231,6 +235,19 @@ class _Run:
         parts = sorted((self._directory / "logs").glob("*.trace.json"))
         if parts:
             merge(parts, self._directory / "timeline.json")
+
+
+def planned_steps(config: RunConfig, source: PromptSource) -> int:
+    """Steps of the run: [run] max_steps, or as many whole batches as [prompts] epochs give."""
+    whole = None if source.total is None else source.total // config.policy.prompts_per_step
+    if whole == 0:
+        raise UserError(
+            f"{len(source)} rows are fewer than [policy] prompts_per_step = {config.policy.prompts_per_step}: "
+            "not one step can be made up. Lower it, or raise [prompts] epochs."
+        )
+    limits = [steps for steps in (config.run.max_steps, whole) if steps is not None]
+    assert limits, "the config asks for max_steps or epochs"
+    return min(limits)
 
 
 def threads(config: RunConfig) -> tuple[int, int]:

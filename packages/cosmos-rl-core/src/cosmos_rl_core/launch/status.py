@@ -91,10 +91,8 @@ def render(run_dir: Path, status: RunStatus, *, pid: int | None, now: float) -> 
     if status.members:
         rows = [(m.name, m.role, m.state, f"{m.age_s:.1f} s", m.progress) for m in status.members]
         parts.append(table(rows, header=("name", "role", "state", "age", "progress")))
-    if status.samples:
-        parts.append(
-            "samples: " + ", ".join(f"{count} {state}" for state, count in status.samples.items() if count)
-        )
+    if samples := [f"{count} {state}" for state, count in status.samples.items() if count]:
+        parts.append(f"samples: {', '.join(samples)}")
     if status.waits:
         parts.append("\n".join(["waiting:", *(f"  {wait}" for wait in status.waits)]))
     return "\n\n".join(parts)

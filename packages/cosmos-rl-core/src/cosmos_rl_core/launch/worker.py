@@ -26,7 +26,8 @@ CONNECT_TIMEOUT_S = 60.0
 
 def main() -> None:
     arguments = _parse()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the controller decides who stops when
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the controller decides who stops
+        signal.signal(number, signal.SIG_IGN)
     sys.exit(asyncio.run(_work(arguments)))
 
 

@@ -33,8 +33,8 @@ class Console:
         console.close()
 
     Figures it knows: reward_mean, loss, staleness_mean, staleness_max, terms_per_s, sync_s, members; one that
-    is absent is not shown. Where the stream is no terminal it writes at most one line a second, and always the
-    last.
+    is absent is not shown. Where the stream is no terminal it writes at most one line a second, and always
+    the last.
     """
 
     def __init__(
@@ -109,9 +109,7 @@ class Console:
             for label, value in rows.items():
                 self._write(f"  {label.ljust(width)}  {value}")
             return
-        table = Table(
-            title=Text(f"{self._run_name}: done", style="bold"), title_justify="left", show_header=False
-        )
+        table = Table(title=Text(f"{self._run_name}: done", style="bold"), title_justify="left", show_header=False)
         for label, value in rows.items():
             table.add_row(Text(label), Text(str(value), overflow="fold"))
         live.console.print(table)
@@ -154,9 +152,7 @@ class Console:
             curve = sparkline(list(self._rewards), bars=self._bars) if label == "reward" else ""
             figures.add_row(Text(label, style="dim"), Text(value), Text(curve, style="green"))
         title = Text(f"{self._run_name}: {self._phase}")
-        return Panel(
-            Group(progress, figures), title=title, title_align="left", subtitle=Text(str(self._output_dir))
-        )
+        return Panel(Group(progress, figures), title=title, title_align="left", subtitle=Text(str(self._output_dir)))
 
     # -- both
 
@@ -184,9 +180,7 @@ class Console:
 
     def _remaining_s(self) -> float | None:
         """Extrapolate the remembered steps; None before there are two, and at the end."""
-        (first_at, first), (last_at, last) = (
-            (self._times[0], self._times[-1]) if self._times else ((0, 0),) * 2
-        )
+        (first_at, first), (last_at, last) = (self._times[0], self._times[-1]) if self._times else ((0, 0),) * 2
         if last == first or last >= self._max_steps:
             return None
         return (last_at - first_at) / (last - first) * (self._max_steps - last)

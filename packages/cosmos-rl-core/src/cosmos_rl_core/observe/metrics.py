@@ -30,9 +30,7 @@ class Metrics:
     def __init__(self) -> None:
         self._values: dict[str, _Accumulator] = {}
 
-    def add(
-        self, name: str, value: float, *, count: float = 1, reduction: Reduction = Reduction.MEAN
-    ) -> None:
+    def add(self, name: str, value: float, *, count: float = 1, reduction: Reduction = Reduction.MEAN) -> None:
         """Take one observation that stands for `count` of them; a count of 0 is no observation.
 
         Raises ValueError for a negative count, or where `name` was added with another reduction.

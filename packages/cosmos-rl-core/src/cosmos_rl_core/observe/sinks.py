@@ -61,9 +61,7 @@ class TensorBoard:
         self._writer: Any = writer.EventFileWriter(str(run_dir / "tensorboard"))
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        values = [
-            self._summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()
-        ]
+        values = [self._summary_pb2.Summary.Value(tag=name, simple_value=value) for name, value in metrics.items()]
         summary = self._summary_pb2.Summary(value=values)
         self._writer.add_event(self._event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
 

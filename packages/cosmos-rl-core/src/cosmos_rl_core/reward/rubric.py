@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import inspect
 import math
-from collections.abc import Sequence
+from collections.abc import Awaitable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 from cosmos_rl_core.interfaces import RewardFn, SampleError
 from cosmos_rl_core.types import RolloutGroup
@@ -60,7 +60,7 @@ class Rubric:
 
     async def _call(self, function: RewardFn, group: RolloutGroup) -> Any:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
-            return await function(group)
+            return await cast(Awaitable[Any], function(group))
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, group)
 
     def close(self) -> None:
@@ -69,7 +69,7 @@ class Rubric:
 
 def _checked(values: Any, *, expected: int, where: str) -> list[float]:
     """Turn what a reward returned into floats, or say exactly what is wrong with it."""
-    if isinstance(values, str | bytes) or not isinstance(values, Sequence) and not _is_vector(values):
+    if isinstance(values, str | bytes) or (not isinstance(values, Sequence) and not _is_vector(values)):
         raise SampleError(f"{where} returned {type(values).__name__}; it must return one number a rollout", final=True)
     if len(values) != expected:
         raise SampleError(f"{where} returned {len(values)} values for {expected} rollouts", final=True)

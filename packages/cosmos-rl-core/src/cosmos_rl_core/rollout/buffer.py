@@ -95,9 +95,7 @@ class StalenessWindow:
             taken += sorted(ready[deadline])[:places]
         return tuple(sorted(taken))
 
-    def _can_take(
-        self, ready: Mapping[int, Collection[int]], outstanding: Mapping[int, int], next_step: int
-    ) -> bool:
+    def _can_take(self, ready: Mapping[int, Collection[int]], outstanding: Mapping[int, int], next_step: int) -> bool:
         num_due = num_ready = 0
         for bound in sorted(outstanding):
             num_due += outstanding[bound]

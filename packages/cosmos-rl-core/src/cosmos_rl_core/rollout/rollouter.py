@@ -48,16 +48,10 @@ class Rollouter:
     async def evaluate(self, prompt: Prompt) -> RolloutGroup:
         return await self._scored(prompt, num_samples=1, sampling=self._eval_sampling, stream=1)
 
-    async def _scored(
-        self, prompt: Prompt, *, num_samples: int, sampling: Sampling, stream: int
-    ) -> RolloutGroup:
+    async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Sampling, stream: int) -> RolloutGroup:
         seed = request_seed(self._seed, stream=stream, sample_id=prompt.sample_id)
-        text, rollouts = await self._engine.generate(
-            prompt, num_samples=num_samples, sampling=sampling, seed=seed
-        )
-        return await self._rubric.score(
-            RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text)
-        )
+        text, rollouts = await self._engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+        return await self._rubric.score(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))
 
     def _with_advantages(self, group: RolloutGroup) -> RolloutGroup:
         rewards = np.array([r.reward for r in group.rollouts])

@@ -27,9 +27,7 @@ class PromptSource:
         epochs: int | None = None,
     ) -> None:
         if not len(rows):
-            raise UserError(
-                f"{origin} has no rows: nothing to draw prompts from. Check [data] path, split and limit."
-            )
+            raise UserError(f"{origin} has no rows: nothing to draw prompts from. Check [data] path, split and limit.")
         self._rows = rows
         self._origin = origin
         self._shuffle = shuffle
@@ -58,10 +56,6 @@ class PromptSource:
             epoch = 0
         if self._order is None or self._order[0] != epoch:
             rows = len(self._rows)
-            order = (
-                np.random.default_rng([self._seed, epoch]).permutation(rows)
-                if self._shuffle
-                else np.arange(rows)
-            )
+            order = np.random.default_rng([self._seed, epoch]).permutation(rows) if self._shuffle else np.arange(rows)
             self._order = (epoch, order)
         return self._order[1]

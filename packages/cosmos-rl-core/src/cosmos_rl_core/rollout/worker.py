@@ -107,9 +107,7 @@ class RolloutWorker:
             for lease in leases:
                 if not self._running:
                     self._busy_since = time.perf_counter()
-                self._running[lease.prompt.sample_id, lease.evaluation] = asyncio.create_task(
-                    self._answer(lease)
-                )
+                self._running[lease.prompt.sample_id, lease.evaluation] = asyncio.create_task(self._answer(lease))
 
     async def _answer(self, lease: Lease) -> None:
         try:

@@ -55,24 +55,25 @@ class Tiny:
 
         return TinyPolicy(model, temperature=sampling.temperature if sampling else 1.0)
 
-    def build_engine(
-        self, model: TinyModel, *, data: TinyData, name: str, options: Mapping[str, Any]
-    ) -> RolloutEngine:
+    def build_engine(self, model: TinyModel, *, data: TinyData, name: str, options: Mapping[str, Any]) -> RolloutEngine:
         from cosmos_rl_core.testing.tiny_model import build_network
 
         return TinyEngine(build_network(model), contexts=model.contexts, delay_s=float(options.get("delay_s", 0.0)))
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
-        return {"hits": lambda: hits, "nan": lambda: not_a_number, "text": lambda: words, "short": lambda: too_few}.get(name)
+        return {
+            "hits": lambda: hits,
+            "nan": lambda: not_a_number,
+            "text": lambda: words,
+            "short": lambda: too_few,
+        }.get(name)
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate
 
         return collate(groups, microbatch_terms=microbatch_terms)
 
-    def collate_sft(
-        self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int
-    ) -> TrainBatch:
+    def collate_sft(self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate_answers
 
         return collate_answers(rows, actions=policy.actions, length=3, microbatch_terms=microbatch_terms)
@@ -90,7 +91,14 @@ def hits(group: RolloutGroup) -> list[float]:
     """Fraction of actions that are the wanted ones."""
     context = group.prompt.row["context"]
     return [
-        float(np.mean([a == wanted(context, i, actions=int(r.arrays["num_actions"])) for i, a in enumerate(r.arrays["actions"])]))
+        float(
+            np.mean(
+                [
+                    a == wanted(context, i, actions=int(r.arrays["num_actions"]))
+                    for i, a in enumerate(r.arrays["actions"])
+                ]
+            )
+        )
         for r in group.rollouts
     ]
 
@@ -128,7 +136,9 @@ class TinyEngine:
     def weights(self) -> Mapping[str, Any]:
         return dict(self._network.named_parameters())
 
-    async def generate(self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int) -> tuple[str, list[Any]]:
+    async def generate(
+        self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
+    ) -> tuple[str, list[Any]]:
         from cosmos_rl_core.testing.tiny_model import draw_place, rollouts_of
 
         context = prompt.row["context"]
@@ -137,7 +147,9 @@ class TinyEngine:
         rng = np.random.default_rng(seed)
         actions, logprobs, versions = [], [], []
         for place in range(sampling.max_terms):
-            drawn, logp = draw_place(self._network, context, place, rng, num_samples=num_samples, temperature=sampling.temperature)
+            drawn, logp = draw_place(
+                self._network, context, place, rng, num_samples=num_samples, temperature=sampling.temperature
+            )
             actions.append(drawn)
             logprobs.append(logp)
             versions.append(self._version)
@@ -158,4 +170,7 @@ def save_weights(directory: Path, weights: Mapping[str, Any]) -> None:
     from safetensors.torch import save_file
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_file({name: tensor.detach().contiguous() for name, tensor in weights.items()}, directory / "model.safetensors")
+    save_file(
+        {name: tensor.detach().contiguous() for name, tensor in weights.items()},
+        directory / "model.safetensors",
+    )

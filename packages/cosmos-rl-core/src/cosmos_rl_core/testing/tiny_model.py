@@ -64,7 +64,13 @@ class TinyPolicy:
 
 @torch.no_grad()
 def draw_place(
-    network: TinyNetwork, context: int, place: int, rng: np.random.Generator, *, num_samples: int, temperature: float
+    network: TinyNetwork,
+    context: int,
+    place: int,
+    rng: np.random.Generator,
+    *,
+    num_samples: int,
+    temperature: float,
 ) -> tuple[np.ndarray, np.ndarray]:
     """Draw one action for each sample. Returns actions [G] and their log-probabilities [G]."""
     logits = network(torch.tensor([context]), torch.tensor([place]))[0]
@@ -78,12 +84,19 @@ def draw_place(
 
 
 def rollouts_of(
-    actions: Sequence[np.ndarray], logprobs: Sequence[np.ndarray], versions: Sequence[int], *, num_actions: int
+    actions: Sequence[np.ndarray],
+    logprobs: Sequence[np.ndarray],
+    versions: Sequence[int],
+    *,
+    num_actions: int,
 ) -> list[Rollout]:
     """Turn what was drawn place by place, each [G], into G rollouts."""
     return [
         Rollout(
-            arrays={"actions": np.array([a[g] for a in actions]), "num_actions": np.array(num_actions, np.int32)},
+            arrays={
+                "actions": np.array([a[g] for a in actions]),
+                "num_actions": np.array(num_actions, np.int32),
+            },
             rollout_logprobs=np.array([lp[g] for lp in logprobs], np.float32),
             versions=np.array(versions, np.int32),
             loss_mask=np.ones(len(actions), np.bool_),

@@ -59,7 +59,9 @@ def save(root: Path, *, state: TrainState, policy: Policy, optimizer: torch.opti
         temporary.rename(final)
     except OSError as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(f"cannot write the checkpoint {final}: {error.strerror}. Earlier ones are untouched.") from error
+        raise UserError(
+            f"cannot write the checkpoint {final}: {error.strerror}. Earlier ones are untouched."
+        ) from error
     for old in list_steps(root)[:-keep]:
         shutil.rmtree(root / f"step_{old}")
     return final
@@ -120,8 +122,10 @@ def _flatten(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor],
         for name, value in entries.items()
         if isinstance(value, torch.Tensor)
     }
-    groups = [{k: v for k, v in group.items() if isinstance(v, int | float | str | bool | list | tuple | None)}
-              for group in state["param_groups"]]
+    groups = [
+        {k: v for k, v in group.items() if isinstance(v, int | float | str | bool | list | tuple | None)}
+        for group in state["param_groups"]
+    ]
     return tensors, {"param_groups": groups}
 
 

@@ -1,8 +1,8 @@
 """The sequences that run together: prefill of new prompts, one decode step, removal.
 
-    admit:  prompts packed in one row -> model -> keys and values copied to each sample's slot, first terms drawn
-    step:   last term of each sequence [n, 1] -> model with the cache -> next terms drawn
-    both record what was drawn and let finished sequences go
+admit   prompts packed in one row -> model -> keys and values to each sample's slot, first terms drawn
+step    last term of each sequence [n, 1] -> model with the cache -> next terms drawn
+both    record what was drawn and let finished sequences go
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.types import FinishReason
@@ -22,8 +23,14 @@ from cosmos_rl_llm.engines.sequence import Request, RunningSequence
 from cosmos_rl_llm.model import Head
 from cosmos_rl_llm.packing import PackedLayout, install_attention
 
+MIN_ROWS = 4
+"""Fewest rows of a matrix product, filled up with rows that are thrown away.
+
+Products of one to three rows go through other CPU kernels that round differently. From four rows on, a row's
+result was seen not to depend on its neighbours, so that a rollout has the same bits whatever runs beside it.
+"""
 _STOP_MARGIN = 8
-"""Tokens decoded before the place where a stop string could begin, for tokenizers that trim a text's start."""
+"""Tokens decoded before the first place of a stop string, for tokenizers that trim a text's start."""
 
 
 @dataclass(slots=True)
@@ -52,50 +59,65 @@ class RunningBatch:
     ) -> None:
         install_attention(model)
         model.eval().requires_grad_(False)
+        rows = max(max_sequences, MIN_ROWS)
         self.stats = EngineStats()
         self.sequences: list[RunningSequence] = []
         self._model, self._head, self._decode = model, Head.of(model), decode
         self._stop_ids = frozenset(stop_ids)
+        self._max_sequences, self._cache_terms = max_sequences, cache_terms
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
         self._sampler: Sampler | None = None
         # One column a row of the batch: token and place of the last term, and the random counter.
-        self._token = np.zeros(max_sequences, dtype=np.int64)
-        self._place = np.zeros(max_sequences, dtype=np.int64)
-        self._seed = np.zeros(max_sequences, dtype=np.uint64)
-        self._sample = np.zeros(max_sequences, dtype=np.int64)
-        self._term = np.zeros(max_sequences, dtype=np.int64)
+        self._token = np.zeros(rows, dtype=np.int64)
+        self._place = np.zeros(rows, dtype=np.int64)
+        self._seed = np.zeros(rows, dtype=np.uint64)
+        self._sample = np.zeros(rows, dtype=np.int64)
+        self._term = np.zeros(rows, dtype=np.int64)
 
-    def admit(self, requests: Sequence[Request], *, version: int) -> None:
-        """Prefill the prompts in one pass and draw each sample's first term."""
+    def samples_at_a_time(self, num_terms: int) -> int:
+        """Most sequences of `num_terms`, prompt included, that can run together; 0 when they never fit."""
+        room = self._cache_terms // num_terms
+        return min(room, self._max_sequences) if room >= MIN_ROWS else 0
+
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """Whether `requests` can run beside what runs now."""
+        running = [*requests, *(sequence.request for sequence in self.sequences)]
+        rows = len(self.sequences) + sum(request.num_samples for request in requests)
+        return rows <= self.samples_at_a_time(max(request.num_terms for request in running))
+
+    def admit(self, requests: Sequence[Request], *, version: int) -> list[Request]:
+        """Prefill the prompts in one pass, draw each sample's first term, and return finished requests."""
         first = len(self.sequences)
         for request in requests:
             self._add(request)
         self._cache.reserve(
-            slots=len(self.sequences), capacity=max(s.request.num_terms for s in self.sequences)
+            slots=max(len(self.sequences), MIN_ROWS),
+            capacity=max(sequence.request.num_terms for sequence in self.sequences),
         )
         lengths = [len(request.prompt_tokens) for request in requests]
         self._begin_prefill(requests, lengths, first)
         hidden = self._forward(
             np.concatenate([request.prompt_tokens for request in requests])[None],
             np.concatenate([np.arange(length) for length in lengths])[None],
-            PackedLayout.of(lengths, device=self._model.device),
+            PackedLayout.of(lengths, padding=False, device=self._model.device),
         )
         self.stats.prefill_terms += sum(lengths)
-        logits = self._head.logits(hidden[0, np.cumsum(lengths) - 1])
+        logits = self._logits(hidden[0, np.cumsum(lengths) - 1])
         samples = torch.tensor([request.num_samples for request in requests], device=logits.device)
-        self._draw(logits.repeat_interleave(samples, dim=0), slice(first, len(self.sequences)), version)
+        new = slice(first, len(self.sequences))
+        return self._draw(logits.repeat_interleave(samples, dim=0), new, version)
 
-    def step(self, *, version: int) -> None:
-        """Draw one term for every running sequence."""
-        rows = slice(0, len(self.sequences))
+    def step(self, *, version: int) -> list[Request]:
+        """Draw one term for every running sequence and return finished requests."""
+        count = len(self.sequences)
+        self._place[count:MIN_ROWS] = 0  # spare rows: they write into unused slots
+        rows = slice(0, max(count, MIN_ROWS))
         place = torch.from_numpy(self._place[rows]).to(self._model.device)
         span = min(-(-(int(self._place[rows].max()) + 1) // SPAN) * SPAN, self._cache.capacity)
         self._cache.begin_decode(place, span=span)
-        hidden = self._forward(
-            self._token[rows, None], self._place[rows, None], DecodeLayout(place=place, span=span)
-        )
-        self.stats.decode_terms += len(self.sequences)
-        self._draw(self._head.logits(hidden[:, 0]), rows, version)
+        hidden = self._forward(self._token[rows, None], self._place[rows, None], DecodeLayout(place=place, span=span))
+        self.stats.decode_terms += count
+        return self._draw(self._logits(hidden[:count, 0]), slice(0, count), version)
 
     def drop(self, request: Request) -> None:
         """Let the sequences of a request go."""
@@ -114,15 +136,15 @@ class RunningBatch:
         self._sampler = None
 
     def _begin_prefill(self, requests: Sequence[Request], lengths: Sequence[int], slot: int) -> None:
-        source, slots, places = [], [], []
+        columns = source, slots, places = [], [], []
         start = 0
         for request, length in zip(requests, lengths):
             source.append(np.tile(np.arange(start, start + length), request.num_samples))
             slots.append(np.repeat(np.arange(slot, slot + request.num_samples), length))
             places.append(np.tile(np.arange(length), request.num_samples))
             start, slot = start + length, slot + request.num_samples
-        columns = (torch.from_numpy(np.concatenate(c)).to(self._model.device) for c in (source, slots, places))
-        self._cache.begin_prefill(**dict(zip(("source", "slot", "place"), columns)))
+        tensors = (torch.from_numpy(np.concatenate(column)).to(self._model.device) for column in columns)
+        self._cache.begin_prefill(*tensors)
 
     def _forward(self, tokens: np.ndarray, places: np.ndarray, layout: PackedLayout | DecodeLayout) -> Tensor:
         """tokens, places [B, Q] -> last hidden states [B, Q, hidden]."""
@@ -137,8 +159,13 @@ class RunningBatch:
         )
         return output.last_hidden_state
 
-    def _draw(self, logits: Tensor, rows: slice, version: int) -> None:
-        """Draw from logits [n, V] of `rows`, record, and let finished sequences go."""
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] -> logits [n, V] float32."""
+        missing = max(0, MIN_ROWS - len(hidden))
+        return self._head.logits(F.pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
+
+    def _draw(self, logits: Tensor, rows: slice, version: int) -> list[Request]:
+        """Draw from logits [n, V] of `rows`, record, let finished sequences go, return finished requests."""
         sampler = self._sampler_of(rows, vocab_size=logits.shape[1])
         uniform = uniforms(self._seed[rows], self._sample[rows], self._term[rows])
         tokens, logprobs = sampler.draw(logits, uniform)
@@ -150,7 +177,9 @@ class RunningBatch:
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)
             sequence.finish_reason = self._finish_reason(sequence, token)
+        ended = dict.fromkeys(s.request for s in self.sequences[rows] if s.finish_reason is not None)
         self._compact()
+        return [request for request in ended if request.finished]
 
     def _sampler_of(self, rows: slice, *, vocab_size: int) -> Sampler:
         everything = rows.start == 0

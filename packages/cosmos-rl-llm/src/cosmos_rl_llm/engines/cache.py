@@ -4,8 +4,8 @@
     prefill       a packed row of prompts; each prompt's rows are copied to the slots of all its samples
     decode step   row i writes at (i, place[i]) and attends to (i, 0 .. place[i])
 
-Finished sequences are replaced by the last one in use, so a step costs what runs and no more. Slots and capacity
-grow by powers of two within a limit, so that memory follows what requests need and not what the model could reach.
+Finished sequences are replaced by the last one in use, so a step costs what runs and no more. Slots and
+capacity grow by powers of two within a limit: memory follows what requests need, not what the model could reach.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
-SPAN = 16
-"""Decode steps read a multiple of this many places."""
+SPAN = 32
+"""Decode steps read a multiple of this many places: whole vectors of the CPU, and shapes that repeat."""
 
 
 class SlotCache(Cache):
-    """The `past_key_values` of prefill and decode passes; `begin_prefill` or `begin_decode` goes before each."""
+    """The `past_key_values` of prefill and decode passes; one of the two `begin_` methods goes before each."""
 
     def __init__(self, num_layers: int, *, limit: int) -> None:
         """`limit`: most slots * capacity to allocate."""
@@ -38,7 +38,7 @@ class SlotCache(Cache):
         self._targets: dict[int, Tensor] = {}
 
     def reserve(self, *, slots: int, capacity: int) -> None:
-        """Make room for `slots` sequences of `capacity` tokens; what is stored in slots 0 .. `slots` - 1 stays."""
+        """Make room for `slots` sequences of `capacity` tokens; what the first `slots` hold stays."""
         if slots <= self.slots and capacity <= self.capacity:
             return
         generous = max(self.slots, _power_of_two(slots)), max(self.capacity, _power_of_two(capacity))
@@ -46,7 +46,7 @@ class SlotCache(Cache):
         assert self.slots * self.capacity <= self._limit, "admission checks the limit"
         self._stores = [pair and (self._grown(pair[0]), self._grown(pair[1])) for pair in self._stores]
 
-    def begin_prefill(self, *, source: Tensor, slot: Tensor, place: Tensor) -> None:
+    def begin_prefill(self, source: Tensor, slot: Tensor, place: Tensor) -> None:
         """Copy packed rows `source` [m] of the coming pass to (`slot` [m], `place` [m])."""
         self._source, self._slot, self._place = source, slot, place
         self._targets.clear()
@@ -60,7 +60,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new [B, kv_heads, Q, head_dim] and return what the layer attends to (see `transformers.Cache`)."""
+        """Store new keys and values [B, kv_heads, Q, head_dim]; return those that the layer attends to."""
         stores = self._stores[layer_idx]
         if stores is None:
             stores = (self._empty(key_states), self._empty(value_states))
@@ -117,9 +117,7 @@ class DecodeLayout:
     span: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def attend(
-        self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
-    ) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None) -> Tensor:
         rows, heads, _, head_dim = query.shape
         grouped = (query * scaling).reshape(rows, key.shape[1], -1, head_dim)  # no copies of shared heads
         scores = torch.matmul(grouped, key.transpose(2, 3)).add_(self._mask(window, query.dtype))

@@ -1,9 +1,9 @@
 """Draws next tokens: one counter-based random number a token, inverted through the cumulative distribution.
 
-The number for (seed, sample, position) depends on nothing else, so a rollout does not change with the sequences that
-happen to run beside it. Log-probabilities are those of the distribution drawn from: after temperature and, where
-set, after top-k and top-p (in this order) with the kept tokens renormalised. Greedy rows report theirs under
-temperature 1.
+The number for (seed, sample, position) depends on nothing else, so a rollout does not change with the sequences
+that happen to run beside it. Log-probabilities are those of the distribution drawn from: after temperature and,
+where set, after top-k and top-p (in this order) with the kept tokens renormalised. A policy's log-probabilities are
+over the whole vocabulary; with top-k or top-p the two differ. Greedy rows report theirs under temperature 1.
 """
 
 from __future__ import annotations
@@ -14,11 +14,15 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cosmos_rl_core.types import Sampling
 
 _BLOCK = 256
 """Tokens a block of the two-level inversion: V numbers are summed, but only V / 256 + 256 accumulated."""
+_VECTOR = 32
+"""Numbers that torch's element-wise CPU kernels take at a time; what is left over is rounded differently."""
+_ALL = 2**62
 _CANDIDATES = 256
 """First guess at how many of the likeliest tokens hold `top_p` of the mass."""
 
@@ -52,7 +56,7 @@ class Sampler:
     restricted: Tensor | None
     """[r] int64: rows with top-k or top-p, or None."""
     top_k: Tensor | None
-    """[r, 1] int64: V where all are kept."""
+    """[r, 1] int64: `_ALL` where top-k is off."""
     top_p: Tensor | None
     """[r, 1] float32."""
     candidates: int
@@ -62,19 +66,15 @@ class Sampler:
     def of(cls, rows: Sequence[Sampling], *, vocab_size: int, device: torch.device | str = "cpu") -> Sampler:
         """Prepare for one `Sampling` a row."""
         greedy = [row.temperature == 0 for row in rows]
-        limited = [
-            i
-            for i, row in enumerate(rows)
-            if row.temperature and (0 < row.top_k < vocab_size or row.top_p < 1)
-        ]
-        top_k = [min(rows[i].top_k or vocab_size, vocab_size) for i in limited]
+        limited = [i for i, row in enumerate(rows) if row.temperature and (0 < row.top_k < vocab_size or row.top_p < 1)]
+        top_k = [rows[i].top_k if 0 < rows[i].top_k < vocab_size else _ALL for i in limited]
         return cls(
             scale=torch.tensor([[1 / (row.temperature or 1.0)] for row in rows], device=device),
             greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
             restricted=torch.tensor(limited, device=device) if limited else None,
             top_k=torch.tensor(top_k, device=device)[:, None] if limited else None,
             top_p=torch.tensor([rows[i].top_p for i in limited], device=device)[:, None] if limited else None,
-            candidates=max([_CANDIDATES, *(k for k in top_k if k < vocab_size)]),
+            candidates=max([_CANDIDATES, *(k for k in top_k if k != _ALL)]),
         )
 
     def draw(self, logits: Tensor, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
@@ -85,14 +85,13 @@ class Sampler:
             uniform: [n] float64 in (0, 1).
         """
         u = torch.from_numpy(uniform).to(logits.device)
-        best = logits.argmax(-1) if self.greedy is not None else None
-        logits.mul_(self.scale)
+        logits = _aligned(logits.mul_(self.scale))
         logits.sub_(logits.amax(-1, keepdim=True))
         limited = None if self.restricted is None else self._draw_restricted(logits, u)
         mass = logits.exp()
         tokens = _invert(mass, u)
-        if best is not None:
-            tokens = torch.where(self.greedy, best, tokens)
+        if self.greedy is not None:
+            tokens = torch.where(self.greedy, logits.argmax(-1), tokens)
         logprobs = logits.gather(1, tokens[:, None]).squeeze(1) - mass.sum(-1).log()
         if limited is not None:
             tokens[self.restricted], logprobs[self.restricted] = limited
@@ -101,21 +100,22 @@ class Sampler:
     def _draw_restricted(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
         """Draw the rows with top-k or top-p from their likeliest tokens."""
         assert self.restricted is not None and self.top_k is not None and self.top_p is not None
-        values, tokens, kept = _nucleus(
-            logits[self.restricted], self.top_k, self.top_p, count=self.candidates
-        )
+        values, tokens, kept = _nucleus(logits[self.restricted], self.top_k, self.top_p, count=self.candidates)
         mass = values.exp().masked_fill(~kept, 0)
         place = _invert(mass, u[self.restricted])[:, None]
         logprobs = values.gather(1, place) - mass.sum(-1, keepdim=True).log()
         return tokens.gather(1, place).squeeze(1), logprobs.squeeze(1)
 
 
-def _nucleus(
-    logits: Tensor, top_k: Tensor, top_p: Tensor, *, count: int
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the likeliest tokens' logits [n, c], ids [n, c] and which are kept [n, c] bool, in falling order.
+def _aligned(logits: Tensor) -> Tensor:
+    """Extend rows to whole vectors, so that a row's `exp` does not depend on where in the batch it lies."""
+    return F.pad(logits, (0, -logits.shape[1] % _VECTOR), value=float("-inf"))
 
-    Kept are the `top_k` likeliest and, of their renormalised mass, the fewest that reach `top_p` (at least one).
+
+def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the likeliest tokens' logits, ids and which are kept (bool), each [n, c] in falling order.
+
+    Kept are the `top_k` likeliest and, of their renormalised mass, the fewest that reach `top_p`, at least one.
     `count` is how many to look at first: at least every top-k below V.
     """
     vocab_size = logits.shape[1]
@@ -125,7 +125,7 @@ def _nucleus(
         values, tokens = logits.topk(count, dim=-1)
         mass = values.exp()
         in_k = torch.arange(count, device=logits.device) < top_k
-        total = torch.where(top_k < vocab_size, (mass * in_k).sum(-1, keepdim=True), everything)
+        total = torch.where(top_k < _ALL, (mass * in_k).sum(-1, keepdim=True), everything)
         before = (mass.cumsum(-1) - mass) / total
         enough = (top_k <= count) | (before[:, -1:] >= top_p)
         if count == vocab_size or bool(enough.all()):
@@ -134,11 +134,11 @@ def _nucleus(
 
 
 def _invert(mass: Tensor, u: Tensor) -> Tensor:
-    """Return the index [n] at which the cumulative `mass` [n, V] first exceeds u * total; never one of mass 0."""
+    """Return the index [n] where the cumulative `mass` [n, V] first exceeds u * total; never one of mass 0."""
     rows, size = mass.shape
     if size <= 4 * _BLOCK:
         return _first_above(mass.cumsum(-1, dtype=torch.float64), u)
-    padded = torch.nn.functional.pad(mass, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
+    padded = F.pad(mass, (0, -size % _BLOCK)).view(rows, -1, _BLOCK)
     cumulative = padded.sum(-1).cumsum(-1, dtype=torch.float64)
     block = _first_above(cumulative, u)
     upper = cumulative.gather(1, block[:, None]).squeeze(1)

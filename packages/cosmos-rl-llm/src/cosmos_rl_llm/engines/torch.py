@@ -4,8 +4,8 @@
     generate, switch, cancel --post-->   take commands -> admit waiting requests -> one decode step -> again
               <--call_soon_threadsafe--  finished requests, applied switches, errors
 
-Commands posted in one turn of the event loop arrive together and in order, so the same submissions give the same
-batches and the same bits. The thread waits only for commands, and only when nothing runs.
+Commands posted in one turn of the event loop arrive together and in order, so the same submissions give the
+same batches and the same bits. The thread waits only for commands, and only when nothing runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PREFILL_TERMS = 8192
 
 
 class TorchEngine:
-    """`interfaces.RolloutEngine` over any Hugging Face causal LM that uses transformers' AttentionInterface."""
+    """`interfaces.RolloutEngine` over any Hugging Face causal LM that uses the AttentionInterface."""
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class TorchEngine:
         *,
         encode: Callable[[Prompt], np.ndarray],
         decode: Callable[[Sequence[int]], str],
+        decode_prompt: Callable[[Sequence[int]], str] | None = None,
         stop_ids: Collection[int],
         max_sequences: int = 64,
         max_length: int | None = None,
@@ -53,7 +54,8 @@ class TorchEngine:
 
         Args:
             encode: a prompt's tokens [prompt] int32, or PromptError.
-            decode: text of token ids, for `Rollout.text`, the prompt's text and stop strings.
+            decode: text of a response's tokens, for `Rollout.text` and stop strings.
+            decode_prompt: text of a prompt's tokens as people should see it; None takes `decode`.
             stop_ids: tokens that end a response (and belong to it).
             max_sequences: most sequences that run at a time; further requests wait in order.
             max_length: most tokens of prompt and response; None takes the model's own context length.
@@ -62,16 +64,15 @@ class TorchEngine:
         """
         self._model = model
         self._encode, self._decode = encode, decode
-        self._max_sequences = max_sequences
+        self._decode_prompt = decode_prompt or decode
         self._max_length = max_length or context_length(model)
-        self._cache_terms = cache_bytes // bytes_per_term(model)
         self._version = version
         self._batch = RunningBatch(
             model,
             decode=decode,
             stop_ids=stop_ids,
             max_sequences=max_sequences,
-            cache_terms=self._cache_terms,
+            cache_terms=cache_bytes // bytes_per_term(model),
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[Callable[[], None]] = []
@@ -97,8 +98,8 @@ class TorchEngine:
         return self._batch.stats
 
     @property
-    def steps(self) -> int:
-        """Forward passes so far: a progress counter for heartbeats."""
+    def progress(self) -> int:
+        """Forward passes so far, for heartbeats: it stands still when the engine hangs."""
         return self._batch.stats.steps
 
     def weights(self) -> dict[str, Tensor]:
@@ -110,8 +111,8 @@ class TorchEngine:
     ) -> tuple[str, list[Rollout]]:
         """Return the prompt as the model saw it and `num_samples` rollouts (see `interfaces.RolloutEngine`).
 
-        A response's `tokens` end with the stop token or with the token that completed a stop string; `text` ends
-        before the stop string. Groups larger than fit at a time are cut into parts with a prefill each.
+        `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
+        stop string. Groups larger than fit at a time are cut into parts with a prefill each.
         """
         tokens = np.asarray(self._encode(prompt), dtype=np.int32)
         at_a_time = self._samples_at_a_time(prompt, tokens, sampling)
@@ -127,7 +128,7 @@ class TorchEngine:
         ]
         await asyncio.gather(*(self._ask(request) for request in requests))
         finished = [sequence for request in requests for sequence in request.sequences]
-        return self._decode(tokens.tolist()), [s.rollout(self._text(s)) for s in finished]
+        return self._decode_prompt(tokens.tolist()), [s.rollout(self._text(s)) for s in finished]
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         """Run `apply` between two terms; running sequences go on with the new weights. Returns when done.
@@ -152,19 +153,19 @@ class TorchEngine:
         where = prompt.origin or f"prompt {prompt.sample_id}"
         length, most = len(tokens), sampling.max_terms
         if length == 0:
-            raise PromptError(f"{where}: the prompt has no tokens; check the prompt column and the chat template")
+            raise PromptError(f"{where}: the prompt has no tokens; check its column and the chat template")
         if self._max_length is not None and length + most > self._max_length:
             raise PromptError(
-                f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context of "
-                f"{self._max_length}; shorten it, or lower [rollout.sampling] max_terms, or raise [model] max_length"
+                f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
+                f"of {self._max_length}; shorten it, lower rollout.sampling.max_terms or raise model.max_length"
             )
-        room = self._cache_terms // (length + most)
-        if room == 0:
+        at_a_time = self._batch.samples_at_a_time(length + most)
+        if at_a_time == 0:
             raise PromptError(
-                f"{where}: {length + most} tokens do not fit into the cache of {self._cache_terms}; "
-                "raise [rollout.options] cache_bytes or lower [rollout.sampling] max_terms"
+                f"{where}: {length} prompt tokens and up to {most} new ones do not fit into the cache; "
+                "raise rollout.options.cache_bytes or lower rollout.sampling.max_terms"
             )
-        return min(room, self._max_sequences)
+        return at_a_time
 
     def _text(self, sequence: RunningSequence) -> str:
         text = self._decode(sequence.tokens)
@@ -182,9 +183,9 @@ class TorchEngine:
 
     def _promise(self) -> asyncio.Future[None]:
         """A future that the engine thread resolves, or fails when it stops."""
+        self._loop = asyncio.get_running_loop()  # before the check: `_stopped` must find it
         if self._thread.done():
             raise RuntimeError("the engine has stopped") from self._thread.exception()
-        self._loop = asyncio.get_running_loop()
         promise = self._loop.create_future()
         self._waiters.add(promise)
         promise.add_done_callback(self._waiters.discard)
@@ -203,7 +204,7 @@ class TorchEngine:
         self._outbox.clear()
 
     def _fail(self, error: BaseException | None) -> None:
-        for promise in list(self._waiters):
+        for promise in [promise for promise in self._waiters if not promise.done()]:
             stopped = RuntimeError("the engine has stopped")
             stopped.__cause__ = error
             promise.set_exception(stopped)
@@ -215,8 +216,7 @@ class TorchEngine:
             while self._take_commands():
                 self._admit()
                 if self._batch.sequences:
-                    self._batch.step(version=self._version)
-                    self._resolve_finished()
+                    self._resolve(self._batch.step(version=self._version))
 
     def _take_commands(self) -> bool:
         """Carry out what was posted; wait for it when there is nothing else to do. False: stop."""
@@ -233,26 +233,17 @@ class TorchEngine:
         """Start waiting requests in order, as long as the next one fits."""
         chosen: list[Request] = []
         prefill = 0
-        while self._queue and self._fits([*chosen, self._queue[0]]):
+        while self._queue and self._batch.fits([*chosen, self._queue[0]]):
             prefill += len(self._queue[0].prompt_tokens)
             if chosen and prefill > PREFILL_TERMS:
                 break
             chosen.append(self._queue.popleft())
         if chosen:
-            self._batch.admit(chosen, version=self._version)
-            self._resolve_finished()
+            self._resolve(self._batch.admit(chosen, version=self._version))
 
-    def _fits(self, requests: Sequence[Request]) -> bool:
-        rows = len(self._batch.sequences) + sum(request.num_samples for request in requests)
-        longest = max(r.num_terms for r in (*requests, *(s.request for s in self._batch.sequences)))
-        return rows <= self._max_sequences and rows * longest <= self._cache_terms
-
-    def _resolve_finished(self) -> None:
-        for request in [request for request in self._promises if request.finished]:
-            self._resolve(self._promises.pop(request))
-
-    def _resolve(self, promise: asyncio.Future[None]) -> None:
-        promise.get_loop().call_soon_threadsafe(_set_done, promise)
+    def _resolve(self, finished: Sequence[Request]) -> None:
+        for request in finished:
+            _resolve(self._promises.pop(request))
 
     def _enqueue(self, request: Request, promise: asyncio.Future[None]) -> None:
         self._promises[request] = promise
@@ -270,7 +261,7 @@ class TorchEngine:
         with torch.inference_mode(False), torch.no_grad():
             apply()
         self._version = version
-        self._resolve(promise)
+        _resolve(promise)
 
     def _close(self) -> None:
         self._closing = True
@@ -279,6 +270,11 @@ class TorchEngine:
         """Tell all waiters that the thread ended, by `close` or by an error."""
         if self._loop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._fail, thread.exception())
+
+
+def _resolve(promise: asyncio.Future[None]) -> None:
+    """From the engine thread."""
+    promise.get_loop().call_soon_threadsafe(_set_done, promise)
 
 
 def _set_done(promise: asyncio.Future[None]) -> None:

@@ -57,9 +57,7 @@ class NumericReward(Strict):
         reference = _marked_or_whole(reference_answer(group))
         wanted = as_number(reference)
         if wanted is None:
-            raise UserError(
-                f"the reference answer {reference[:80]!r} is not a number; see data.answer_pattern"
-            )
+            raise UserError(f"the reference answer {reference[:80]!r} is not a number; see data.answer_pattern")
         numbers = [as_number(last_number(rollout.text) or "") for rollout in group.rollouts]
         return [float(n is not None and close(n, wanted, tolerance=self.tolerance)) for n in numbers]
 

@@ -30,8 +30,8 @@ class Reader(Protocol):
     def read(self, bucket: Bucket, *, lent: Lent, out: Raw) -> None:
         """Fill `out` uint8 [bucket.num_bytes] with the packed bytes of a bucket. Several threads may call.
 
-        Raises Superseded when the lease was revoked and the transport can tell, PublisherLost when the publisher is
-        gone or silent. The caller checks hashes; the reader does not.
+        Raises Superseded when the lease was revoked and the transport can tell, PeerLost when the publisher
+        is gone or silent. The caller checks hashes; the reader does not.
         """
         ...
 
@@ -47,11 +47,12 @@ class Transport(Protocol):
         segment = transport.allocate(n)   (x 2)
         server sends segment.offer         ------->   reader = transport.attach(link, arena=..., offers=...)
         packs a version into segment.memory
-        grants a lease on the slot         ------->   reader.read(bucket, lent=..., out=...)    for every bucket
+        grants a lease on the slot         ------->   reader.read(bucket, lent=..., out=...)
         rewrites the slot when leases end             reader.close()
         segment.close()
 
-    A publisher serves `ReadBucket` over the link whatever its transport, so a subscriber can always fall back to tcp.
+    A publisher serves `ReadBucket` over the link whatever its transport, so a subscriber can always fall back
+    to tcp.
     """
 
     name: str
@@ -61,7 +62,7 @@ class Transport(Protocol):
         ...
 
     def attach(self, link: Link, *, arena: Arena, offers: tuple[dict[str, str], ...]) -> Reader:
-        """Reach the publisher's slots, laid out by `arena`. Raises TransportUnavailable with the reason if impossible."""
+        """Reach the publisher's slots, laid out by `arena`. Raises TransportUnavailable with the reason."""
         ...
 
 

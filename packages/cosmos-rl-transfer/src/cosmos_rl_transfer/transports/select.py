@@ -35,9 +35,7 @@ def allocate(transport: str | Transport, *, num_bytes: int, count: int) -> list[
     return _first(transport, lambda kind: [kind.allocate(num_bytes) for _ in range(count)])
 
 
-def attach(
-    transport: str | Transport, link: Link, *, arena: Arena, offers: tuple[dict[str, str], ...]
-) -> Reader:
+def attach(transport: str | Transport, link: Link, *, arena: Arena, offers: tuple[dict[str, str], ...]) -> Reader:
     """Reach a publisher's slots with the first transport that can."""
     return _first(transport, lambda kind: kind.attach(link, arena=arena, offers=offers))
 

@@ -1,9 +1,9 @@
 """Shared memory on one host: the subscriber maps the publisher's slots and copies out of them.
 
-A slot is a memfd: it has no name to leak, does not count against the size of /dev/shm, and the kernel frees it when
-the last process that maps it ends, however it ends. The subscriber opens it through the publisher's /proc entry,
-which the kernel allows to the same user only, maps it read-only, and compares a nonce behind the data to be sure that
-it is the same memory (containers may share addresses but not process numbers).
+A slot is a memfd: it has no name to leak, does not count against the size of /dev/shm, and the kernel frees
+it when the last process that maps it ends, however it ends. The subscriber opens it through the publisher's
+/proc entry, which the kernel allows to the same user only, maps it read-only, and compares a nonce behind the
+data to be sure that it is the same memory (containers may share addresses but not process numbers).
 """
 
 from __future__ import annotations

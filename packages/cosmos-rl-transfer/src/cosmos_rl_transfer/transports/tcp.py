@@ -53,9 +53,7 @@ class _Reader:
             if isinstance(reply, Overtaken):
                 raise Superseded(f"the slot was given to version {reply.newest}")
             if not isinstance(reply, Data) or reply.num_bytes != out.nbytes:
-                raise TransferError(
-                    f"bucket {bucket.index}: expected {out.nbytes} bytes, the publisher sent {reply}"
-                )
+                raise TransferError(f"bucket {bucket.index}: expected {out.nbytes} bytes, the publisher sent {reply}")
             self._link.receive_into(out)
 
     def close(self) -> None:

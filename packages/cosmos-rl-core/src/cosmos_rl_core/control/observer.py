@@ -1,0 +1,20 @@
+"""Who is told what happens in a run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Protocol
+
+from cosmos_rl_core.types import RolloutGroup
+
+
+class Observer(Protocol):
+    """Console, files, dashboards. Called from the controller's loop, so it must not take long."""
+
+    def phase(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None: ...

@@ -1,0 +1,67 @@
+"""A rollout replica as a role: engine, rewards and weight reader around the rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+
+from cosmos_rl_core import assemble
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.client import RemoteDesk
+from cosmos_rl_core.interfaces import RolloutEngine
+from cosmos_rl_core.launch.roles import Assignment
+from cosmos_rl_core.rollout.worker import RolloutWorker
+
+
+class RolloutRole:
+    """Implements `launch.roles.Role`."""
+
+    def __init__(self, assignment: Assignment) -> None:
+        self._at = assignment
+        self._worker: RolloutWorker | None = None
+
+    def pulse(self) -> p.Heartbeat:
+        if self._worker is None:
+            return p.Heartbeat(progress=0, busy_s=0.0, holding=[])
+        worker = self._worker
+        return p.Heartbeat(progress=worker.progress, busy_s=worker.busy_s, holding=worker.holding)
+
+    async def run(self) -> None:
+        at = self._at
+        engine = await asyncio.get_running_loop().run_in_executor(at.compute, self._build_engine)
+        rollouter = assemble.build_rollouter(at.config, at.domain, engine)
+        await at.client.connection.send(p.Ready())
+        address = await at.client.sync_address.get()
+        if address is None:
+            return
+        subscriber = await asyncio.to_thread(
+            assemble.build_sync(at.config).subscriber,
+            address,
+            engine.weights(),
+            token=at.context.token,
+            transport=at.config.sync.transport,
+            timeout_s=at.config.sync.timeout_s,
+        )
+        self._worker = RolloutWorker(
+            engine,
+            rollouter=rollouter,
+            subscriber=subscriber,
+            desk=RemoteDesk(at.client),
+            max_groups=groups_in_flight(at.config),
+        )
+        try:
+            await self._worker.run()
+        finally:
+            await subscriber.close()
+            await engine.close()
+
+    def _build_engine(self) -> RolloutEngine:
+        self._at.prepare_torch()
+        with self._at.context.timeline.span("build"):
+            return assemble.build_engine(self._at.config, self._at.domain)
+
+
+def groups_in_flight(config: RunConfig) -> int:
+    """Most groups one replica works on: its share of what the staleness window allows."""
+    window = (config.sync.max_staleness + 1) * config.policy.prompts_per_step
+    return -(-window // config.rollout.replicas)

@@ -1,0 +1,149 @@
+"""The simulated controller: the real ledger, behind a journal that loses what it has not synced when it crashes."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from cosmos_rl_core.control import effects, events, records
+from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.testing.simulation.invariants import Invariants
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.testing.simulation.world import World
+
+SYNC_S = 0.004
+TICK_S = 0.5
+SNAPSHOT_RECORDS = 400
+
+_CODEC = msgspec.msgpack.Decoder(records.AnyRecord)
+
+
+class FakeController:
+    """Feeds the ledger, releases effects after the sync, crashes and comes back."""
+
+    def __init__(self, world: World, config: LedgerConfig, ledger: type[Ledger]) -> None:
+        self._world = world
+        self._config = config
+        self._class = ledger
+        self.ledger = ledger(config)
+        self.is_up = True
+        self.crashes_at_next_decision = False
+        """Whether to crash while the next decision waits for the disk."""
+        self._durable: list[records.Record] = []
+        self._unsynced: list[records.Record] = []
+        self._effects: list[effects.Effect] = []
+        self._snapshot: tuple[int, bytes] | None = None
+        self._life = 0
+        self._orphaned_since: dict[tuple[int, int, int], float] = {}
+        self.invariants = Invariants(config)
+        world.after(TICK_S, self._tick)
+
+    def take(self, event: events.Event) -> None:
+        """Receive an event, if up."""
+        if not self.is_up:
+            return
+        self._world.report.events += 1
+        was_stale = self.invariants.before(event)
+        decided, said = self.ledger.on(self._world.now, event)
+        self.invariants.after(self.ledger, decided, was_stale=was_stale)
+        self._world.report.steps += sum(isinstance(record, records.Commit) for record in decided)
+        self._world.report.reissued += sum(isinstance(r, records.Leased) and r.attempt > 1 for r in decided)
+        if self._world.options.ack_before_durable:
+            self._release(said)
+            said = []
+        if (decided or said) and not (self._unsynced or self._effects):
+            self._world.after(SYNC_S, self._sync, self._life)
+        self._unsynced += decided
+        self._effects += said
+        if self.crashes_at_next_decision and decided:
+            self.crashes_at_next_decision = False
+            self._world.after(SYNC_S / 2, self.crash, self._life)
+
+    def crash(self, life: int | None = None) -> None:
+        """Lose what was not synced, but for a part that reached the disk by chance; come back later."""
+        if not self.is_up or life not in (None, self._life):
+            return
+        self.is_up = False
+        self._life += 1
+        by_chance = self._world.random.randint(0, len(self._unsynced))
+        self._durable += self._unsynced[:by_chance]
+        self._unsynced, self._effects = [], []
+        self._world.report.crashes += 1
+        self._world.after(self._world.random.uniform(0.1, 3.0), self._come_back)
+
+    def check_end(self) -> str:
+        """Check that the journal leads to the present state and return a digest of both."""
+        journal = [*self._durable, *self._unsynced]
+        assert self._class.replay(self._config, journal) == self.ledger, "the journal does not replay"
+        written = msgspec.msgpack.encode(journal)
+        return hashlib.blake2b(written + self.ledger.snapshot(), digest_size=16).hexdigest()
+
+    @property
+    def is_done(self) -> bool:
+        return self.is_up and self.ledger.version >= self._world.options.max_steps
+
+    @property
+    def num_records(self) -> int:
+        return len(self._durable) + len(self._unsynced)
+
+    def _come_back(self) -> None:
+        count, snapshot = self._snapshot or (0, None)
+        tail = [_CODEC.decode(msgspec.msgpack.encode(record)) for record in self._durable[count:]]
+        self.ledger = self._class.restore(self._config, snapshot, tail)
+        self.invariants.restarted(self.ledger, self._durable)
+        self._orphaned_since.clear()
+        self.is_up = True
+        self.take(events.Restart())
+        self._world.reconnect_all()
+
+    def _sync(self, life: int) -> None:
+        if life != self._life:
+            return
+        self._durable += self._unsynced
+        said, self._unsynced, self._effects = self._effects, [], []
+        if len(self._durable) > (self._snapshot[0] if self._snapshot else 0) + SNAPSHOT_RECORDS:
+            self._snapshot = (len(self._durable), self.ledger.snapshot())
+        self._release(said)
+
+    def _release(self, said: list[effects.Effect]) -> None:
+        for effect in said:
+            assert not isinstance(effect, effects.Halt), effect.message
+            if isinstance(effect, effects.PoliciesLost):
+                self._world.after(0.1, self._roll_back)
+            else:
+                self._world.to_replica(effect)
+
+    def _roll_back(self) -> None:
+        if self.is_up and self.ledger.is_orphaned:
+            kept = self._world.random.random() < 0.8
+            self._world.report.rollbacks += 1
+            self.take(events.Rollback(self.ledger.checkpoint_version, kept))
+
+    def _tick(self) -> None:
+        self._world.after(TICK_S, self._tick)
+        if self.is_up:
+            self.take(events.Tick())
+            self._check_reissue()
+
+    def _check_reissue(self) -> None:
+        """A lease of a dead process returns within the grace, one nobody works on within its time to live.
+
+        Both have one tick more, and the latter what the network adds.
+        """
+        config, now, before = self._config, self._world.now, self._orphaned_since
+        bound_dead_s = config.suspect_grace_s + 2 * TICK_S
+        bound_s = config.lease_ttl_s + config.suspect_grace_s + TICK_S + self._world.LONGEST_DELAY_S
+        orphaned: dict[tuple[int, int, int], float] = {}
+        for sample, name in self.invariants.history.leased.items():
+            replica = self._world.replicas[name]
+            if not replica.works_on(sample):
+                key = (sample, self.ledger.samples.active[sample].attempt, replica.process)
+                orphaned[key] = before.get(key, now)
+                idle_s = now - orphaned[key]
+                assert idle_s <= (bound_s if replica.is_alive else bound_dead_s), (
+                    f"nobody works on sample {sample}, leased to {name}, for {idle_s:.1f} s"
+                )
+        self._orphaned_since = orphaned

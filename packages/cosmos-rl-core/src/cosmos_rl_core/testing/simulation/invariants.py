@@ -1,0 +1,188 @@
+"""What must hold in every simulated run, checked from outside: from the records, the messages and the fake replicas.
+
+The checkers keep their own books and never ask the ledger what it thinks is right.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+
+from cosmos_rl_core.control import effects, events, liveness, records
+from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+
+
+class History:
+    """The run as its records tell it, with the rules that records alone must obey."""
+
+    def __init__(self, config: LedgerConfig) -> None:
+        self._config = config
+        self.incarnations: dict[str, int] = {}
+        self.gone: set[str] = set()
+        self.leased: dict[int, str] = {}
+        """Sample -> holder."""
+        self.ready: set[int] = set()
+        self.oldest: dict[int, int] = {}
+        """Sample that was delivered -> oldest version of its terms."""
+        self.trained: set[int] = set()
+        """Samples on the lineage."""
+        self.dropped: set[int] = set()
+        self.batches: list[tuple[int, ...]] = []
+        """The lineage: samples of each committed step."""
+        self.weights: list[str] = [""]
+        """Digest of the weights of each version: of all samples trained, in order."""
+        self.assigned: records.Assigned | None = None
+        self.mesh: tuple[str, ...] = ()
+        self.epoch = 0
+        self.lineage = 0
+
+    @classmethod
+    def of(cls, config: LedgerConfig, journal: Iterable[records.Record]) -> History:
+        history = cls(config)
+        for record in journal:
+            history.add(record)
+        return history
+
+    def add(self, record: records.Record) -> None:
+        match record:
+            case records.Leased():
+                assert not self.is_held(record.sample), f"sample {record.sample} was leased twice"
+                self.leased[record.sample] = record.replica
+            case records.Returned():
+                del self.leased[record.sample]
+            case records.Delivered():
+                self.leased.pop(record.sample, None)
+                assert not self.is_settled(record.sample), f"sample {record.sample} was taken a second time"
+                self.ready.add(record.sample)
+                self.oldest[record.sample] = record.min_version
+            case records.Dropped():
+                self.leased.pop(record.sample, None)
+                self.dropped.add(record.sample)
+            case records.Assigned():
+                self._assign(record)
+            case records.Commit():
+                self._commit(record)
+            case records.RolledBack():
+                self._roll_back(record)
+            case _:
+                self._add_member(record)
+
+    def _add_member(self, record: records.Record) -> None:
+        match record:
+            case records.Joined():
+                assert record.incarnation > self.incarnations.get(record.replica, 0)
+                self.incarnations[record.replica] = record.incarnation
+                self.gone.discard(record.replica)
+            case records.Gone():
+                assert record.replica not in self.leased.values(), f"{record.replica} is gone with leases"
+                self.gone.add(record.replica)
+            case records.Meshed():
+                assert record.epoch > self.epoch
+                self.epoch, self.mesh = record.epoch, record.members
+
+    def is_current(self, replica: str, incarnation: int) -> bool:
+        return self.incarnations.get(replica) == incarnation and replica not in self.gone
+
+    def is_settled(self, sample: int) -> bool:
+        """Return whether a sample was delivered or dropped and needs no lease any more."""
+        is_assigned = self.assigned is not None and sample in self.assigned.samples
+        return sample in self.ready or sample in self.dropped or sample in self.trained or is_assigned
+
+    def is_held(self, sample: int) -> bool:
+        return sample in self.leased or self.is_settled(sample)
+
+    def _assign(self, record: records.Assigned) -> None:
+        assert self.assigned is None and record.step == len(self.batches), "a step was assigned out of turn"
+        assert len(record.samples) == self._config.groups_per_step
+        for sample in record.samples:
+            self.ready.remove(sample)
+            age = record.step - self.oldest[sample]
+            assert age <= self._config.max_staleness, f"sample {sample} is {age} versions old at step {record.step}"
+        self.assigned = record
+
+    def _commit(self, record: records.Commit) -> None:
+        assert self.assigned is not None and record.step == self.assigned.step
+        assert record.epoch == self.epoch and record.lineage == self.lineage
+        assert set(record.voters) >= set(self.mesh), f"step {record.step} lacks votes: {record.voters} of {self.mesh}"
+        assert self.mesh, f"step {record.step} was committed by nobody"
+        assert self.trained.isdisjoint(self.assigned.samples), f"trained twice: {self.assigned.samples}"
+        self.trained.update(self.assigned.samples)
+        self.batches.append(self.assigned.samples)
+        self.weights.append(trained(self.weights[-1], self.assigned.samples))
+        self.assigned = None
+
+    def _roll_back(self, record: records.RolledBack) -> None:
+        assert record.lineage == self.lineage + 1
+        undone = [sample for batch in self.batches[record.version :] for sample in batch]
+        undone += self.assigned.samples if self.assigned is not None else ()
+        if record.payloads_kept:
+            self.ready.update(undone)
+        self.trained.difference_update(undone)
+        self.batches, self.weights = self.batches[: record.version], self.weights[: record.version + 1]
+        self.assigned, self.lineage, self.epoch = None, record.lineage, self.epoch + 1
+
+
+def trained(weights: str, samples: tuple[int, ...]) -> str:
+    """Return the digest of weights after training on samples."""
+    return hashlib.blake2b(f"{weights} {samples}".encode(), digest_size=8).hexdigest()
+
+
+class Invariants:
+    """Watches the ledger event by event."""
+
+    def __init__(self, config: LedgerConfig) -> None:
+        self._config = config
+        self.history = History(config)
+        self._votes: set[tuple[str, int, int]] = set()
+        self._batches: dict[tuple[int, int], tuple[int, ...]] = {}
+        self._acknowledged: set[int] = set()
+
+    def before(self, event: events.Event) -> bool:
+        """Return whether an event comes from a process that was replaced or given up, by our own books."""
+        if not isinstance(event, liveness.Message):
+            return False
+        if isinstance(event, events.Vote):
+            self._votes.add((event.replica, event.step, event.epoch))
+        return not self.history.is_current(event.replica, event.incarnation)
+
+    def after(self, ledger: Ledger, decided: list[records.Record], *, was_stale: bool) -> None:
+        """Check what one event led to."""
+        assert not (was_stale and decided), f"words of a fenced process had effect: {decided}"
+        counts = ledger.counts()
+        issued = counts.pop("issued")
+        assert issued == sum(counts.values()), f"books do not balance: {issued} issued, {counts}"
+        for record in decided:
+            self.history.add(record)
+            match record:
+                case records.Leased():
+                    assert record.sample not in self._acknowledged, f"acknowledged sample {record.sample} was lost"
+                case records.Commit():
+                    for voter in record.voters:
+                        assert (voter, record.step, record.epoch) in self._votes, f"{voter} never voted"
+                case records.RolledBack(payloads_kept=False):
+                    self._acknowledged.clear()
+
+    def heard(self, effect: effects.Effect) -> None:
+        """Take note of what a replica was told."""
+        match effect:
+            case effects.Ack():
+                if self.history.is_settled(effect.sample):  # not so after an error that is tried again
+                    self._acknowledged.add(effect.sample)
+            case effects.AssignBatch():
+                told = self._batches.setdefault((effect.epoch, effect.step), effect.samples)
+                assert told == effect.samples, f"two batches for step {effect.step} in epoch {effect.epoch}"
+
+    def restarted(self, ledger: Ledger, journal: list[records.Record]) -> None:
+        """Check the controller that came back with what was durable."""
+        self.history = History.of(self._config, journal)
+        for sample in self._acknowledged:
+            entry = ledger.samples.active.get(sample)
+            is_lost = entry is not None and entry.state in ("pending", "leased")
+            assert ledger.samples.is_issued(sample) and not is_lost, (
+                f"acknowledged sample {sample} was lost in the crash"
+            )
+
+    def applied(self, replica: str, version: int, weights: str) -> None:
+        """Check a policy replica's weights against the lineage."""
+        on_lineage = version < len(self.history.weights) and self.history.weights[version] == weights
+        assert on_lineage, f"{replica} has weights of version {version} that are not on the lineage"

@@ -1,0 +1,285 @@
+"""Fake replicas: they say what real ones say, repeat themselves until answered, die, hang and lose connections."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from cosmos_rl_core.control import effects, events
+from cosmos_rl_core.testing.simulation.invariants import trained
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.testing.simulation.world import World
+
+HEARTBEAT_S = 1.0
+RETRY_S = 1.5
+
+
+class FakeReplica:
+    """What both roles share: a process with a connection."""
+
+    role: events.Role
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.name = name
+        self.process = 0
+        """Number of the process; what an earlier one had planned no longer happens."""
+        self.is_alive = False
+        self.is_lost_for_good = False
+        self.hangs_until = -1.0
+        self.beats_while_hung = False
+        """Whether heartbeats go on, without progress, as from a thread beside a stuck loop."""
+        self.incarnation = 0
+        self.progress = 0
+        self.lineage = 0
+        self.version = 0
+
+    # --- life -----------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Start a process that knows nothing."""
+        self.process += 1
+        self.is_alive, self.incarnation, self.progress, self.hangs_until = True, 0, 0, -1.0
+        self.forget()
+        self.connect()
+        self.world.after(HEARTBEAT_S * self.world.random.random(), self.beat, self.process)
+
+    def forget(self) -> None:
+        raise NotImplementedError
+
+    def kill(self) -> None:
+        self.is_alive = False
+        self.process += 1
+        self.world.soon(events.Disconnected(self.name, self.incarnation))
+        self.world.after(self.world.random.choice((0.3, 1.0, 4.0, 12.0)), self.start_again, self.process)
+
+    def start_again(self, process: int) -> None:
+        if process == self.process and not self.is_lost_for_good:
+            self.start()
+
+    def hang(self, duration_s: float, *, beats: bool) -> None:
+        self.hangs_until, self.beats_while_hung = self.world.now + duration_s, beats
+
+    def connect(self) -> None:
+        """Join, and again until welcomed or refused."""
+        self.world.soon(events.Join(self.name, self.role, self.incarnation, self.holding()))
+        if self.incarnation == 0:
+            self.later(RETRY_S * 2, self.connect_again)
+
+    def connect_again(self) -> None:
+        if self.incarnation == 0:
+            self.connect()
+
+    def holding(self) -> tuple[int, ...]:
+        return ()
+
+    @property
+    def is_hung(self) -> bool:
+        return self.world.now < self.hangs_until
+
+    def later(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
+        """Do something later, if the process still lives; a hang puts it off."""
+        self.world.after(delay_s, self._do, self.process, action, args)
+
+    def _do(self, process: int, action: Callable[..., None], args: tuple[object, ...]) -> None:
+        if process != self.process:
+            return
+        if self.is_hung:
+            self.world.after(self.hangs_until - self.world.now, self._do, process, action, args)
+        else:
+            action(*args)
+
+    def say(self, kind: Callable[..., events.Event], *args: object) -> None:
+        if self.incarnation:
+            self.world.to_controller(kind(self.name, self.incarnation, *args))
+
+    def beat(self, process: int) -> None:
+        if process != self.process:
+            return
+        if not self.is_hung:
+            self.progress += 1
+        if not self.is_hung or self.beats_while_hung:
+            self.say(events.Heartbeat, self.progress, self.holding())
+        self.world.after(HEARTBEAT_S, self.beat, process)
+
+    # --- what it is told ------------------------------------------------------------------------------
+
+    def hear(self, effect: effects.Effect, process: int) -> None:
+        """Act on what was sent to a process; the connection of an earlier one is closed."""
+        if not self.is_alive or process != self.process:
+            return
+        if self.is_hung:
+            self.later(0.0, self.hear, effect, process)
+            return
+        match effect:
+            case effects.Welcome():
+                if self.incarnation in (0, effect.incarnation):
+                    is_new = self.incarnation == 0
+                    self.incarnation = effect.incarnation
+                    self.later(self.world.random.uniform(0.0, 0.5), self.welcomed, effect, is_new)
+            case effects.Reject(fenced=True):
+                if effect.incarnation == self.incarnation:
+                    self.process += 1
+                    self.start()
+            case _:
+                self.obey(effect)
+
+    def welcomed(self, effect: effects.Welcome, is_new: bool) -> None:
+        raise NotImplementedError
+
+    def obey(self, effect: effects.Effect) -> None:
+        raise NotImplementedError
+
+    def works_on(self, sample: int) -> bool:
+        return False
+
+
+class FakeRollout(FakeReplica):
+    """Asks for leases, takes its time, delivers, and loads new weights now and then."""
+
+    role = "rollout"
+
+    def forget(self) -> None:
+        self.running: dict[int, tuple[int, int]] = {}
+        """Sample -> (attempt, version when it began)."""
+        self.unsettled: dict[int, events.Deliver | events.Fail] = {}
+        self.is_ready = self.has_no_more = False
+
+    def holding(self) -> tuple[int, ...]:
+        return (*self.running, *self.unsettled)
+
+    def works_on(self, sample: int) -> bool:
+        return self.is_alive and not self.is_hung and (sample in self.running or sample in self.unsettled)
+
+    def welcomed(self, effect: effects.Welcome, is_new: bool) -> None:
+        if is_new:
+            self.lineage, self.version = self.world.published
+            self.say(events.Ready)
+            self.ask()
+            self.load()
+        else:
+            self.settle()
+
+    def load(self) -> None:
+        self.lineage, self.version = self.world.published
+        self.later(self.world.random.uniform(0.1, 0.6), self.load)
+
+    def ask(self) -> None:
+        """Ask for what fits, again and again; the answer to a lost request or a lost answer is another request."""
+        self.say(events.Ready)
+        free = self.world.options.capacity - len(self.running)
+        if free > 0 and not self.has_no_more:
+            self.say(events.RequestLeases, self.version, free, self.lineage)
+        self.settle()
+        self.later(RETRY_S, self.ask)
+
+    def settle(self) -> None:
+        for event in self.unsettled.values():
+            self.world.to_controller(event)
+
+    def obey(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Grant():
+                for lease in effect.leases:
+                    if lease.sample not in self.running and lease.sample not in self.unsettled:
+                        self.running[lease.sample] = (lease.attempt, self.version)
+                        duration = self.world.random.lognormvariate(-0.7, 0.7)
+                        self.later(duration, self.finish, lease.sample, lease.attempt)
+            case effects.Cancel():
+                self.running.pop(effect.sample, None)
+            case effects.Ack() | effects.Reject():
+                self.unsettled.pop(effect.sample, None)
+            case effects.NoMore():
+                self.has_no_more = True
+            case effects.RolledBack():
+                self.has_no_more = False
+
+    def finish(self, sample: int, attempt: int) -> None:
+        if self.running.get(sample, (0, 0))[0] != attempt:
+            return
+        _, born = self.running.pop(sample)
+        luck = self.world.random.random()
+        if luck < 0.02:
+            event = events.Fail(self.name, self.incarnation, sample, attempt, "unlucky")
+        elif luck < 0.05:
+            event = events.Fail(self.name, self.incarnation, sample, attempt, "filtered:zero_variance", True)
+        else:
+            oldest, newest = sorted((born, self.version))
+            event = events.Deliver(self.name, self.incarnation, sample, attempt, oldest, newest, 10)
+        self.unsettled[sample] = event
+        self.world.to_controller(event)
+        free = self.world.options.capacity - len(self.running)
+        if not self.has_no_more:
+            self.say(events.RequestLeases, self.version, free, self.lineage)
+
+
+class FakePolicy(FakeReplica):
+    """Asks for the batch, trains, votes, applies what was committed, publishes and saves checkpoints."""
+
+    role = "policy"
+
+    def forget(self) -> None:
+        self.epoch = 0
+        self.members: tuple[str, ...] = ()
+        self.batch: effects.AssignBatch | None = None
+        self.has_gradients = False
+        self.weights = ""
+
+    def welcomed(self, effect: effects.Welcome, is_new: bool) -> None:
+        if is_new:
+            self.nag()
+
+    def nag(self) -> None:
+        """Repeat what has not been answered."""
+        self.say(events.Ready)
+        if self.has_gradients and self.batch is not None:
+            self.say(events.Vote, self.batch.step, self.epoch)
+        elif self.batch is None:
+            self.ask()
+        self.later(RETRY_S, self.nag)
+
+    def ask(self) -> None:
+        self.say(events.RequestBatch, self.version, self.epoch)
+
+    def obey(self, effect: effects.Effect) -> None:
+        match effect:
+            case effects.Remesh():
+                if effect.epoch > self.epoch:
+                    self.epoch, self.members = effect.epoch, effect.members
+                    self.batch, self.has_gradients = None, False
+                    self.heal(effect.lineage, effect.version)
+                    self.ask()
+            case effects.AssignBatch():
+                is_wanted = (effect.step, effect.epoch) == (self.version, self.epoch)
+                if is_wanted and self.batch is None:
+                    self.batch = effect
+                    self.later(self.world.random.uniform(0.1, 0.6), self.train, effect)
+            case effects.Committed():
+                if effect.step == self.version and self.batch is not None and self.has_gradients:
+                    self.apply(self.batch)
+
+    def heal(self, lineage: int, version: int) -> None:
+        """Take the weights from the other members or from the checkpoint."""
+        self.lineage, self.version = lineage, version
+        known = self.world.controller.invariants.history.weights
+        self.weights = known[version] if version < len(known) else ""
+        self.publish()
+
+    def train(self, batch: effects.AssignBatch) -> None:
+        if self.batch is batch:
+            self.has_gradients = True
+            self.say(events.Vote, batch.step, batch.epoch)
+
+    def apply(self, batch: effects.AssignBatch) -> None:
+        self.weights = trained(self.weights, batch.samples)
+        self.version += 1
+        self.batch, self.has_gradients = None, False
+        self.publish()
+        self.ask()
+        if self.version % self.world.options.checkpoint_every == 0 and self.name == self.members[0]:
+            saved = events.Checkpointed(self.version, self.lineage)
+            self.later(self.world.random.uniform(0.1, 2.0), self.world.to_controller, saved)
+
+    def publish(self) -> None:
+        self.world.publish(self.name, self.lineage, self.version, self.weights)

@@ -1,0 +1,156 @@
+"""The simulated world: one clock, one stream of random numbers, a network that loses and reorders, and misfortunes."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable
+from random import Random
+
+from cosmos_rl_core.control import effects, events
+from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.testing.simulation.controller import FakeController
+from cosmos_rl_core.testing.simulation.options import Options, Report
+from cosmos_rl_core.testing.simulation.replicas import FakePolicy, FakeReplica, FakeRollout
+
+
+class World:
+    """Runs until all steps are committed for good."""
+
+    LONGEST_DELAY_S = 3.0
+
+    def __init__(self, seed: int, options: Options, ledger: type[Ledger]) -> None:
+        self.options = options
+        self.report = Report(seed)
+        self.random = Random(seed)
+        self.now = 0.0
+        self._agenda: list[tuple[float, int, Callable[..., None], tuple[object, ...]]] = []
+        self._planned = 0
+        self.published = (0, 0)
+        """(lineage, version) of the newest weights rollout replicas can load."""
+        config = LedgerConfig(
+            groups_per_step=options.groups_per_step,
+            max_staleness=options.max_staleness,
+            max_steps=options.max_steps,
+            policy_members=1,
+            lease_ttl_s=8.0,
+            silence_s=6.0,
+            max_failed=10**9,
+            max_filtered=10**9,
+        )
+        self.controller = FakeController(self, config, ledger)
+        self.replicas: dict[str, FakeReplica] = {}
+        for number in range(options.policies):
+            self.replicas[f"policy-{number}"] = FakePolicy(self, f"policy-{number}")
+        for number in range(options.rollouts):
+            self.replicas[f"rollout-{number}"] = FakeRollout(self, f"rollout-{number}")
+
+    @property
+    def is_calm(self) -> bool:
+        """Whether faults have stopped."""
+        return self.now >= self.options.faults_until_s
+
+    def run(self) -> Report:
+        """Play the run; raises AssertionError at the first broken rule."""
+        for replica in self.replicas.values():
+            self.after(self.random.uniform(0.0, 1.0), replica.start)
+        self.after(self.random.expovariate(1 / self.options.mean_between_faults_s), self.misfortune)
+        deadline = self.options.faults_until_s + self.options.finish_within_s
+        while not (self.is_calm and self.controller.is_done):
+            self.now, _, action, args = heapq.heappop(self._agenda)
+            if self.now > deadline:
+                waits = "\n".join(self.controller.ledger.waits())
+                raise AssertionError(f"not done {self.options.finish_within_s} s after the last fault:\n{waits}")
+            action(*args)
+        self.report.simulated_s, self.report.records = self.now, self.controller.num_records
+        self.report.digest = self.controller.check_end()
+        return self.report
+
+    def after(self, delay_s: float, action: Callable[..., None], *args: object) -> None:
+        self._planned += 1
+        heapq.heappush(self._agenda, (self.now + delay_s, self._planned, action, args))
+
+    # --- the network ----------------------------------------------------------------------------------
+
+    def soon(self, event: events.Join | events.Disconnected) -> None:
+        """Connections open and close in order; only a controller that is down misses it."""
+        self.after(0.001, self.controller.take, event)
+
+    def to_controller(self, event: events.Event) -> None:
+        for delay in self._arrivals():
+            self.after(delay, self.controller.take, event)
+
+    def to_replica(self, effect: effects.Effect) -> None:
+        name: str = effect.replica  # pyright: ignore[reportAttributeAccessIssue]
+        if isinstance(effect, effects.Ack | effects.AssignBatch):
+            self.controller.invariants.heard(effect)
+        for delay in self._arrivals():
+            self.after(delay, self.replicas[name].hear, effect, self.replicas[name].process)
+
+    def _arrivals(self) -> list[float]:
+        options, random = self.options, self.random
+        if self.is_calm:
+            return [0.001 + 0.01 * random.random()]
+        if random.random() < options.drop:
+            return []
+        times = 2 if random.random() < options.duplicate else 1
+        return [
+            random.uniform(0.0, self.LONGEST_DELAY_S)
+            if random.random() < options.long_delay
+            else 0.001 + 0.02 * random.random()
+            for _ in range(times)
+        ]
+
+    def reconnect_all(self) -> None:
+        """The controller is back: living processes connect to it again."""
+        for replica in self.replicas.values():
+            if replica.is_alive:
+                replica.later(self.random.uniform(0.0, 1.0), replica.connect)
+
+    def publish(self, replica: str, lineage: int, version: int, weights: str) -> None:
+        """Make weights available to rollout replicas, if they are what the lineage says."""
+        if lineage == self.controller.invariants.history.lineage:
+            self.controller.invariants.applied(replica, version, weights)
+            self.published = max(self.published, (lineage, version))
+
+    # --- misfortunes ----------------------------------------------------------------------------------
+
+    def misfortune(self) -> None:
+        """Let something bad happen, and the next one later."""
+        if self.is_calm:
+            return
+        self.after(self.random.expovariate(1 / self.options.mean_between_faults_s), self.misfortune)
+        luck = self.random.random()
+        victim = self.random.choice(self._of_role(self.random.choice(("policy", "rollout", "rollout"))))
+        if luck < 0.05:
+            for replica in self._of_role("policy"):
+                self.kill(replica)
+        elif luck < 0.1:
+            self.controller.crash()
+        elif luck < 0.2:
+            self.controller.crashes_at_next_decision = True
+        elif luck < 0.5:
+            self.kill(victim)
+        elif luck < 0.7:
+            self.report.hangs += 1
+            victim.hang(self.random.choice((1.0, 5.0, 20.0)), beats=self.random.random() < 0.5)
+        else:
+            self.cut(victim)
+
+    def _of_role(self, role: events.Role) -> list[FakeReplica]:
+        return [replica for replica in self.replicas.values() if replica.role == role]
+
+    def kill(self, replica: FakeReplica) -> None:
+        """Kill a process; one in ten never comes back, but for the last of its role."""
+        if replica.is_alive:
+            self.report.kills += 1
+            lasting = [r for r in self._of_role(replica.role) if not r.is_lost_for_good]
+            if len(lasting) > 1 and self.random.random() < 0.1:
+                replica.is_lost_for_good = True
+            replica.kill()
+
+    def cut(self, replica: FakeReplica) -> None:
+        """Close the connection; the process comes back within the grace or after it."""
+        if replica.is_alive and replica.incarnation:
+            self.report.cuts += 1
+            self.soon(events.Disconnected(replica.name, replica.incarnation))
+            replica.later(self.random.choice((0.2, 1.0, 5.0)), replica.connect)

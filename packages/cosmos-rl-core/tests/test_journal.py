@@ -1,0 +1,248 @@
+"""The journal: what was flushed comes back, damage is found, a full disk is said so."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl_core.control import records
+from cosmos_rl_core.control.journal import DiskFile, Journal
+from cosmos_rl_core.control.segment import JournalError
+from cosmos_rl_core.interfaces import UserError
+
+WRITTEN = [records.Leased(sample, f"rollout-{sample % 2}", 1, 7) for sample in range(5)]
+
+
+def write(directory: Path, written=WRITTEN, **options) -> None:
+    journal = Journal(directory, **options)
+    for record in written:
+        journal.append(record)
+        journal.sync()
+    journal.close()
+
+
+def read(directory: Path) -> list[records.Record]:
+    journal = Journal(directory)
+    try:
+        return list(journal.replay())
+    finally:
+        journal.close()
+
+
+def test_what_was_written_comes_back_in_order(tmp_path):
+    write(tmp_path)
+    assert read(tmp_path) == WRITTEN
+
+
+def test_a_journal_goes_on_where_it_ended(tmp_path):
+    write(tmp_path, WRITTEN[:2])
+    write(tmp_path, WRITTEN[2:])
+    assert read(tmp_path) == WRITTEN
+
+
+def test_append_returns_the_number_of_the_record(tmp_path):
+    journal = Journal(tmp_path)
+    assert [journal.append(record) for record in WRITTEN] == [0, 1, 2, 3, 4]
+    journal.close()
+
+
+def test_segments_roll_over_and_read_as_one(tmp_path):
+    write(tmp_path, segment_bytes=60)
+    assert len(list(tmp_path.glob("*.journal"))) > 2
+    assert read(tmp_path) == WRITTEN
+
+
+def test_what_was_not_flushed_is_not_replayed(tmp_path):
+    journal = Journal(tmp_path)
+    journal.append(WRITTEN[0])
+    assert list(journal.replay()) == []
+    journal.close()
+
+
+class CountingFile(DiskFile):
+    """A real segment that counts how often it is synced."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.syncs = 0
+
+    def sync(self) -> None:
+        self.syncs += 1
+        super().sync()
+
+
+def test_one_sync_serves_all_that_wait(tmp_path):
+    files: list[CountingFile] = []
+
+    def open_file(path: Path) -> CountingFile:
+        files.append(CountingFile(path))
+        return files[-1]
+
+    async def many() -> None:
+        async def append_and_wait(sample: int) -> None:
+            number = journal.append(records.Dropped(sample, "boom"))
+            await journal.flush()
+            assert journal.num_durable > number
+
+        await asyncio.gather(*(append_and_wait(sample) for sample in range(200)))
+
+    journal = Journal(tmp_path, open_file=open_file)
+    asyncio.run(many())
+    journal.close()
+    assert files[0].syncs <= 3
+    assert len(read(tmp_path)) == 200
+
+
+def test_a_torn_end_is_cut_off_at_every_length(tmp_path):
+    write(tmp_path / "whole")
+    (segment,) = (tmp_path / "whole").glob("*.journal")
+    whole, seen = segment.read_bytes(), set()
+    for length in range(len(whole)):
+        torn = tmp_path / f"torn-{length}"
+        torn.mkdir()
+        (torn / segment.name).write_bytes(whole[:length])
+        found = read(torn)
+        assert found == WRITTEN[: len(found)]
+        seen.add(len(found))
+        write(torn, [records.Halted("after")])
+        assert read(torn) == [*found, records.Halted("after")]
+    assert seen == {0, 1, 2, 3, 4}
+
+
+def test_a_flipped_bit_is_found_wherever_it_is(tmp_path):
+    """In the last record it looks like a torn write and is left out; before that it is an error."""
+    write(tmp_path / "whole", WRITTEN[:4])
+    (segment,) = (tmp_path / "whole").glob("*.journal")
+    start_of_last = segment.stat().st_size
+    write(tmp_path / "whole", WRITTEN[4:])
+    whole = segment.read_bytes()
+    for place in range(len(whole)):
+        flipped = bytearray(whole)
+        flipped[place] ^= 1 << place % 8
+        directory = tmp_path / f"flip-{place}"
+        directory.mkdir()
+        (directory / segment.name).write_bytes(flipped)
+        if place < start_of_last:
+            with pytest.raises(JournalError, match="damaged"):
+                Journal(directory)
+        else:
+            assert read(directory) == WRITTEN[:4]
+
+
+def test_damage_over_several_records_is_no_torn_end(tmp_path):
+    write(tmp_path)
+    (segment,) = tmp_path.glob("*.journal")
+    size = segment.stat().st_size // len(WRITTEN)
+    whole = bytearray(segment.read_bytes())
+    whole[size : 4 * size] = bytes(3 * size)
+    segment.write_bytes(whole)
+    with pytest.raises(JournalError, match="record 1 at byte"):
+        Journal(tmp_path)
+
+
+def test_a_torn_end_of_an_earlier_segment_is_damage(tmp_path):
+    write(tmp_path, segment_bytes=60)
+    first = min(tmp_path.glob("*.journal"))
+    first.write_bytes(first.read_bytes()[:-1])
+    with pytest.raises(JournalError, match="damaged"):
+        Journal(tmp_path)
+
+
+def test_a_missing_segment_is_found(tmp_path):
+    write(tmp_path, segment_bytes=60)
+    sorted(tmp_path.glob("*.journal"))[1].unlink()
+    with pytest.raises(JournalError, match="comes next"):
+        Journal(tmp_path)
+
+
+def test_a_missing_beginning_is_found(tmp_path):
+    write(tmp_path, segment_bytes=60)
+    min(tmp_path.glob("*.journal")).unlink()
+    with pytest.raises(JournalError, match="missing"):
+        Journal(tmp_path)
+
+
+class SmallDisk(DiskFile):
+    """A segment on a disk with room for `room` more bytes; then it has room again, which must not matter."""
+
+    room = 100
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.written = 0
+
+    def write(self, data: bytes) -> None:
+        self.written += len(data)
+        if self.written > self.room:
+            self.room = 10**9
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(data)
+
+
+def test_a_full_disk_is_told_and_never_tried_again(tmp_path):
+    journal = Journal(tmp_path, open_file=SmallDisk)
+    journal.append(WRITTEN[0])
+    journal.sync()
+    journal.append(records.Halted("x" * 100))
+    for _ in range(2):
+        with pytest.raises(UserError, match="no space left for the journal"):
+            journal.sync()
+    with pytest.raises(UserError):
+        asyncio.run(journal.flush())
+    with pytest.raises(UserError):
+        journal.close()
+    assert read(tmp_path) == WRITTEN[:1]
+
+
+class BrokenDisk(DiskFile):
+    """A segment whose first sync fails; the second would report success falsely."""
+
+    failed = False
+
+    def sync(self) -> None:
+        if not self.failed:
+            self.failed = True
+            raise OSError(errno.EIO, "Input/output error")
+        super().sync()
+
+
+def test_a_failed_sync_is_final(tmp_path):
+    journal = Journal(tmp_path, open_file=BrokenDisk)
+    journal.append(WRITTEN[0])
+    for _ in range(2):
+        with pytest.raises(JournalError, match="cannot be written"):
+            asyncio.run(journal.flush())
+    assert journal.num_durable == 0
+    with pytest.raises(JournalError):
+        journal.close()
+
+
+def test_a_snapshot_replaces_the_records_before_it(tmp_path):
+    journal = Journal(tmp_path)
+    for count, record in enumerate(WRITTEN[:3]):
+        journal.append(record)
+        journal.take_snapshot(b"state %d" % (count + 1))
+    journal.append(WRITTEN[3])
+    journal.close()
+    again = Journal(tmp_path)
+    assert (again.snapshot, list(again.replay())) == (b"state 3", WRITTEN[3:4])
+    again.close()
+    assert len(list(tmp_path.glob("*.snapshot"))) == 2
+    assert len(list(tmp_path.glob("*.journal"))) == 2
+
+
+def test_a_damaged_snapshot_falls_back_to_the_one_before(tmp_path):
+    journal = Journal(tmp_path)
+    for count, record in enumerate(WRITTEN[:3]):
+        journal.append(record)
+        journal.take_snapshot(b"state %d" % (count + 1))
+    journal.append(WRITTEN[3])
+    journal.close()
+    newest = max(tmp_path.glob("*.snapshot"))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    again = Journal(tmp_path)
+    assert (again.snapshot, list(again.replay())) == (b"state 2", WRITTEN[2:4])
+    again.close()

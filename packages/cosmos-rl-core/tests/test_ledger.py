@@ -1,0 +1,618 @@
+"""The ledger's behaviours. `Play` feeds events and checks after each that the books balance and replay."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cosmos_rl_core.control import effects, events, records
+from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+
+
+class Play:
+    """A ledger with short words for what replicas say."""
+
+    def __init__(self, *, ledger: Ledger | None = None, **config) -> None:
+        self.ledger = ledger or Ledger(LedgerConfig(**{"groups_per_step": 2} | config))
+        self.now = 0.0
+        self.journal: list[records.Record] = []
+        self.base = self.ledger.snapshot()
+        self.incarnations: dict[str, int] = {}
+
+    def on(self, event: events.Event, *, after: float = 0.0) -> list[effects.Effect]:
+        self.now += after
+        decided, said = self.ledger.on(self.now, event)
+        self.journal += decided
+        counts = self.ledger.counts()
+        assert counts.pop("issued") == sum(counts.values())
+        assert Ledger.restore(self.ledger.config, self.base, self.journal) == self.ledger
+        for effect in said:
+            if isinstance(effect, effects.Welcome):
+                self.incarnations[effect.replica] = effect.incarnation
+        return said
+
+    def join(self, replica: str, *, ready: bool = True) -> list[effects.Effect]:
+        said = self.on(events.Join(replica, "policy" if replica.startswith("policy") else "rollout"))
+        return [*said, *(self.say(events.Ready, replica) if ready else [])]
+
+    def say(self, kind, replica: str, *args, incarnation: int | None = None, after: float = 0.0):
+        number = self.incarnations[replica] if incarnation is None else incarnation
+        return self.on(kind(replica, number, *args), after=after)
+
+    def ask(self, replica: str, *, version: int = 0, capacity: int = 8, lineage: int = 0):
+        return self.say(events.RequestLeases, replica, version, capacity, lineage)
+
+    def deliver(self, replica: str, sample: int, *, attempt: int = 1, version: int = 0, newest: int | None = None):
+        newest = version if newest is None else newest
+        return self.say(events.Deliver, replica, sample, attempt, version, newest, 10)
+
+    def fail(self, replica: str, sample: int, *, attempt: int = 1, reason: str = "boom", final: bool = False):
+        return self.say(events.Fail, replica, sample, attempt, reason, final)
+
+    def batch(self, replica: str = "policy-0", *, step: int | None = None):
+        step = self.ledger.version if step is None else step
+        return self.say(events.RequestBatch, replica, step, self.ledger.members.epoch)
+
+    def vote(self, replica: str = "policy-0", *, step: int | None = None):
+        step = self.ledger.version if step is None else step
+        return self.say(events.Vote, replica, step, self.ledger.members.epoch)
+
+    def tick(self, *, after: float) -> list[effects.Effect]:
+        return self.on(events.Tick(), after=after)
+
+    def train(self, *, steps: int = 1) -> None:
+        """Go through whole steps with one rollout and one policy replica."""
+        for _ in range(steps):
+            version = self.ledger.version
+            for lease in granted(self.ask("rollout-0", version=version)):
+                self.deliver("rollout-0", lease.sample, attempt=lease.attempt, version=version)
+            self.batch()
+            self.vote()
+
+
+def play(**config) -> Play:
+    """One policy and one rollout replica, ready."""
+    started = Play(**config)
+    started.join("policy-0")
+    started.join("rollout-0")
+    return started
+
+
+def granted(said) -> list[effects.Lease]:
+    return [lease for effect in said if isinstance(effect, effects.Grant) for lease in effect.leases]
+
+
+def kinds(said) -> list[str]:
+    return [type(effect).__name__ for effect in said]
+
+
+# --- leases ---------------------------------------------------------------------------------------
+
+
+def test_without_staleness_exactly_one_batch_is_leased():
+    p = play(groups_per_step=3)
+    assert [(lease.sample, lease.deadline) for lease in granted(p.ask("rollout-0"))] == [
+        (0, 0),
+        (1, 0),
+        (2, 0),
+    ]
+    assert p.ask("rollout-0") == []
+
+
+def test_staleness_leases_that_many_batches_ahead():
+    p = play(max_staleness=2)
+    assert [lease.deadline for lease in granted(p.ask("rollout-0", capacity=100))] == [2] * 6
+
+
+def test_a_waiting_request_is_answered_when_there_is_room():
+    p = play()
+    p.ask("rollout-0")
+    assert p.ask("rollout-0", capacity=1) == []
+    assert [lease.sample for lease in granted(p.fail("rollout-0", 0, final=True))] == [2]
+
+
+def test_weights_too_old_for_the_next_step_get_nothing():
+    p = play()
+    p.train()
+    assert p.ask("rollout-0", version=0) == []
+    assert "its weights, version 0, are too old for step 1" in p.ledger.waits()[0]
+    assert len(granted(p.ask("rollout-0", version=1))) == 2
+
+
+def test_replicas_that_wait_are_served_in_turns():
+    p = Play(groups_per_step=4)
+    p.join("policy-0")
+    for name in ("rollout-0", "rollout-1"):
+        p.join(name)
+    assert [lease.sample for lease in granted(p.ask("rollout-0"))] == [0, 1]
+    assert [lease.sample for lease in granted(p.ask("rollout-1"))] == [2, 3]
+
+
+def test_the_end_of_the_stream_is_told_when_nothing_is_out():
+    p = play(total_samples=2, max_staleness=3)
+    p.ask("rollout-0")
+    assert p.ask("rollout-0") == []
+    p.deliver("rollout-0", 0)
+    assert kinds(p.deliver("rollout-0", 1)) == ["Ack", "NoMore"]
+
+
+def test_no_more_is_leased_than_the_steps_need():
+    p = play(max_steps=1, max_staleness=3)
+    assert len(granted(p.ask("rollout-0"))) == 2
+
+
+# --- results --------------------------------------------------------------------------------------
+
+
+def test_a_result_is_acknowledged_and_its_repetition_changes_nothing():
+    p = play()
+    p.ask("rollout-0")
+    assert p.deliver("rollout-0", 0) == [effects.Ack("rollout-0", 0)]
+    before = p.ledger.state_digest()
+    assert p.deliver("rollout-0", 0) == [effects.Ack("rollout-0", 0)]
+    assert p.ledger.state_digest() == before
+
+
+def test_the_first_result_wins_and_the_other_lease_is_cancelled():
+    p = play(groups_per_step=1, lease_ttl_s=5)
+    p.join("rollout-1")
+    p.ask("rollout-0", capacity=1)
+    p.tick(after=6)
+    assert granted(p.ask("rollout-1"))[0] == effects.Lease(sample=0, attempt=2, deadline=0)
+    assert p.deliver("rollout-0", 0) == [effects.Cancel("rollout-1", 0), effects.Ack("rollout-0", 0)]
+    assert p.deliver("rollout-1", 0, attempt=2) == [effects.Ack("rollout-1", 0)]
+
+
+def test_a_late_result_of_a_returned_sample_is_taken():
+    p = play(lease_ttl_s=5)
+    p.ask("rollout-0", capacity=1)
+    p.tick(after=6)
+    assert kinds(p.deliver("rollout-0", 0)) == ["Ack"]
+    assert p.ledger.counts()["ready"] == 1
+
+
+def test_a_late_result_that_is_too_old_is_refused():
+    p = play(groups_per_step=1, lease_ttl_s=5)
+    p.join("rollout-1")
+    p.ask("rollout-0", capacity=1)
+    p.tick(after=6)
+    p.ask("rollout-1", capacity=1)
+    p.deliver("rollout-1", 0, attempt=2)
+    p.batch()
+    p.vote()
+    p.ask("rollout-1", version=1, capacity=1)
+    p.tick(after=6)
+    (refusal,) = p.deliver("rollout-0", 1, version=0)
+    assert isinstance(refusal, effects.Reject) and "too late" in refusal.reason and refusal.sample == 1
+
+
+def test_terms_older_than_the_lease_allows_are_refused_and_the_sample_returns():
+    p = play()
+    p.train()
+    (first, _) = granted(p.ask("rollout-0", version=1))
+    (refusal,) = p.deliver("rollout-0", first.sample, version=0, newest=1)
+    assert isinstance(refusal, effects.Reject) and "protocol" in refusal.reason
+    assert p.ledger.counts()["pending"] == 1
+
+
+def test_a_sample_never_issued_is_refused():
+    p = play()
+    assert kinds(p.deliver("rollout-0", 99)) == ["Reject"]
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def test_an_error_is_tried_again_first_and_dropped_after_max_attempts():
+    p = play(max_attempts=2)
+    p.ask("rollout-0", capacity=1)
+    p.fail("rollout-0", 0)
+    assert granted(p.ask("rollout-0", capacity=2))[0] == effects.Lease(sample=0, attempt=2, deadline=0)
+    p.fail("rollout-0", 0, attempt=2)
+    assert p.ledger.counts()["dropped"] == 1
+    assert p.ledger.samples.drop_reasons == {"boom": 1}
+
+
+def test_a_final_error_drops_at_once():
+    p = play()
+    p.ask("rollout-0")
+    assert kinds(p.fail("rollout-0", 0, reason="prompt too long", final=True)) == ["Ack"]
+    assert p.ledger.counts()["dropped"] == 1
+
+
+def test_only_the_holder_can_fail_a_sample():
+    p = play()
+    p.join("rollout-1")
+    p.ask("rollout-0")
+    p.fail("rollout-1", 0, final=True)
+    assert p.ledger.counts()["dropped"] == 0
+
+
+def drop_in_turn(p: Play, count: int, reason: str) -> list[effects.Effect]:
+    said: list[effects.Effect] = []
+    for _ in range(count):
+        (lease,) = granted(p.ask("rollout-0", capacity=1))
+        said = p.fail("rollout-0", lease.sample, attempt=lease.attempt, reason=reason, final=True)
+    return said
+
+
+def test_too_many_errors_in_a_row_halt_the_run_and_name_the_reason():
+    p = play(max_failed=2)
+    drop_in_turn(p, 2, "no such tool")
+    halt = drop_in_turn(p, 1, "no such tool")[0]
+    assert isinstance(halt, effects.Halt) and "no such tool" in halt.message and "max_failed = 2" in halt.message
+    assert p.ask("rollout-0") == []
+    assert "halted" in p.ledger.waits()[0]
+
+
+def test_a_completed_group_forgives_the_errors_before():
+    p = play(max_failed=2, max_staleness=9)
+    drop_in_turn(p, 2, "boom")
+    (lease,) = granted(p.ask("rollout-0", capacity=1))
+    p.deliver("rollout-0", lease.sample)
+    assert "Halt" not in kinds(drop_in_turn(p, 2, "boom"))
+
+
+def test_filtered_groups_have_their_own_budget():
+    p = play(max_failed=0, max_filtered=2)
+    assert "Halt" not in kinds(drop_in_turn(p, 2, "filtered:zero_variance"))
+    halt = drop_in_turn(p, 1, "filtered:zero_variance")[0]
+    assert isinstance(halt, effects.Halt) and "filtered:zero_variance" in halt.message
+
+
+# --- membership -----------------------------------------------------------------------------------
+
+
+def test_a_closed_connection_makes_suspect_at_once_and_gone_after_the_grace():
+    p = play(suspect_grace_s=2)
+    p.ask("rollout-0")
+    p.say(events.Disconnected, "rollout-0")
+    assert p.ledger.members.by_name["rollout-0"].state == "suspect"
+    p.tick(after=1.9)
+    assert p.ledger.counts()["leased"] == 2
+    p.tick(after=0.2)
+    assert p.ledger.members.by_name["rollout-0"].state == "gone"
+    assert p.ledger.counts()["pending"] == 2
+
+
+def test_a_reconnection_within_the_grace_keeps_incarnation_and_leases():
+    p = play()
+    p.ask("rollout-0")
+    p.say(events.Disconnected, "rollout-0")
+    (welcome,) = p.on(events.Join("rollout-0", "rollout", 1, (0, 1)), after=1)
+    assert welcome == effects.Welcome("rollout-0", incarnation=1, lineage=0, version=0, term=0)
+    p.tick(after=5)
+    assert p.ledger.counts()["leased"] == 2
+    assert p.ledger.members.by_name["rollout-0"].state == "ready"
+
+
+def test_a_reconnected_replica_keeps_only_what_it_says_it_holds():
+    p = play()
+    p.ask("rollout-0")
+    p.on(events.Join("rollout-0", "rollout", 1, (1,)))
+    assert (p.ledger.counts()["leased"], p.ledger.counts()["pending"]) == (1, 1)
+
+
+def test_leases_of_the_lost_are_issued_first_lowest_id_first():
+    p = play(max_staleness=3)
+    p.join("rollout-1")
+    p.ask("rollout-0", capacity=2)
+    p.ask("rollout-1", capacity=1)
+    p.say(events.Leave, "rollout-0")
+    leases = granted(p.ask("rollout-1", capacity=3))
+    assert [(lease.sample, lease.attempt) for lease in leases] == [(0, 2), (1, 2), (3, 1)]
+
+
+def test_deaths_of_replicas_never_drop_a_sample():
+    p = play(max_attempts=1)
+    for _ in range(5):
+        p.ask("rollout-0")
+        p.join("rollout-0")
+    assert p.ledger.counts()["dropped"] == 0
+
+
+def test_words_of_an_older_incarnation_are_fenced():
+    p = play()
+    p.ask("rollout-0")
+    p.join("rollout-0")
+    (refusal,) = p.say(events.Deliver, "rollout-0", 0, 1, 0, 0, 10, incarnation=1)
+    assert isinstance(refusal, effects.Reject) and refusal.fenced and refusal.sample == 0
+    assert p.ledger.counts()["ready"] == 0
+
+
+def test_a_gone_replica_must_join_anew():
+    p = play()
+    p.say(events.Leave, "rollout-0")
+    (refusal,) = p.on(events.Join("rollout-0", "rollout", 1))
+    assert isinstance(refusal, effects.Reject) and refusal.fenced
+    assert p.join("rollout-0", ready=False)[0].incarnation == 2
+
+
+def test_silence_makes_suspect_and_a_word_clears():
+    p = play(silence_s=10, suspect_grace_s=2)
+    p.tick(after=11)
+    assert p.ledger.members.by_name["rollout-0"].state == "suspect"
+    p.say(events.Heartbeat, "rollout-0", 1)
+    assert p.ledger.members.by_name["rollout-0"].state == "ready"
+
+
+def test_a_lease_expires_without_progress_and_lives_with_it():
+    p = play(lease_ttl_s=5)
+    p.ask("rollout-0")
+    p.say(events.Heartbeat, "rollout-0", 1, (0,), after=3)
+    assert p.tick(after=3) == [effects.Cancel("rollout-0", 1)]
+    p.say(events.Heartbeat, "rollout-0", 1, (0,))  # the same progress again
+    assert p.tick(after=3) == [effects.Cancel("rollout-0", 0)]
+
+
+def test_a_replica_that_is_not_ready_gets_no_leases():
+    p = play()
+    p.join("rollout-1", ready=False)
+    (refusal,) = p.ask("rollout-1")
+    assert "joining" in refusal.reason
+
+
+# --- steps ----------------------------------------------------------------------------------------
+
+
+def test_the_batch_comes_when_its_last_group_is_ready():
+    p = play()
+    p.ask("rollout-0")
+    assert p.batch() == []
+    assert p.ledger.waits() == ["policy-0 waits for batch 0: 0 of 2 groups ready, 2 leased to rollout-0"]
+    p.deliver("rollout-0", 1)
+    assert p.deliver("rollout-0", 0)[-1] == effects.AssignBatch("policy-0", 0, 1, (0, 1))
+
+
+def test_asking_again_gives_the_same_batch():
+    p = play(max_staleness=1)
+    for lease in granted(p.ask("rollout-0")):
+        p.deliver("rollout-0", lease.sample)
+    assert p.batch() == p.batch() == [effects.AssignBatch("policy-0", 0, 1, (0, 1))]
+
+
+def test_a_step_is_committed_with_the_last_vote():
+    p = Play(policy_members=2)
+    for name in ("policy-0", "policy-1", "rollout-0"):
+        p.join(name)
+    for lease in granted(p.ask("rollout-0")):
+        p.deliver("rollout-0", lease.sample)
+    p.batch()
+    assert p.vote("policy-0") == p.vote("policy-0") == []
+    assert p.ledger.waits() == ["policy-0 waits for the votes of policy-1 on step 0"]
+    assert p.vote("policy-1") == [effects.Committed("policy-0", 0), effects.Committed("policy-1", 0)]
+    assert p.ledger.version == 1
+    assert p.batch("policy-0", step=0) == [effects.Committed("policy-0", 0)]
+
+
+def test_training_waits_for_the_expected_policies():
+    p = Play(policy_members=2)
+    p.join("policy-0")
+    assert p.ledger.waits() == ["the run waits for policy replicas: 1 of 2 ready"]
+    said = p.join("policy-1")
+    assert effects.Remesh("policy-0", 1, ("policy-0", "policy-1"), 0, 0) in said
+
+
+def test_a_policy_lost_before_the_commit_starts_a_new_epoch_with_the_same_samples():
+    p = Play(policy_members=2)
+    for name in ("policy-0", "policy-1", "rollout-0"):
+        p.join(name)
+    for lease in granted(p.ask("rollout-0")):
+        p.deliver("rollout-0", lease.sample)
+    p.batch()
+    p.vote("policy-0")
+    p.say(events.Disconnected, "policy-1")
+    assert p.tick(after=3) == [effects.Remesh("policy-0", 2, ("policy-0",), 0, 0)]
+    assert kinds(p.say(events.Vote, "policy-0", 0, 1)) == ["Remesh", "Reject"]
+    assert p.batch() == [effects.AssignBatch("policy-0", 0, 2, (0, 1))]
+    assert kinds(p.vote()) == ["Committed"]
+
+
+def test_a_new_policy_joins_between_two_steps():
+    p = play()
+    for lease in granted(p.ask("rollout-0")):
+        p.deliver("rollout-0", lease.sample)
+    p.batch()
+    assert kinds(p.join("policy-1")) == ["Welcome"]
+    assert kinds(p.vote()) == ["Committed", "Remesh", "Remesh"]
+
+
+def test_steps_end_with_max_steps():
+    p = play(max_steps=2)
+    p.train(steps=2)
+    assert p.batch() == [effects.NoMore("policy-0", "all 2 steps are done")]
+    assert p.say(events.Leave, "policy-0") == []
+
+
+def test_a_stream_that_cannot_fill_a_batch_ends_the_run():
+    p = play(total_samples=3)
+    p.train()
+    p.ask("rollout-0", version=1)
+    p.deliver("rollout-0", 2, version=1)
+    assert p.batch() == [effects.NoMore("policy-0", "the stream of 3 samples has ended")]
+
+
+def test_staleness_of_the_last_batch_is_told():
+    p = play(max_staleness=1)
+    for lease in granted(p.ask("rollout-0")):
+        p.deliver("rollout-0", lease.sample)
+    p.batch()
+    p.vote()
+    p.batch()
+    assert p.ledger.staleness == (1.0, 1)
+
+
+def test_supervised_batches_need_no_rollouts():
+    p = Play(rollouts=False, total_samples=5)
+    p.join("policy-0")
+    assert p.batch() == [effects.AssignBatch("policy-0", 0, 1, (0, 1))]
+    p.vote()
+    p.batch()
+    p.vote()
+    assert kinds(p.batch()) == ["NoMore"]
+    assert p.ledger.counts()["committed"] == 4
+
+
+# --- checkpoints, rollback, restart ---------------------------------------------------------------
+
+
+def test_a_checkpoint_settles_the_steps_below_its_version():
+    p = play()
+    p.train(steps=3)
+    p.on(events.Checkpointed(2))
+    assert (p.ledger.counts()["checkpointed"], p.ledger.counts()["committed"]) == (4, 2)
+    assert kinds(p.deliver("rollout-0", 0)) == ["Ack"]
+
+
+def test_losing_all_policies_rolls_back_without_generating_again():
+    p = play(max_staleness=1)
+    p.train(steps=3)
+    p.on(events.Checkpointed(1))
+    assert p.say(events.Leave, "policy-0") == [effects.PoliciesLost(1)]
+    assert "rollback to version 1" in p.ledger.waits()[0]
+    p.on(events.Rollback(1))
+    assert (p.ledger.version, p.ledger.lineage) == (1, 1)
+    p.join("policy-0")
+    first = p.batch()[0]
+    assert isinstance(first, effects.AssignBatch) and (first.step, first.samples) == (1, (2, 3))
+
+
+def test_a_rollback_without_payloads_generates_again():
+    p = play()
+    p.train(steps=1)
+    p.on(events.Rollback(0, payloads_kept=False))
+    assert p.ledger.counts()["pending"] == 2
+
+
+def test_weights_of_an_abandoned_lineage_get_no_leases():
+    p = play()
+    p.train(steps=2)
+    p.on(events.Rollback(0, payloads_kept=False))
+    assert p.ask("rollout-0", version=2, lineage=0) == []
+    assert "it holds weights of lineage 0" in p.ledger.waits()[0]
+    assert len(granted(p.ask("rollout-0", version=0, lineage=1))) == 2
+
+
+def test_a_checkpoint_of_an_abandoned_lineage_covers_nothing():
+    p = play()
+    p.train(steps=2)
+    p.on(events.Rollback(0))
+    p.on(events.Checkpointed(0, lineage=0))
+    assert p.ledger.counts()["checkpointed"] == 0
+
+
+def test_a_rollback_behind_the_checkpoint_is_refused():
+    p = play()
+    p.train(steps=2)
+    p.on(events.Checkpointed(2))
+    with pytest.raises(ValueError, match="older checkpoint"):
+        p.on(events.Rollback(1))
+
+
+def test_a_resumed_run_goes_on_where_the_checkpoint_stands():
+    p = play(max_staleness=1)
+    p.train(steps=1)
+    position = p.ledger.position()
+    assert position == records.Position(version=1, next_sample=4, unfinished=(2, 3))
+    ledger, record = Ledger.resume(p.ledger.config, position)
+    assert Ledger.replay(p.ledger.config, [record]) == ledger
+    resumed = Play(ledger=ledger)
+    resumed.join("rollout-0")
+    assert [lease.sample for lease in granted(resumed.ask("rollout-0", version=1))] == [2, 3, 4, 5]
+
+
+def test_a_restarted_controller_suspects_all_until_they_are_back():
+    p = play()
+    p.ask("rollout-0")
+    p.batch()
+    p.ledger, p.now = Ledger.replay(p.ledger.config, p.journal), 0.0
+    p.on(events.Restart())
+    assert p.ledger.term == 1
+    p.on(events.Join("rollout-0", "rollout", 1, (0, 1)))
+    said = p.on(events.Join("policy-0", "policy", 1))
+    assert kinds(said) == ["Welcome", "Remesh"]
+    p.tick(after=5)
+    p.deliver("rollout-0", 0)
+    p.deliver("rollout-0", 1)
+    assert kinds(p.batch()) == ["AssignBatch"]
+
+
+# --- any order of any words -----------------------------------------------------------------------
+
+POLICIES, ROLLOUTS = ("policy-0", "policy-1"), ("rollout-0", "rollout-1")
+
+
+class AnyOrder(RuleBasedStateMachine):
+    """Sensible and senseless words in any order: the books balance, replay, and keep the staleness bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.p = Play(groups_per_step=2, max_staleness=1, max_steps=6, lease_ttl_s=5, silence_s=9)
+
+    @rule(replica=st.sampled_from(POLICIES + ROLLOUTS), known=st.booleans())
+    def join(self, replica, known):
+        role = "policy" if replica in POLICIES else "rollout"
+        self.p.on(events.Join(replica, role, self.p.incarnations.get(replica, 0) if known else 0))
+
+    @precondition(lambda self: self.p.incarnations)
+    @rule(
+        data=st.data(),
+        kind=st.sampled_from([events.Ready, events.Heartbeat, events.Disconnected, events.Leave]),
+    )
+    def member_word(self, data, kind):
+        self.p.say(kind, data.draw(st.sampled_from(sorted(self.p.incarnations))))
+
+    @precondition(lambda self: self.p.incarnations)
+    @rule(data=st.data(), version=st.integers(0, 6), capacity=st.integers(1, 4))
+    def ask(self, data, version, capacity):
+        replica = data.draw(st.sampled_from(sorted(self.p.incarnations)))
+        self.p.ask(replica, version=version, capacity=capacity, lineage=self.p.ledger.lineage)
+
+    @precondition(lambda self: self.p.incarnations)
+    @rule(data=st.data(), sample=st.integers(0, 12), attempt=st.integers(1, 3), age=st.integers(0, 3))
+    def deliver(self, data, sample, attempt, age):
+        replica = data.draw(st.sampled_from(sorted(self.p.incarnations)))
+        version = max(self.p.ledger.version - age, 0)
+        self.p.deliver(replica, sample, attempt=attempt, version=version)
+
+    @precondition(lambda self: self.p.incarnations)
+    @rule(data=st.data(), sample=st.integers(0, 12), attempt=st.integers(1, 3), final=st.booleans())
+    def fail(self, data, sample, attempt, final):
+        replica = data.draw(st.sampled_from(sorted(self.p.incarnations)))
+        self.p.fail(replica, sample, attempt=attempt, final=final)
+
+    @precondition(lambda self: self.p.incarnations)
+    @rule(data=st.data(), ahead=st.integers(-1, 1), votes=st.booleans())
+    def step_word(self, data, ahead, votes):
+        replica = data.draw(st.sampled_from(sorted(self.p.incarnations)))
+        kind = events.Vote if votes else events.RequestBatch
+        self.p.say(kind, replica, self.p.ledger.version + ahead, self.p.ledger.members.epoch)
+
+    @rule(after=st.floats(0, 6))
+    def tick(self, after):
+        self.p.tick(after=after)
+
+    @rule(version=st.integers(0, 6))
+    def checkpointed(self, version):
+        self.p.on(events.Checkpointed(version, self.p.ledger.lineage))
+
+    @rule(kept=st.booleans())
+    def rollback(self, kept):
+        self.p.on(events.Rollback(self.p.ledger.checkpoint_version, kept))
+
+    @invariant()
+    def staleness_is_bounded(self):
+        assert self.p.ledger.staleness[1] <= 1
+
+    @invariant()
+    def every_outstanding_group_can_be_consumed_in_time(self):
+        outstanding = self.p.ledger.samples.outstanding
+        for bound in outstanding:
+            due = sum(count for deadline, count in outstanding.items() if deadline <= bound)
+            assert due <= (bound - self.p.ledger.next_step + 1) * 2
+
+
+TestAnyOrder = AnyOrder.TestCase
+TestAnyOrder.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,214 @@
+"""The ledger in 200 simulated runs with faults, and proof that the simulation notices when a rule is missing."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from cosmos_rl_core.control import events, leasing, liveness, records, stepping
+from cosmos_rl_core.control.ledger import Ledger
+from cosmos_rl_core.control.samples import LEASED, PENDING
+from cosmos_rl_core.rollout.buffer import StalenessWindow
+from cosmos_rl_core.testing.simulator import Options, SimulationError, simulate
+
+
+@pytest.mark.parametrize("block", range(8))
+def test_25_runs_with_faults_keep_every_rule(block):
+    reports = [simulate(seed, Options.for_seed(seed)) for seed in range(25 * block, 25 * block + 25)]
+    assert sum(report.kills for report in reports) > 10
+    assert sum(report.crashes for report in reports) > 5
+    assert sum(report.reissued for report in reports) > 10
+
+
+def test_a_thousand_replicas():
+    options = Options(rollouts=1000, policies=4, groups_per_step=128, max_steps=4, faults_until_s=8.0)
+    assert simulate(1, options).steps >= 4
+
+
+def test_a_run_replays_bit_for_bit_in_another_process():
+    code = "from cosmos_rl_core.testing.simulator import *; print(simulate(11, Options.for_seed(11)).digest)"
+    digests = {
+        subprocess.run(
+            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+        ).stdout.strip()
+        for seed in ("1", "2")
+    }
+    assert digests == {simulate(11, Options.for_seed(11)).digest}
+
+
+def test_runs_differ_by_seed():
+    assert simulate(1, Options()).digest != simulate(2, Options()).digest
+
+
+def test_without_faults_every_group_is_generated_once():
+    options = Options(drop=0, duplicate=0, long_delay=0, mean_between_faults_s=1e9, faults_until_s=0.0, max_staleness=0)
+    report = simulate(5, options)
+    assert (report.steps, report.rollbacks, report.kills) == (16, 0, 0)
+
+
+# --- rules taken away -------------------------------------------------------------------------------
+
+
+class NoReissue(Ledger):
+    """Leases of the lost and of the hung never return."""
+
+    def decide(self, record):
+        if not isinstance(record, records.Returned) or record.failed:
+            super().decide(record)
+
+
+class NoExpiry(Ledger):
+    """A hung replica keeps its leases as long as its connection lives."""
+
+    def __init__(self, config):
+        super().__init__(replace(config, lease_ttl_s=1e9))
+
+
+class CommitOnFirstVote(Ledger):
+    """One vote is enough."""
+
+    @staticmethod
+    def vote(ledger, event):
+        batch = ledger.assignment
+        if batch is not None and event.step == batch.step and stepping._is_of_mesh(ledger, event):
+            ledger.decide(records.Voted(event.replica, event.step, event.epoch))
+            stepping.commit(ledger, batch)
+
+
+CommitOnFirstVote.rules = {**Ledger.rules, events.Vote: CommitOnFirstVote.vote}
+
+
+class VotesOutliveTheEpoch(Ledger):
+    """A vote of an earlier mesh counts for the present one."""
+
+    @staticmethod
+    def vote(ledger, event):
+        stepping.vote(ledger, events.Vote(event.replica, event.incarnation, event.step, ledger.members.epoch))
+
+
+VotesOutliveTheEpoch.rules = {**Ledger.rules, events.Vote: VotesOutliveTheEpoch.vote}
+
+
+class NoDedupe(Ledger):
+    """A result is taken again when its sample is ready already: the copy becomes a sample of its own."""
+
+    @staticmethod
+    def deliver(ledger, event):
+        entry = ledger.samples.active.get(event.sample)
+        if entry is not None and entry.state not in (PENDING, LEASED) and liveness.heeds(ledger, event):
+            fields = (event.replica, event.min_version, event.min_version, event.max_version, event.num_terms)
+            ledger._records.append(records.Delivered(event.sample, *fields))
+        leasing.deliver(ledger, event)
+
+
+NoDedupe.rules = {**Ledger.rules, events.Deliver: NoDedupe.deliver}
+
+
+class AnyAge(Ledger):
+    """The window has room for everything."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.window = EndlessWindow(config.max_staleness, config.groups_per_step)
+
+
+class EndlessWindow(StalenessWindow):
+    def room(self, outstanding, deadline, *, next_step):
+        return 10**6
+
+    def select(self, ready, outstanding, *, next_step):
+        ids = sorted(sample for samples in ready.values() for sample in samples)
+        return tuple(ids[: self.groups_per_step]) if len(ids) >= self.groups_per_step else None
+
+
+class NoFencing(Ledger):
+    """Words of a replaced process are taken for those of its successor."""
+
+    def on(self, now, event):
+        incarnation = getattr(event, "incarnation", None)
+        if incarnation and not isinstance(event, events.Join) and event.replica in self.members.by_name:
+            member = self.members.by_name[event.replica]
+            if member.is_live and event.incarnation != member.incarnation:
+                fields = {name: getattr(event, name) for name in event.__struct_fields__}
+                event = type(event)(**fields | {"incarnation": member.incarnation})
+        return super().on(now, event)
+
+
+class NoGrace(Ledger):
+    """A replica whose connection closed stays suspect for ever."""
+
+    def __init__(self, config):
+        super().__init__(replace(config, suspect_grace_s=1e9))
+
+
+class RollbackKeepsSteps(Ledger):
+    """A rollback takes the version back but not the samples of the undone steps."""
+
+    def decide(self, record):
+        if isinstance(record, records.RolledBack):
+            committed, self.samples.committed = self.samples.committed, {}
+            super().decide(record)
+            self.samples.committed = committed
+        else:
+            super().decide(record)
+
+
+class RestartTrustsOldConnections(Ledger):
+    """After a restart nobody is suspected."""
+
+    @staticmethod
+    def restart(ledger, event):
+        ledger.decide(records.Restarted(ledger.term + 1))
+
+
+RestartTrustsOldConnections.rules = {**Ledger.rules, events.Restart: RestartTrustsOldConnections.restart}
+
+
+class EveryEpochItsOwnBatch(Ledger):
+    """The lost member's step is made up anew from other samples, and the old ones are forgotten."""
+
+    def decide(self, record):
+        super().decide(record)
+        if isinstance(record, records.Meshed):
+            self.assignment = None
+
+
+MUTANTS = [
+    NoReissue,
+    NoExpiry,
+    CommitOnFirstVote,
+    VotesOutliveTheEpoch,
+    NoDedupe,
+    AnyAge,
+    NoFencing,
+    NoGrace,
+    RollbackKeepsSteps,
+    EveryEpochItsOwnBatch,
+    RestartTrustsOldConnections,
+]
+
+
+def first_failure(*, ledger: type[Ledger] = Ledger, **changes) -> int | None:
+    for seed in range(30):
+        try:
+            simulate(seed, replace(Options.for_seed(seed), **changes), ledger=ledger)
+        except SimulationError:
+            return seed
+    return None
+
+
+@pytest.mark.parametrize("mutant", MUTANTS)
+def test_a_missing_rule_is_noticed_within_30_seeds(mutant):
+    assert first_failure(ledger=mutant) is not None
+
+
+def test_acknowledging_before_the_journal_is_noticed_within_30_seeds():
+    assert first_failure(ack_before_durable=True) is not None
+
+
+def test_a_failure_says_how_to_see_it_again():
+    with pytest.raises(SimulationError, match=r"again: simulate\(0, Options\(.*max_staleness"):
+        simulate(0, Options.for_seed(0), ledger=NoReissue)

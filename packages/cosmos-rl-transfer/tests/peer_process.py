@@ -1,0 +1,54 @@
+"""One side of a sync in a process of its own, for test_sync: python peer_process.py ROLE ADDRESS TRANSPORT."""
+
+import asyncio
+import sys
+import threading
+
+import torch
+
+from cosmos_rl_transfer import Publisher, Subscriber
+from cosmos_rl_transfer.testing import weights_at
+from cosmos_rl_transfer.transports.shm import SharedMemory
+
+TOKEN = b"the run's token"
+
+
+async def follow(address, transport):
+    """Stage and apply every version; tell for each whether the live tensors are exactly it."""
+    live = {name: torch.zeros_like(tensor) for name, tensor in weights_at(0).items()}
+    subscriber, version = Subscriber(address, live, token=TOKEN, transport=transport), -1
+    while True:
+        version = await subscriber.stage(after=version)
+        subscriber.apply()
+        exact = all(torch.equal(live[name], tensor) for name, tensor in weights_at(version).items())
+        print("exact" if exact else "wrong", version, flush=True)
+
+
+class Stalling(SharedMemory):
+    """Tells that a read has begun and never ends it."""
+
+    def attach(self, link, *, arena, offers):
+        return self
+
+    def read(self, bucket, *, lent, out):
+        print("reading", flush=True)
+        threading.Event().wait()
+
+    def close(self):
+        pass
+
+
+async def stall(address, transport):
+    await Subscriber(address, weights_at(0), token=TOKEN, transport=Stalling()).stage(after=-1)
+
+
+async def publish(address, transport):
+    publisher = Publisher(weights_at(0), token=TOKEN, transport=transport)
+    await publisher.publish(0, weights_at(0))
+    print(publisher.address, flush=True)
+    await asyncio.Event().wait()
+
+
+if __name__ == "__main__":
+    role, *arguments = sys.argv[1:]
+    asyncio.run({"follow": follow, "stall": stall, "publish": publish}[role](*arguments))

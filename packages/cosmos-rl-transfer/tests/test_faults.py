@@ -1,0 +1,237 @@
+import asyncio
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from cosmos_rl_transfer import (
+    AuthenticationError,
+    LayoutError,
+    PeerLost,
+    Publisher,
+    Subscriber,
+    TransferError,
+    WeightMismatch,
+)
+from cosmos_rl_transfer.feed import Feed
+from cosmos_rl_transfer.messages import Join, Refused
+from cosmos_rl_transfer.testing import TOKEN, BitFlips, Pair, assert_version, blank, weights_at
+from cosmos_rl_transfer.transports.shm import SharedMemory
+from cosmos_rl_transfer.transports.tcp import Tcp
+
+TRANSPORTS = ["shm", "tcp"]
+
+
+@pytest.mark.parametrize("transport", [SharedMemory, Tcp])
+def test_a_flipped_bit_is_noticed_and_the_bucket_alone_fetched_again(transport, caplog):
+    async def main():
+        flips = BitFlips(transport(), bucket=2, times=1)
+        async with Pair(transport.name, reading=flips) as pair:
+            await pair.publish(0)
+            assert await pair.subscriber.stage(after=-1) == 0
+            pair.subscriber.apply()
+            assert_version(pair.live, 0)
+            assert flips.num_reads == 2
+        assert caplog.messages == ["bucket 2 of version 0 arrived wrong from rank 0"]
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", [SharedMemory, Tcp])
+def test_lasting_corruption_raises_and_leaves_the_live_tensors_alone(transport):
+    async def main():
+        async with Pair(transport.name, reading=BitFlips(transport(), bucket=2, times=99)) as pair:
+            await pair.publish(7)
+            with pytest.raises(WeightMismatch, match=r"embed of version 7 .*rank 0 at rank 0 \(bucket 2\)"):
+                await pair.subscriber.stage(after=-1)
+            assert not any(tensor.any() for tensor in pair.live.values())
+            with pytest.raises(TransferError, match="nothing is staged"):
+                pair.subscriber.apply()
+
+    asyncio.run(main())
+
+
+class Stalling:
+    """A shared-memory reader that stops in the middle of a bucket until it is let go."""
+
+    name = "stalling shm"
+
+    def __init__(self):
+        self.inner = SharedMemory()
+        self.reading, self.go_on = threading.Event(), threading.Event()
+
+    def attach(self, link, *, arena, offers):
+        self.reader = self.inner.attach(link, arena=arena, offers=offers)
+        return self
+
+    def read(self, bucket, *, lent, out):
+        self.reading.set()
+        assert self.go_on.wait(20)
+        self.reader.read(bucket, lent=lent, out=out)
+
+    def close(self):
+        self.reader.close()
+
+
+def test_a_slow_reader_holds_the_publisher_up_for_its_patience_only_and_then_takes_the_newest():
+    async def main():
+        stalling = Stalling()
+        async with Pair("shm", reading=stalling, patience_s=0.3) as pair:
+            await pair.publish(0)
+            staging = asyncio.create_task(pair.subscriber.stage(after=-1))
+            assert await asyncio.to_thread(stalling.reading.wait, 10)
+            started = time.monotonic()
+            await pair.publish(1)
+            assert time.monotonic() - started < 0.3  # the other slot was free
+            await pair.publish(2)
+            assert 0.3 <= time.monotonic() - started < 3
+            stalling.go_on.set()
+            assert await staging == 2
+            pair.subscriber.apply()
+            assert_version(pair.live, 2)
+
+    asyncio.run(main())
+
+
+def test_a_cancelled_stage_ends_at_once_and_the_next_one_works():
+    async def main():
+        async with Pair("shm") as pair:
+            waiting = asyncio.create_task(pair.subscriber.stage(after=-1))
+            await asyncio.sleep(0.1)
+            started = time.monotonic()
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            assert time.monotonic() - started < 2
+            await pair.publish(0)
+            assert await pair.subscriber.stage(after=-1) == 0
+
+    asyncio.run(main())
+
+
+def test_closing_the_publisher_ends_a_waiting_stage():
+    async def main():
+        async with Pair("shm") as pair:
+            waiting = asyncio.create_task(pair.subscriber.stage(after=-1))
+            await asyncio.sleep(0.1)
+            await pair.publisher.close()
+            with pytest.raises(PeerLost):
+                await waiting
+
+    asyncio.run(main())
+
+
+def test_a_wrong_token_is_refused():
+    async def main():
+        async with Pair("shm") as pair:
+            stranger = Subscriber(pair.publisher.address, blank(), token=b"guess")
+            with pytest.raises(AuthenticationError, match="token"):
+                await stranger.stage(after=-1)
+            await stranger.close()
+
+    asyncio.run(main())
+
+
+def test_names_that_do_not_match_are_listed():
+    async def main():
+        async with Pair("shm") as pair:
+            live = {f"layer{i}": torch.zeros(2) for i in range(7)}
+            other = Subscriber(pair.publisher.address, live, token=TOKEN)
+            with pytest.raises(LayoutError, match="lacks layer0, layer1, layer2, layer3, layer4 and 2 more"):
+                await other.stage(after=-1)
+            await other.close()
+
+    asyncio.run(main())
+
+
+def test_a_plan_with_another_digest_is_refused():
+    async def main():
+        async with Pair("shm") as pair:
+            feed = Feed.open(pair.publisher.address, token=TOKEN, timeout_s=5)
+            feed.link.send(Join(feed.welcome.source, 0, "0" * 64))
+            reply = feed.link.receive()
+            assert isinstance(reply, Refused)
+            assert "the plans differ" in reply.reason and "000000000000" in reply.reason
+            feed.close()
+
+    asyncio.run(main())
+
+
+class Child:
+    """Another process that plays one side; it answers on its standard output."""
+
+    def __init__(self, *arguments):
+        script = Path(__file__).with_name("peer_process.py")
+        self.process = subprocess.Popen(
+            [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True, bufsize=1
+        )
+
+    def line(self):
+        return self.process.stdout.readline().strip()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.process.kill()
+        self.process.wait(10)
+        self.process.stdout.close()
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_hundred_versions_reach_another_process_bit_exact(transport):
+    async def main():
+        weights = weights_at(0)
+        publisher = Publisher(weights, token=TOKEN, transport=transport, bucket_bytes=2048)
+        with Child("follow", publisher.address, transport) as child:
+            for version in range(100):
+                for name, tensor in weights_at(version).items():
+                    weights[name].copy_(tensor)
+                await publisher.publish(version, weights)
+                for tensor in weights.values():
+                    tensor.zero_()
+                assert await asyncio.to_thread(child.line) == f"exact {version}"
+        await publisher.close()
+
+    asyncio.run(main())
+
+
+def test_a_subscriber_killed_while_it_reads_does_not_hold_the_publisher_up():
+    async def main():
+        publisher = Publisher(weights_at(0), token=TOKEN, transport="shm", patience_s=30)
+        await publisher.publish(0, weights_at(0))
+        with Child("stall", publisher.address, "shm") as child:
+            assert await asyncio.to_thread(child.line) == "reading"
+            child.process.kill()
+            started = time.monotonic()
+            for version in range(1, 5):
+                await publisher.publish(version, weights_at(version))
+            assert time.monotonic() - started < 2
+        await publisher.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_killed_publisher_is_noticed_within_two_seconds(transport):
+    async def main():
+        with Child("publish", "", transport) as child:
+            address, live = await asyncio.to_thread(child.line), blank()
+            subscriber = Subscriber(address, live, token=TOKEN, transport=transport)
+            assert await subscriber.stage(after=-1) == 0
+            waiting = asyncio.create_task(subscriber.stage(after=0))
+            await asyncio.sleep(0.1)
+            child.process.kill()
+            started = time.monotonic()
+            with pytest.raises(PeerLost):
+                await waiting
+            assert time.monotonic() - started < 2
+            subscriber.apply()  # what was staged and verified before is still good
+            assert_version(live, 0)
+            await subscriber.close()
+
+    asyncio.run(main())

@@ -1,0 +1,203 @@
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_transfer.arena import Arena
+from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout import Box, Manifest, Replicate, Shard, TensorLayout
+from cosmos_rl_transfer.plan import plan
+
+
+def spec(name="w", shape=(8, 6), dtype="float32"):
+    return WeightSpec(name=name, shape=shape, dtype=dtype)
+
+
+@st.composite
+def manifests(draw):
+    """A few small tensors, cut and replicated over two unrelated meshes."""
+    specs = [
+        spec(
+            f"t{i}",
+            tuple(draw(st.lists(st.integers(1, 9), min_size=0, max_size=4))),
+            draw(st.sampled_from(DTYPES)),
+        )
+        for i in range(draw(st.integers(1, 4)))
+    ]
+    return [draw(sharded(specs)) for _ in range(2)]
+
+
+DTYPES = ["float32", "bfloat16", "uint8", "int64"]
+
+
+@st.composite
+def sharded(draw, specs):
+    mesh_shape = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=2)))
+    placements = {
+        s.name: [
+            Shard(draw(st.integers(0, len(s.shape) - 1))) if s.shape and draw(st.booleans()) else Replicate()
+            for _ in mesh_shape
+        ]
+        for s in specs
+    }
+    return Manifest.sharded(specs, mesh_shape=mesh_shape, placements=placements)
+
+
+def arenas(manifest, made):
+    found = {r: Arena.of(manifest, rank=r, wire_dtypes=made.wire_dtypes) for r in manifest.ranks}
+    return {r: (arena, np.zeros(arena.num_bytes, np.uint8)) for r, arena in found.items()}
+
+
+def execute(made, source, target):
+    for (sender, receiver), buckets in made.streams.items():
+        for bucket in buckets:
+            out = np.full(bucket.num_bytes, 0xEE, np.uint8)
+            arena, memory = source[sender]
+            arena.gather(memory, bucket, out)
+            arena, memory = target[receiver]
+            start = arena.flat_start(bucket)
+            if start is None:
+                arena.scatter(out, bucket, memory)
+            else:
+                memory[start : start + bucket.num_bytes] = out
+
+
+def fill(manifest, held, whole):
+    for s in manifest.specs.values():
+        for rank, box in next(t for t in manifest.layouts if t.spec == s).boxes.items():
+            arena, memory = held[rank]
+            arena.tensor(memory, s.name)[...] = whole[s.name][box.slices()]
+
+
+def whole_tensors(manifest, seed=0):
+    rng = np.random.default_rng(seed)
+    widths = {"float32": np.uint32, "bfloat16": np.uint16, "uint8": np.uint8, "int64": np.uint64}
+    return {s.name: rng.integers(1, 250, s.shape).astype(widths[s.dtype]) for s in manifest.specs.values()}
+
+
+@settings(max_examples=300, deadline=None)
+@given(manifests(), st.integers(8, 400))
+def test_executing_a_plan_gives_what_cutting_the_whole_tensors_gives(pair, bucket_bytes):
+    source, target = pair
+    made = plan(source, target, bucket_bytes=bucket_bytes)
+    whole = whole_tensors(source)
+    sending, receiving = arenas(source, made), arenas(target, made)
+    fill(source, sending, whole)
+    execute(made, sending, receiving)
+    for layout in target.layouts:
+        for rank, box in layout.boxes.items():
+            arena, memory = receiving[rank]
+            np.testing.assert_array_equal(arena.tensor(memory, layout.spec.name), whole[layout.spec.name][box.slices()])
+
+
+@settings(max_examples=100, deadline=None)
+@given(manifests(), st.integers(8, 400))
+def test_every_needed_byte_travels_once(pair, bucket_bytes):
+    source, target = pair
+    made = plan(source, target, bucket_bytes=bucket_bytes)
+    item = {"float32": 4, "bfloat16": 2, "uint8": 1, "int64": 8}
+    travelled = sum(
+        piece.box.numel * item[made.wire_dtypes[piece.name]]
+        for stream in made.streams.values()
+        for bucket in stream
+        for piece in bucket.pieces
+    )
+    held = sum(box.numel * item[t.spec.dtype] for t in target.layouts for box in t.boxes.values())
+    assert travelled == made.total_bytes == sum(made.bytes_out.values()) == made.lower_bound == held
+    assert max(made.bytes_out.values()) >= made.egress_bound
+
+
+@settings(max_examples=50, deadline=None)
+@given(manifests(), st.integers(8, 400))
+def test_no_bucket_is_larger_than_asked(pair, bucket_bytes):
+    made = plan(*pair, bucket_bytes=bucket_bytes)
+    assert all(b.num_bytes <= bucket_bytes for stream in made.streams.values() for b in stream)
+
+
+def test_replicated_sources_share_the_load_evenly():
+    specs = [spec(f"layer{i}", (64, 64)) for i in range(80)]
+    source = Manifest.sharded(specs, mesh_shape=(8,), placements={})
+    made = plan(source, Manifest.whole(specs), bucket_bytes=1 << 20)
+    assert set(made.bytes_out.values()) == {10 * 64 * 64 * 4}
+    assert made.ratio == 1.0
+
+
+def test_hybrid_sharding_to_tensor_parallel_is_balanced_within_a_percent():
+    specs = [spec(f"layer{i}", (128, 96)) for i in range(50)]
+    cut = {s.name: [Replicate(), Shard(0)] for s in specs}
+    source = Manifest.sharded(specs, mesh_shape=(4, 8), placements=cut)
+    target = Manifest.sharded(specs, mesh_shape=(4,), placements={s.name: [Shard(1)] for s in specs})
+    assert plan(source, target, bucket_bytes=1 << 20).ratio <= 1.01
+
+
+def test_the_plan_is_a_function_of_its_inputs_and_notices_a_difference():
+    specs = [spec(shape=(12, 8))]
+    source = Manifest.sharded(specs, mesh_shape=(3,), placements={"w": [Shard(0)]})
+    target = Manifest.sharded(specs, mesh_shape=(2,), placements={"w": [Shard(1)]})
+    made = plan(source, target, bucket_bytes=64)
+    assert made == plan(Manifest.decode(source.encode()), target, bucket_bytes=64)
+    assert made.digest != plan(source, target, bucket_bytes=32).digest
+    assert made.digest != plan(source, target, bucket_bytes=64, wire_dtype="bfloat16").digest
+
+
+def test_wire_dtype_replaces_floating_dtypes_only():
+    specs = [spec("w"), spec("count", (3,), "int64")]
+    made = plan(Manifest.whole(specs), Manifest.whole(specs), bucket_bytes=1024, wire_dtype="bfloat16")
+    assert made.wire_dtypes == {"w": "bfloat16", "count": "int64"}
+    assert made.total_bytes == 48 * 2 + 3 * 8
+
+
+def test_whole_tensors_travel_as_one_run_of_the_arena():
+    specs = [spec("a", (5, 7)), spec("b", (3,)), spec("c", (64, 64))]
+    manifest = Manifest.whole(specs)
+    made = plan(manifest, manifest, bucket_bytes=4096)
+    arena = Arena.of(manifest, rank=0, wire_dtypes=made.wire_dtypes)
+    assert all(arena.flat_start(bucket) is not None for bucket in made.streams[0, 0])
+
+
+def test_a_bucket_never_takes_the_rest_of_a_tensor_for_padding():
+    short, wide = spec("a", (25,)), spec("b", (4,))
+    source = Manifest(
+        (
+            TensorLayout(short, {0: Box((0,), (24,)), 1: Box((24,), (1,))}),
+            TensorLayout(wide, {0: Box((0,), (4,))}),
+        )
+    )
+    made = plan(source, Manifest.whole([short, wide]), bucket_bytes=1024)
+    arena = Arena.of(Manifest.whole([short, wide]), rank=0, wire_dtypes=made.wire_dtypes)
+    assert arena.flat_start(made.streams[0, 0][0]) is None
+
+
+def test_missing_names_are_listed():
+    specs = [spec(f"w{i}") for i in range(8)]
+    with pytest.raises(LayoutError, match=r"source lacks w1, w2, w3, w4, w5 and 2 more"):
+        plan(Manifest.whole(specs[:1]), Manifest.whole(specs), bucket_bytes=64)
+
+
+def test_unexpected_names_are_listed():
+    specs = [spec("w0"), spec("w1")]
+    with pytest.raises(LayoutError, match="target lacks w1"):
+        plan(Manifest.whole(specs), Manifest.whole(specs[:1]), bucket_bytes=64)
+
+
+def test_a_shape_mismatch_names_tensor_shapes_and_ranks():
+    with pytest.raises(LayoutError, match=r"w: shape \(8, 6\) .* \(6, 8\) .*ranks \[0\].*ranks \[2\]"):
+        plan(Manifest.whole([spec()]), Manifest.whole([spec(shape=(6, 8))], rank=2), bucket_bytes=64)
+
+
+def test_an_integer_is_never_cast_to_a_float():
+    with pytest.raises(LayoutError, match="w: dtype int64 at the source, float32 at the target"):
+        plan(Manifest.whole([spec(dtype="int64")]), Manifest.whole([spec()]), bucket_bytes=64)
+
+
+def test_a_box_nobody_holds_is_an_error():
+    source = Manifest((TensorLayout(spec(), {0: Box((0, 0), (4, 6)), 1: Box((5, 0), (3, 6))}),))
+    with pytest.raises(LayoutError, match=r"w .*no source rank of \[0, 1\] holds offset \(4, 0\) shape \(1, 6\)"):
+        plan(source, Manifest.whole([spec()]), bucket_bytes=64)
+
+
+def test_explain_tells_bytes_and_bound():
+    text = plan(Manifest.whole([spec()]), Manifest.whole([spec()]), bucket_bytes=64).explain()
+    assert "192 bytes in 4 buckets, lower bound 192" in text
+    assert "1.000x" in text
