@@ -278,6 +278,11 @@ def test_an_unknown_model_type_is_named():
         make_model({"model_type": "qwen33"}, dtype=torch.float32, seed=0)
 
 
+def test_a_config_value_of_the_wrong_type_is_named():
+    with pytest.raises(UserError, match="hidden_size"):
+        make_model({"model_type": "qwen3", "hidden_size": "wide"}, dtype=torch.float32, seed=0)
+
+
 def test_a_model_with_attention_soft_capping_is_refused():
     config = {**BASE, "model_type": "gemma2", "layer_types": ["full_attention"] * 2}
     policy = CausalLMPolicy(make_model(config, dtype=torch.float32, seed=0))

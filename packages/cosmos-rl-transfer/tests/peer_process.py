@@ -1,4 +1,4 @@
-"""One side of a sync in a process of its own, for test_sync: python peer_process.py ROLE ADDRESS TRANSPORT."""
+"""One side of a sync in a process of its own, for test_sync: python peer_process.py ROLE ARGUMENT ...."""
 
 import asyncio
 import sys
@@ -13,15 +13,19 @@ from cosmos_rl_transfer.transports.shm import SharedMemory
 TOKEN = b"the run's token"
 
 
-async def follow(address, transport):
-    """Stage and apply every version; tell for each whether the live tensors are exactly it."""
+async def follow(*addresses):
+    """Stage and apply every version over shm from the first address and over tcp from the second, and judge each."""
+    await asyncio.gather(*(follow_one(*pair) for pair in zip(addresses, ("shm", "tcp"))))
+
+
+async def follow_one(address, transport):
     live = {name: torch.zeros_like(tensor) for name, tensor in weights_at(0).items()}
     subscriber, version = Subscriber(address, live, token=TOKEN, transport=transport), -1
     while True:
         version = await subscriber.stage(after=version)
         subscriber.apply()
         exact = all(torch.equal(live[name], tensor) for name, tensor in weights_at(version).items())
-        print("exact" if exact else "wrong", version, flush=True)
+        print(transport, "exact" if exact else "wrong", version, flush=True)
 
 
 class Stalling(SharedMemory):
@@ -38,14 +42,17 @@ class Stalling(SharedMemory):
         pass
 
 
-async def stall(address, transport):
+async def stall(address):
+    """Begin to read and never end."""
     await Subscriber(address, weights_at(0), token=TOKEN, transport=Stalling()).stage(after=-1)
 
 
-async def publish(address, transport):
-    publisher = Publisher(weights_at(0), token=TOKEN, transport=transport)
-    await publisher.publish(0, weights_at(0))
-    print(publisher.address, flush=True)
+async def publish(*transports):
+    """Publish version 0 over each transport, tell the addresses, and wait for the end."""
+    publishers = [Publisher(weights_at(0), token=TOKEN, transport=transport) for transport in transports]
+    for publisher in publishers:
+        await publisher.publish(0, weights_at(0))
+        print(publisher.address, flush=True)
     await asyncio.Event().wait()
 
 

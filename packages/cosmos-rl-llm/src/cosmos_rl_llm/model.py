@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers import (
@@ -73,7 +74,7 @@ def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> P
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(built, dtype=dtype)
-    except ValueError as error:
+    except (ValueError, StrictDataclassError) as error:
         raise UserError(f"model config: {_first_line(error)}") from error
 
 

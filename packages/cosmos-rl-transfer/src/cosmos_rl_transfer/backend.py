@@ -1,4 +1,4 @@
-"""What the entry point `cosmos_rl.weight_sync` names: the two sides of a sync, as the run's [sync] section wants them."""
+"""What the entry point `cosmos_rl.weight_sync` names: both sides of a sync, as the [sync] section wants them."""
 
 from __future__ import annotations
 

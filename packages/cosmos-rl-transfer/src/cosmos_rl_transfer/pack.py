@@ -47,8 +47,7 @@ class Packer:
     def pack(self, weights: Mapping[str, Tensor], memory: Raw, *, pool: Executor) -> dict[str, int]:
         """Fill the arena and return the additive hash of each tensor's local box."""
         sums = dict.fromkeys(self._arena.places, 0)
-        tasks = list(self._tasks(weights, memory))
-        for name, part in pool.map(lambda task: (task[0], self._pack_run(*task)), tasks):
+        for name, part in pool.map(lambda task: (task[0], self._pack_run(*task)), self._tasks(weights, memory)):
             sums[name] = add(sums[name], part)
         return sums
 

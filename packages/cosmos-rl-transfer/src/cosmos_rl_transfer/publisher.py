@@ -103,6 +103,7 @@ class Publisher:
                 slot = await asyncio.shield(work)
             except asyncio.CancelledError:
                 await asyncio.wait([work])  # the weights must not change under it
+                work.exception()  # cancelled work's error is nobody's news
                 raise
             self._snapshots.commit(slot, version)
         return {"sync_bytes": float(self._num_bytes), "sync_s": time.perf_counter() - started}
