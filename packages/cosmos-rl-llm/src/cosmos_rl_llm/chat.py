@@ -75,6 +75,12 @@ class Chat:
         assert isinstance(text, str)
         return text
 
+    def decode_prompt(self, tokens: Sequence[int] | np.ndarray) -> str:
+        """Return the text of a prompt as the model saw it, special tokens included."""
+        text = self.tokenizer.decode([int(token) for token in tokens], clean_up_tokenization_spaces=False)
+        assert isinstance(text, str)
+        return text
+
     @property
     def closing_id(self) -> int:
         """The end token that is written after a response which no template closes."""

@@ -120,6 +120,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
         module,
         encode=encode,
         decode=chat.decode,
+        decode_prompt=chat.decode_prompt,
         stop_ids=chat.end_ids,
         max_sequences=options.max_sequences,
         max_length=chat.max_length,

@@ -66,14 +66,16 @@ class _TermLogprobs(torch.autograd.Function):
                 entropy[part] = torch.special.entr(probabilities).sum(-1)
         keep = len(labels) <= chunk and softcap is None and any(ctx.needs_input_grad)
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, probabilities if keep else None)
-        ctx.options = (softcap, temperature, with_entropy, chunk)
+        ctx.options = (softcap, temperature, chunk)
+        ctx.set_materialize_grads(False)  # entropy is often only looked at: then it costs the backward pass nothing
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad_logprobs: Tensor, grad_entropy: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, kept = ctx.saved_tensors
-        softcap, temperature, with_entropy, chunk = ctx.options
+        softcap, temperature, chunk = ctx.options
+        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         head = Head(weight, bias, softcap)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
@@ -86,7 +88,7 @@ class _TermLogprobs(torch.autograd.Function):
                 probabilities, _ = _softmax_in_place(logits)
             else:
                 probabilities, slope = kept, None
-            d_entropy = grad_entropy[part] if with_entropy else None
+            d_entropy = None if grad_entropy is None else grad_entropy[part]
             grad = _grad_logits(probabilities, labels[part], grad_logprobs[part], d_entropy, entropy[part])
             grad = grad.div_(temperature) if slope is None else grad.mul_(slope).div_(temperature)
             grad = grad.to(hidden.dtype)

@@ -19,6 +19,7 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.utils import logging
 
 from cosmos_rl_core.interfaces import UserError
 
@@ -36,6 +37,7 @@ def load_model(
     Raises UserError when it cannot be found, read or is not a causal language model, or lacks weights.
     """
     source = _resolve(path_or_id)
+    logging.disable_progress_bar()  # it would fill a worker's log
     try:
         model, report = cast(
             tuple[PreTrainedModel, dict[str, Any]],

@@ -40,15 +40,15 @@ def build_objective(config: AlgorithmConfig, *, max_terms: int) -> Objective:
 class PolicyObjective:
     """The policy loss with its corrections, KL and entropy.
 
-    Metrics [T]: those of the loss (`ratio_mean`, `clip_fraction`), `mismatch_kl`, and where they apply
-    `correction_weight`, `sequence_masked`, `kl`, `entropy`.
+    Metrics [T]: those of the loss (`ratio_mean`, `clip_fraction`), `mismatch_kl`, `entropy`, and where they apply
+    `correction_weight`, `sequence_masked`, `kl`.
     """
 
     def __init__(self, config: AlgorithmConfig, *, loss: LossFn, aggregation: Aggregation) -> None:
         self.config = config
         self.loss = loss
         self.aggregation = aggregation
-        self.needs_entropy = config.entropy_coef > 0
+        self.needs_entropy = True  # always a figure of the run; part of the loss where entropy_coef asks for it
         self.needs_reference = config.kl_coef > 0
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:
@@ -97,10 +97,10 @@ class PolicyObjective:
 
     def _entropy(self, outputs: PolicyOutputs) -> tuple[LossTerm | None, dict[str, Tensor]]:
         if outputs.entropy is None:
-            assert not self.needs_entropy, "needs_entropy was true, but the policy returned none"
+            assert self.config.entropy_coef == 0, "the loss has an entropy term, but the policy returned no entropy"
             return None, {}
         metrics = {"entropy": outputs.entropy.detach()}
-        if not self.needs_entropy:
+        if self.config.entropy_coef == 0:
             return None, metrics
         values = entropy_loss(outputs.entropy)
         return LossTerm(name="entropy", values=values, coef=self.config.entropy_coef), metrics

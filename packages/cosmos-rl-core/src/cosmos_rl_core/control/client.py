@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -149,8 +149,8 @@ class RemoteSteps:
         self,
         client: ControllerClient,
         *,
-        batch: Callable[[p.Batch], TrainBatch],
-        checkpoint: Callable[[p.Committed], Path | None],
+        batch: Callable[[p.Batch], Awaitable[TrainBatch]],
+        checkpoint: Callable[[p.Committed], Awaitable[Path | None]],
     ) -> None:
         self._client = client
         self._batch = batch
@@ -165,7 +165,7 @@ class RemoteSteps:
             return None
         assert message.step == step
         self._current = message
-        return self._batch(message)
+        return await self._batch(message)
 
     async def commit(self, step: int) -> None:
         assert self._current is not None
@@ -180,7 +180,7 @@ class RemoteSteps:
         assert self._committed is not None
         done = p.StepDone(step=self._committed.step, version=result.policy_version, metrics={**result.metrics, **sync})
         await self._client.connection.send(done)
-        path = self._checkpoint(self._committed)
+        path = await self._checkpoint(self._committed)
         if path is not None:
             await self._client.connection.send(p.CheckpointDone(step=result.policy_version, path=str(path)))
 

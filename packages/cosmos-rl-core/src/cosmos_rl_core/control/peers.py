@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import fmean
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.wire import Connection
@@ -25,10 +26,19 @@ class Peer:
     """Rollout: a request that waits for the end of an evaluation."""
     progress: int = 0
     busy_s: float = 0.0
+    idle_fraction: float = 0.0
+    """Share of the time between its last two heartbeats in which it had no work."""
     heard_at: float = 0.0
     """Clock of its last heartbeat."""
     leaving: bool = False
     """It said goodbye, or what went wrong."""
+
+    def beat(self, message: p.Heartbeat, *, now: float) -> None:
+        """Take a heartbeat."""
+        if now > self.heard_at:
+            busy = (message.busy_s - self.busy_s) / (now - self.heard_at)
+            self.idle_fraction = min(1.0, max(0.0, 1.0 - busy))
+        self.progress, self.busy_s, self.heard_at = message.progress, message.busy_s, now
 
     def post(self, message: p.ToWorker) -> None:
         """Send, unless the connection has ended: then the ledger hears of it anyway."""
@@ -44,3 +54,9 @@ class Peers:
 
     def of_role(self, role: str) -> list[Peer]:
         return [peer for peer in self.by_name.values() if peer.role == role]
+
+    def metrics(self) -> dict[str, float]:
+        """How many there are, and how idle each role is."""
+        idle = {role: [peer.idle_fraction for peer in self.of_role(role)] for role in ("policy", "rollout")}
+        fractions = {f"{role}_idle_fraction": fmean(values) for role, values in idle.items() if values}
+        return {"members": float(len(self.by_name)), **fractions}

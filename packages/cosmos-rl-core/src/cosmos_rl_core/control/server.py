@@ -156,7 +156,7 @@ class Controller:
             case p.Ready():
                 self._ready(peer, message)
             case p.StepDone():
-                self._observer.step(message.step, message.metrics)
+                self._observer.step(message.step, {**message.metrics, **self.peers.metrics()})
             case p.CheckpointDone():
                 self.checkpoint = message.path
                 self._accounts.feed(events.Checkpointed(version=message.step))
@@ -180,7 +180,7 @@ class Controller:
                 rollout.post(p.SyncFrom(address=self._sync_address))
 
     def _heartbeat(self, peer: Peer, message: p.Heartbeat) -> None:
-        peer.progress, peer.busy_s, peer.heard_at = message.progress, message.busy_s, self.clock()
+        peer.beat(message, now=self.clock())
         beat = events.Heartbeat(peer.name, peer.incarnation, message.progress, tuple(message.holding))
         self._accounts.feed(beat)
 

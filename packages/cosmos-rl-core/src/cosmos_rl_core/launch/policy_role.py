@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +53,19 @@ class PolicyRole:
             timeline=at.context.timeline,
             max_skipped_steps=at.config.policy.max_skipped_steps,
         )
-        steps = RemoteSteps(at.client, batch=BatchMaker(at, trainer.policy), checkpoint=saver.after_step)
+        make_batch = BatchMaker(at, trainer.policy)
+        steps = RemoteSteps(
+            at.client,
+            batch=lambda message: learner.in_compute_thread(partial(make_batch, message)),
+            checkpoint=lambda committed: learner.in_compute_thread(partial(saver.after_step, committed)),
+        )
         await at.client.connection.send(
             p.Ready(address=publisher.address if publisher else "", version=trainer.version)
         )
         try:
             await train(steps, learner)
         finally:
-            path = saver.save()
+            path = await learner.in_compute_thread(saver.save)
             if publisher is not None:
                 await publisher.close()
         if path is not None:
