@@ -212,7 +212,9 @@ def test_a_batch_that_trains_nothing_has_loss_and_gradient_zero(name):
     assert not torch.autograd.grad(loss, logprobs)[0].any()
 
 
-@pytest.mark.parametrize(("keys", "reference"), [({}, False), ({"entropy_coef": 0.01}, False), ({"kl_coef": 0.01}, True)])
+@pytest.mark.parametrize(
+    ("keys", "reference"), [({}, False), ({"entropy_coef": 0.01}, False), ({"kl_coef": 0.01}, True)]
+)
 def test_only_a_kl_term_needs_a_reference(keys, reference):
     assert objective_of(name="grpo", **keys).needs_reference == reference
 

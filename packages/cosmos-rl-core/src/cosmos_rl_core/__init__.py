@@ -1,4 +1,4 @@
-"""Controller, trainer, algorithms and interfaces of Cosmos-RL. Importing this loads neither torch nor a model library."""
+"""Controller, trainer, algorithms and interfaces of Cosmos-RL. Importing this does not import torch."""
 
 from __future__ import annotations
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
@@ -64,7 +64,7 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any]) -> Re
     """
     factory: Any = domain.reward(name) or plugins.load("cosmos_rl.rewards", name)
     if not inspect.isclass(factory) and ":" in name:
-        return partial(factory, **options) if options else factory
+        return cast(RewardFn, partial(factory, **options) if options else factory)
     try:
         return factory(**options)
     except (TypeError, ValueError) as error:
@@ -142,4 +142,4 @@ def build_collate(config: RunConfig, domain: Domain) -> Callable[[Sequence[Rollo
 def build_sync(config: RunConfig) -> WeightSync:
     """The package that moves the weights."""
     found: Any = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
-    return found() if inspect.isclass(found) else found
+    return cast(WeightSync, found() if inspect.isclass(found) else found)

@@ -15,6 +15,7 @@ from cosmos_rl_core.types import (
     Sampling,
     TermBatch,
     TrainBatch,
+    WeightSpec,
 )
 
 if TYPE_CHECKING:
@@ -131,7 +132,7 @@ class Domain(Protocol):
     """Strict model of the [data] section; also used for [eval.data]."""
 
     def load_rows(self, data: Any) -> tuple[Sequence[Mapping[str, Any]], str]:
-        """Read the dataset. Returns rows and their origin for messages ("train.jsonl"). Raises ValueError for the user."""
+        """Read the dataset. Returns rows and their origin for messages ("train.jsonl"). Raises UserError."""
         ...
 
     def build_policy(self, model: Any, *, data: Any, sampling: Sampling | None, seed: int) -> Policy:
@@ -140,6 +141,10 @@ class Domain(Protocol):
 
     def build_engine(self, model: Any, *, data: Any, name: str, options: Mapping[str, Any]) -> RolloutEngine:
         """A rollout engine by the name in [rollout] engine, with the keys of [rollout.options]."""
+        ...
+
+    def weight_specs(self, model: Any) -> Sequence[WeightSpec] | None:
+        """The weights by checkpoint name, read without loading them; None where only the built model knows."""
         ...
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
@@ -217,6 +222,12 @@ class WeightSync(Protocol):
     def subscriber(
         self, address: str, weights: Mapping[str, Tensor], *, token: bytes, transport: str, timeout_s: float
     ) -> WeightSubscriber: ...
+
+    def plan(
+        self, specs: Sequence[WeightSpec], *, dtype: str | None, bucket_bytes: int, replicas: int
+    ) -> Mapping[str, int]:
+        """What one version costs on the wire: `bytes`, `lower_bound_bytes`, `buckets`. Starts nothing."""
+        ...
 
 
 class SampleError(Exception):

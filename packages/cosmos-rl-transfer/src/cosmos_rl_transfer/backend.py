@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from cosmos_rl_core.types import WeightSpec
     from cosmos_rl_transfer.publisher import Publisher
     from cosmos_rl_transfer.subscriber import Subscriber
 
@@ -46,3 +47,18 @@ class TransferSync:
         from cosmos_rl_transfer.subscriber import Subscriber
 
         return Subscriber(address, weights, token=token, transport=transport, timeout_s=timeout_s)
+
+    def plan(
+        self, specs: Sequence[WeightSpec], *, dtype: str | None, bucket_bytes: int, replicas: int
+    ) -> Mapping[str, int]:
+        """Return what one version costs on the wire, for one trainer and `replicas` engines of one rank each."""
+        from cosmos_rl_transfer.layout import Manifest
+        from cosmos_rl_transfer.plan import plan
+
+        whole = Manifest.whole(specs)
+        made = plan(whole, whole, bucket_bytes=bucket_bytes, wire_dtype=dtype)
+        return {
+            "bytes": replicas * made.total_bytes,
+            "lower_bound_bytes": replicas * made.lower_bound,
+            "buckets": replicas * sum(len(buckets) for buckets in made.streams.values()),
+        }

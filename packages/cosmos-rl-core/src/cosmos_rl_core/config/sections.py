@@ -183,8 +183,6 @@ class SyncSection(Strict):
     max_staleness: int = Field(default=1, ge=0)
     """Most versions the weights a rollout was drawn with may lie behind those it trains; 0 is on-policy."""
     backend: str = Field(default="transfer", min_length=1)
-    """The package that moves the weights: an installed plug-in, or "module:attribute"."""
-    backend: str = Field(default="transfer", min_length=1)
     """The package that moves the weights: "transfer" (cosmos-rl-transfer), or "module:attribute"."""
     interval: int = 1
     """Optimizer steps between two pushes of the weights."""

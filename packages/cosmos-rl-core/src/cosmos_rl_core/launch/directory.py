@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import IO
 
 from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.train.manifest import MANIFEST, list_steps, read_state
 
 CONTENTS = ("logs", "rollouts", "journal", "checkpoints")
 
@@ -64,14 +65,20 @@ class RunDirectory:
 
     def find_checkpoint(self, resume: str) -> Path | None:
         """The checkpoint that "auto" or a path means; None for "auto" in a directory without one."""
-        if resume != "auto":
-            path = Path(resume)
-            if not (path / "manifest.json").exists():
-                raise UserError(f"--resume {resume}: no checkpoint there (a folder with a manifest.json)")
-            return path
         root = self.path / "checkpoints"
-        steps = sorted(int(p.parent.name.removeprefix("step_")) for p in root.glob("step_*/manifest.json"))
-        return root / f"step_{steps[-1]}" if steps else None
+        steps = list_steps(root)
+        if resume == "auto":
+            return root / f"step_{steps[-1]}" if steps else None
+        path = Path(resume)
+        if not (path / MANIFEST).exists():
+            raise UserError(f"--resume {resume}: no checkpoint there (a folder with a {MANIFEST})")
+        later = [f"step_{step}" for step in steps if step > read_state(path).step]
+        if later:
+            raise UserError(
+                f"--resume {resume}: {root} holds later checkpoints, which the run would clash with "
+                f"({', '.join(later)}). Move them away, or choose another [run] output_dir."
+            )
+        return path
 
     def _clear(self) -> None:
         """Remove what a run writes, and nothing else."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import os
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from cosmos_rl_core.assemble import build_sync
+from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.launch.run import threads
 from cosmos_rl_core.launch.terminal import table
@@ -24,6 +28,22 @@ class Role:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """What the model's weights take, in bytes, per replica; activations and caches come on top."""
+
+    parameters: int
+    policy_bytes: int
+    """Weights in float32."""
+    gradient_bytes: int
+    optimizer_bytes: int
+    engine_bytes: int
+    """Live weights and the staged next version; 0 for supervised fine-tuning."""
+    sync_bytes: int
+    """On the wire for each version, to all rollout replicas."""
+    sync_lower_bound_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A run before it starts."""
 
@@ -39,13 +59,15 @@ class Plan:
     generated_terms_per_step: int
     """Upper bound: every rollout as long as [rollout.sampling] max_terms."""
     microbatch_terms: int
+    weights: Weights | None
+    """None where the model is not on this machine."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-like values."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """Two tables: the roles, and the amounts of one step."""
+        """Tables: the roles, the amounts of one step, and the weights where they are known."""
         roles = [(r.role, r.replicas, r.processes, r.threads or "shared") for r in self.roles]
         amounts = [
             ("prompts a step", self.prompts_per_step),
@@ -56,7 +78,12 @@ class Plan:
         ]
         head = f"{self.name}: {self.placement}, {self.cores} cores"
         header = ("role", "replicas", "processes", "threads")
-        return "\n\n".join([head, table(roles, header=header), table(amounts)])
+        parts = [head, table(roles, header=header), table(amounts)]
+        if self.weights is None:
+            parts.append("weights: known once the model is on this machine")
+        else:
+            parts.append(table(_weight_rows(self.weights)))
+        return "\n\n".join(parts)
 
 
 def plan(config: RunConfig) -> Plan:
@@ -73,7 +100,52 @@ def plan(config: RunConfig) -> Plan:
         groups_in_flight=0 if config.is_sft else (config.sync.max_staleness + 1) * prompts,
         generated_terms_per_step=rollouts * config.rollout.sampling.max_terms,
         microbatch_terms=config.policy.microbatch_terms,
+        weights=_weights(config),
     )
+
+
+def _weights(config: RunConfig) -> Weights | None:
+    specs = load_domain(config.run.domain).weight_specs(config.model)
+    if not specs:
+        return None
+    parameters = sum(math.prod(spec.shape) for spec in specs)
+    moments = {"sgd": 1, "adam": 2, "adamw": 2}[config.policy.optimizer.name]
+    sync: Mapping[str, int] = {"bytes": 0, "lower_bound_bytes": 0}
+    if not config.is_sft:
+        section = config.sync
+        sync = build_sync(config).plan(
+            specs, dtype=section.dtype, bucket_bytes=section.bucket_bytes, replicas=config.rollout.replicas
+        )
+    return Weights(
+        parameters=parameters,
+        policy_bytes=4 * parameters,
+        gradient_bytes=4 * parameters,
+        optimizer_bytes=4 * moments * parameters,
+        engine_bytes=0 if config.is_sft else 8 * parameters,
+        sync_bytes=sync["bytes"],
+        sync_lower_bound_bytes=sync["lower_bound_bytes"],
+    )
+
+
+def _weight_rows(weights: Weights) -> list[tuple[str, str]]:
+    rows = [
+        ("parameters", f"{weights.parameters:,}"),
+        (
+            "policy: weights, gradients, optimizer",
+            _mebibytes(weights.policy_bytes, weights.gradient_bytes, weights.optimizer_bytes),
+        ),
+    ]
+    if weights.sync_bytes:
+        ratio = weights.sync_bytes / weights.sync_lower_bound_bytes
+        rows += [
+            ("rollout: weights, live and staged", _mebibytes(weights.engine_bytes)),
+            ("weight sync, each version", f"{_mebibytes(weights.sync_bytes)}, {ratio:.2f} x the lower bound"),
+        ]
+    return rows
+
+
+def _mebibytes(*sizes: int) -> str:
+    return " + ".join(f"{size / 2**20:,.0f}" for size in sizes) + " MiB"
 
 
 def _roles(config: RunConfig) -> list[Role]:

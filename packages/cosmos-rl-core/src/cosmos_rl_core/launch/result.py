@@ -40,8 +40,8 @@ class RunResult:
 class RunObserver:
     """Console, metric sinks and files of one run. Implements `control.server.Observer`."""
 
-    def __init__(self, config: RunConfig, directory: Path, *, max_steps: int) -> None:
-        """Open the sinks of [logging] in the run's directory."""
+    def __init__(self, config: RunConfig, directory: Path, *, first_step: int, max_steps: int) -> None:
+        """Open the sinks of [logging] in the run's directory; what they hold of `first_step` and later is dropped."""
         self.current_phase = "starting"
         self._config = config
         self._directory = directory
@@ -49,8 +49,8 @@ class RunObserver:
         self._metrics: list[Mapping[str, float]] = []
         self._evaluations: dict[int, Mapping[str, float]] = {}
         sinks = [name for name in config.logging.sinks if name != "console"]
-        self._sinks = build_sinks(sinks, directory)
-        self._eval_sink = JsonLines(directory / "eval.jsonl")
+        self._sinks = build_sinks(sinks, directory, first_step=first_step)
+        self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_step + 1 if first_step else 0)
         self._console = _console(config, directory, max_steps) if "console" in config.logging.sinks else None
 
     def __enter__(self) -> RunObserver:

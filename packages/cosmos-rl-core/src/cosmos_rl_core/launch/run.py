@@ -36,6 +36,7 @@ from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
 from cosmos_rl_core.launch.result import RunObserver, RunResult
 from cosmos_rl_core.observe.trace import Timeline, merge
 from cosmos_rl_core.rollout.source import PromptSource
+from cosmos_rl_core.train.manifest import TrainState, read_state
 
 STOP_GRACE_S = 60.0
 """Longest that a worker may take to leave once it was told to."""
@@ -79,7 +80,10 @@ class _Run:
         self._source = assemble.build_source(config)
         self._eval_source = assemble.build_eval_source(config)
         self._max_steps = planned_steps(config, self._source)
-        self._observer = RunObserver(config, directory, max_steps=self._max_steps)
+        self._resumed = TrainState(step=0) if checkpoint is None else read_state(checkpoint)
+        self._observer = RunObserver(
+            config, directory, first_step=self._resumed.step, max_steps=self._max_steps
+        )
         self._workers: LocalWorkers | None = None
         self._interrupts = 0
 
@@ -145,9 +149,7 @@ class _Run:
     def _ledger(self, config: LedgerConfig, journal: Journal) -> Ledger:
         if self._checkpoint is None:
             return Ledger(config)
-        from cosmos_rl_core.train.checkpoint import read_state
-
-        state = read_state(self._checkpoint)
+        state = self._resumed
         position = Position(state.step, state.next_sample, state.unfinished)
         ledger, record = Ledger.resume(config, position)
         journal.append(record)

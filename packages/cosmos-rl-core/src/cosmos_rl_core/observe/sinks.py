@@ -31,14 +31,15 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one object a step, on disk before the next step starts; a resumed run appends.
+    """metrics.jsonl: one object a step, on disk before the next step starts.
 
+    A resumed run appends; what an earlier life wrote of `first_step` and later is dropped, for it is done again.
     A number that is not finite is written as null: NaN is no JSON.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, first_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        _drop_torn_line(path)
+        _keep_earlier(path, first_step)
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -83,22 +84,22 @@ class Wandb:
         self._run.finish()
 
 
-_SINKS: dict[str, Callable[[Path], Sink]] = {
-    "jsonl": lambda run_dir: JsonLines(run_dir / "metrics.jsonl"),
-    "tensorboard": TensorBoard,
-    "wandb": Wandb,
+_SINKS: dict[str, Callable[[Path, int | None], Sink]] = {
+    "jsonl": lambda run_dir, first_step: JsonLines(run_dir / "metrics.jsonl", first_step=first_step),
+    "tensorboard": lambda run_dir, first_step: TensorBoard(run_dir),
+    "wandb": lambda run_dir, first_step: Wandb(run_dir),
 }
 
 
-def build_sinks(names: Sequence[str], run_dir: Path) -> list[Sink]:
-    """Return the sinks by name, each writing into `run_dir`.
+def build_sinks(names: Sequence[str], run_dir: Path, *, first_step: int | None = None) -> list[Sink]:
+    """Return the sinks by name, each writing into `run_dir` from `first_step` on.
 
     Raises `UserError` for an unknown name, or with the `pip install` line where an extra is missing.
     """
     unknown = [name for name in names if name not in _SINKS]
     if unknown:
         raise UserError(f"unknown metrics sink {unknown[0]!r}: choose from {', '.join(_SINKS)}")
-    return [_SINKS[name](run_dir) for name in dict.fromkeys(names)]
+    return [_SINKS[name](run_dir, first_step) for name in dict.fromkeys(names)]
 
 
 def _extra(module: str, extra: str) -> ModuleType:
@@ -112,12 +113,12 @@ def _extra(module: str, extra: str) -> ModuleType:
         ) from error
 
 
-def _drop_torn_line(path: Path) -> None:
-    """Remove a last line that a killed run left half written."""
+def _keep_earlier(path: Path, first_step: int | None) -> None:
+    """Remove lines of `first_step` and later, if given, and a last line that a killed run left half written."""
     if not path.exists():
         return
-    content = path.read_bytes()
-    whole = content.rfind(b"\n") + 1
-    if whole < len(content):
-        with path.open("rb+") as file:
-            file.truncate(whole)
+    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+    kept = b"".join(line for line in whole if first_step is None or json.loads(line)["step"] < first_step)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_bytes(kept)
+    temporary.replace(path)

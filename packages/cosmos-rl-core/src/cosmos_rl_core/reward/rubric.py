@@ -1,4 +1,4 @@
-"""Weighted reward functions over a group. A failure is an error of the sample with a reason; it never becomes a number."""
+"""Weighted reward functions over a group. A failure is an error of the sample; it never becomes a number."""
 
 from __future__ import annotations
 

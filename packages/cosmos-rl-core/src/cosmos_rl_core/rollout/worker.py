@@ -71,6 +71,8 @@ class RolloutWorker:
         self._max_groups = max_groups
         self._running: dict[tuple[int, bool], asyncio.Task[None]] = {}
         """(sample, evaluation) -> the task that answers it."""
+        self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails with the first error of a task that is no SampleError: the engine's or ours."""
         self._busy_before = 0.0
         self._busy_since = 0.0
 
@@ -93,11 +95,12 @@ class RolloutWorker:
         helpers = [asyncio.create_task(self._follow_weights()), asyncio.create_task(self._follow_cancels())]
         leases = asyncio.create_task(self._answer_leases())
         try:
-            await asyncio.wait([leases, *helpers], return_when=asyncio.FIRST_COMPLETED)
-            for task in [*helpers, leases]:
-                if task.done():
-                    task.result()
+            await asyncio.wait([self._broken, leases, *helpers], return_when=asyncio.FIRST_COMPLETED)
+            for ended in [self._broken, *helpers, leases]:
+                if ended.done():
+                    ended.result()
         finally:
+            self._broken.cancel()
             for task in [leases, *helpers, *self._running.values()]:
                 task.cancel()
             await asyncio.gather(leases, *helpers, *self._running.values(), return_exceptions=True)
@@ -107,7 +110,14 @@ class RolloutWorker:
             for lease in leases:
                 if not self._running:
                     self._busy_since = time.perf_counter()
-                self._running[lease.prompt.sample_id, lease.evaluation] = asyncio.create_task(self._answer(lease))
+                task = asyncio.create_task(self._answer(lease))
+                task.add_done_callback(self._notice_failure)
+                self._running[lease.prompt.sample_id, lease.evaluation] = task
+
+    def _notice_failure(self, task: asyncio.Task[None]) -> None:
+        error = None if task.cancelled() else task.exception()
+        if error is not None and not self._broken.done():
+            self._broken.set_exception(error)
 
     async def _answer(self, lease: Lease) -> None:
         try:
@@ -119,7 +129,9 @@ class RolloutWorker:
         except SampleError as error:
             await self._desk.fail(lease, error)
         finally:
-            self._running.pop((lease.prompt.sample_id, lease.evaluation), None)
+            key = (lease.prompt.sample_id, lease.evaluation)
+            if self._running.get(key) is asyncio.current_task():  # not a newer task for the same sample
+                del self._running[key]
             if not self._running:
                 self._busy_before += time.perf_counter() - self._busy_since
             self._request()

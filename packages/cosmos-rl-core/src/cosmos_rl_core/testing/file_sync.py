@@ -6,14 +6,17 @@ A recipe names it `backend = "cosmos_rl_core.testing.file_sync:FileSync"`.
 from __future__ import annotations
 
 import asyncio
+import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+
+from cosmos_rl_core.types import WeightSpec
 
 
 class FileSync:
@@ -24,6 +27,10 @@ class FileSync:
 
     def subscriber(self, address: str, weights: Mapping[str, Tensor], **_: Any) -> FileSubscriber:
         return FileSubscriber(Path(address), weights)
+
+    def plan(self, specs: Sequence[WeightSpec], *, replicas: int, **_: Any) -> Mapping[str, int]:
+        size = sum(math.prod(spec.shape) * 4 for spec in specs)
+        return {"bytes": replicas * size, "lower_bound_bytes": replicas * size, "buckets": replicas}
 
 
 class FilePublisher:

@@ -60,6 +60,9 @@ class Tiny:
 
         return TinyEngine(build_network(model), contexts=model.contexts, delay_s=float(options.get("delay_s", 0.0)))
 
+    def weight_specs(self, model: TinyModel) -> None:
+        return None
+
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
         return {
             "hits": lambda: hits,

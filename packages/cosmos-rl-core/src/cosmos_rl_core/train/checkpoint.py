@@ -12,33 +12,27 @@ It is written under a temporary name, synced and renamed; a reader checks the ma
 from __future__ import annotations
 
 import base64
-import hashlib
-import json
 import os
 import shutil
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from cosmos_rl_core.interfaces import Policy, UserError
-
-MANIFEST = "manifest.json"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainState:
-    """Where a run stands between two steps."""
-
-    step: int
-    """Optimizer steps done; equals the policy version."""
-    next_sample: int = 0
-    """First id of the prompt stream that was never issued."""
-    unfinished: tuple[int, ...] = ()
-    """Issued ids that are neither in the weights nor dropped."""
+from cosmos_rl_core.train.manifest import (
+    STATE,
+    TrainState,
+    list_steps,
+    read_json,
+    train_state,
+    verify,
+    write_json,
+    write_manifest,
+)
 
 
 def save(root: Path, *, state: TrainState, policy: Policy, optimizer: torch.optim.Optimizer, keep: int) -> Path:
@@ -53,15 +47,14 @@ def save(root: Path, *, state: TrainState, policy: Policy, optimizer: torch.opti
         policy.save(temporary / "policy")
         tensors, scalars = _flatten(optimizer)
         save_file(tensors, temporary / "optimizer.safetensors")
-        _write_json(temporary / "state.json", {**asdict(state), "optimizer": scalars, "rng": _rng_state()})
-        _write_json(temporary / MANIFEST, {"files": _digests(temporary)})
+        write_json(temporary / STATE, {**asdict(state), "optimizer": scalars, "rng": _rng_state()})
+        write_manifest(temporary)
         _sync(temporary)
         temporary.rename(final)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:  # safetensors wraps what the disk says
         shutil.rmtree(temporary, ignore_errors=True)
-        raise UserError(
-            f"cannot write the checkpoint {final}: {error.strerror}. Earlier ones are untouched."
-        ) from error
+        cause = error.strerror if isinstance(error, OSError) else str(error)
+        raise UserError(f"cannot write the checkpoint {final}: {cause}. Earlier ones are untouched.") from error
     for old in list_steps(root)[:-keep]:
         shutil.rmtree(root / f"step_{old}")
     return final
@@ -70,11 +63,11 @@ def save(root: Path, *, state: TrainState, policy: Policy, optimizer: torch.opti
 def load(path: Path, *, policy: Policy, optimizer: torch.optim.Optimizer) -> TrainState:
     """Verify `path` against its manifest and read weights, optimizer and random state into the live objects."""
     verify(path)
-    state = json.loads((path / "state.json").read_text())
+    state = read_json(path / STATE)
     load_policy(path / "policy", policy)
     _restore(optimizer, load_file(path / "optimizer.safetensors"), state["optimizer"])
     torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["rng"])), dtype=torch.uint8))
-    return _train_state(state)
+    return train_state(state)
 
 
 def load_policy(directory: Path, policy: Policy) -> None:
@@ -88,29 +81,10 @@ def load_policy(directory: Path, policy: Policy) -> None:
         raise UserError(f"{directory} lacks {len(missing)} tensors of this model, first {missing[0]}: another model?")
     with torch.no_grad():
         for name, live in weights.items():
+            if live.shape != found[name].shape:
+                shapes = f"{list(found[name].shape)} there, {list(live.shape)} in this model"
+                raise UserError(f"{directory}: {name} is {shapes}: another model?")
             live.copy_(found[name])
-
-
-def read_state(path: Path) -> TrainState:
-    """Step and stream position of a checkpoint, without torch work."""
-    return _train_state(json.loads((path / "state.json").read_text()))
-
-
-def verify(path: Path) -> None:
-    """Compare every file with the manifest; raises UserError naming the first that differs."""
-    try:
-        wanted = json.loads((path / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})") from error
-    found = _digests(path)
-    for name, digest in wanted.items():
-        if found.get(name) != digest:
-            raise UserError(f"checkpoint file {path / name} is damaged or missing; use an earlier checkpoint")
-
-
-def list_steps(root: Path) -> list[int]:
-    """Steps of the complete checkpoints under `root`, oldest first."""
-    return sorted(int(p.name.removeprefix("step_")) for p in root.glob("step_*") if (p / MANIFEST).exists())
 
 
 def _flatten(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
@@ -143,26 +117,8 @@ def _restore(
     optimizer.load_state_dict({"state": entries, "param_groups": groups})
 
 
-def _train_state(state: Mapping[str, Any]) -> TrainState:
-    return TrainState(step=state["step"], next_sample=state["next_sample"], unfinished=tuple(state["unfinished"]))
-
-
 def _rng_state() -> str:
     return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-
-
-def _digests(root: Path) -> dict[str, str]:
-    files = sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST)
-    return {p.relative_to(root).as_posix(): _sha256(p) for p in files}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def _sync(root: Path) -> None:

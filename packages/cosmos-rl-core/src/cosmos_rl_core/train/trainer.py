@@ -95,6 +95,6 @@ class Trainer:
         return StepResult(policy_version=self.version, metrics=metrics, skipped=not finite)
 
     def _add(self, name: str, value: torch.Tensor) -> None:
-        """Add to a metric on its own device; read once a step, so that a GPU is not made to wait for each microbatch."""
+        """Add to a metric on its own device; it is read once a step, so that a GPU need not wait."""
         value = value.detach()
         self._sums[name] = self._sums[name] + value if name in self._sums else value

@@ -1,0 +1,162 @@
+"""What the whole-run proofs share: two domains small enough for a CPU, and the command as a user calls it."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import tomli_w
+
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.launch.cli import main; main()"]
+FILE_SYNC = "cosmos_rl_core.testing.file_sync:FileSync"
+CHARACTERS = "0123456789+="
+
+
+def _changed(tables, changes):
+    """Tables with `section__key=value` set in them; a second `__` goes one table deeper."""
+    for dotted, value in changes.items():
+        *sections, key = dotted.split("__")
+        table = tables
+        for section in sections:
+            table = table.setdefault(section, {})
+        table[key] = value
+    return tables
+
+
+@pytest.fixture(scope="session")
+def bandit():
+    """A recipe of the tiny domain: `bandit(directory, run__max_steps=3)`."""
+
+    def recipe(directory, **changes):
+        tables = {
+            "run": {
+                "domain": "cosmos_rl_core.testing.tiny:TINY",
+                "name": "bandit",
+                "output_dir": str(directory),
+                "max_steps": 10,
+            },
+            "algorithm": {"name": "grpo"},
+            "policy": {"prompts_per_step": 4, "threads": 1, "optimizer": {"learning_rate": 0.1}},
+            "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_terms": 3}},
+            "reward": {"functions": [{"name": "hits"}]},
+            "logging": {"sinks": ["jsonl"]},
+        }
+        return _changed(tables, changes)
+
+    return recipe
+
+
+@pytest.fixture(scope="session")
+def sums(qwen):
+    """A recipe of a tiny Qwen3 that adds numbers: `sums(directory, run__max_steps=3)`."""
+
+    def recipe(directory, **changes):
+        data = {"path": str(qwen / "train.jsonl"), "chat_template": "none", "answer_column": "answer"}
+        tables = {
+            "run": {"domain": "llm", "name": "sums", "output_dir": str(directory), "max_steps": 10},
+            "model": {"path": str(qwen)},
+            "data": data,
+            "algorithm": {"name": "grpo"},
+            "policy": {"prompts_per_step": 4, "threads": 1, "optimizer": {"learning_rate": 1e-2}},
+            "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_terms": 4}},
+            "reward": {"functions": [{"name": "length", "options": {"max_terms": 1, "slack_terms": 3}}]},
+            "logging": {"sinks": ["jsonl"]},
+        }
+        return _changed(tables, changes)
+
+    return recipe
+
+
+@pytest.fixture(scope="session")
+def qwen(tmp_path_factory):
+    """A directory with a Qwen3 of two layers, a tokenizer of single characters, and sums as rows."""
+    import torch
+    from cosmos_rl_llm.model import make_model
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    directory = tmp_path_factory.mktemp("qwen")
+    vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+    fast.save_pretrained(directory)
+    shape = {
+        "model_type": "qwen3",
+        "vocab_size": len(vocabulary),
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+        "max_position_embeddings": 32,
+        "tie_word_embeddings": True,
+        "eos_token_id": 1,
+        "pad_token_id": 0,
+    }
+    make_model(shape, dtype=torch.float32, seed=0).save_pretrained(directory)
+    rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a in range(7) for b in range(7)]
+    (directory / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+@pytest.fixture(scope="session")
+def write_recipe():
+    """Write tables as a TOML recipe and return its path."""
+
+    def write(path: Path, tables) -> Path:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(tomli_w.dumps(tables))
+        return path
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def start():
+    """Start `cosmos-rl ...` in a process of its own and return it."""
+    started = []
+
+    def start(*arguments, **options):
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+        process = subprocess.Popen(
+            [*COMMAND, *map(str, arguments)],
+            env=environment,
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            **options,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        if process.poll() is None:
+            process.kill()
+            process.communicate()
+
+
+@pytest.fixture
+def one_thread():
+    """Tensor work of this process on one thread, as in a worker with `threads = 1`."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="session")
+def rows_of():
+    """The objects of a .jsonl file."""
+
+    def rows(path: Path):
+        return [json.loads(line) for line in path.read_text().splitlines()]
+
+    return rows

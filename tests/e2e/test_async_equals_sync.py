@@ -1,0 +1,82 @@
+"""max_staleness = 0 is the synchronous loop: processes, sockets and weight sync change not one bit of the weights."""
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cosmos_rl_core import assemble, run
+from cosmos_rl_core.config.load import load_config, load_domain
+from safetensors.torch import load_file
+
+STEPS = 10
+
+
+async def synchronous_loop(config):
+    """Train by hand, one prompt after another: prompt -> engine -> reward -> advantage -> batch -> trainer."""
+    domain = load_domain(config.run.domain)
+    source = assemble.build_source(config)
+    trainer = assemble.build_trainer(config, domain)
+    engine = assemble.build_engine(config, domain)
+    rollouter = assemble.build_rollouter(config, domain, engine)
+    collate = assemble.build_collate(config, domain)
+    live, trained = engine.weights(), trainer.policy.weights()
+
+    def apply():
+        with torch.no_grad():
+            for name, tensor in live.items():
+                tensor.copy_(trained[name])
+
+    await engine.switch(0, apply)
+    for step in range(config.run.max_steps):
+        first = step * config.policy.prompts_per_step
+        prompts = [source[first + i] for i in range(config.policy.prompts_per_step)]
+        batch = collate([await rollouter.run(prompt) for prompt in prompts])
+        trainer.begin(batch)
+        for microbatch in batch.microbatches:
+            trainer.forward_backward(microbatch)
+        trainer.optim_step()
+        await engine.switch(step + 1, apply)
+    await engine.close()
+    return trainer
+
+
+def saved_by_hand(config, directory):
+    """The weights of the synchronous loop, written as the run writes them."""
+    with ThreadPoolExecutor(1) as thread:  # torch's threads belong to the thread that made them
+        trainer = thread.submit(asyncio.run, synchronous_loop(config)).result()
+    trainer.policy.save(directory)
+    return weights_in(directory)
+
+
+def weights_in(directory):
+    found = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        found |= load_file(file)
+    return found
+
+
+def same_bits(left, right):
+    assert left.keys() == right.keys()
+    differing = [name for name in left if not torch.equal(left[name], right[name])]
+    return not differing
+
+
+@pytest.mark.parametrize("domain", ["bandit", "sums"])
+def test_a_run_on_policy_has_the_bits_of_the_synchronous_loop(domain, request, tmp_path, one_thread):
+    recipe = request.getfixturevalue(domain)
+    changes = {"run__max_steps": STEPS, "run__placement": "local", "sync__max_staleness": 0}
+    tables = recipe(tmp_path / "run", **changes)
+    by_hand = saved_by_hand(load_config(tables), tmp_path / "by_hand")
+    untrained = saved_by_hand(load_config(tables, ["run.max_steps=1"]), tmp_path / "untrained")
+    assert not same_bits(by_hand, untrained), "nothing was learnt, so that equality would prove nothing"
+
+    result = run(tables)
+    assert result.steps == STEPS
+    assert max(line["staleness_max"] for line in result.metrics) == 0
+    assert same_bits(weights_in(result.checkpoint / "policy"), by_hand)
+
+    evaluated = recipe(tmp_path / "evaluated", **changes, eval__every_steps=4, eval__data=tables.get("data", {}))
+    again = run(evaluated)
+    assert sorted(again.evaluations) == [0, 4, 8, STEPS]
+    assert same_bits(weights_in(again.checkpoint / "policy"), by_hand)
