@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 CHARACTERS = string.digits + string.ascii_lowercase + "+-*/="
 SPECIAL = ("<pad>", "<eos>", "<unk>")
 NUM_PROMPTS = 512
-PROMPTS_PER_STEP = 8
 GROUP_SIZE = 8
 MAX_TOKENS = 16
 LEARNING_RATE = 3e-3

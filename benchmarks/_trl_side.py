@@ -9,19 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _digits import GROUP_SIZE, LEARNING_RATE, MAX_TOKENS, PROMPTS_PER_STEP, read_prompts, trl_digits
-from datasets import Dataset
+from _digits import GROUP_SIZE, LEARNING_RATE, MAX_TOKENS, read_prompts, trl_digits
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
-
-ROLLOUTS = PROMPTS_PER_STEP * GROUP_SIZE
 
 
 class StepLines(TrainerCallback):
     """Writes what metrics.jsonl of a run of ours says: step, time_s, reward_mean, terms."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, *, rollouts: int) -> None:
         self._file = path.open("w")
+        self._rollouts = rollouts
         self._time_s = 0.0
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
@@ -34,26 +32,30 @@ class StepLines(TrainerCallback):
             "step": state.global_step - 1,
             "time_s": self._time_s,
             "reward_mean": logs["reward"],
-            "terms": logs["completions/mean_length"] * ROLLOUTS,
+            "terms": logs["completions/mean_length"] * self._rollouts,
         }
         self._file.write(json.dumps(line) + "\n")
         self._file.flush()
 
 
 def main() -> None:
+    from datasets import Dataset
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", required=True)
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
+    parser.add_argument("--prompts-per-step", type=int, required=True)
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True, help="an empty folder")
     given = parser.parse_args()
     torch.set_num_threads(given.threads)
+    rollouts = given.prompts_per_step * GROUP_SIZE
     config = GRPOConfig(
         output_dir=str(given.out),
         use_cpu=True,
         bf16=False,
-        per_device_train_batch_size=ROLLOUTS,
+        per_device_train_batch_size=rollouts,
         num_generations=GROUP_SIZE,
         max_completion_length=MAX_TOKENS,
         learning_rate=LEARNING_RATE,
@@ -71,7 +73,7 @@ def main() -> None:
         reward_funcs=trl_digits,
         args=config,
         train_dataset=Dataset.from_list(read_prompts(given.prompts)),
-        callbacks=[StepLines(given.out / "metrics.jsonl")],
+        callbacks=[StepLines(given.out / "metrics.jsonl", rollouts=rollouts)],
     )
     trainer.train()
 

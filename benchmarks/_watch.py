@@ -33,7 +33,9 @@ class CommandFailed(Exception):
     """The command did not end well; carries the end of what it wrote."""
 
 
-def watch(command: Sequence[str], *, steps: Path, log: Path, environment: Mapping[str, str], timeout_s: float) -> Watched:
+def watch(
+    command: Sequence[str], *, steps: Path, log: Path, environment: Mapping[str, str], timeout_s: float
+) -> Watched:
     """Run `command` to its end. It writes a line a finished step to `steps`, which must not exist yet."""
     started = time.perf_counter()
     with log.open("wb") as output:

@@ -38,8 +38,9 @@ TIMEOUT_S = 900.0
 
 NOTES = {
     "time": (
-        "both sides have the same cores and OMP_WAIT_POLICY=PASSIVE, without which TRL's two threads spin; on a "
-        "machine that runs other work too, times are noise and ratios and CPU time count"
+        "both sides have the same cores and OMP_WAIT_POLICY=PASSIVE (unless it is set), without which TRL's threads "
+        "spin: on a busy machine its step then takes several times as long. Where other work runs too, seconds are "
+        "noise; ratios and CPU time count"
     ),
     "first": "from the command to the first finished step, imports included; bytecode compiled on both sides",
     "rss": (
@@ -60,6 +61,7 @@ class Workload:
     warm: int
     """Steps left out of steady state."""
     sides: tuple[str, ...]
+    prompts_per_step: int = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,12 +88,16 @@ class Bench:
         _digits.write_prompts(self._prompts)
         unwanted = {"PYTHONDONTWRITEBYTECODE", "OMP_NUM_THREADS", "MKL_NUM_THREADS"}
         inherited = {name: value for name, value in os.environ.items() if name not in unwanted}
-        self._environment = {**inherited, "HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        self._environment = {**inherited, "HF_HUB_OFFLINE": "1"}
+        self._environment.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
     def warm_up(self) -> None:
         """Import both sides once, so that no run has to compile Python's bytecode."""
         imports = "from transformers import LlamaForCausalLM, Qwen3ForCausalLM"
-        for python, module in ((sys.executable, "cosmos_rl_llm.engines.torch"), (self._trl, "trl.trainer.grpo_trainer")):
+        for python, module in (
+            (sys.executable, "cosmos_rl_llm.engines.torch"),
+            (self._trl, "trl.trainer.grpo_trainer"),
+        ):
             command = [str(python), "-c", f"import {module}; {imports}"]
             subprocess.run(command, check=True, env=self._environment, capture_output=True)
 
@@ -114,7 +120,14 @@ class Bench:
 
     def _trl_command(self, workload: Workload, out: Path) -> list[str]:
         cores = len(os.sched_getaffinity(0))
-        values = {"model": workload.model, "prompts": self._prompts, "steps": workload.steps, "threads": cores, "out": out}
+        values = {
+            "model": workload.model,
+            "prompts": self._prompts,
+            "steps": workload.steps,
+            "prompts-per-step": workload.prompts_per_step,
+            "threads": cores,
+            "out": out,
+        }
         options = [text for name, value in values.items() for text in (f"--{name}", str(value))]
         return [str(self._trl), str(HERE / "_trl_side.py"), *options]
 
@@ -124,6 +137,7 @@ class Bench:
             "run.max_steps": workload.steps,
             "model.path": workload.model,
             "data.path": self._prompts,
+            "policy.prompts_per_step": workload.prompts_per_step,
             "sync.max_staleness": max_staleness,
         }
         program = Path(sys.executable).with_name("cosmos-rl")
@@ -172,7 +186,9 @@ def qwen3_figures(outcomes: dict[str, list[Outcome]], workload: Workload) -> lis
             figure(f"{side}: step", middle(one.step_s for one in runs), "s", note=NOTES["time"]),
             figure(f"{side}: CPU time a step", middle(one.watched.cpu_s_per_step for one in runs), "s"),
             figure(f"{side}: {last}", middle(one.reward for one in runs), "", note="mean of the last five steps"),
-            figure(f"{side}: first step after", middle(one.watched.first_step_s for one in runs), "s", note=NOTES["first"]),
+            figure(
+                f"{side}: first step after", middle(one.watched.first_step_s for one in runs), "s", note=NOTES["first"]
+            ),
             *memory(side, runs),
         ]
     trl = outcomes[TRL]
@@ -260,7 +276,14 @@ def measure(bench: Bench, *, quick: bool, smollm2: Path) -> list[Figure]:
     if not (smollm2 / "config.json").is_file():
         why = f"no model in {smollm2.name}: scripts/fetch_smollm2 gets it, or name a directory by --model"
         return [*figures, *unmeasured(why, ("SmolLM2 trained, ours / TRL", ">= 1.3"))]
-    work = Workload(title="SmolLM2", model=smollm2, steps=3 if quick else 6, warm=1, sides=(TRL, ASYNC))
+    work = Workload(
+        title="SmolLM2",
+        model=smollm2,
+        steps=4 if quick else 6,
+        warm=1,
+        sides=(TRL, ASYNC),
+        prompts_per_step=2 if quick else 8,
+    )
     return [*figures, *smollm2_figures(alternate(bench, work, 1 if quick else 3))]
 
 
@@ -272,7 +295,11 @@ def main() -> int:
     given = parser.parse_args()
     trl = trl_python(CACHE / "trl")
     if isinstance(trl, str):
-        goals = (("step, ours / TRL", "<= 0.5"), ("first step, ours / TRL", "<= 1"), ("SmolLM2 trained, ours / TRL", ">= 1.3"))
+        goals = (
+            ("step, ours / TRL", "<= 0.5"),
+            ("first step, ours / TRL", "<= 1"),
+            ("SmolLM2 trained, ours / TRL", ">= 1.3"),
+        )
         report("llm_vs_trl", unmeasured(trl, *goals))
         return 0
     try:

@@ -1,6 +1,6 @@
 """GRPO in one file: a tiny Qwen3 learns to add, from nothing but "right" and "wrong".
 
-    python cookbook/one_file_grpo.py [--steps 60] [--quick] [--seed 0]
+    python cookbook/one_file_grpo.py [--steps 50] [--quick] [--seed 0]
 
 For reading, top to bottom; it needs torch, transformers and tokenizers, and no package of this repository. The model
 (0.4 million parameters), its tokenizer and the problems are made on the spot. A short supervised warm-up first gets
@@ -173,14 +173,19 @@ def warm_up(
     """Train on `steps` batches of 64 answers."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
     for step in range(steps):
-        for group in optimizer.param_groups:
-            group["lr"] = 3e-3 * min(1.0, (step + 1) / 20)
+        set_rate(optimizer, 3e-3 * min(1.0, (step + 1) / 20))
         batch = random.sample(problems, 64)
         texts = [problem.prompt + problem.answer + "<eos>" for problem in batch]
         tokens = tokenizer(texts, return_tensors="pt", padding="max_length", max_length=6 + MAX_TERMS)["input_ids"]
         mask = (tokens[:, -MAX_TERMS:] != PAD).float()  # [64, T]
         loss = -(policy_logprobs(model, tokens) * mask).sum() / mask.sum()
         update(model, optimizer, loss)
+
+
+def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
+    """Set the learning rate: the first steps of Adam are better taken small."""
+    for group in optimizer.param_groups:
+        group["lr"] = rate
 
 
 def update(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, loss: Tensor) -> None:
@@ -197,13 +202,14 @@ def update(model: Qwen3ForCausalLM, optimizer: torch.optim.Optimizer, loss: Tens
 
 def reinforce(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], *, steps: int,
-    num_prompts: int = 32, group_size: int = 8, updates: int = 2,
+    num_prompts: int = 64, group_size: int = 8, updates: int = 2,
 ) -> None:  # fmt: skip
     """Run GRPO for `steps` batches of P * G rollouts."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, weight_decay=0.0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-4, betas=(0.9, 0.99), weight_decay=0.0)
     print(f"{'step':>5}{'reward':>9}{'loss':>9}{'clipped':>9}{'no signal':>11}{'seconds':>9}")
     started = time.perf_counter()
     for step in range(1, steps + 1):
+        set_rate(optimizer, 5e-4 * min(1.0, step / 5))
         batch = random.sample(problems, num_prompts)
         rollouts = sample(model, tokenizer, batch, group_size=group_size)
         rewards = rewards_of(batch, rollouts.answers, group_size=group_size)  # [P, G]
@@ -229,7 +235,7 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO in one file")
-    parser.add_argument("--steps", type=int, default=60, help="batches of rollouts")
+    parser.add_argument("--steps", type=int, default=50, help="batches of rollouts")
     parser.add_argument("--quick", action="store_true", help="a third of the steps, for tests")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -241,7 +247,7 @@ def main() -> None:
     tokenizer = make_tokenizer()
     model = make_model(len(tokenizer))
     started = time.perf_counter()
-    warm_up(model, tokenizer, train, steps=270)
+    warm_up(model, tokenizer, train, steps=300)
     before = accuracy(model, tokenizer, held_out)
     print(f"accuracy on {len(held_out)} held-out sums after the warm-up: {before:.3f}")
     reinforce(model, tokenizer, train, steps=steps)

@@ -21,6 +21,8 @@ CONTROLLER = (
     "launch",
 )
 """What the controller process may import, files and folders of core."""
+WORKER_ONLY = {"policy_role.py"}
+"""Beside the launchers, but only ever imported by a policy's process."""
 ALSO = ("rollout/source.py", "rollout/buffer.py", "algorithms/config.py", "algorithms/table.py")
 
 
@@ -39,7 +41,8 @@ def module_names(*places: str) -> list[str]:
         for place in places
         for file in ([core / place] if place.endswith(".py") else (core / place).rglob("*.py"))
     ]
-    dotted = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in sorted(files)]
+    shared = sorted(file for file in files if file.name not in WORKER_ONLY)
+    dotted = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in shared]
     return [name.removesuffix(".__init__") for name in dotted]
 
 

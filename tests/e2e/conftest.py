@@ -1,9 +1,11 @@
 """What the whole-run proofs share: two domains small enough for a CPU, and the command as a user calls it."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -141,6 +143,37 @@ def start():
             process.communicate()
 
 
+@pytest.fixture(scope="session")
+def wait_for():
+    """Wait for a condition that other processes bring about: `value = wait_for(lambda: ..., "a sign of life")`."""
+
+    def wait(condition, what, *, timeout_s=120.0):
+        deadline = time.monotonic() + timeout_s
+        while not (value := condition()):
+            assert time.monotonic() < deadline, f"waited {timeout_s:g} s for {what}"
+            time.sleep(0.02)
+        return value
+
+    return wait
+
+
+@pytest.fixture(scope="session")
+def pid_of():
+    """The process of a worker of a run, from the process table; None where there is none."""
+
+    def find(run_dir: Path, name: str) -> int | None:
+        token = str(run_dir / "token").encode()
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # it ended while we looked
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    if token in words and name.encode() in words:
+                        return int(entry.name)
+        return None
+
+    return find
+
+
 @pytest.fixture
 def one_thread():
     """Tensor work of this process on one thread, as in a worker with `threads = 1`."""
@@ -157,6 +190,7 @@ def rows_of():
     """The objects of a .jsonl file."""
 
     def rows(path: Path):
-        return [json.loads(line) for line in path.read_text().splitlines()]
+        lines = path.read_text().split("\n")[:-1] if path.exists() else []  # a last line may be half written
+        return [json.loads(line) for line in lines]
 
     return rows

@@ -66,7 +66,7 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any]) -> Re
     if not inspect.isclass(factory) and ":" in name:
         return cast(RewardFn, partial(factory, **options) if options else factory)
     try:
-        return factory(**options)
+        return cast(RewardFn, factory(**options))
     except (TypeError, ValueError) as error:
         raise UserError(f"[reward] {name} does not take options {dict(options)}: {error}") from error
 

@@ -119,3 +119,7 @@ class Halt(Effect, frozen=True, tag=True, array_like=True):
     """The run cannot go on; the message says why and what to do."""
 
     message: str
+
+
+ToReplica = Welcome | Grant | NoMore | Ack | Cancel | Reject | Remesh | AssignBatch | Committed | RolledBack
+"""Effects that are said to one replica."""

@@ -198,7 +198,7 @@ class Journal:
 
 
 def _failure(error: OSError, directory: Path) -> Exception:
-    if error.errno == errno.ENOSPC:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
             f"no space left for the journal in {directory}; what was acknowledged is safe. "
             "Free some space there and resume"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.events import Role
 from cosmos_rl_core.control.wire import Connection
 
 
@@ -14,7 +15,7 @@ class Peer:
     """A connected worker, as the controller last heard of it."""
 
     name: str
-    role: str
+    role: Role
     connection: Connection
     incarnation: int = -1
     """Given by the ledger when it joined."""

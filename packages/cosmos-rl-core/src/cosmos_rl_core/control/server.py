@@ -114,9 +114,10 @@ class Controller:
     # -- workers come, talk and go
 
     async def on_connect(self, connection: Connection) -> None:
-        peer = Peer(name=connection.peer.name, role=connection.peer.role, connection=connection, heard_at=self.clock())
+        role = "policy" if connection.peer.role == "policy" else "rollout"
+        peer = Peer(name=connection.peer.name, role=role, connection=connection, heard_at=self.clock())
         self.peers.by_name[peer.name] = peer
-        self._accounts.feed(events.Join(replica=peer.name, role=_role(peer)))
+        self._accounts.feed(events.Join(replica=peer.name, role=peer.role))
         try:
             while True:
                 self._hear(peer, await connection.receive())
@@ -257,28 +258,21 @@ class Controller:
                 self.fail(UserError(effect.message))
             case effects.PoliciesLost():
                 self.fail(WorkerFailed("the last policy replica is gone"))
-            case effects.Welcome() | effects.Grant() | effects.Cancel() | effects.Reject() | effects.NoMore():
-                self._tell(effect)
-            case effects.Remesh() | effects.AssignBatch() | effects.Committed():
-                self._tell_policy(effect)
             case _:
-                pass  # Ack, RolledBack: a delivery travels on a connection that lives as long as its worker
+                assert isinstance(effect, effects.ToReplica)
+                peer = self.peers.by_name.get(effect.replica)
+                if peer is not None:
+                    self._tell(peer, effect)
 
-    def _tell(
-        self,
-        effect: effects.Welcome | effects.Grant | effects.Cancel | effects.Reject | effects.NoMore,
-    ) -> None:
-        peer = self.peers.by_name.get(effect.replica)
-        if peer is None:
-            return
+    def _tell(self, peer: Peer, effect: effects.ToReplica) -> None:
+        """Say it on the wire. Ack and RolledBack are not said: a worker lives no longer than its connection."""
         match effect:
             case effects.Welcome():
                 peer.incarnation = effect.incarnation
                 job = self._job
                 peer.post(p.Welcome(job.config_toml, str(job.run_dir), job.resume_from))
             case effects.Grant():
-                leases = effect.leases
-                prompts = [leased_prompt(self._source, x.sample, attempt=x.attempt) for x in leases]
+                prompts = [leased_prompt(self._source, x.sample, attempt=x.attempt) for x in effect.leases]
                 peer.post(p.Grant(prompts=prompts))
             case effects.Cancel():
                 peer.post(p.Cancel(sample=effect.sample))
@@ -287,12 +281,6 @@ class Controller:
             case effects.NoMore():
                 if peer.role == "policy":
                     self._end_of_batches(peer)
-
-    def _tell_policy(self, effect: effects.Remesh | effects.AssignBatch | effects.Committed) -> None:
-        peer = self.peers.by_name.get(effect.replica)
-        if peer is None:
-            return
-        match effect:
             case effects.Remesh():
                 peer.epoch = effect.epoch
                 self._request_batch(peer)
@@ -304,7 +292,3 @@ class Controller:
                 self._evaluate_if_due(effect.step + 1)
                 position = self.ledger.position()
                 peer.post(p.Committed(effect.step, position.next_sample, list(position.unfinished)))
-
-
-def _role(peer: Peer) -> events.Role:
-    return "policy" if peer.role == "policy" else "rollout"

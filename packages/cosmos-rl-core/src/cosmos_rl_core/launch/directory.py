@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import shutil
@@ -13,6 +14,19 @@ from cosmos_rl_core.interfaces import UserError
 from cosmos_rl_core.train.manifest import MANIFEST, list_steps, read_state
 
 CONTENTS = ("logs", "rollouts", "journal", "checkpoints")
+NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file is too big"}
+"""What an OSError of a full disk means, by its number."""
+
+
+def explain_no_room(error: OSError, path: Path) -> UserError | None:
+    """Return the message for a disk that is full, or None for any other error."""
+    what = NO_ROOM.get(error.errno or 0)
+    if what is None:
+        return None
+    return UserError(
+        f"{what} for {error.filename or path}; what was written so far is kept. Make room there and go on with "
+        "--resume auto, or choose another [run] output_dir."
+    )
 
 
 @dataclass(slots=True)
@@ -52,7 +66,8 @@ class RunDirectory:
                     "or choose another [run] output_dir."
                 )
             directory._clear()
-        shutil.rmtree(path / "journal", ignore_errors=True)  # it belongs to one controller's life
+        shutil.rmtree(path / "journal", ignore_errors=True)  # it belongs to one controller's life, as does
+        (path / "token").unlink(missing_ok=True)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()

@@ -14,7 +14,7 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.client import RemoteSteps, decode_groups
 from cosmos_rl_core.interfaces import Policy, WeightPublisher
-from cosmos_rl_core.launch.roles import Assignment
+from cosmos_rl_core.launch.assignment import Assignment
 from cosmos_rl_core.loop import train
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.train import checkpoint

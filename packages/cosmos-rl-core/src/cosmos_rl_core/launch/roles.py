@@ -7,51 +7,13 @@ from __future__ import annotations
 
 import tomllib
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
 from cosmos_rl_core.config.load import load_config, load_domain
-from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.client import ControllerClient
-from cosmos_rl_core.control.wire import Connection
-from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.observe.trace import Timeline
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkerContext:
-    """What a worker process has before it knows its recipe."""
-
-    name: str
-    connection: Connection
-    token: bytes
-    timeline: Timeline
-    threads: int | None
-    """CPU threads of the tensor work; None leaves torch's own choice."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Assignment:
-    """What every role builds itself from."""
-
-    context: WorkerContext
-    config: RunConfig
-    domain: Domain
-    client: ControllerClient
-    compute: ThreadPoolExecutor
-    """One thread for all tensor work."""
-    run_dir: Path
-    resume_from: Path | None
-
-    def prepare_torch(self) -> None:
-        """Fix threads and seed; called in the compute thread before anything is built."""
-        import torch
-
-        if self.context.threads is not None:
-            torch.set_num_threads(self.context.threads)
-        torch.manual_seed(self.config.run.seed)
+from cosmos_rl_core.launch.assignment import Assignment, WorkerContext
 
 
 class Role(Protocol):
@@ -68,6 +30,7 @@ class Role(Protocol):
 
 async def run_role(role: str, context: WorkerContext) -> None:
     """Receive the recipe, run `policy` or `rollout` to the end, say goodbye."""
+    # torch comes with the roles' parts: a worker that cannot connect fails before that
     from cosmos_rl_core.launch.policy_role import PolicyRole
     from cosmos_rl_core.launch.rollout_role import RolloutRole
 

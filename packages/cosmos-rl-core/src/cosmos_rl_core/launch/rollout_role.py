@@ -9,7 +9,7 @@ from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.client import RemoteDesk
 from cosmos_rl_core.interfaces import RolloutEngine
-from cosmos_rl_core.launch.roles import Assignment
+from cosmos_rl_core.launch.assignment import Assignment
 from cosmos_rl_core.rollout.worker import RolloutWorker
 
 

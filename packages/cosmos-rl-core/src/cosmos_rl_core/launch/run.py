@@ -31,7 +31,7 @@ from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.control.token import make_token
 from cosmos_rl_core.control.wire import Hello, connect, serve
 from cosmos_rl_core.interfaces import UserError, WorkerFailed
-from cosmos_rl_core.launch.directory import RunDirectory
+from cosmos_rl_core.launch.directory import RunDirectory, explain_no_room
 from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
 from cosmos_rl_core.launch.result import RunObserver, RunResult
 from cosmos_rl_core.observe.trace import Timeline, merge
@@ -63,6 +63,10 @@ def run(
     try:
         checkpoint = directory.find_checkpoint(resume) if resume else None
         return asyncio.run(_Run(config, directory.path.resolve(), checkpoint, tuple(python_path)).run())
+    except OSError as error:
+        if told := explain_no_room(error, directory.path):
+            raise told from error
+        raise
     finally:
         directory.release()
 
@@ -81,18 +85,16 @@ class _Run:
         self._eval_source = assemble.build_eval_source(config)
         self._max_steps = planned_steps(config, self._source)
         self._resumed = TrainState(step=0) if checkpoint is None else read_state(checkpoint)
-        self._observer = RunObserver(
-            config, directory, first_step=self._resumed.step, max_steps=self._max_steps
-        )
+        self._observer = RunObserver(config, directory, first_step=self._resumed.step, max_steps=self._max_steps)
         self._workers: LocalWorkers | None = None
         self._interrupts = 0
 
     async def run(self) -> RunResult:
         started = time.perf_counter()
-        text = dump_resolved(self._config)
-        (self._directory / "resolved.toml").write_text(text)
-        token = make_token(self._directory / "token")
         with self._observer, contextlib.closing(Journal(self._directory / "journal")) as journal:
+            text = dump_resolved(self._config)
+            (self._directory / "resolved.toml").write_text(text)
+            token = make_token(self._directory / "token")
             controller = self._controller(text, journal)
             server = await serve(
                 "tcp://127.0.0.1:0", token=token, decode=p.ToController, on_connect=controller.on_connect
@@ -195,7 +197,7 @@ class _Run:
         return lambda: workers.stop(grace_s=STOP_GRACE_S)
 
     async def _start_tasks(self, controller: Controller, address: str, token: bytes) -> Callable[[], Any]:
-        from cosmos_rl_core.launch.roles import WorkerContext
+        from cosmos_rl_core.launch.assignment import WorkerContext
         from cosmos_rl_core.launch.worker import serve_role
 
         sys.path[:0] = [folder for folder in self._python_path if folder not in sys.path]

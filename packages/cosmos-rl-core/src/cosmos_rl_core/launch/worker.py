@@ -18,7 +18,9 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.token import read_token
 from cosmos_rl_core.control.wire import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.interfaces import UserError
-from cosmos_rl_core.launch.roles import WorkerContext, run_role
+from cosmos_rl_core.launch.assignment import WorkerContext
+from cosmos_rl_core.launch.directory import explain_no_room
+from cosmos_rl_core.launch.roles import run_role
 from cosmos_rl_core.observe.trace import Timeline
 
 CONNECT_TIMEOUT_S = 60.0
@@ -70,6 +72,9 @@ async def serve_role(role: str, context: WorkerContext) -> int:
         print(f"{context.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
         return 1
     except Exception as error:
+        if isinstance(error, OSError) and (told := explain_no_room(error, Path.cwd())):
+            await _report(connection, p.Fatal(message=str(told), user=True))
+            return 2
         traceback.print_exc()
         await _report(connection, p.Fatal(message=f"{type(error).__name__}: {error}", user=False))
         return 1

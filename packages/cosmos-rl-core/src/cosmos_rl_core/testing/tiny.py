@@ -1,4 +1,4 @@
-"""A whole domain in one file: a contextual bandit over short sequences that learns in seconds on a CPU.
+"""A whole domain: a contextual bandit over short sequences that learns in seconds on a CPU.
 
 A prompt is a number c; a rollout is `length` actions drawn one after another from a small network that sees c and the
 place; the reward is the fraction of actions equal to (c + place) mod `actions`. It exists so that the controller, the
@@ -10,34 +10,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from pydantic import Field
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.interfaces import Policy, PromptError, RewardFn, RolloutEngine
+from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel, hits, not_a_number, too_few, words
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, TrainBatch
-
-
-class TinyModel(Strict):
-    """[model]"""
-
-    actions: int = Field(default=5, ge=2)
-    """V: actions to choose from."""
-    contexts: int = Field(default=10, ge=1)
-    """Different prompts."""
-    hidden: int = Field(default=16, ge=1)
-    seed: int = 0
-    """Of the initial weights."""
-
-
-class TinyData(Strict):
-    """[data]"""
-
-    rows: int = Field(default=10, ge=0)
-    start: int = 0
 
 
 class Tiny:
@@ -83,39 +62,6 @@ class Tiny:
 
 
 TINY = Tiny()
-
-
-def wanted(context: int, place: int, *, actions: int) -> int:
-    """The action that is rewarded."""
-    return (context + place) % actions
-
-
-def hits(group: RolloutGroup) -> list[float]:
-    """Fraction of actions that are the wanted ones."""
-    context = group.prompt.row["context"]
-    return [
-        float(
-            np.mean(
-                [
-                    a == wanted(context, i, actions=int(r.arrays["num_actions"]))
-                    for i, a in enumerate(r.arrays["actions"])
-                ]
-            )
-        )
-        for r in group.rollouts
-    ]
-
-
-def not_a_number(group: RolloutGroup) -> list[float]:
-    return [float("nan")] * len(group.rollouts)
-
-
-def words(group: RolloutGroup) -> Any:
-    return ["good"] * len(group.rollouts)
-
-
-def too_few(group: RolloutGroup) -> list[float]:
-    return [1.0] * (len(group.rollouts) - 1)
 
 
 class TinyEngine:
@@ -166,14 +112,3 @@ class TinyEngine:
 
     async def close(self) -> None:
         pass
-
-
-def save_weights(directory: Path, weights: Mapping[str, Any]) -> None:
-    """Write tensors as one safetensors file."""
-    from safetensors.torch import save_file
-
-    directory.mkdir(parents=True, exist_ok=True)
-    save_file(
-        {name: tensor.detach().contiguous() for name, tensor in weights.items()},
-        directory / "model.safetensors",
-    )

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cosmos_rl_core.testing.tiny import save_weights, wanted
-from cosmos_rl_core.types import Microbatch, PolicyOutputs, Rollout, RolloutGroup, TermBatch, TrainBatch
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.testing.tiny import TinyModel
+from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
+from cosmos_rl_core.types import Microbatch, PolicyOutputs, Prompt, Rollout, RolloutGroup, TermBatch, TrainBatch
 
 PLACES = 16
 """Longest rollout the network tells places apart in."""
@@ -59,7 +57,9 @@ class TinyPolicy:
         return dict(self.module.named_parameters())
 
     def save(self, directory: Path) -> None:
-        save_weights(directory, self.weights())
+        directory.mkdir(parents=True, exist_ok=True)
+        tensors = {name: tensor.detach().contiguous() for name, tensor in self.weights().items()}
+        save_file(tensors, directory / "model.safetensors")
 
 
 @torch.no_grad()
@@ -160,6 +160,4 @@ def collate_answers(
 
 
 def _group(row: Mapping[str, Any], rollout: Rollout) -> RolloutGroup:
-    from cosmos_rl_core.types import Prompt
-
     return RolloutGroup(prompt=Prompt(sample_id=0, row=row), rollouts=(rollout,))

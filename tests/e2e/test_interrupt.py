@@ -1,0 +1,88 @@
+"""Ctrl-C: the first ends the run cleanly, so that it can be resumed; the second ends it at once."""
+
+import shutil
+import signal
+
+import pytest
+from cosmos_rl_core.train.manifest import read_state
+
+STEPS, PROMPTS = 16, 4
+STUCK = """
+import time
+from cosmos_rl_core.testing.tiny import Tiny
+
+class Stuck(Tiny):
+    def collate(self, *arguments, **keywords):
+        print("stuck in the first step")
+        time.sleep(600)
+
+DOMAIN = Stuck()
+"""
+
+
+def test_a_run_goes_on_where_ctrl_c_ended_it(tmp_path, bandit, write_recipe, start, wait_for, rows_of):
+    run_dir = tmp_path / "run"
+    tables = bandit(
+        run_dir,
+        run__max_steps=STEPS,
+        policy__prompts_per_step=PROMPTS,
+        rollout__options={"delay_s": 0.05},
+        checkpoint__every_steps=2,
+    )
+    recipe = write_recipe(tmp_path / "run.toml", tables)
+    first = start("run", recipe)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps")
+    first.send_signal(signal.SIGINT)
+    _, errors = first.communicate(timeout=120)
+    assert first.returncode == 130, errors
+    assert errors == ""
+    done = len(rows_of(run_dir / "metrics.jsonl"))
+    assert 3 <= done < STEPS
+    assert read_state(run_dir / "checkpoints" / f"step_{done}").step == done
+
+    second = start("run", recipe, "--resume", "auto")
+    _, errors = second.communicate(timeout=120)
+    assert second.returncode == 0, errors
+    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    trained = [
+        {rollout["sample"] for rollout in rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")}
+        for step in range(STEPS)
+    ]
+    assert [len(samples) for samples in trained] == [PROMPTS] * STEPS
+    assert len(set().union(*trained)) == STEPS * PROMPTS, "a sample was trained twice"
+    assert read_state(run_dir / "checkpoints" / f"step_{STEPS}").step == STEPS
+
+
+def test_a_run_that_was_killed_takes_the_steps_after_its_checkpoint_again(tmp_path, bandit, rows_of):
+    from cosmos_rl_core import run
+
+    tables = bandit(tmp_path / "run", run__placement="inline", run__max_steps=6, checkpoint__every_steps=4)
+    run(tables)
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "step_6")  # as if the run had died in its sixth step
+    resumed = run(tables, ["run.max_steps=8"], resume="auto")
+    assert [line["step"] for line in resumed.metrics] == [4, 5, 6, 7]
+    assert [line["step"] for line in rows_of(tmp_path / "run" / "metrics.jsonl")] == list(range(8))
+
+
+def test_the_second_ctrl_c_stops_at_once(tmp_path, bandit, write_recipe, start, wait_for, pid_of):
+    run_dir = tmp_path / "run"
+    (tmp_path / "stuck.py").write_text(STUCK)
+    tables = bandit(run_dir, run__domain="stuck:DOMAIN", logging__sinks=["console", "jsonl"])
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    log = run_dir / "logs" / "policy-0.log"
+    wait_for(lambda: log.exists() and "stuck in the first step" in log.read_text(), "the policy to be stuck")
+    process.send_signal(signal.SIGINT)
+    for line in process.stdout:
+        if "again to stop at once" in line:
+            break
+    assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "Traceback" not in errors
+    assert pid_of(run_dir, "policy-0") is None
+
+
+@pytest.fixture(autouse=True)
+def _one_thread(one_thread):
+    """For the runs in this process."""

@@ -1,0 +1,74 @@
+"""kill -9: a rollout process is started again and no sample is lost or trained twice; a policy process ends the run."""
+
+import json
+import os
+import signal
+
+import pytest
+
+STEPS, PROMPTS, GROUP = 12, 4, 4
+TALKING = """
+from cosmos_rl_core.testing.tiny import Tiny
+
+class Talking(Tiny):
+    def build_policy(self, *arguments, **keywords):
+        print("the policy is built")
+        return super().build_policy(*arguments, **keywords)
+
+DOMAIN = Talking()
+"""
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_a_killed_rollout_process_costs_no_sample(
+    replicas, tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
+):
+    run_dir = tmp_path / "run"
+    tables = bandit(
+        run_dir,
+        run__max_steps=STEPS,
+        policy__prompts_per_step=PROMPTS,
+        rollout__group_size=GROUP,
+        rollout__replicas=replicas,
+        rollout__options={"delay_s": 0.1},
+        logging__sinks=["console", "jsonl"],
+    )
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 2, "two steps")
+    killed = pid_of(run_dir, "rollout-0")
+    os.kill(killed, signal.SIGKILL)
+    wait_for(lambda: pid_of(run_dir, "rollout-0") not in (None, killed), "the rollout process to be started again")
+    told, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 0, errors
+    assert "rollout-0 died (signal SIGKILL); starting it again" in told
+    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    trained = []
+    for step in range(STEPS):
+        rollouts = rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")
+        samples = {rollout["sample"] for rollout in rollouts}
+        assert len(samples) == PROMPTS
+        assert len(rollouts) == PROMPTS * GROUP
+        trained += samples
+    assert len(set(trained)) == len(trained)
+    counts = json.loads((run_dir / "status.json").read_text())["samples"]
+    assert counts["issued"] == sum(number for state, number in counts.items() if state != "issued")
+    assert sorted(trained) == list(range(STEPS * PROMPTS))
+
+
+def test_a_killed_policy_process_ends_the_run_with_its_last_words(
+    tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
+):
+    run_dir = tmp_path / "run"
+    (tmp_path / "talking.py").write_text(TALKING)
+    tables = bandit(run_dir, run__domain="talking:DOMAIN", run__max_steps=10_000)
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
+    os.kill(pid_of(run_dir, "policy-0"), signal.SIGKILL)
+    _, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 1
+    assert "policy-0 died (signal SIGKILL); the run cannot go on without it" in errors
+    assert "logs/policy-0.log:\nthe policy is built" in errors
+    assert "Traceback" not in errors
+    assert pid_of(run_dir, "rollout-0") is None
