@@ -7,9 +7,12 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
 
+from pydantic import ValidationError
+
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.config.load import load_domain
+from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.interfaces import Domain, RewardFn, RolloutEngine, UserError, WeightSync
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
@@ -20,6 +23,22 @@ from cosmos_rl_core.types import RolloutGroup, TrainBatch
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.interfaces import Policy
     from cosmos_rl_core.train.trainer import Trainer
+
+
+def look_up(config: RunConfig) -> None:
+    """Raise UserError for a reward or a weight sync that does not exist, before anything is started.
+
+    What a recipe names as "module:attribute" is imported by the workers alone.
+    """
+    if config.is_sft:
+        return
+    domain = load_domain(config.run.domain)
+    plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
+    for section in config.reward.functions:
+        if domain.reward(section.name) is not None:
+            build_reward(section.name, domain, options=section.options)
+        else:
+            plugins.locate("cosmos_rl.rewards", section.name)
 
 
 def build_source(config: RunConfig) -> PromptSource:
@@ -63,10 +82,15 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any]) -> Re
     the reward itself, which then gets the options as keyword arguments.
     """
     factory: Any = domain.reward(name) or plugins.load("cosmos_rl.rewards", name)
+    if not callable(factory):
+        raise UserError(f"[reward] {name} is {factory!r}, and no function")
     if not inspect.isclass(factory) and ":" in name:
         return cast(RewardFn, partial(factory, **options) if options else factory)
     try:
         return cast(RewardFn, factory(**options))
+    except ValidationError as error:
+        found = problems(error, tables=known_tables(factory, at="options"), at="options")
+        raise UserError(f"[reward] {name}: {', and '.join(map(str, found))}") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"[reward] {name} does not take options {dict(options)}: {error}") from error
 

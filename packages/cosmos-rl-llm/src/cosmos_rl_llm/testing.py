@@ -1,7 +1,7 @@
 """A language model, a tokenizer and problems made on the spot, for tests and recipes that must not need a download.
 
-    model = write_tiny_model(directory / "base")
-    train, test = write_sums(directory / "data")
+model = write_tiny_model(directory / "base")
+train, test = write_sums(directory / "data")
 """
 
 from __future__ import annotations
@@ -29,9 +29,7 @@ def write_sums(directory: Path, *, below: int = 100, held_out: int = 200, seed: 
     return train, test
 
 
-def write_tiny_model(
-    directory: Path, *, num_layers: int = 4, initializer_range: float = 0.02, seed: int = 0
-) -> Path:
+def write_tiny_model(directory: Path, *, num_layers: int = 4, initializer_range: float = 0.02, seed: int = 0) -> Path:
     """Write a Qwen3 with random weights and a tokenizer of single characters; return the directory.
 
     Four layers make 0.8 million parameters. The context is 64 tokens.
@@ -68,8 +66,6 @@ def write_tokenizer(directory: Path) -> None:
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     tokenizer.decoder = decoders.Fuse()
-    fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>"
-    )
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>", unk_token="<unk>")
     fast.clean_up_tokenization_spaces = False
     fast.save_pretrained(directory)

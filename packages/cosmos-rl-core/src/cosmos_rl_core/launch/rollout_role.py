@@ -48,6 +48,7 @@ class RolloutRole:
             subscriber=subscriber,
             desk=RemoteDesk(at.client),
             max_groups=groups_in_flight(at.config),
+            timeline=at.context.timeline,
         )
         try:
             await self._worker.run()

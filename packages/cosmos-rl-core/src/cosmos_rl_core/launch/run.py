@@ -81,6 +81,7 @@ class _Run:
         self._directory = directory
         self._checkpoint = checkpoint
         self._python_path = python_path
+        assemble.look_up(config)
         self._source = assemble.build_source(config)
         self._eval_source = assemble.build_eval_source(config)
         self._max_steps = planned_steps(config, self._source)
@@ -108,6 +109,7 @@ class _Run:
                 status.cancel()
                 await server.close()
                 self._write_timeline()
+            self._must_have_trained(controller.ledger)
             write_status(self._directory / "status.json", controller, phase="finished")
             return self._observer.finish(
                 version=controller.ledger.version,
@@ -117,6 +119,16 @@ class _Run:
                 wall_s=time.perf_counter() - started,
                 interrupted=self._interrupts > 0,
             )
+
+    def _must_have_trained(self, ledger: Ledger) -> None:
+        """Raise UserError for a run whose prompts were all dropped: it ended in good order and did nothing."""
+        reasons = ledger.samples.drop_reasons
+        if ledger.version > self._resumed.step or self._interrupts or not reasons:
+            return
+        [(reason, number)] = reasons.most_common(1)
+        raise UserError(
+            f"not one step was trained: {reasons.total()} prompts were dropped, {number} of them as {reason}"
+        )
 
     def _controller(self, text: str, journal: Journal) -> Controller:
         config = self._config
@@ -232,7 +244,8 @@ class _Run:
 
     async def _keep_status(self, controller: Controller) -> None:
         while True:
-            write_status(self._directory / "status.json", controller, phase=self._observer.current_phase)
+            with contextlib.suppress(OSError):  # a full disk ends the run where something is lost by it
+                write_status(self._directory / "status.json", controller, phase=self._observer.current_phase)
             await asyncio.sleep(STATUS_S)
 
     def _write_timeline(self) -> None:

@@ -16,9 +16,11 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import count
 from typing import Protocol
 
 from cosmos_rl_core.interfaces import RolloutEngine, SampleError, WeightSubscriber
+from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.types import Prompt, RolloutGroup
 
@@ -63,12 +65,16 @@ class RolloutWorker:
         subscriber: WeightSubscriber,
         desk: LeaseDesk,
         max_groups: int,
+        timeline: Timeline | None = None,
     ) -> None:
         self._engine = engine
         self._rollouter = rollouter
         self._subscriber = subscriber
         self._desk = desk
         self._max_groups = max_groups
+        self._timeline = timeline or Timeline("rollout")
+        self._lanes: set[int] = set()
+        """Rows of the timeline in use: groups overlap, and each needs a row of its own."""
         self._running: dict[tuple[int, bool], asyncio.Task[None]] = {}
         """(sample, evaluation) -> the task that answers it."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -120,15 +126,18 @@ class RolloutWorker:
             self._broken.set_exception(error)
 
     async def _answer(self, lease: Lease) -> None:
+        lane = next(i for i in count() if i not in self._lanes)
+        self._lanes.add(lane)
+        work = self._rollouter.evaluate if lease.evaluation else self._rollouter.run
+        name = "evaluate" if lease.evaluation else "rollout"
         try:
-            if lease.evaluation:
-                group = await self._rollouter.evaluate(lease.prompt)
-            else:
-                group = await self._rollouter.run(lease.prompt)
+            with self._timeline.span(name, track=f"group {lane:03d}", sample=lease.prompt.sample_id):
+                group = await work(lease.prompt)
             await self._desk.deliver(lease, group)
         except SampleError as error:
             await self._desk.fail(lease, error)
         finally:
+            self._lanes.discard(lane)
             key = (lease.prompt.sample_id, lease.evaluation)
             if self._running.get(key) is asyncio.current_task():  # not a newer task for the same sample
                 del self._running[key]
@@ -140,7 +149,8 @@ class RolloutWorker:
         try:
             while True:
                 version = await self._subscriber.stage(after=self._engine.version)
-                await self._engine.switch(version, self._subscriber.apply)
+                with self._timeline.span("switch weights", track="weights", version=version):
+                    await self._engine.switch(version, self._subscriber.apply)
                 self._request()
         except ConnectionError:
             await asyncio.Event().wait()  # the publisher is gone: the controller decides what that means

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
+from cosmos_rl_core.interfaces import UserError
 from cosmos_rl_transfer.arena import Arena
 from cosmos_rl_transfer.link import Link
 from cosmos_rl_transfer.transports.base import Reader, Segment, Transport, TransportUnavailable
@@ -26,7 +27,7 @@ def candidates(transport: str | Transport) -> list[Transport]:
     if transport == "auto":
         return [kind() for kind in BY_NAME.values()]
     if transport not in BY_NAME:
-        raise ValueError(f'transport = "{transport}" is not known; choose one of auto, {", ".join(BY_NAME)}')
+        raise UserError(f'transport = "{transport}" is not known; choose one of auto, {", ".join(BY_NAME)}')
     return [BY_NAME[transport]()]
 
 

@@ -1,0 +1,132 @@
+"""What every rollout engine and reward function must do. A plug-in's own tests run these.
+
+    @pytest.mark.parametrize("check", ENGINE_CHECKS)
+    def test_my_engine(check):
+        asyncio.run(check(make_engine, prompt, Sampling(max_terms=8)))
+
+`make_engine` returns a new engine with the same weights each time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
+from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling
+
+MakeEngine = Callable[[], RolloutEngine]
+EngineCheck = Callable[[MakeEngine, Prompt, Sampling], Awaitable[None]]
+
+
+async def returns_whole_rollouts(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+    """As many rollouts as asked for, each with one log-probability, version and mask a term."""
+    engine = await _fresh(make)
+    text, rollouts = await engine.generate(prompt, num_samples=3, sampling=sampling, seed=1)
+    await engine.close()
+    assert isinstance(text, str)
+    assert len(rollouts) == 3
+    for rollout in rollouts:
+        terms = rollout.num_terms
+        assert 1 <= terms <= sampling.max_terms
+        assert rollout.rollout_logprobs.shape == rollout.versions.shape == rollout.loss_mask.shape == (terms,)
+        assert rollout.rollout_logprobs.dtype == np.float32
+        assert np.all(rollout.rollout_logprobs <= 1e-6)
+        assert np.all(rollout.versions == engine.version)
+
+
+async def draws_by_seed(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+    """The same seed gives the same rollouts; samples of one request differ from one another somewhere."""
+    engine = await _fresh(make)
+    _, first = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=1)
+    _, again = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=1)
+    _, other = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=2)
+    await engine.close()
+    assert [_terms(r) for r in first] == [_terms(r) for r in again]
+    assert [_terms(r) for r in first] != [_terms(r) for r in other]
+    assert len({_terms(r) for r in first}) > 1
+
+
+async def is_greedy_at_zero(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+    """Temperature 0 has one answer, whatever the seed."""
+    engine = await _fresh(make)
+    greedy = replace(sampling, temperature=0.0)
+    answers = [await engine.generate(prompt, num_samples=2, sampling=greedy, seed=seed) for seed in (1, 2)]
+    await engine.close()
+    assert len({_terms(r) for _, rollouts in answers for r in rollouts}) == 1
+
+
+async def switches_between_terms(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+    """A new version is applied once, and everything asked for afterwards is drawn with it."""
+    engine = await _fresh(make)
+    applied: list[int] = []
+    running = asyncio.create_task(engine.generate(prompt, num_samples=4, sampling=sampling, seed=1))
+    await asyncio.sleep(0)
+    await engine.switch(7, lambda: applied.append(7))
+    assert applied == [7]
+    assert engine.version == 7
+    _, before = await running
+    _, after = await engine.generate(prompt, num_samples=1, sampling=sampling, seed=1)
+    await engine.close()
+    assert all(np.all(np.diff(rollout.versions) >= 0) for rollout in before)
+    assert np.all(after[0].versions == 7)
+
+
+async def lets_go_when_cancelled(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+    """A cancelled request ends, and the engine serves the next."""
+    engine = await _fresh(make)
+    running = asyncio.create_task(engine.generate(prompt, num_samples=4, sampling=sampling, seed=1))
+    await asyncio.sleep(0)
+    running.cancel()
+    await asyncio.gather(running, return_exceptions=True)
+    assert running.cancelled()
+    _, rollouts = await engine.generate(prompt, num_samples=1, sampling=sampling, seed=1)
+    await engine.close()
+    assert len(rollouts) == 1
+
+
+async def counts_its_work(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+    """`progress` grows with work and only with work."""
+    engine = await _fresh(make)
+    start = engine.progress
+    await engine.generate(prompt, num_samples=1, sampling=sampling, seed=1)
+    grown = engine.progress
+    await engine.close()
+    assert grown > start
+
+
+ENGINE_CHECKS: Sequence[EngineCheck] = (
+    returns_whole_rollouts,
+    draws_by_seed,
+    is_greedy_at_zero,
+    switches_between_terms,
+    lets_go_when_cancelled,
+    counts_its_work,
+)
+
+
+async def check_reward(reward: RewardFn, group: RolloutGroup) -> None:
+    """The reward passes the rubric's checks, does not change the group, and gives the same values twice."""
+    rubric = Rubric([WeightedReward(name="reward", weight=1.0, function=reward)])
+    first, again = await rubric.score(group), await rubric.score(group)
+    rubric.close()
+    values = [rollout.reward for rollout in first.rollouts]
+    assert all(math.isfinite(value) for value in values)
+    assert values == [rollout.reward for rollout in again.rollouts]
+
+
+async def _fresh(make: MakeEngine) -> RolloutEngine:
+    engine = make()
+    await engine.switch(0, lambda: None)
+    return engine
+
+
+def _terms(rollout: Rollout) -> tuple[bytes, ...]:
+    """What was drawn, comparable."""
+    arrays = [np.ascontiguousarray(rollout.arrays[name]).tobytes() for name in sorted(rollout.arrays)]
+    return (*arrays, rollout.rollout_logprobs.tobytes())

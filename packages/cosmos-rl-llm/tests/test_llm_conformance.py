@@ -1,0 +1,61 @@
+"""The torch engine and the shipped rewards keep the promises of their interfaces."""
+
+import asyncio
+
+import numpy as np
+import pytest
+import torch
+
+from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, check_reward
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling
+from cosmos_rl_llm.domain import LLM
+from cosmos_rl_llm.engines.torch import TorchEngine
+from cosmos_rl_llm.model import make_model
+
+CONFIG = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 32,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    "tie_word_embeddings": True,
+}
+PROMPT = Prompt(sample_id=0, row={"tokens": [3, 4, 5, 6]})
+
+
+def make_engine():
+    return TorchEngine(
+        make_model(CONFIG, dtype=torch.float32, seed=0),
+        encode=lambda prompt: np.array(prompt.row["tokens"], np.int32),
+        decode=lambda tokens: " ".join(map(str, tokens)),
+        stop_ids=[1],
+        max_sequences=8,
+    )
+
+
+@pytest.mark.parametrize("check", ENGINE_CHECKS, ids=lambda check: check.__name__)
+def test_the_torch_engine(check):
+    asyncio.run(check(make_engine, PROMPT, Sampling(max_terms=12)))
+
+
+@pytest.mark.parametrize("name", ["math", "boxed", "numeric", "exact", "length"])
+def test_a_shipped_reward(name):
+    texts = ["the answer is 12", "\\boxed{12}", "12", "none"]
+    rollouts = tuple(
+        Rollout(
+            arrays={"tokens": np.arange(3, dtype=np.int32)},
+            rollout_logprobs=np.zeros(3, np.float32),
+            versions=np.zeros(3, np.int32),
+            loss_mask=np.ones(3, np.bool_),
+            text=text,
+        )
+        for text in texts
+    )
+    options = {"max_terms": 8} if name == "length" else {}
+    group = RolloutGroup(prompt=Prompt(sample_id=0, row={"prompt": "6+6", "answer": "12"}), rollouts=rollouts)
+    asyncio.run(check_reward(LLM.reward(name)(**options), group))
