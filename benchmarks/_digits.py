@@ -20,8 +20,6 @@ SPECIAL = ("<pad>", "<eos>", "<unk>")
 NUM_PROMPTS = 512
 GROUP_SIZE = 8
 MAX_TOKENS = 16
-LEARNING_RATE = 3e-3
-"""At the first step; falls to 0 on a line."""
 
 
 def digit_fraction(text: str) -> float:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from _digits import GROUP_SIZE, LEARNING_RATE, MAX_TOKENS, read_prompts, trl_digits
+from _digits import GROUP_SIZE, MAX_TOKENS, read_prompts, trl_digits
 from transformers import TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
@@ -46,6 +46,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=Path, required=True)
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--prompts-per-step", type=int, required=True)
+    parser.add_argument("--learning-rate", type=float, required=True, help="of the first step; falls to 0 on a line")
     parser.add_argument("--threads", type=int, required=True)
     parser.add_argument("--out", type=Path, required=True, help="an empty folder")
     given = parser.parse_args()
@@ -58,7 +59,7 @@ def main() -> None:
         per_device_train_batch_size=rollouts,
         num_generations=GROUP_SIZE,
         max_completion_length=MAX_TOKENS,
-        learning_rate=LEARNING_RATE,
+        learning_rate=given.learning_rate,
         beta=0.0,
         gradient_checkpointing=False,
         max_steps=given.steps,

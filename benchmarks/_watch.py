@@ -21,8 +21,8 @@ class Watched:
 
     first_step_s: float
     """From the command to the first line of its steps file."""
-    cpu_s_per_step: float
-    """CPU time after the first step, by the number of further steps."""
+    cpu_s: Mapping[int, float]
+    """CPU seconds until this many steps were done; two that end within a poll are one entry."""
     peak_rss: int
     """Bytes: each process's own peak (VmHWM), added up; pages that processes share count in each."""
     peak_pss: int
@@ -50,12 +50,9 @@ def watch(
     if process.returncode != 0:
         end = "\n".join(log.read_text(errors="replace").splitlines()[-12:])
         raise CommandFailed(f"{command[0]} ended with {process.returncode}:\n{end}")
-    if len(tree.cpu_at_step) < 2:
-        raise CommandFailed(f"{command[0]} finished {len(tree.cpu_at_step)} steps; at least 2 are needed ({steps})")
-    first, last = min(tree.cpu_at_step), max(tree.cpu_at_step)
     return Watched(
         first_step_s=tree.first_step_s,
-        cpu_s_per_step=(tree.cpu_at_step[last] - tree.cpu_at_step[first]) / (last - first),
+        cpu_s=tree.cpu_s,
         peak_rss=sum(tree.peak_rss.values()),
         peak_pss=tree.peak_pss,
     )
@@ -68,9 +65,9 @@ class _Tree:
     first_step_s: float = 0.0
     peak_pss: int = 0
     peak_rss: dict[int, int] = field(default_factory=dict)
-    cpu: dict[int, float] = field(default_factory=dict)
-    cpu_at_step: dict[int, float] = field(default_factory=dict)
-    """CPU seconds of all processes when this many steps were done."""
+    cpu_s: dict[int, float] = field(default_factory=dict)
+    _cpu_of: dict[int, float] = field(default_factory=dict)
+    """CPU seconds by process, those that ended included."""
 
     def look_at_memory(self, pids: Sequence[int]) -> None:
         pss = 0
@@ -81,8 +78,8 @@ class _Tree:
 
     def look_at_cpu(self, pids: Sequence[int], *, steps: int) -> None:
         for pid in pids:
-            self.cpu[pid] = _cpu_s(pid) or self.cpu.get(pid, 0.0)
-        self.cpu_at_step[steps] = sum(self.cpu.values())
+            self._cpu_of[pid] = _cpu_s(pid) or self._cpu_of.get(pid, 0.0)
+        self.cpu_s[steps] = sum(self._cpu_of.values())
 
 
 def _follow(process: subprocess.Popen[bytes], *, steps: Path, started: float, timeout_s: float) -> _Tree:

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/llm_vs_trl.py [--quick] [--model DIR] [section.key=value ...]
 
 Workload A is a Qwen3 of 0.8 million random parameters, workload B is SmolLM2-135M; both answer "a+b=" (_digits.py)
-with 8 prompts x 8 samples x 16 tokens a step, float32. A round runs TRL, then us asynchronously (max_staleness = 1,
+with 8 prompts x 8 samples x 16 tokens a step (SmolLM2 with --quick: 2 prompts), in float32. A round runs TRL, then us asynchronously (max_staleness = 1,
 the default) and, in workload A, us synchronously (0). Figures are medians over the rounds. A side's memory is
 that of all its processes. CPU time a step says what a busy machine hides.
 """
@@ -59,8 +59,9 @@ class Workload:
     model: Path
     steps: int
     warm: int
-    """Steps left out of steady state."""
+    """First steps left out of steady state. So is the last: ours has no generation left to do beside it."""
     sides: tuple[str, ...]
+    learning_rate: float
     prompts_per_step: int = 8
 
 
@@ -69,9 +70,11 @@ class Outcome:
     """One side's run."""
 
     step_s: float
-    """Median of the steps after the warm-up."""
+    """Median in steady state."""
+    cpu_s: float
+    """CPU time of all processes a step in steady state."""
     terms_per_s: float
-    """Completion tokens trained, over the time of the steps after the warm-up."""
+    """Completion tokens trained, over the time they took, in steady state."""
     reward: float
     """Mean of the last five steps."""
     watched: Watched
@@ -125,6 +128,7 @@ class Bench:
             "prompts": self._prompts,
             "steps": workload.steps,
             "prompts-per-step": workload.prompts_per_step,
+            "learning-rate": workload.learning_rate,
             "threads": cores,
             "out": out,
         }
@@ -138,6 +142,7 @@ class Bench:
             "model.path": workload.model,
             "data.path": self._prompts,
             "policy.prompts_per_step": workload.prompts_per_step,
+            "policy.optimizer.learning_rate": workload.learning_rate,
             "sync.max_staleness": max_staleness,
         }
         program = Path(sys.executable).with_name("cosmos-rl")
@@ -148,11 +153,14 @@ class Bench:
 def outcome(file: Path, watched: Watched, *, warm: int) -> Outcome:
     """Read a side's lines: step, time_s, reward_mean, terms."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    times = [line["time_s"] for line in lines]
-    terms = sum(line["terms"] for line in lines[warm:])
+    last = len(lines) - 1
+    times = [line["time_s"] for line in lines[warm - 1 : last]]
+    terms = sum(line["terms"] for line in lines[warm:last])
+    first_seen, last_seen = (min(watched.cpu_s, key=lambda seen: abs(seen - steps)) for steps in (warm, last))
     return Outcome(
-        step_s=median(after - before for before, after in pairwise(times[warm - 1 :])),
-        terms_per_s=terms / (times[-1] - times[warm - 1]),
+        step_s=median(after - before for before, after in pairwise(times)),
+        cpu_s=(watched.cpu_s[last_seen] - watched.cpu_s[first_seen]) / (last_seen - first_seen),
+        terms_per_s=terms / (times[-1] - times[0]),
         reward=mean(line["reward_mean"] for line in lines[-5:]),
         watched=watched,
     )
@@ -167,7 +175,7 @@ def alternate(bench: Bench, workload: Workload, rounds: int) -> dict[str, list[O
             print(
                 f"{workload.title}, round {number + 1}, {side}: {one.step_s:.3f} s/step, reward {one.reward:.3f}, "
                 f"first step after {one.watched.first_step_s:.1f} s, {one.terms_per_s:,.0f} tokens/s, "
-                f"{one.watched.cpu_s_per_step:.3f} CPU s/step",
+                f"{one.cpu_s:.3f} CPU s/step",
                 flush=True,
             )
     return outcomes
@@ -184,7 +192,7 @@ def qwen3_figures(outcomes: dict[str, list[Outcome]], workload: Workload) -> lis
     for side, runs in outcomes.items():
         figures += [
             figure(f"{side}: step", middle(one.step_s for one in runs), "s", note=NOTES["time"]),
-            figure(f"{side}: CPU time a step", middle(one.watched.cpu_s_per_step for one in runs), "s"),
+            figure(f"{side}: CPU time a step", middle(one.cpu_s for one in runs), "s"),
             figure(f"{side}: {last}", middle(one.reward for one in runs), "", note="mean of the last five steps"),
             figure(
                 f"{side}: first step after", middle(one.watched.first_step_s for one in runs), "s", note=NOTES["first"]
@@ -204,7 +212,7 @@ def qwen3_figures(outcomes: dict[str, list[Outcome]], workload: Workload) -> lis
             ),
             figure(
                 f"CPU time a step, {side} / TRL",
-                middle(o.watched.cpu_s_per_step for o in ours) / middle(o.watched.cpu_s_per_step for o in trl),
+                middle(o.cpu_s for o in ours) / middle(o.cpu_s for o in trl),
                 "x",
             ),
             figure(
@@ -229,7 +237,7 @@ def smollm2_figures(outcomes: dict[str, list[Outcome]]) -> list[Figure]:
     for side, runs in outcomes.items():
         figures += [
             figure(f"SmolLM2 {side}: trained", middle(one.terms_per_s for one in runs), "tokens/s", note=NOTES["time"]),
-            figure(f"SmolLM2 {side}: CPU time a step", middle(one.watched.cpu_s_per_step for one in runs), "s"),
+            figure(f"SmolLM2 {side}: CPU time a step", middle(one.cpu_s for one in runs), "s"),
             *memory(f"SmolLM2 {side}", runs),
         ]
     ratio = middle(one.terms_per_s for one in outcomes[ASYNC]) / middle(one.terms_per_s for one in outcomes[TRL])
@@ -271,7 +279,7 @@ def measure(bench: Bench, *, quick: bool, smollm2: Path) -> list[Figure]:
     tiny = WORK / "tiny"
     _digits.write_model(tiny)
     rounds = 2 if quick else 5
-    work = Workload(title="Qwen3 0.8M", model=tiny, steps=30, warm=5, sides=(TRL, ASYNC, SYNC))
+    work = Workload(title="Qwen3 0.8M", model=tiny, steps=30, warm=5, sides=(TRL, ASYNC, SYNC), learning_rate=3e-3)
     figures = qwen3_figures(alternate(bench, work, rounds), work)
     if not (smollm2 / "config.json").is_file():
         why = f"no model in {smollm2.name}: scripts/fetch_smollm2 gets it, or name a directory by --model"
@@ -279,9 +287,10 @@ def measure(bench: Bench, *, quick: bool, smollm2: Path) -> list[Figure]:
     work = Workload(
         title="SmolLM2",
         model=smollm2,
-        steps=4 if quick else 6,
+        steps=5 if quick else 8,
         warm=1,
         sides=(TRL, ASYNC),
+        learning_rate=1e-5,
         prompts_per_step=2 if quick else 8,
     )
     return [*figures, *smollm2_figures(alternate(bench, work, 1 if quick else 3))]

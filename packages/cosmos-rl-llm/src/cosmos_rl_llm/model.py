@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,9 @@ from cosmos_rl_core.interfaces import UserError
 _HEAD_SCALES = ("logit_scale", "logits_scaling")
 """Config keys of models that scale their logits after the head (Cohere, Granite)."""
 
+_LOADING = threading.Lock()
+"""transformers swaps global defaults while it builds a model; policy and engine may load theirs in two threads."""
+
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 
 
@@ -39,19 +43,18 @@ def load_model(
     source = _resolve(path_or_id)
     logging.disable_progress_bar()  # it would fill a worker's log
     try:
-        model, report = cast(
-            tuple[PreTrainedModel, dict[str, Any]],
-            AutoModelForCausalLM.from_pretrained(
+        with _LOADING:
+            loaded = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=dtype,
                 attn_implementation=attention,
                 use_safetensors=True,
                 trust_remote_code=False,
                 output_loading_info=True,
-            ),
-        )
+            )
     except (OSError, ValueError) as error:
         raise UserError(_explain(source, error)) from error
+    model, report = cast(tuple[PreTrainedModel, dict[str, Any]], loaded)
     missing = sorted(report["missing_keys"])
     if missing:
         raise UserError(
@@ -73,7 +76,7 @@ def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> P
         raise UserError('model config needs the key model_type, for example model_type = "qwen3"')
     try:
         built = AutoConfig.for_model(kind, **values)
-        with torch.random.fork_rng(devices=[]):
+        with _LOADING, torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             return AutoModelForCausalLM.from_config(built, dtype=dtype)
     except (ValueError, StrictDataclassError) as error:

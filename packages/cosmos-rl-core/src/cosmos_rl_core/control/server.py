@@ -120,7 +120,11 @@ class Controller:
         self._accounts.feed(events.Join(replica=peer.name, role=peer.role))
         try:
             while True:
-                self._hear(peer, await connection.receive())
+                message = await connection.receive()
+                try:
+                    self._hear(peer, message)
+                except OSError as error:  # the observer could not write a file
+                    self.fail(error)
         except ConnectionClosed:
             self._lose(peer)
             raise
@@ -240,7 +244,8 @@ class Controller:
         self._observer.evaluated(finished.version, finished.metrics(), groups)
         for reason in sorted(set(finished.failures.values()))[:3]:
             self._observer.note(f"no answer in the evaluation: {reason}")
-        self._observer.phase("training")
+        last = self._job.max_steps is not None and finished.version >= self._job.max_steps
+        self._observer.phase("saving" if last else "training")
         self._resume_requests()
         for policy in self.peers.of_role("policy"):
             self._request_batch(policy)

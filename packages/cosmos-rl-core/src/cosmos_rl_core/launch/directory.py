@@ -18,13 +18,13 @@ NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used 
 """What an OSError of a full disk means, by its number."""
 
 
-def explain_no_room(error: OSError, path: Path) -> UserError | None:
+def explain_no_room(error: OSError, place: Path | str) -> UserError | None:
     """Return the message for a disk that is full, or None for any other error."""
     what = NO_ROOM.get(error.errno or 0)
     if what is None:
         return None
     return UserError(
-        f"{what} for {error.filename or path}; what was written so far is kept. Make room there and go on with "
+        f"{what} for {error.filename or place}; what was written so far is kept. Make room there and go on with "
         "--resume auto, or choose another [run] output_dir."
     )
 

@@ -250,8 +250,11 @@ class _Run:
 
     def _write_timeline(self) -> None:
         parts = sorted((self._directory / "logs").glob("*.trace.json"))
-        if parts:
-            merge(parts, self._directory / "timeline.json")
+        try:
+            if parts:
+                merge(parts, self._directory / "timeline.json")
+        except OSError as error:  # nor may it hide why the run ended
+            self._observer.note(f"timeline.json could not be written: {error.strerror}")
 
 
 def planned_steps(config: RunConfig, source: PromptSource) -> int:

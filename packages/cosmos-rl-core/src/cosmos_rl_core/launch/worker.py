@@ -72,7 +72,7 @@ async def serve_role(role: str, context: WorkerContext) -> int:
         print(f"{context.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
         return 1
     except Exception as error:
-        if isinstance(error, OSError) and (told := explain_no_room(error, Path.cwd())):
+        if isinstance(error, OSError) and (told := explain_no_room(error, "the run's files")):
             await _report(connection, p.Fatal(message=str(told), user=True))
             return 2
         traceback.print_exc()

@@ -1,0 +1,69 @@
+"""What the cookbook promises: each example runs as its README says, and something is learned."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+COOKBOOK = Path(__file__).parents[2] / "cookbook"
+pytestmark = pytest.mark.timeout(600)  # seconds each on an idle core; the machine may be a busy one
+
+
+def python(script, *arguments):
+    """Run a script of the cookbook as a user does, on one thread; return what it printed."""
+    command = [sys.executable, str(COOKBOOK / script), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "200"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def before_and_after(run_dir, *, figure="eval/reward_mean"):
+    """A figure on the held-out rows before the first step and after the last."""
+    evaluations = lines(run_dir / "eval.jsonl")
+    return evaluations[0][figure], evaluations[-1][figure]
+
+
+def test_one_file_grpo():
+    printed = python("one_file_grpo.py", "--quick")
+    found = re.search(r"held-out sums: ([\d.]+) -> ([\d.]+)", printed)
+    assert found, printed
+    assert float(found[2]) > float(found[1]) + 0.1
+
+
+def test_custom_reward(tmp_path):
+    python("custom_reward/recipe.py", "--dir", tmp_path, "run.max_steps=30")
+    before, after = before_and_after(tmp_path / "grpo")
+    assert after > before + 0.5
+    last = lines(tmp_path / "grpo/metrics.jsonl")[-1]
+    assert {"reward/only_digits", "reward/Closeness", "reward/finished"} <= last.keys()
+    assert last["reward_mean"] == pytest.approx(0.5 * last["reward/only_digits"] + last["reward/Closeness"])
+
+
+def test_custom_algorithm(tmp_path):
+    overrides = ["run.placement=inline", "run.max_steps=40"]
+    python("custom_algorithm/recipe.py", "--dir", tmp_path, *overrides)
+    before, after = before_and_after(tmp_path / "rl")
+    assert after > before + 0.15
+    assert all(line["weight_mean"] <= 1.5 for line in lines(tmp_path / "rl/metrics.jsonl"))
+
+
+def test_llm_quickstart_shortened(tmp_path):
+    """Its two runs, cut to seconds; so early nearly nothing is exact, so within a tenth counts here."""
+    reward = ["reward.functions.0.name=numeric", "reward.functions.0.options.tolerance=0.1"]
+    short = ["run.max_steps=40", "policy.prompts_per_step=16", "eval.every_steps=0"]
+    python("llm_quickstart/recipe.py", "--dir", tmp_path, "--warm-up-steps", 40, *short, *reward)
+    losses = [line["loss"] for line in lines(tmp_path / "sft/metrics.jsonl")]
+    assert losses[-1] < 0.7 * losses[0]
+    before, after = before_and_after(tmp_path / "grpo")
+    assert after > before + 0.1
