@@ -26,13 +26,14 @@ if TYPE_CHECKING:  # the controller assembles its parts without torch
 
 
 def look_up(config: RunConfig) -> None:
-    """Raise UserError for a reward or a weight sync that does not exist, before anything is started.
+    """Raise UserError for a model, a reward or a weight sync that does not exist, before anything is started.
 
     What a recipe names as "module:attribute" is imported by the workers alone.
     """
+    domain = load_domain(config.run.domain)
+    domain.weight_specs(config.model)
     if config.is_sft:
         return
-    domain = load_domain(config.run.domain)
     plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
     for section in config.reward.functions:
         if domain.reward(section.name) is not None:

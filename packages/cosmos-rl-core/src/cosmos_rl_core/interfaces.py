@@ -144,7 +144,10 @@ class Domain(Protocol):
         ...
 
     def weight_specs(self, model: Any) -> Sequence[WeightSpec] | None:
-        """The weights by checkpoint name, read without loading them; None where only the built model knows."""
+        """The weights by checkpoint name, read without loading them; None where only the built model knows.
+
+        Raises UserError for a model that cannot be there.
+        """
         ...
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:

@@ -16,6 +16,7 @@ from cosmos_rl_core.config.base import ConfigError
 from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine, UserError
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, TrainBatch, WeightSpec
+from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data import load_rows
 from cosmos_rl_llm.rewards import REWARDS
@@ -77,10 +78,13 @@ class LLMDomain:
         return _torch_engine(model, data, _torch_options(options))
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
-        """Names, shapes and types from the headers of a local directory's safetensors; None for a hub's id."""
-        from cosmos_rl_llm.headers import read_specs
+        """Names, shapes and types from the headers of a local directory's safetensors; None for a hub's id.
 
-        return read_specs(Path(model.path)) if Path(model.path).is_dir() else None
+        Raises:
+            UserError: the path means a directory and there is none, or one without a model.
+        """
+        directory = Path(resolve(model.path))
+        return read_specs(directory) if directory.is_dir() else None
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
         """The class of a shipped reward, called with its options by keyword; None for any other name."""

@@ -23,6 +23,7 @@ from transformers import (
 from transformers.utils import logging
 
 from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_llm.checkpoint import resolve
 
 _HEAD_SCALES = ("logit_scale", "logits_scaling")
 """Config keys of models that scale their logits after the head (Cohere, Granite)."""
@@ -40,7 +41,7 @@ def load_model(
 
     Raises UserError when it cannot be found, read or is not a causal language model, or lacks weights.
     """
-    source = _resolve(path_or_id)
+    source = resolve(path_or_id)
     logging.disable_progress_bar()  # it would fill a worker's log
     try:
         with _LOADING:
@@ -85,7 +86,7 @@ def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> P
 
 def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBase:
     """Load the tokenizer beside a model. Raises UserError when there is none."""
-    source = _resolve(path_or_id)
+    source = resolve(path_or_id)
     directory = Path(source)
     # transformers answers a directory without tokenizer files with an empty tokenizer of the model's class.
     if directory.is_dir() and not any((directory / name).is_file() for name in _VOCABULARIES):
@@ -146,23 +147,6 @@ class Head:
         """hidden [..., hidden] -> logits [..., V] float32."""
         logits = F.linear(hidden, self.weight, self.bias).float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
-
-
-def _resolve(path_or_id: str | os.PathLike[str]) -> str:
-    """Return what transformers should open, or say what is missing on this disk."""
-    text = os.fspath(path_or_id)
-    path = Path(text).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").is_file():
-            raise UserError(f"model.path = {text!r} has no config.json; give a Hugging Face directory")
-        return str(path)
-    looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.exists()
-    if looks_local:
-        raise UserError(
-            f"model.path = {text!r} is not a directory; give one with config.json and *.safetensors, "
-            "or a Hugging Face id"
-        )
-    return text
 
 
 def _explain(source: str, error: Exception, *, what: str = "model") -> str:

@@ -1,8 +1,9 @@
-"""What a safetensors directory holds, from the files' headers alone."""
+"""A model's directory: where it is, and what its safetensors hold by their headers alone. No torch."""
 
 from __future__ import annotations
 
 import json
+import os
 import struct
 from pathlib import Path
 
@@ -12,6 +13,23 @@ from cosmos_rl_core.types import WeightSpec
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 _MAX_HEADER_BYTES = 100 * 2**20
 """The format's own limit."""
+
+
+def resolve(path_or_id: str | os.PathLike[str]) -> str:
+    """Return what transformers should open, or say what is missing on this disk."""
+    text = os.fspath(path_or_id)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").is_file():
+            raise UserError(f"model.path = {text!r} has no config.json; give a Hugging Face directory")
+        return str(path)
+    looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.exists()
+    if looks_local:
+        raise UserError(
+            f"model.path = {text!r} is not a directory; give one with config.json and *.safetensors, "
+            "or a Hugging Face id"
+        )
+    return text
 
 
 def read_specs(directory: Path) -> list[WeightSpec]:

@@ -1,0 +1,72 @@
+"""Each package, installed from its wheel into an environment of its own, passes its own tests outside this workspace."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+UV = str(Path(sys.executable).with_name("uv"))
+TEST_TOOLS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
+ABSENT = {
+    "cosmos-rl-core": ("transformers", "cosmos_rl_transfer", "cosmos_rl_llm", "vllm"),
+    "cosmos-rl-transfer": ("transformers", "cosmos_rl_llm", "vllm"),
+    "cosmos-rl-llm": ("datasets", "vllm", "trl"),
+}
+"""What an environment with only this package must not contain."""
+PYTEST_INI = """\
+[pytest]
+addopts = --import-mode=importlib --strict-markers -p no:cacheprovider -m "not slow"
+timeout = 180
+markers =
+    slow: longer than the default suite can afford
+filterwarnings =
+    error
+"""
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1800)]
+
+
+def sh(*command, cwd, timeout=1700):
+    """Run a command that knows nothing of this workspace; return what it printed."""
+    environment = {k: v for k, v in os.environ.items() if k not in ("VIRTUAL_ENV", "PYTHONPATH")}
+    environment |= {"OMP_NUM_THREADS": "1", "UV_NO_PROGRESS": "1"}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=environment, capture_output=True, text=True, timeout=timeout
+    )
+    assert done.returncode == 0, done.stdout[-8000:] + done.stderr[-4000:]
+    return done.stdout
+
+
+def torch_source():
+    """Where torch comes from, as scripts/bootstrap decides it: uv does not read pip's configuration."""
+    command = [sys.executable, "-m", "pip", "config", "get", "global.find-links"]
+    configured = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout.split()
+    if configured:
+        return [part for link in configured for part in ("--find-links", link)]
+    return [] if shutil.which("nvidia-smi") else ["--torch-backend", "cpu"]
+
+
+@pytest.fixture(scope="module")
+def dist(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("dist")
+    sh(UV, "build", "--all-packages", "--wheel", "--no-sources", "--out-dir", directory, cwd=ROOT)
+    return directory
+
+
+@pytest.mark.parametrize("package", sorted(ABSENT))
+def test_a_package_alone_passes_its_tests(package, dist, tmp_path):
+    python = tmp_path / "venv/bin/python"
+    sh(UV, "venv", "--python", sys.executable, tmp_path / "venv", cwd=tmp_path)
+    wanted = [package, "torch==2.13.*", *TEST_TOOLS]
+    sh(UV, "pip", "install", "--python", python, "--find-links", dist, *torch_source(), *wanted, cwd=tmp_path)
+    find = "import sys; from importlib.util import find_spec; print([n for n in sys.argv[1:] if find_spec(n)])"
+    assert sh(python, "-c", find, *ABSENT[package], cwd=tmp_path).strip() == "[]"
+    shutil.copytree(ROOT / "packages" / package / "tests", tmp_path / "tests")
+    shutil.copy(ROOT / "packages" / package / "README.md", tmp_path)  # whose example is tested
+    (tmp_path / "pytest.ini").write_text(PYTEST_INI)
+    sh(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "tests", cwd=tmp_path)
