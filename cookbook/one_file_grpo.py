@@ -13,7 +13,8 @@ some sums right; then GRPO raises that share with a reward that only says whethe
 What is left out here, the packages have: generation and training in separate processes that overlap, weights that
 travel between them, prompts of different lengths, checkpoints, and rewards that fail.
 
-Seen on two CPU cores: NUMBERS
+Seen with the defaults, on one thread of a CPU (33 seconds of its time): 0.416 of 500 held-out sums right after the
+warm-up, 0.840 after 50 steps.
 
 Dimension letters, as in cosmos_rl_core.types: P prompts, G rollouts of a group, T terms (here a term is a token),
 V vocabulary. Besides, R = P * G rollouts in a batch, L tokens of a prompt, H held-out problems.
@@ -236,10 +237,10 @@ def accuracy(model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, proble
 def main() -> None:
     parser = argparse.ArgumentParser(description="GRPO in one file")
     parser.add_argument("--steps", type=int, default=50, help="batches of rollouts")
-    parser.add_argument("--quick", action="store_true", help="a third of the steps, for tests")
+    parser.add_argument("--quick", action="store_true", help="two fifths of the steps, for tests")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    steps = arguments.steps // 3 if arguments.quick else arguments.steps
+    steps = arguments.steps * 2 // 5 if arguments.quick else arguments.steps
     random.seed(arguments.seed)
     torch.manual_seed(arguments.seed)
 

@@ -118,9 +118,7 @@ def verify(target: Path) -> None:
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     text = tokenizer(SAMPLE_TEXT, return_tensors="pt")["input_ids"]
     messages = [{"role": "user", "content": SAMPLE_QUESTION}]
-    prompt = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
+    prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     with torch.inference_mode():
         perplexity = model(text, labels=text).loss.exp().item()
         tokens = model.generate(**prompt, max_new_tokens=48, do_sample=False)[0]

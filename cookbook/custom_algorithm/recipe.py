@@ -1,6 +1,6 @@
 """Reinforcement learning of an untrained model with the algorithm of reward_weighted.py.
 
-    python cookbook/custom_algorithm/recipe.py [--dir runs/custom_algorithm] [section.key=value ...]
+python cookbook/custom_algorithm/recipe.py [--dir runs/custom_algorithm] [section.key=value ...]
 """
 
 from __future__ import annotations

@@ -18,9 +18,10 @@ import numpy as np
 from cosmos_rl_core.algorithms.table import Algorithm
 
 if TYPE_CHECKING:  # the controller loads this file, and stays free of torch
+    from torch import Tensor
+
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
     from cosmos_rl_core.types import TermBatch
-    from torch import Tensor
 
 BETA = 0.5
 """Temperature of the weights: small, and only the best rollout counts; large, and all count alike."""

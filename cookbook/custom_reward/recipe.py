@@ -1,6 +1,6 @@
 """GRPO of an untrained model with the rewards of rewards.py.
 
-    python cookbook/custom_reward/recipe.py [--dir runs/custom_reward] [section.key=value ...]
+python cookbook/custom_reward/recipe.py [--dir runs/custom_reward] [section.key=value ...]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Make a tiny model, a tokenizer and arithmetic problems on the spot; warm up by SFT; then asynchronous GRPO.
 
-    python cookbook/llm_quickstart/recipe.py [--dir runs/llm_quickstart] [section.key=value ...]
+python cookbook/llm_quickstart/recipe.py [--dir runs/llm_quickstart] [section.key=value ...]
 """
 
 from __future__ import annotations

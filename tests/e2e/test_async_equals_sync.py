@@ -65,18 +65,33 @@ def same_bits(left, right):
 @pytest.mark.parametrize("domain", ["bandit", "sums"])
 def test_a_run_on_policy_has_the_bits_of_the_synchronous_loop(domain, request, tmp_path, one_thread):
     recipe = request.getfixturevalue(domain)
-    changes = {"run__max_steps": STEPS, "run__placement": "local", "sync__max_staleness": 0}
-    tables = recipe(tmp_path / "run", **changes)
+    tables = recipe(tmp_path / "run", run__max_steps=STEPS, run__placement="inline", sync__max_staleness=0)
     by_hand = saved_by_hand(load_config(tables), tmp_path / "by_hand")
-    untrained = saved_by_hand(load_config(tables, ["run.max_steps=1"]), tmp_path / "untrained")
-    assert not same_bits(by_hand, untrained), "nothing was learnt, so that equality would prove nothing"
+    after_one_step = saved_by_hand(load_config(tables, ["run.max_steps=1"]), tmp_path / "after_one_step")
+    assert not same_bits(by_hand, after_one_step), "nothing was learnt, so that equality would prove nothing"
 
     result = run(tables)
     assert result.steps == STEPS
     assert max(line["staleness_max"] for line in result.metrics) == 0
     assert same_bits(weights_in(result.checkpoint / "policy"), by_hand)
 
-    evaluated = recipe(tmp_path / "evaluated", **changes, eval__every_steps=4, eval__data=tables.get("data", {}))
-    again = run(evaluated)
-    assert sorted(again.evaluations) == [0, 4, 8, STEPS]
-    assert same_bits(weights_in(again.checkpoint / "policy"), by_hand)
+    in_processes = recipe(
+        tmp_path / "in_processes",
+        run__max_steps=STEPS,
+        run__placement="local",
+        sync__max_staleness=0,
+        eval__every_steps=4,
+        eval__data=tables.get("data", {}),
+    )
+    evaluated = run(in_processes)
+    assert sorted(evaluated.evaluations) == [0, 4, 8, STEPS]
+    assert same_bits(weights_in(evaluated.checkpoint / "policy"), by_hand)
+
+
+def test_a_resumed_run_has_the_bits_of_an_unbroken_one(bandit, tmp_path, one_thread):
+    changes = {"run__placement": "inline", "sync__max_staleness": 0, "checkpoint__every_steps": 3}
+    unbroken = run(bandit(tmp_path / "unbroken", run__max_steps=8, **changes))
+    run(bandit(tmp_path / "broken", run__max_steps=3, **changes))
+    resumed = run(bandit(tmp_path / "broken", run__max_steps=8, **changes), resume="auto")
+    assert [line["step"] for line in resumed.metrics] == [3, 4, 5, 6, 7]
+    assert same_bits(weights_in(resumed.checkpoint / "policy"), weights_in(unbroken.checkpoint / "policy"))

@@ -1,4 +1,4 @@
-"""Each package, installed from its wheel into an environment of its own, passes its own tests outside this workspace."""
+"""Each package, installed from its wheel into an environment of its own, passes its tests outside this workspace."""
 
 from __future__ import annotations
 

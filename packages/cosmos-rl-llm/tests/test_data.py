@@ -3,8 +3,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
@@ -18,6 +16,12 @@ QUESTION = {"question": "What is 6 times 7?", "answer": "6 times 7 is 42.\n#### 
 
 def write_jsonl(path: Path, *rows: object) -> Path:
     path.write_text("\n".join(json.dumps(row) for row in rows), encoding="utf-8")
+    return path
+
+
+def write_parquet(path: Path, rows: list) -> Path:
+    pyarrow = pytest.importorskip("pyarrow", reason="an extra of the package")
+    pytest.importorskip("pyarrow.parquet").write_table(pyarrow.Table.from_pylist(rows), path)
     return path
 
 
@@ -72,13 +76,13 @@ def test_limit_stops_before_later_faults(tmp_path):
 def test_json_and_parquet_hold_the_same_rows(tmp_path):
     rows = [{"prompt": "a"}, {"prompt": "b"}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "a.parquet")
+    write_parquet(tmp_path / "a.parquet", rows)
     assert load(tmp_path / "a.json")[0] == load(tmp_path / "a.parquet")[0]
 
 
 def test_parquet_messages_are_messages(tmp_path):
     messages = [{"role": "user", "content": "Hi"}]
-    pq.write_table(pa.Table.from_pylist([{"prompt": messages}]), tmp_path / "a.parquet")
+    write_parquet(tmp_path / "a.parquet", [{"prompt": messages}])
     assert load(tmp_path / "a.parquet")[0][0]["prompt"] == messages
 
 
@@ -148,13 +152,18 @@ def test_a_faulty_answer_or_response_is_named(tmp_path, row, keys, message):
         load(write_jsonl(tmp_path / "a.jsonl", {"prompt": "p", **row}), **keys)
 
 
-def test_files_that_are_not_what_they_are_called(tmp_path):
+def test_a_parquet_file_that_is_none(tmp_path):
+    pytest.importorskip("pyarrow", reason="an extra of the package")
     (tmp_path / "a.parquet").write_text("no parquet")
+    with pytest.raises(UserError, match=r"not a readable parquet file"):
+        load(tmp_path / "a.parquet")
+
+
+def test_files_that_are_not_what_they_are_called(tmp_path):
     (tmp_path / "a.json").write_text('{"prompt": "a"}')
     (tmp_path / "a.txt").write_text("text")
     (tmp_path / "a.jsonl").write_bytes(b"\xff\xfe")
     for name, message in [
-        ("a.parquet", r"not a readable parquet file"),
         ("a.json", r"must hold a list of rows"),
         ("a.txt", r"must end in .jsonl"),
         ("a.jsonl", r"cannot be read"),

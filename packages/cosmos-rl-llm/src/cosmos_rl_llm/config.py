@@ -24,7 +24,7 @@ class LLMModelConfig(Strict):
     gradient_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory, about a third more compute."""
     max_length: int | None = Field(default=None, ge=2)
-    """Context limit in tokens, prompt and response together; None takes the model's own."""
+    """Context limit in tokens, prompt and response together; without it the model's own."""
     revision: str | None = None
     """Branch, tag or commit on the hub; only for a model id."""
 
@@ -45,7 +45,7 @@ class LLMDataConfig(Strict):
     system_prompt: str | None = None
     """First message of each chat that does not begin with a system message of its own."""
     chat_template: str | None = None
-    """A Jinja chat template or the path of a .jinja file; None: the tokenizer's own; "none": plain text."""
+    """A Jinja chat template or the path of a .jinja file; without it the tokenizer's own; "none": plain text."""
     answer_column: str | None = None
     """Column with the reference answer, for rewards that compare with it."""
     answer_pattern: str | None = None

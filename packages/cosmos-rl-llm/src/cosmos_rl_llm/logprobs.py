@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cosmos_rl_llm.linear import product
 from cosmos_rl_llm.model import Head
 
 
@@ -93,9 +94,9 @@ class _TermLogprobs(torch.autograd.Function):
             grad = grad.div_(temperature) if slope is None else grad.mul_(slope).div_(temperature)
             grad = grad.to(hidden.dtype)
             if d_hidden is not None:
-                torch.mm(grad, weight, out=d_hidden[part])
+                d_hidden[part] = product(grad, weight.t())
             if d_weight is not None:
-                _add_product(d_weight, grad.t(), hidden[part])
+                d_weight += product(grad.t(), hidden[part].t())
             if d_bias is not None:
                 d_bias.add_(grad.sum(0))
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
@@ -118,14 +119,6 @@ def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
     probabilities = logits.sub_(largest).exp_()
     total = probabilities.sum(-1, keepdim=True)
     return probabilities.div_(total), (largest + total.log()).squeeze(1)
-
-
-def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
-    """total += left @ right, with the sum over chunks in float32."""
-    if left.dtype == total.dtype:
-        total.addmm_(left, right)
-    else:
-        total.add_(left @ right)
 
 
 def _grad_logits(

@@ -12,7 +12,6 @@ from typing import Any, cast
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -24,6 +23,7 @@ from transformers.utils import logging
 
 from cosmos_rl_core.interfaces import UserError
 from cosmos_rl_llm.checkpoint import resolve
+from cosmos_rl_llm.linear import product
 
 _HEAD_SCALES = ("logit_scale", "logits_scaling")
 """Config keys of models that scale their logits after the head (Cohere, Granite)."""
@@ -145,7 +145,7 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden] -> logits [..., V] float32."""
-        logits = F.linear(hidden, self.weight, self.bias).float()
+        logits = product(hidden, self.weight, self.bias).float()
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
 
 

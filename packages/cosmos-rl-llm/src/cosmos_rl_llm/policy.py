@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
+from cosmos_rl_llm.linear import use_onednn
 from cosmos_rl_llm.logprobs import term_logprobs
 from cosmos_rl_llm.model import Head, named_weights
 from cosmos_rl_llm.packing import PackedLayout, install_attention, share_prefixes
@@ -54,6 +55,7 @@ class CausalLMPolicy:
             logits_bytes: most memory for logits at a time; larger microbatches are cut into chunks of terms.
         """
         install_attention(model)
+        use_onednn(model)
         if gradient_checkpointing:
             model.activation_checkpointing_enable({"use_reentrant": False})
         _remove_dropout(model)

@@ -36,7 +36,9 @@ def write_tiny_model(directory: Path, *, num_layers: int = 4, initializer_range:
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()  # one shard is no progress to look at
     write_tokenizer(directory)
     config = Qwen3Config(
         vocab_size=3 + len(CHARACTERS),

@@ -53,11 +53,13 @@ class OptimizerSection(Strict):
     """[policy.optimizer]: how gradients become updates."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """adam adds the weight decay to the gradient, adamw takes it off the weights."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Decay of the first and second moment; sgd takes the first as its momentum."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment; sgd has none."""
     weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices, never to vectors such as norms and biases."""
 
@@ -114,8 +116,9 @@ class SamplingSection(Strict):
     temperature: float = Field(default=1.0, gt=0)
     """Above 0, for greedy rollouts of a prompt are all the same; [eval] has its own."""
     top_p: float = Field(default=1.0, gt=0, le=1)
+    """Draw only from the likeliest terms that together reach this probability; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
-    """0 keeps all."""
+    """Draw only from this many of the likeliest terms; 0 keeps all."""
     stop: tuple[str, ...] = ()
     """Texts that end a rollout."""
 
@@ -142,7 +145,7 @@ class RolloutSection(Strict):
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of a replica; without it the replicas of all roles share the machine's cores."""
     max_attempts: int = Field(default=3, ge=1)
-    """Times a prompt is tried before it is dropped with its reason."""
+    """Errors after which a prompt is dropped with its reason; a worker's death is not one."""
     sampling: SamplingSection = SamplingSection()
     options: dict[str, Any] = Field(default_factory=dict)
     """Handed to the engine as they are."""
@@ -191,7 +194,7 @@ class SyncSection(Strict):
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type the weights travel in; without it their own."""
     bucket_bytes: int = Field(default=32 * 2**20, ge=4096)
-    """Size of one of the two buffers weights are packed into."""
+    """Size of the pieces that weights are hashed and pulled in."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Longest wait for the other side before the sync is given up and named."""
 
@@ -245,8 +248,8 @@ class ElasticSection(Strict):
     """[elastic]: what happens when a worker goes silent or dies."""
 
     lease_ttl_s: float = Field(default=600.0, gt=0)
-    """Longest a rollout worker may hold a prompt before another one gets it."""
+    """Longest a rollout worker may hold a prompt without progress before another one gets it."""
     suspect_grace_s: float = Field(default=15.0, gt=0)
-    """Silence after which a worker counts as gone."""
+    """Time a worker whose connection broke has to come back before it counts as gone."""
     restart_workers: int = Field(default=3, ge=0)
-    """Times a dead rollout worker is started again."""
+    """Times each rollout worker is started again after its process died."""

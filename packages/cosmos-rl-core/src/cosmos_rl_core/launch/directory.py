@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -35,7 +36,7 @@ class RunDirectory:
 
     directory = RunDirectory.open(path, resume=False, overwrite=False)
     ...
-    directory.release()
+    directory.close()
     """
 
     path: Path
@@ -49,6 +50,16 @@ class RunDirectory:
             lock = (path / "run.lock").open("a+")
         except OSError as error:
             raise UserError(f"cannot use {path} as [run] output_dir: {error.strerror}") from error
+        with contextlib.ExitStack() as unless_held:
+            unless_held.enter_context(lock)
+            directory = cls(path, lock)
+            directory._claim(resume=resume, overwrite=overwrite)
+            unless_held.pop_all()
+        return directory
+
+    def _claim(self, *, resume: bool, overwrite: bool) -> None:
+        """Lock the directory and prepare it for a new life."""
+        path, lock = self.path, self._lock
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError as error:
@@ -58,14 +69,13 @@ class RunDirectory:
                 f"{path} is in use by a live run (process {holder}). Wait for it, stop it, "
                 "or choose another [run] output_dir."
             ) from error
-        directory = cls(path, lock)
         if (path / "resolved.toml").exists() and not resume:
             if not overwrite:
                 raise UserError(
                     f"{path} holds an earlier run. Go on with it by --resume auto, write over it by --overwrite, "
                     "or choose another [run] output_dir."
                 )
-            directory._clear()
+            self._clear()
         shutil.rmtree(path / "journal", ignore_errors=True)  # it belongs to one controller's life, as does
         (path / "token").unlink(missing_ok=True)
         lock.truncate(0)
@@ -73,9 +83,9 @@ class RunDirectory:
         lock.flush()
         for name in CONTENTS:
             (path / name).mkdir(exist_ok=True)
-        return directory
 
-    def release(self) -> None:
+    def close(self) -> None:
+        """Let another run have it."""
         self._lock.close()
 
     def find_checkpoint(self, resume: str) -> Path | None:
@@ -97,7 +107,7 @@ class RunDirectory:
 
     def _clear(self) -> None:
         """Remove what a run writes, and nothing else."""
-        for name in CONTENTS:
+        for name in (*CONTENTS, "tensorboard"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token"):
             (self.path / name).unlink(missing_ok=True)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from contextlib import AsyncExitStack
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.client import RemoteDesk
-from cosmos_rl_core.interfaces import RolloutEngine
+from cosmos_rl_core.interfaces import RolloutEngine, WeightSubscriber
 from cosmos_rl_core.launch.assignment import Assignment
 from cosmos_rl_core.rollout.worker import RolloutWorker
 
@@ -28,38 +29,40 @@ class RolloutRole:
 
     async def run(self) -> None:
         at = self._at
-        engine = await asyncio.get_running_loop().run_in_executor(at.compute, self._build_engine)
-        rollouter = assemble.build_rollouter(at.config, at.domain, engine)
-        await at.client.connection.send(p.Ready())
-        address = await at.client.sync_address.get()
-        if address is None:
-            return
-        subscriber = await asyncio.to_thread(
-            assemble.build_sync(at.config).subscriber,
-            address,
-            engine.weights(),
-            token=at.context.token,
-            transport=at.config.sync.transport,
-            timeout_s=at.config.sync.timeout_s,
-        )
-        self._worker = RolloutWorker(
-            engine,
-            rollouter=rollouter,
-            subscriber=subscriber,
-            desk=RemoteDesk(at.client),
-            max_groups=groups_in_flight(at.config),
-            timeline=at.context.timeline,
-        )
-        try:
+        async with AsyncExitStack() as parts:  # an engine that is not closed keeps its process alive
+            engine = await asyncio.get_running_loop().run_in_executor(at.compute, self._build_engine)
+            parts.push_async_callback(engine.close)
+            rollouter = assemble.build_rollouter(at.config, at.domain, engine)
+            await at.client.connection.send(p.Ready())
+            address = await at.client.sync_address.get()
+            if address is None:
+                return
+            subscriber = await asyncio.to_thread(self._subscriber, address, engine)
+            parts.push_async_callback(subscriber.close)
+            self._worker = RolloutWorker(
+                engine,
+                rollouter=rollouter,
+                subscriber=subscriber,
+                desk=RemoteDesk(at.client),
+                max_groups=groups_in_flight(at.config),
+                timeline=at.context.timeline,
+            )
             await self._worker.run()
-        finally:
-            await subscriber.close()
-            await engine.close()
 
     def _build_engine(self) -> RolloutEngine:
         self._at.prepare_torch()
         with self._at.context.timeline.span("build"):
             return assemble.build_engine(self._at.config, self._at.domain)
+
+    def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:
+        section = self._at.config.sync
+        return assemble.build_sync(self._at.config).subscriber(
+            address,
+            engine.weights(),
+            token=self._at.context.token,
+            transport=section.transport,
+            timeout_s=section.timeout_s,
+        )
 
 
 def groups_in_flight(config: RunConfig) -> int:

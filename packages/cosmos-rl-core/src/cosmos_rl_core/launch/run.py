@@ -58,17 +58,17 @@ def run(
     "module:attribute" names. Raises UserError for what the user can mend and WorkerFailed when a worker was lost for
     good; what was computed until then is on disk.
     """
+    sys.path[:0] = [folder for folder in python_path if folder not in sys.path]
     config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
-    directory = RunDirectory.open(config.run.directory, resume=resume is not None, overwrite=overwrite)
+    path = config.run.directory
     try:
-        checkpoint = directory.find_checkpoint(resume) if resume else None
-        return asyncio.run(_Run(config, directory.path.resolve(), checkpoint, tuple(python_path)).run())
+        with contextlib.closing(RunDirectory.open(path, resume=resume is not None, overwrite=overwrite)) as directory:
+            checkpoint = directory.find_checkpoint(resume) if resume else None
+            return asyncio.run(_Run(config, path.resolve(), checkpoint, tuple(python_path)).run())
     except OSError as error:
-        if told := explain_no_room(error, directory.path):
+        if told := explain_no_room(error, path):
             raise told from error
         raise
-    finally:
-        directory.release()
 
 
 class _Run:
@@ -211,8 +211,6 @@ class _Run:
     async def _start_tasks(self, controller: Controller, address: str, token: bytes) -> Callable[[], Any]:
         from cosmos_rl_core.launch.assignment import WorkerContext
         from cosmos_rl_core.launch.worker import serve_role
-
-        sys.path[:0] = [folder for folder in self._python_path if folder not in sys.path]
 
         async def work(role: str, name: str) -> None:
             hello = Hello(name=name, role=role)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import os
 import signal
 import sys
 import traceback
@@ -30,7 +31,10 @@ def main() -> None:
     arguments = _parse()
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the controller decides who stops
         signal.signal(number, signal.SIG_IGN)
-    sys.exit(asyncio.run(_work(arguments)))
+    code = asyncio.run(_work(arguments))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for the thread of a reward that never returns
 
 
 def _parse() -> argparse.Namespace:
@@ -45,11 +49,15 @@ def _parse() -> argparse.Namespace:
 
 
 async def _work(arguments: argparse.Namespace) -> int:
-    token = read_token(arguments.token_file)
     hello = Hello(name=arguments.name, role=arguments.role, incarnation=arguments.incarnation)
-    connection = await connect(
-        arguments.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S
-    )
+    try:
+        token = read_token(arguments.token_file)
+        connection = await connect(
+            arguments.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S
+        )
+    except (UserError, ConnectionClosed) as error:
+        print(f"{arguments.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
+        return 2 if isinstance(error, UserError) else 1
     context = WorkerContext(
         name=arguments.name,
         connection=connection,

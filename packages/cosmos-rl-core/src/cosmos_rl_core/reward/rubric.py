@@ -44,27 +44,43 @@ class Rubric:
         rollouts = []
         for i, rollout in enumerate(group.rollouts):
             breakdown = {r.name: values[i] for r, values in zip(self._rewards, columns, strict=True)}
-            total = math.fsum(r.weight * breakdown[r.name] for r in self._rewards)
-            rollouts.append(replace(rollout, reward=total, reward_breakdown=breakdown))
+            total = sum(r.weight * breakdown[r.name] for r in self._rewards)
+            if not math.isfinite(total):
+                raise SampleError(f"the rewards of {_name(group)} add up to {total}: {breakdown}", final=True)
+            rollouts.append(replace(rollout, reward=float(total), reward_breakdown=breakdown))
         return replace(group, rollouts=tuple(rollouts))
 
     async def _values(self, reward: WeightedReward, group: RolloutGroup) -> list[float]:
-        where = f"reward '{reward.name}' on {group.prompt.origin or f'sample {group.prompt.sample_id}'}"
+        where = f"reward '{reward.name}' on {_name(group)}"
+        limit = asyncio.timeout(self._timeout_s)
         try:
-            values = await asyncio.wait_for(self._call(reward.function, group), self._timeout_s)
-        except TimeoutError as error:
-            raise SampleError(f"{where} took longer than [reward] timeout_s = {self._timeout_s:g}") from error
+            async with limit:
+                values = await self._call(reward.function, group)
         except Exception as error:  # user code may raise anything; it is reported, counted and never hidden
-            raise SampleError(f"{where} raised {type(error).__name__}: {error}", final=True) from error
+            if limit.expired():
+                raise SampleError(f"{where} took longer than [reward] timeout_s = {self._timeout_s:g}") from error
+            final = not isinstance(error, ConnectionError | TimeoutError)  # a server of its own may answer next time
+            raise SampleError(f"{where} raised {type(error).__name__}: {error}", final=final) from error
         return _checked(values, expected=len(group.rollouts), where=where)
 
     async def _call(self, function: RewardFn, group: RolloutGroup) -> Any:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
             return await cast(Awaitable[Any], function(group))
-        return await asyncio.get_running_loop().run_in_executor(self._pool, function, group)
+        return await asyncio.get_running_loop().run_in_executor(self._pool, _in_thread, function, group)
 
     def close(self) -> None:
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _in_thread(function: RewardFn, group: RolloutGroup) -> Any:
+    try:
+        return function(group)
+    except StopIteration as error:  # a future cannot carry it: it would never be done
+        raise RuntimeError("StopIteration") from error
+
+
+def _name(group: RolloutGroup) -> str:
+    return group.prompt.origin or f"sample {group.prompt.sample_id}"
 
 
 def _checked(values: Any, *, expected: int, where: str) -> list[float]:
@@ -77,7 +93,7 @@ def _checked(values: Any, *, expected: int, where: str) -> list[float]:
     for i, value in enumerate(values):
         try:
             number = float(value) if not isinstance(value, str | bytes) else math.nan
-        except (TypeError, ValueError):
+        except (TypeError, ValueError, OverflowError, RuntimeError):  # RuntimeError: torch's for a complex one
             number = math.nan
         if not math.isfinite(number):
             raise SampleError(f"{where} returned {value!r} for rollout {i}; it must be a finite number", final=True)

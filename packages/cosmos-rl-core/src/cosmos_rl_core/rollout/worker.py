@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
@@ -160,8 +159,7 @@ class RolloutWorker:
             task = self._running.get((await self._desk.cancelled(), False))
             if task is not None:
                 task.cancel()
-                with suppress(asyncio.CancelledError):
-                    await task
+                await asyncio.wait([task])
 
     def _request(self) -> None:
         if self._engine.version >= 0:

@@ -51,6 +51,7 @@ def save(root: Path, *, state: TrainState, policy: Policy, optimizer: torch.opti
         write_manifest(temporary)
         _sync(temporary)
         temporary.rename(final)
+        _sync_one(root)
     except (OSError, SafetensorError) as error:  # safetensors wraps what the disk says
         shutil.rmtree(temporary, ignore_errors=True)
         cause = error.strerror if isinstance(error, OSError) else str(error)
@@ -122,9 +123,13 @@ def _rng_state() -> str:
 
 
 def _sync(root: Path) -> None:
-    for path in [*(p for p in root.rglob("*") if p.is_file()), root]:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+    for path in [*root.rglob("*"), root]:
+        _sync_one(path)
+
+
+def _sync_one(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

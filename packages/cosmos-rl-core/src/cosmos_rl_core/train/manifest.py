@@ -59,7 +59,8 @@ def train_state(state: Mapping[str, Any]) -> TrainState:
 
 def list_steps(root: Path) -> list[int]:
     """Steps of the complete checkpoints under `root`, oldest first."""
-    return sorted(int(p.name.removeprefix("step_")) for p in root.glob("step_*") if (p / MANIFEST).exists())
+    names = (path.parent.name.removeprefix("step_") for path in root.glob(f"step_*/{MANIFEST}"))
+    return sorted(int(name) for name in names if name.isdecimal())  # a user may have kept a copy as step_12_best
 
 
 def read_json(path: Path) -> dict[str, Any]:

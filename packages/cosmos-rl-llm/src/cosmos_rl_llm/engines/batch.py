@@ -20,6 +20,7 @@ from cosmos_rl_core.types import FinishReason
 from cosmos_rl_llm.engines.cache import SPAN, DecodeLayout, SlotCache
 from cosmos_rl_llm.engines.sampling import Sampler, uniforms
 from cosmos_rl_llm.engines.sequence import Request, RunningSequence
+from cosmos_rl_llm.linear import use_onednn
 from cosmos_rl_llm.model import Head
 from cosmos_rl_llm.packing import PackedLayout, install_attention
 
@@ -58,6 +59,7 @@ class RunningBatch:
         cache_terms: int,
     ) -> None:
         install_attention(model)
+        use_onednn(model)
         model.eval().requires_grad_(False)
         rows = max(max_sequences, MIN_ROWS)
         self.stats = EngineStats()

@@ -1,0 +1,60 @@
+"""Groups of a step: their figures by hand, and the bound on their age."""
+
+import numpy as np
+import pytest
+
+from cosmos_rl_core.train.batcher import Batcher, group_metrics
+from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch
+
+
+def rollout(reward, versions, *, finish_reason: FinishReason = "stop"):
+    return Rollout(
+        arrays={},
+        rollout_logprobs=np.zeros(len(versions), np.float32),
+        versions=np.array(versions, np.int32),
+        loss_mask=np.ones(len(versions), np.bool_),
+        finish_reason=finish_reason,
+        reward=reward,
+        reward_breakdown={"exact": reward, "format": 1.0},
+    )
+
+
+def group(*rollouts):
+    return RolloutGroup(prompt=Prompt(sample_id=0, row={}), rollouts=rollouts)
+
+
+GROUPS = (
+    group(rollout(1.0, [4, 4, 5]), rollout(0.0, [5], finish_reason="length")),
+    group(rollout(0.5, [3, 4]), rollout(0.5, [5, 5])),
+)
+
+
+def collate(groups):
+    return TrainBatch(microbatches=(), num_terms=len(groups), num_rollouts=0, metrics={"padding": 0.25})
+
+
+def test_the_figures_of_two_groups():
+    assert group_metrics(GROUPS, step=5) == {
+        "reward_mean": 0.5,
+        "reward_std": 0.25,  # 0.5 in the first group, 0 in the second
+        "reward/exact": 0.5,
+        "reward/format": 1.0,
+        "staleness_mean": 0.625,  # 1 1 0 | 0 | 2 1 | 0 0 over 8 terms
+        "staleness_max": 2.0,
+        "truncated_fraction": 0.25,
+        "zero_variance_fraction": 0.5,
+        "rollouts": 4.0,
+        "terms": 8.0,
+    }
+
+
+def test_a_batch_carries_them_beside_what_the_domain_counted():
+    batch = Batcher(collate, max_staleness=2)(GROUPS, step=5)
+    assert batch.num_terms == 2
+    assert batch.metrics == {"padding": 0.25, **group_metrics(GROUPS, step=5)}
+
+
+def test_a_group_older_than_the_bound_is_refused():
+    batcher = Batcher(collate, max_staleness=2)
+    with pytest.raises(AssertionError, match="step 6 was given terms of version 3"):
+        batcher(GROUPS, step=6)

@@ -1,0 +1,173 @@
+"""The run's directory: one live run at a time, and nothing of the user's is lost."""
+
+import errno
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.launch.directory import CONTENTS, RunDirectory, explain_no_room
+from cosmos_rl_core.train.manifest import STATE, write_json, write_manifest
+
+WRITTEN = ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token")
+"""Files a run leaves beside its folders."""
+
+
+def open_directory(path, *, resume=False, overwrite=False):
+    return RunDirectory.open(path, resume=resume, overwrite=overwrite)
+
+
+@pytest.fixture
+def earlier(tmp_path):
+    """The directory of a finished run."""
+    open_directory(tmp_path).close()
+    for name in WRITTEN:
+        (tmp_path / name).write_text("earlier")
+    for name in (*CONTENTS, "tensorboard"):
+        (tmp_path / name).mkdir(exist_ok=True)
+        (tmp_path / name / "earlier").write_text("earlier")
+    return tmp_path
+
+
+def write_checkpoint(root, step):
+    path = root / f"step_{step}"
+    path.mkdir(parents=True)
+    write_json(path / STATE, {"step": step, "next_sample": 0, "unfinished": []})
+    write_manifest(path)
+    return path
+
+
+def test_a_new_directory_has_the_folders_of_a_run(tmp_path):
+    path = tmp_path / "runs" / "demo"
+    directory = open_directory(path)
+    assert all((path / name).is_dir() for name in CONTENTS)
+    assert (path / "run.lock").read_text() == f"{os.getpid()}\n"
+    directory.close()
+
+
+HOLD = """
+import sys
+from pathlib import Path
+from cosmos_rl_core.launch.directory import RunDirectory
+
+directory = RunDirectory.open(Path(sys.argv[1]), resume=False, overwrite=False)
+print("held", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_directory_a_live_process_holds_is_refused_with_its_pid(tmp_path):
+    command = [sys.executable, "-c", HOLD, str(tmp_path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        for keys in ({}, {"resume": True}, {"overwrite": True}):
+            with pytest.raises(UserError, match=rf"in use by a live run \(process {holder.pid}\)"):
+                open_directory(tmp_path, **keys)
+        holder.kill()
+    open_directory(tmp_path).close()  # a killed run holds nothing
+
+
+def test_a_run_holds_it_until_it_is_closed(tmp_path):
+    first = open_directory(tmp_path)
+    with pytest.raises(UserError, match=rf"process {os.getpid()}\)"):
+        open_directory(tmp_path)
+    first.close()
+    open_directory(tmp_path).close()
+
+
+def test_an_earlier_run_is_neither_gone_on_with_nor_written_over_unasked(earlier):
+    with pytest.raises(UserError, match=r"holds an earlier run. Go on .* --resume auto, .* --overwrite") as refused:
+        open_directory(earlier)
+    assert all((earlier / name).read_text() == "earlier" for name in WRITTEN)
+    assert all((earlier / name / "earlier").exists() for name in CONTENTS)
+    open_directory(earlier, overwrite=True).close()  # the refusal, alive in `refused`, holds no lock
+    assert refused.value.args
+
+
+def test_overwriting_clears_what_a_run_writes_and_nothing_else(earlier):
+    (earlier / "notes.txt").write_text("mine")
+    (earlier / "data").mkdir()
+    (earlier / "data" / "train.jsonl").write_text("mine")
+    open_directory(earlier, overwrite=True).close()
+    left = {path.relative_to(earlier).as_posix() for path in earlier.rglob("*") if path.is_file()}
+    assert left == {"run.lock", "notes.txt", "data/train.jsonl"}
+    assert all((earlier / name).is_dir() for name in CONTENTS)
+
+
+def test_resuming_keeps_all_but_the_journal_and_token_of_the_earlier_life(earlier):
+    open_directory(earlier, resume=True).close()
+    assert {name for name in WRITTEN if (earlier / name).exists()} == {*WRITTEN} - {"token"}
+    assert {name for name in CONTENTS if (earlier / name / "earlier").exists()} == {*CONTENTS} - {"journal"}
+
+
+def test_a_folder_with_files_of_the_users_alone_is_no_earlier_run(tmp_path):
+    (tmp_path / "notes.txt").write_text("mine")
+    open_directory(tmp_path).close()
+    assert (tmp_path / "notes.txt").read_text() == "mine"
+
+
+def test_a_path_that_cannot_be_a_folder_is_told(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"cannot use .*file/run as \[run\] output_dir: Not a directory"):
+        open_directory(tmp_path / "file" / "run")
+
+
+@pytest.fixture
+def directory(tmp_path):
+    directory = open_directory(tmp_path / "run")
+    yield directory
+    directory.close()
+
+
+def test_auto_means_the_newest_checkpoint_or_none(directory):
+    assert directory.find_checkpoint("auto") is None
+    root = directory.path / "checkpoints"
+    for step in (9, 10):
+        write_checkpoint(root, step)
+    (root / "step_11").mkdir()
+    assert directory.find_checkpoint("auto") == root / "step_10"
+
+
+def test_a_path_means_that_checkpoint_wherever_it_lies(directory, tmp_path):
+    elsewhere = write_checkpoint(tmp_path / "elsewhere", 5)
+    assert directory.find_checkpoint(str(elsewhere)) == elsewhere
+    own = write_checkpoint(directory.path / "checkpoints", 5)
+    assert directory.find_checkpoint(str(own)) == own
+
+
+def test_a_path_without_a_checkpoint_is_refused(directory, tmp_path):
+    with pytest.raises(UserError, match=r"--resume .*nothing: no checkpoint there"):
+        directory.find_checkpoint(str(tmp_path / "nothing"))
+
+
+def test_a_path_older_than_what_the_directory_holds_is_refused(directory):
+    root = directory.path / "checkpoints"
+    older = write_checkpoint(root, 2)
+    write_checkpoint(root, 4)
+    with pytest.raises(UserError, match=r"holds later checkpoints, .*\(step_4\)"):
+        directory.find_checkpoint(str(older))
+
+
+def test_a_damaged_checkpoint_is_named(directory):
+    root = directory.path / "checkpoints"
+    older = write_checkpoint(root, 2)
+    write_checkpoint(root, 4)
+    (older / STATE).write_text(json.dumps({"step": 3}))
+    with pytest.raises(UserError, match=rf"step_2/{STATE} is damaged"):
+        directory.find_checkpoint(str(older))
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])
+def test_a_full_disk_is_explained_with_the_file_and_the_remedy(number):
+    told = explain_no_room(OSError(number, "told by the system", "metrics.jsonl"), "runs/demo")
+    assert "for metrics.jsonl; what was written so far is kept" in str(told)
+    assert "--resume auto" in str(told)
+    assert "for runs/demo;" in str(explain_no_room(OSError(number, "told by the system"), "runs/demo"))
+
+
+def test_any_other_error_is_not_explained_away():
+    assert explain_no_room(PermissionError(errno.EACCES, "Permission denied"), "runs/demo") is None

@@ -1,0 +1,129 @@
+"""Worker processes on this machine."""
+
+import asyncio
+import socket
+
+import pytest
+
+from cosmos_rl_core.control.token import make_token
+from cosmos_rl_core.launch.local import LAST_LINES, LocalWorkers, last_lines, share_threads
+
+
+def test_the_end_of_a_log_is_shown(tmp_path):
+    path = tmp_path / "rollout-0.log"
+    path.write_text("".join(f"line {i}\n" for i in range(50)))
+    assert last_lines(path, count=3) == "line 47\nline 48\nline 49"
+    assert last_lines(path).count("\n") == LAST_LINES - 1
+
+
+def test_a_short_log_is_shown_whole_and_an_empty_one_is_said_to_be(tmp_path):
+    path = tmp_path / "rollout-0.log"
+    path.write_text("one\ntwo")
+    assert last_lines(path) == "one\ntwo"
+    path.write_text("")
+    assert last_lines(path) == "(its log is empty)"
+
+
+def test_of_a_huge_log_only_the_end_is_read_and_odd_bytes_are_shown_as_such(tmp_path):
+    path = tmp_path / "rollout-0.log"
+    path.write_bytes(b"x" * 100_000 + b"\nlast \xff word\n")
+    first, last = last_lines(path).splitlines()
+    assert last == "last \N{REPLACEMENT CHARACTER} word"
+    assert len(first) < 20_000
+
+
+@pytest.mark.parametrize(
+    ("cores", "replicas", "expected"),
+    [(8, 1, (4, 4)), (8, 2, (4, 2)), (7, 2, (3, 2)), (2, 4, (1, 1)), (1, 1, (1, 1))],
+)
+def test_roles_that_work_side_by_side_share_the_cores(cores, replicas, expected):
+    keys = {"policy": None, "rollout": None, "rollout_replicas": replicas}
+    assert share_threads(cores=cores, overlap=True, **keys) == expected
+
+
+@pytest.mark.parametrize(("cores", "replicas", "expected"), [(8, 1, (8, 8)), (8, 3, (8, 2)), (1, 2, (1, 1))])
+def test_roles_that_take_turns_each_get_them_all(cores, replicas, expected):
+    keys = {"policy": None, "rollout": None, "rollout_replicas": replicas}
+    assert share_threads(cores=cores, overlap=False, **keys) == expected
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_what_the_recipe_says_is_taken(overlap):
+    assert share_threads(cores=8, policy=3, rollout=5, rollout_replicas=2, overlap=overlap) == (3, 5)
+
+
+def unused_port():
+    """A port nobody listens on: it was free a moment ago."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=True):
+    """Start a worker without a controller; return the deaths that are reported."""
+    if token:
+        make_token(tmp_path / "token")
+
+    async def go():
+        deaths: asyncio.Queue = asyncio.Queue()
+        workers = LocalWorkers(
+            controller=f"tcp://127.0.0.1:{unused_port()}",
+            token_file=tmp_path / "token",
+            log_dir=tmp_path,
+            restart_workers=restart_workers,
+            on_death=deaths.put_nowait,
+        )
+        try:
+            await workers.start(role, replicas=1, threads=1)
+            seen = [await asyncio.wait_for(deaths.get(), 60.0) for _ in range(deaths_expected)]
+        finally:
+            workers.kill()
+            await workers.stop(grace_s=10.0)
+        return seen + [deaths.get_nowait() for _ in range(deaths.qsize())]
+
+    return asyncio.run(go())
+
+
+def test_a_rollout_worker_that_cannot_connect_is_told_and_started_again(tmp_path):
+    first, second = start_workers(tmp_path, role="rollout", restart_workers=1, deaths_expected=2)
+    assert (first.name, first.role, first.status, first.restarting) == ("rollout-0", "rollout", "exit code 1", True)
+    assert first.last_lines.startswith("rollout-0: cannot connect to tcp://127.0.0.1:")
+    assert not second.restarting
+
+
+def test_a_policy_worker_is_not_started_again(tmp_path):
+    (death,) = start_workers(tmp_path, role="policy", restart_workers=3, deaths_expected=1)
+    assert (death.name, death.status, death.restarting) == ("policy-0", "exit code 1", False)
+
+
+def test_a_worker_the_user_has_to_mend_is_not_started_again(tmp_path):
+    (death,) = start_workers(tmp_path, role="rollout", restart_workers=3, deaths_expected=1, token=False)
+    assert (death.status, death.restarting) == ("exit code 2", False)
+    assert "cannot read the token file" in death.last_lines
+
+
+def test_workers_that_are_killed_at_the_end_are_no_deaths(tmp_path):
+    make_token(tmp_path / "token")
+    deaths = []
+
+    async def go():
+        async def hold(reader, writer):
+            await reader.read()
+            writer.close()
+
+        server = await asyncio.start_server(hold, "127.0.0.1", 0)  # never says hello: the worker waits
+        workers = LocalWorkers(
+            controller=f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}",
+            token_file=tmp_path / "token",
+            log_dir=tmp_path,
+            restart_workers=3,
+            on_death=deaths.append,
+        )
+        await workers.start("rollout", replicas=2, threads=1)
+        assert len({workers.pid("rollout-0"), workers.pid("rollout-1")}) == 2
+        await workers.stop(grace_s=0.05)
+        server.close()
+        await server.wait_closed()
+
+    asyncio.run(go())
+    assert deaths == []

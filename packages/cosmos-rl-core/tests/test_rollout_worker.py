@@ -1,0 +1,381 @@
+"""A rollout replica between its desk, its engine and its weights."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from cosmos_rl_core.algorithms.advantages import group_mean
+from cosmos_rl_core.algorithms.rules import GroupRules
+from cosmos_rl_core.interfaces import PromptError
+from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
+from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.rollout.worker import Lease, RolloutWorker
+from cosmos_rl_core.types import Prompt, Rollout, Sampling
+
+
+class Log(list):
+    """What happened, in order; tests wait for the next event."""
+
+    def __init__(self):
+        super().__init__()
+        self._more = asyncio.Event()
+
+    def append(self, event):
+        super().append(event)
+        self._more.set()
+
+    async def until(self, event, *, times=1):
+        while self.count(event) < times:
+            self._more.clear()
+            await asyncio.wait_for(self._more.wait(), 10.0)
+
+
+@dataclass
+class GatedEngine:
+    """Answers a sample when its gate opens; a sample's row may say how it fails."""
+
+    log: Log
+    version: int = 0
+    progress: int = 0
+    gates: dict[int, asyncio.Event] = field(default_factory=dict)
+    linger: asyncio.Event | None = None
+    """Where set, a cancelled request takes until then to free its place."""
+
+    def gate(self, sample):
+        return self.gates.setdefault(sample, asyncio.Event())
+
+    def weights(self):
+        return {}
+
+    async def generate(self, prompt, *, num_samples, sampling, seed):
+        sample = prompt.sample_id
+        self.log.append(("start", sample))
+        try:
+            await self.gate(sample).wait()
+        except asyncio.CancelledError:
+            self.log.append(("freed", sample))
+            if self.linger is not None:
+                await self.linger.wait()
+            raise
+        if "error" in prompt.row:
+            raise prompt.row["error"]
+        self.progress += 1
+        return "", [_rollout(self.version) for _ in range(num_samples)]
+
+    async def switch(self, version, apply):
+        apply()
+        self.version = version
+        self.log.append(("switch", version))
+
+    async def close(self):
+        pass
+
+
+def _rollout(version):
+    return Rollout(
+        arrays={},
+        rollout_logprobs=np.zeros(1, np.float32),
+        versions=np.full(1, version, np.int32),
+        loss_mask=np.ones(1, np.bool_),
+    )
+
+
+@dataclass
+class Desk:
+    """A queue of grants and of cancels; everything it is told goes to the log."""
+
+    log: Log
+    grants: asyncio.Queue = field(default_factory=asyncio.Queue)
+    cancels: asyncio.Queue = field(default_factory=asyncio.Queue)
+
+    def request(self, *, version, capacity):
+        self.log.append(("request", version, capacity))
+
+    async def granted(self):
+        return await self.grants.get()
+
+    async def deliver(self, lease, group):
+        self.log.append(("deliver", lease.prompt.sample_id, lease.attempt, lease.evaluation, len(group.rollouts)))
+
+    async def fail(self, lease, error):
+        self.log.append(("fail", lease.prompt.sample_id, lease.attempt, error.reason, error.final))
+
+    async def cancelled(self):
+        return await self.cancels.get()
+
+
+@dataclass
+class Subscriber:
+    """Versions arrive as the test puts them; an exception is raised."""
+
+    log: Log
+    versions: asyncio.Queue = field(default_factory=asyncio.Queue)
+
+    async def stage(self, *, after):
+        found = await self.versions.get()
+        if isinstance(found, Exception):
+            raise found
+        assert found > after
+        return found
+
+    def apply(self):
+        self.log.append("apply")
+
+    async def close(self):
+        pass
+
+
+class Stage:
+    """A running worker with everything around it."""
+
+    def __init__(self, *, version=0, max_groups=3):
+        self.log = Log()
+        self.engine = GatedEngine(self.log, version=version)
+        self.desk = Desk(self.log)
+        self.subscriber = Subscriber(self.log)
+        rollouter = Rollouter(
+            self.engine,
+            rubric=Rubric([WeightedReward(name="zero", weight=1.0, function=_zero)]),
+            rules=GroupRules(advantage=group_mean),
+            group_size=2,
+            sampling=Sampling(max_terms=1),
+            eval_sampling=Sampling(max_terms=1, temperature=0.0),
+            seed=0,
+        )
+        self.worker = RolloutWorker(
+            self.engine, rollouter=rollouter, subscriber=self.subscriber, desk=self.desk, max_groups=max_groups
+        )
+        self.running = asyncio.create_task(self.worker.run())
+
+    def grant(self, *leases):
+        self.desk.grants.put_nowait(leases)
+
+    async def end(self):
+        self.desk.grants.put_nowait(None)
+        await asyncio.wait_for(self.running, 10.0)
+
+
+async def _zero(group):
+    return [0.0] * len(group.rollouts)
+
+
+def lease(sample, *, attempt=1, evaluation=False, **row):
+    return Lease(prompt=Prompt(sample_id=sample, row=row), attempt=attempt, evaluation=evaluation)
+
+
+def test_a_lease_is_answered_with_a_group_and_a_new_request():
+    async def go():
+        stage = Stage(version=6)
+        stage.engine.gate(4).set()
+        stage.grant(lease(4, attempt=2))
+        await stage.log.until(("request", 6, 3))
+        await stage.end()
+        assert stage.log == [("start", 4), ("deliver", 4, 2, False, 2), ("request", 6, 3)]
+        assert stage.worker.progress == 1
+
+    asyncio.run(go())
+
+
+def test_leases_are_answered_side_by_side_and_as_they_are_done():
+    async def go():
+        stage = Stage()
+        stage.grant(lease(1), lease(2))
+        await stage.log.until(("start", 2))
+        stage.engine.gate(2).set()
+        await stage.log.until(("request", 0, 2))
+        stage.engine.gate(1).set()
+        await stage.log.until(("request", 0, 3))
+        await stage.end()
+        assert [event[1] for event in stage.log if event[0] == "deliver"] == [2, 1]
+
+    asyncio.run(go())
+
+
+def test_an_evaluation_is_answered_with_one_rollout():
+    async def go():
+        stage = Stage()
+        stage.engine.gate(1).set()
+        stage.grant(lease(1, attempt=0, evaluation=True))
+        await stage.log.until(("deliver", 1, 0, True, 1))
+        await stage.end()
+
+    asyncio.run(go())
+
+
+def test_an_error_of_the_sample_is_told_with_its_reason_and_the_worker_goes_on():
+    async def go():
+        stage = Stage()
+        stage.engine.gate(1).set()
+        stage.engine.gate(2).set()
+        stage.grant(lease(1, error=PromptError("too long")))
+        await stage.log.until(("fail", 1, 1, "too long", True))
+        stage.grant(lease(2))
+        await stage.log.until(("deliver", 2, 1, False, 2))
+        await stage.end()
+
+    asyncio.run(go())
+
+
+def test_any_other_error_ends_the_worker():
+    async def go():
+        stage = Stage()
+        stage.engine.gate(1).set()
+        stage.grant(lease(1, error=RuntimeError("the engine is broken")), lease(2))
+        with pytest.raises(RuntimeError, match="the engine is broken"):
+            await asyncio.wait_for(stage.running, 10.0)
+        assert ("freed", 2) in stage.log
+        assert not [event for event in stage.log if event[0] in ("deliver", "fail")]
+
+    asyncio.run(go())
+
+
+def test_a_lease_taken_back_stops_its_work_and_no_other():
+    async def go():
+        stage = Stage()
+        stage.grant(lease(1), lease(2))
+        await stage.log.until(("start", 2))
+        stage.desk.cancels.put_nowait(99)  # an answer that crossed the cancel on its way
+        stage.desk.cancels.put_nowait(1)
+        await stage.log.until(("request", 0, 2))
+        assert stage.worker.holding == [2]
+        stage.engine.gate(2).set()
+        await stage.log.until(("request", 0, 3))
+        await stage.end()
+        told = [event[:2] for event in stage.log if event[0] in ("freed", "deliver", "fail")]
+        assert told == [("freed", 1), ("deliver", 2)]
+
+    asyncio.run(go())
+
+
+def test_a_cancel_leaves_an_evaluation_of_the_same_number_alone():
+    async def go():
+        stage = Stage()
+        stage.grant(lease(1, evaluation=True), lease(1))
+        await stage.log.until(("start", 1), times=2)
+        stage.desk.cancels.put_nowait(1)
+        await stage.log.until(("freed", 1))
+        stage.engine.gate(1).set()
+        await stage.log.until(("deliver", 1, 1, True, 1))
+        await stage.end()
+        assert not [event for event in stage.log if event[0] == "deliver" and not event[3]]
+
+    asyncio.run(go())
+
+
+def test_a_lease_granted_anew_outlives_the_end_of_the_cancelled_one():
+    async def go():
+        stage = Stage()
+        stage.engine.linger = asyncio.Event()
+        stage.grant(lease(1))
+        await stage.log.until(("start", 1))
+        stage.desk.cancels.put_nowait(1)
+        await stage.log.until(("freed", 1))
+        stage.grant(lease(1, attempt=2))
+        await stage.log.until(("start", 1), times=2)
+        stage.engine.linger.set()
+        await stage.log.until(("request", 0, 2))
+        assert stage.worker.holding == [1]
+        stage.engine.gate(1).set()
+        await stage.log.until(("deliver", 1, 2, False, 2))
+        await stage.end()
+
+    asyncio.run(go())
+
+
+def test_the_run_can_end_while_a_cancelled_request_still_frees_its_place():
+    async def go():
+        stage = Stage()
+        stage.engine.linger = asyncio.Event()
+        stage.grant(lease(1))
+        await stage.log.until(("start", 1))
+        stage.desk.cancels.put_nowait(1)
+        await stage.log.until(("freed", 1))
+        await stage.end()
+        assert stage.worker.holding == []
+
+    asyncio.run(go())
+
+
+def test_new_weights_are_switched_to_and_asked_with():
+    async def go():
+        stage = Stage(version=-1)
+        stage.subscriber.versions.put_nowait(3)
+        await stage.log.until(("request", 3, 3))
+        stage.subscriber.versions.put_nowait(5)
+        await stage.log.until(("request", 5, 3))
+        await stage.end()
+        first, second = (["apply", ("switch", v), ("request", v, 3)] for v in (3, 5))
+        assert stage.log == first + second
+
+    asyncio.run(go())
+
+
+def test_weights_that_arrive_during_generation_are_not_waited_for():
+    async def go():
+        stage = Stage()
+        stage.grant(lease(1))
+        await stage.log.until(("start", 1))
+        stage.subscriber.versions.put_nowait(1)
+        await stage.log.until(("request", 1, 2))
+        stage.engine.gate(1).set()
+        await stage.log.until(("request", 1, 3))
+        await stage.end()
+
+    asyncio.run(go())
+
+
+def test_a_publisher_that_is_gone_leaves_the_decision_to_the_controller():
+    async def go():
+        stage = Stage()
+        stage.subscriber.versions.put_nowait(ConnectionError("the policy is gone"))
+        stage.engine.gate(1).set()
+        stage.grant(lease(1))
+        await stage.log.until(("deliver", 1, 1, False, 2))
+        await stage.end()
+
+    asyncio.run(go())
+
+
+def test_damaged_weights_end_the_worker():
+    async def go():
+        stage = Stage()
+        stage.subscriber.versions.put_nowait(RuntimeError("digest of 'out.weight', version 3"))
+        with pytest.raises(RuntimeError, match=r"out.weight"):
+            await asyncio.wait_for(stage.running, 10.0)
+
+    asyncio.run(go())
+
+
+def test_busy_time_stands_still_without_work():
+    async def go():
+        stage = Stage()
+        assert (stage.worker.busy_s, stage.worker.holding) == (0.0, [])
+        stage.grant(lease(1), lease(2), lease(7, evaluation=True))
+        await stage.log.until(("start", 7))
+        early, holding = stage.worker.busy_s, stage.worker.holding
+        assert holding == [1, 2]
+        assert 0.0 < early < stage.worker.busy_s
+        for sample in (1, 2, 7):
+            stage.engine.gate(sample).set()
+        await stage.log.until(("request", 0, 3))
+        idle = stage.worker.busy_s
+        assert idle > early
+        await asyncio.sleep(0.01)
+        assert (stage.worker.busy_s, stage.worker.holding) == (idle, [])
+        await stage.end()
+
+    asyncio.run(go())
+
+
+def test_work_that_nobody_waits_for_is_stopped_at_the_end():
+    async def go():
+        stage = Stage()
+        stage.grant(lease(1))
+        await stage.log.until(("start", 1))
+        await stage.end()
+        assert ("freed", 1) in stage.log
+        assert not [event for event in stage.log if event[0] in ("deliver", "fail")]
+
+    asyncio.run(go())

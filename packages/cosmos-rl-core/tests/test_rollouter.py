@@ -1,0 +1,151 @@
+"""One prompt becomes one scored group with advantages."""
+
+import asyncio
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+
+from cosmos_rl_core.algorithms.advantages import group_mean
+from cosmos_rl_core.algorithms.filters import has_signal
+from cosmos_rl_core.algorithms.rules import GroupRules
+from cosmos_rl_core.interfaces import PromptError, SampleError
+from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
+from cosmos_rl_core.rollout.rollouter import Rollouter, request_seed
+from cosmos_rl_core.types import Prompt, Rollout, Sampling
+
+PROMPT = Prompt(sample_id=5, row={"question": "?"}, origin="train.jsonl:3")
+SAMPLING = Sampling(max_terms=8)
+EVAL_SAMPLING = Sampling(max_terms=4, temperature=0.0)
+
+
+@dataclass
+class ScriptedEngine:
+    """Answers with the lengths it was given; a rollout of the longest length counts as cut off."""
+
+    lengths: tuple[int, ...] = (1, 2, 3)
+    version: int = 4
+    progress: int = 0
+    asked: list[tuple] = field(default_factory=list)
+
+    def weights(self):
+        return {}
+
+    async def generate(self, prompt, *, num_samples, sampling, seed):
+        if not self.lengths:
+            raise PromptError(f"{prompt.origin} is too long")
+        self.asked.append((prompt.sample_id, num_samples, sampling, seed))
+        return f"<{prompt.row['question']}>", [self._rollout(n) for n in self.lengths[:num_samples]]
+
+    def _rollout(self, length):
+        return Rollout(
+            arrays={},
+            rollout_logprobs=np.full(length, -0.5, np.float32),
+            versions=np.full(length, self.version, np.int32),
+            loss_mask=np.ones(length, np.bool_),
+            finish_reason="length" if length >= 8 else "stop",
+        )
+
+    async def switch(self, version, apply):
+        raise AssertionError("a rollouter never switches weights")
+
+    async def close(self):
+        pass
+
+
+def length(group):
+    return [r.num_terms for r in group.rollouts]
+
+
+def rollouter(engine, *, function=length, group_size=3, seed=0, **rules):
+    return Rollouter(
+        engine,
+        rubric=Rubric([WeightedReward(name="length", weight=2.0, function=function)]),
+        rules=GroupRules(**{"advantage": group_mean, **rules}),
+        group_size=group_size,
+        sampling=SAMPLING,
+        eval_sampling=EVAL_SAMPLING,
+        seed=seed,
+    )
+
+
+def run(engine, **keys):
+    return asyncio.run(rollouter(engine, **keys).run(PROMPT))
+
+
+def test_a_group_is_scored_and_given_advantages():
+    group = run(ScriptedEngine())
+    assert (group.prompt, group.prompt_text) == (PROMPT, "<?>")
+    assert [r.reward for r in group.rollouts] == [2.0, 4.0, 6.0]
+    assert [r.reward_breakdown for r in group.rollouts] == [{"length": 1.0}, {"length": 2.0}, {"length": 3.0}]
+    assert [r.advantage for r in group.rollouts] == [-2.0, 0.0, 2.0]
+
+
+def test_the_engine_is_asked_for_a_whole_group_under_the_training_sampling():
+    engine = ScriptedEngine()
+    run(engine)
+    assert engine.asked == [(5, 3, SAMPLING, request_seed(0, stream=0, sample_id=5))]
+
+
+def test_a_group_without_signal_is_set_aside_for_good():
+    with pytest.raises(SampleError) as caught:
+        run(ScriptedEngine((2, 2, 2)), keep=has_signal)
+    assert caught.value.reason.startswith("filtered:")
+    assert caught.value.final
+
+
+def test_without_the_filter_it_is_kept_with_advantages_of_zero():
+    assert [r.advantage for r in run(ScriptedEngine((2, 2, 2))).rollouts] == [0.0, 0.0, 0.0]
+
+
+def test_shaping_comes_before_the_advantage_and_sees_lengths_and_truncation():
+    seen = []
+
+    def shape(rewards, lengths, truncated):
+        seen.append((rewards.tolist(), lengths.tolist(), truncated.tolist()))
+        return rewards - 10.0 * truncated
+
+    group = run(ScriptedEngine((1, 8)), group_size=2, shape_reward=shape)
+    assert seen == [([2.0, 16.0], [1, 8], [False, True])]
+    assert [r.reward for r in group.rollouts] == [2.0, 6.0]
+    assert [r.advantage for r in group.rollouts] == [-2.0, 2.0]
+    assert [r.reward_breakdown["length"] for r in group.rollouts] == [1.0, 8.0]
+
+
+def test_the_filter_sees_rewards_before_shaping():
+    def shape(rewards, lengths, truncated):
+        return rewards + lengths
+
+    def same(group):
+        return [1.0] * len(group.rollouts)
+
+    with pytest.raises(SampleError, match="filtered:"):
+        run(ScriptedEngine((1, 2, 3)), function=same, keep=has_signal, shape_reward=shape)
+
+
+def test_evaluation_draws_one_rollout_under_its_own_sampling_and_seed():
+    engine = ScriptedEngine((3, 3, 3))
+    group = asyncio.run(rollouter(engine, keep=has_signal).evaluate(PROMPT))
+    assert engine.asked == [(5, 1, EVAL_SAMPLING, request_seed(0, stream=1, sample_id=5))]
+    assert [(r.reward, r.advantage) for r in group.rollouts] == [(6.0, 0.0)]
+
+
+def test_a_prompt_the_engine_refuses_is_an_error_of_the_sample():
+    with pytest.raises(PromptError, match=r"train.jsonl:3 is too long"):
+        run(ScriptedEngine(()))
+
+
+def test_a_seed_depends_on_run_stream_and_sample_and_on_nothing_else():
+    seeds = {
+        (run_seed, stream, sample): request_seed(run_seed, stream=stream, sample_id=sample)
+        for run_seed in (0, 1)
+        for stream in (0, 1)
+        for sample in (0, 1, 2, 10**9)
+    }
+    assert len(set(seeds.values())) == len(seeds)
+    assert all(0 <= seed < 2**63 for seed in seeds.values())
+    engines = ScriptedEngine(version=0), ScriptedEngine(version=7)
+    for engine in engines:
+        run(engine, seed=1)
+    assert engines[0].asked == engines[1].asked
+    assert engines[0].asked[0][-1] == request_seed(1, stream=0, sample_id=5)

@@ -1,0 +1,56 @@
+"""Products through oneDNN are torch's products: same values, same gradients, only the library differs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from cosmos_rl_llm.linear import OneDnnLinear, product, use_onednn
+
+needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
+
+
+def drawn(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@needs_onednn
+@pytest.mark.parametrize("rows", [(1,), (5,), (3, 70)])
+@pytest.mark.parametrize("bias", [False, True])
+def test_values_and_gradients_are_those_of_float64(rows, bias):
+    input, weight = drawn(*rows, 160).requires_grad_(), drawn(192, 160, seed=1).requires_grad_()
+    offset = drawn(192, seed=2).requires_grad_() if bias else None
+    inputs = [x for x in (input, weight, offset) if x is not None]
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    output, wanted = product(*inputs), F.linear(*exact)
+    slope = drawn(*output.shape, seed=3)
+    torch.testing.assert_close(output, wanted.float(), rtol=1e-5, atol=1e-4)
+    found = torch.autograd.grad(output, inputs, slope)
+    for gradient, right in zip(found, torch.autograd.grad(wanted, exact, slope.double()), strict=True):
+        torch.testing.assert_close(gradient, right.float(), rtol=1e-5, atol=1e-4)
+
+
+@needs_onednn
+def test_rows_do_not_depend_on_their_neighbours():
+    input, weight = drawn(64, 160), drawn(192, 160, seed=1)
+    whole = product(input, weight)
+    assert all(torch.equal(product(input[:rows], weight), whole[:rows]) for rows in (2, 7, 33))
+
+
+@needs_onednn
+def test_a_model_keeps_its_names_and_weights():
+    model = nn.Sequential(nn.Linear(160, 192), nn.ReLU(), nn.Linear(192, 130, bias=False))
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    wanted = model(drawn(4, 160))
+    use_onednn(model)
+    assert [type(layer) for layer in model] == [OneDnnLinear, nn.ReLU, OneDnnLinear]
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    torch.testing.assert_close(model(drawn(4, 160)), wanted, rtol=1e-5, atol=1e-5)
+
+
+def test_other_types_take_the_ordinary_product():
+    layer = nn.Linear(160, 192, dtype=torch.bfloat16)
+    use_onednn(layer)
+    assert type(layer) is nn.Linear
+    input = drawn(4, 160).bfloat16()
+    assert torch.equal(product(input, layer.weight, layer.bias), layer(input))
