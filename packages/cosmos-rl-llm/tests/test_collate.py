@@ -34,10 +34,10 @@ def test_two_rollouts_are_laid_end_to_end():
     group = make_group(make_rollout([1, 2], [3, 4, 5], advantage=2.0), make_rollout([6], [7, 8], advantage=-1.0))
     (microbatch,) = collate([group], microbatch_terms=100).microbatches
     inputs, terms = microbatch.inputs, microbatch.terms
-    assert inputs["tokens"].tolist() == [1, 2, 3, 4, 5, 6, 7, 8]
-    assert inputs["positions"].tolist() == [0, 1, 2, 3, 4, 0, 1, 2]
-    assert inputs["sequence_index"].tolist() == [0, 0, 0, 0, 0, 1, 1, 1]
-    assert inputs["logit_index"].tolist() == [1, 2, 3, 5, 6]
+    assert inputs["tokens"].tolist() == [1, 2, 3, 4, 6, 7]  # nothing is predicted from 5 and 8
+    assert inputs["positions"].tolist() == [0, 1, 2, 3, 0, 1]
+    assert inputs["sequence_index"].tolist() == [0, 0, 0, 0, 1, 1]
+    assert inputs["logit_index"].tolist() == [1, 2, 3, 4, 5]
     assert inputs["labels"].tolist() == [3, 4, 5, 7, 8]
     assert {tensor.dtype for tensor in inputs.values()} == {torch.int64}
     assert terms.advantages.tolist() == [2, 2, 2, -1, -1]
@@ -49,8 +49,8 @@ def test_two_rollouts_are_laid_end_to_end():
 
 def test_microbatches_count_prompts_and_never_cut_a_rollout():
     rollouts = [make_rollout([1, 1], [2, 2]), make_rollout([1, 1], [2, 2]), make_rollout([1], [2] * 20)]
-    batch = collate([make_group(*rollouts)], microbatch_terms=8)
-    assert [len(microbatch.inputs["tokens"]) for microbatch in batch.microbatches] == [8, 21]
+    batch = collate([make_group(*rollouts)], microbatch_terms=6)
+    assert [len(microbatch.inputs["tokens"]) for microbatch in batch.microbatches] == [6, 20]
     assert (batch.num_terms, batch.num_rollouts) == (24, 3)
 
 
@@ -84,9 +84,10 @@ def test_every_label_is_the_token_after_its_logit(lengths, capacity):
     labels: list[int] = []
     for microbatch in batch.microbatches:
         inputs = microbatch.inputs
-        after = inputs["logit_index"] + 1
-        assert torch.equal(inputs["tokens"][after], inputs["labels"])
-        assert torch.equal(inputs["sequence_index"][after], microbatch.terms.rollout_index)
+        at = inputs["logit_index"]
+        assert torch.equal(inputs["sequence_index"][at], microbatch.terms.rollout_index)
+        within = torch.diff(microbatch.terms.rollout_index, append=torch.tensor([-1])) == 0
+        assert torch.equal(inputs["tokens"][at[within] + 1], inputs["labels"][within])
         assert len(inputs["tokens"]) <= capacity or microbatch.terms.num_rollouts == 1
         labels += inputs["labels"].tolist()
     assert labels == [int(token) for rollout in rollouts for token in rollout.arrays["tokens"]]
@@ -105,7 +106,7 @@ def test_supervised_rows_learn_the_response_and_its_end():
     rows = [{"prompt": "12", "response": "34"}, {"prompt": "5", "response": "6"}]
     batch = collate_sft(rows, chat=make_chat(), microbatch_terms=100)
     (microbatch,) = batch.microbatches
-    assert microbatch.inputs["tokens"].tolist() == [1, 2, 3, 4, 10, 5, 6, 10]
+    assert microbatch.inputs["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
     assert microbatch.inputs["labels"].tolist() == [3, 4, 10, 6, 10]
     assert microbatch.terms.rollout_logprobs.tolist() == [0] * 5
     assert microbatch.terms.advantages.tolist() == [1] * 5

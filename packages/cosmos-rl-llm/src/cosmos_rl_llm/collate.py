@@ -40,7 +40,8 @@ class Sample:
 
     @property
     def length(self) -> int:
-        return len(self.prompt_tokens) + len(self.tokens)
+        """Tokens that are fed in: nothing is predicted from the last."""
+        return len(self.prompt_tokens) + len(self.tokens) - 1
 
 
 def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
@@ -143,10 +144,10 @@ def _pack(sequences: Sequence[Sample]) -> Microbatch:
     ends = np.cumsum(lengths)
     starts = ends - lengths  # [B] first token of each sequence in the row
     labels = np.concatenate([sequence.tokens for sequence in sequences])
-    # The hidden state at i predicts token i + 1, so those for a response start one token before it.
-    logit_index = np.concatenate([np.arange(end - n - 1, end - 1) for end, n in zip(ends, num_terms)])
+    # The hidden state at i predicts token i + 1: those for a response start at the prompt's last token.
+    logit_index = np.concatenate([np.arange(end - n, end) for end, n in zip(ends, num_terms)])
     inputs = {
-        "tokens": np.concatenate([part for s in sequences for part in (s.prompt_tokens, s.tokens)]),
+        "tokens": np.concatenate([part for s in sequences for part in (s.prompt_tokens, s.tokens[:-1])]),
         "positions": np.arange(ends[-1]) - np.repeat(starts, lengths),
         "sequence_index": np.repeat(np.arange(len(sequences)), lengths),
         "logit_index": logit_index,

@@ -28,7 +28,7 @@ class CausalLMPolicy:
 
     `Microbatch.inputs`, all int64 tensors, rollouts laid end to end in one row:
 
-    - `tokens` [L]: prompt and response of each rollout.
+    - `tokens` [L]: prompt and response of each rollout without its last token, from which nothing is predicted.
     - `positions` [L]: restart at 0 for each rollout.
     - `sequence_index` [L]: which rollout a token belongs to, non-decreasing.
     - `logit_index` [T]: place in the row whose hidden state predicts the term.

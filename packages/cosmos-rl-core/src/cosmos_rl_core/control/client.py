@@ -156,10 +156,12 @@ class RemoteSteps:
         self._batch = batch
         self._checkpoint = checkpoint
         self._current: p.Batch | None = None
+        self._asked = -1
+        """Step whose batch was asked for last."""
         self._committed: p.Committed | None = None
 
     async def next_batch(self, step: int) -> TrainBatch | None:
-        await self._client.connection.send(p.RequestBatch(step=step))
+        self._ask(step)
         message = await self._client.batches.get()
         if message is None or not message.samples or self._client.stopped.is_set():
             return None
@@ -175,6 +177,12 @@ class RemoteSteps:
             raise ConnectionClosed(f"the controller went away before step {step} was committed")
         assert committed.step == step
         self._committed = committed
+        self._ask(step + 1)  # it can be made up and sent while this step is taken
+
+    def _ask(self, step: int) -> None:
+        if step != self._asked and not self._client.stopped.is_set():
+            self._asked = step
+            self._client.connection.post(p.RequestBatch(step=step))
 
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
         assert self._committed is not None
