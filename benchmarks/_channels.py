@@ -63,9 +63,7 @@ async def serve_wire() -> str:
                     number = decode_group(message.payload).num_terms
             await connection.send(Reply(number, time.process_time()))
 
-    return (
-        await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Heartbeat | Deliver, on_connect=answer)
-    ).address
+    return (await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Heartbeat | Deliver, on_connect=answer)).address
 
 
 class WireChannel:

@@ -44,9 +44,7 @@ NOTES = {
         "reached), and about 150 us of server CPU a request"
     ),
 }
-HEARTBEAT = Heartbeat(
-    worker="rollout-000", progress=123_456, busy_s=98.25, leases=list(range(100_000, 100_012))
-)
+HEARTBEAT = Heartbeat(worker="rollout-000", progress=123_456, busy_s=98.25, leases=list(range(100_000, 100_012)))
 
 
 @dataclass(frozen=True, kw_only=True)

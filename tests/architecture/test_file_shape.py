@@ -42,9 +42,7 @@ def offences(tree: ast.Module) -> Iterator[str]:
             case ast.Call(func=ast.Attribute(attr=attr)) if attr.endswith(("_object", "_object_list")):
                 yield f"line {node.lineno}: {attr} pickles"
             case ast.Import(names=names):
-                yield from (
-                    f"line {node.lineno}: imports {a.name}" for a in names if a.name in BANNED_MODULES
-                )
+                yield from (f"line {node.lineno}: imports {a.name}" for a in names if a.name in BANNED_MODULES)
             case ast.ImportFrom(module=module) if module in BANNED_MODULES:
                 yield f"line {node.lineno}: imports {module}"
             case ast.ExceptHandler(type=None):

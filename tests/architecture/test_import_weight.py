@@ -37,9 +37,7 @@ def loaded_after(code: str) -> set[str]:
 def module_names(*places: str) -> list[str]:
     core = SOURCE / "cosmos_rl_core"
     files = [
-        file
-        for place in places
-        for file in ([core / place] if place.endswith(".py") else (core / place).rglob("*.py"))
+        file for place in places for file in ([core / place] if place.endswith(".py") else (core / place).rglob("*.py"))
     ]
     shared = sorted(file for file in files if file.name not in WORKER_ONLY)
     dotted = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in shared]

@@ -84,7 +84,10 @@ def test_misspelt_keys_are_told_all_at_once_with_what_was_meant(tmp_path, bandit
         ({"reward__functions": [{"name": "hit"}]}, "no reward is called 'hit'"),
         ({"sync__backend": "trasfer"}, "no weight_sync is called 'trasfer'; did you mean 'transfer'?"),
         ({"data__rows": 0}, "tiny has no rows: nothing to draw prompts from. Check [data]"),
-        ({"policy__prompts_per_step": 11, "prompts__epochs": 1}, "10 rows are fewer than [policy] prompts_per_step = 11"),
+        (
+            {"policy__prompts_per_step": 11, "prompts__epochs": 1},
+            "10 rows are fewer than [policy] prompts_per_step = 11",
+        ),
     ],
 )
 def test_what_the_recipe_asks_for_is_not_there(change, said, tmp_path, bandit, refused):

@@ -173,7 +173,7 @@ class RewardSection(Strict):
     @field_validator("functions")
     @classmethod
     def _distinct(cls, functions: tuple[RewardFunctionSection, ...]) -> tuple[RewardFunctionSection, ...]:
-        seen = [function.name for function in functions]
+        seen = [function.name.rpartition(":")[2] for function in functions]  # as the figures call them
         twice = sorted({name for name in seen if seen.count(name) > 1})
         if twice:
             raise ValueError(f"names a reward more than once: {', '.join(twice)}")

@@ -66,6 +66,7 @@ class Controller:
         )
         self._sync_address = ""
         self._stop_reason = ""
+        self._dismissed = False
         self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- the run
@@ -97,7 +98,8 @@ class Controller:
             self._outcome.set_exception(error)
 
     def dismiss(self) -> None:
-        """Tell every worker that the run is over."""
+        """Tell every worker that the run is over; who comes later is sent away."""
+        self._dismissed = True
         for peer in self.peers.by_name.values():
             peer.post(p.Stop(reason=self._stop_reason or "the run is over"))
 
@@ -114,6 +116,8 @@ class Controller:
     # -- workers come, talk and go
 
     async def on_connect(self, connection: Connection) -> None:
+        if self._dismissed:
+            return
         role = "policy" if connection.peer.role == "policy" else "rollout"
         peer = Peer(name=connection.peer.name, role=role, connection=connection, heard_at=self.clock())
         self.peers.by_name[peer.name] = peer

@@ -101,6 +101,7 @@ class LocalWorkers:
                 stdout=log,
                 stderr=log,
                 env=self._environment(worker),
+                start_new_session=True,  # Ctrl-C in the terminal is for the controller, which decides who stops
             )
         worker.starts += 1
         watcher = asyncio.create_task(self._watch(worker, worker.process))
