@@ -75,9 +75,10 @@ def sums(qwen):
 def qwen(tmp_path_factory):
     """A directory with a Qwen3 of two layers, a tokenizer of single characters, and sums as rows."""
     import torch
-    from cosmos_rl_llm.model import make_model
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
+
+    from cosmos_rl_llm.model import make_model
 
     directory = tmp_path_factory.mktemp("qwen")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}

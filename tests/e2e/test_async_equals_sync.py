@@ -5,9 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from safetensors.torch import load_file
+
 from cosmos_rl_core import assemble, run
 from cosmos_rl_core.config.load import load_config, load_domain
-from safetensors.torch import load_file
 
 STEPS = 10
 

@@ -6,6 +6,7 @@ import resource
 import sys
 
 import pytest
+
 from cosmos_rl_core.launch.cli import main
 from cosmos_rl_core.launch.directory import RunDirectory
 from cosmos_rl_core.train.manifest import list_steps, read_state

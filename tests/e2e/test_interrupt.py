@@ -1,9 +1,11 @@
 """Ctrl-C: the first ends the run cleanly, so that it can be resumed; the second ends it at once."""
 
+import os
 import shutil
 import signal
 
 import pytest
+
 from cosmos_rl_core.train.manifest import read_state
 
 STEPS, PROMPTS = 16, 4
@@ -20,6 +22,11 @@ DOMAIN = Stuck()
 """
 
 
+def press_ctrl_c(process):
+    """A terminal sends the signal to every process of its group."""
+    os.killpg(process.pid, signal.SIGINT)
+
+
 def test_a_run_goes_on_where_ctrl_c_ended_it(tmp_path, bandit, write_recipe, start, wait_for, rows_of):
     run_dir = tmp_path / "run"
     tables = bandit(
@@ -30,9 +37,9 @@ def test_a_run_goes_on_where_ctrl_c_ended_it(tmp_path, bandit, write_recipe, sta
         checkpoint__every_steps=2,
     )
     recipe = write_recipe(tmp_path / "run.toml", tables)
-    first = start("run", recipe)
+    first = start("run", recipe, start_new_session=True)
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps")
-    first.send_signal(signal.SIGINT)
+    press_ctrl_c(first)
     _, errors = first.communicate(timeout=120)
     assert first.returncode == 130, errors
     assert errors == ""
@@ -64,19 +71,30 @@ def test_a_run_that_was_killed_takes_the_steps_after_its_checkpoint_again(tmp_pa
     assert [line["step"] for line in rows_of(tmp_path / "run" / "metrics.jsonl")] == list(range(8))
 
 
+def test_ctrl_c_while_the_workers_start_ends_the_run_cleanly(tmp_path, bandit, write_recipe, start, wait_for, pid_of):
+    run_dir = tmp_path / "run"
+    process = start("run", write_recipe(tmp_path / "run.toml", bandit(run_dir)), start_new_session=True)
+    wait_for(lambda: pid_of(run_dir, "rollout-0"), "the last worker to be started")
+    press_ctrl_c(process)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert errors == ""
+    assert read_state(run_dir / "checkpoints" / "step_0").next_sample == 0
+
+
 def test_the_second_ctrl_c_stops_at_once(tmp_path, bandit, write_recipe, start, wait_for, pid_of):
     run_dir = tmp_path / "run"
     (tmp_path / "stuck.py").write_text(STUCK)
     tables = bandit(run_dir, run__domain="stuck:DOMAIN", logging__sinks=["console", "jsonl"])
-    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    process = start("run", write_recipe(tmp_path / "run.toml", tables), start_new_session=True)
     log = run_dir / "logs" / "policy-0.log"
     wait_for(lambda: log.exists() and "stuck in the first step" in log.read_text(), "the policy to be stuck")
-    process.send_signal(signal.SIGINT)
+    press_ctrl_c(process)
     for line in process.stdout:
         if "again to stop at once" in line:
             break
     assert process.poll() is None
-    process.send_signal(signal.SIGINT)
+    press_ctrl_c(process)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
     assert "Traceback" not in errors

@@ -35,9 +35,7 @@ def test_a_killed_rollout_process_costs_no_sample(
     )
     process = start("run", write_recipe(tmp_path / "run.toml", tables))
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 2, "two steps")
-    killed = pid_of(run_dir, "rollout-0")
-    os.kill(killed, signal.SIGKILL)
-    wait_for(lambda: pid_of(run_dir, "rollout-0") not in (None, killed), "the rollout process to be started again")
+    os.kill(pid_of(run_dir, "rollout-0"), signal.SIGKILL)
     told, errors = process.communicate(timeout=120)
 
     assert process.returncode == 0, errors

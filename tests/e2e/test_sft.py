@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+
 from cosmos_rl_core.launch.cli import main
 
 
@@ -21,8 +22,9 @@ def test_the_bandit_learns_the_wanted_actions_in_a_process_of_its_own(tmp_path, 
 
 @pytest.mark.usefixtures("one_thread")
 def test_a_qwen_learns_the_answers(tmp_path, sums, write_recipe, rows_of, monkeypatch):
-    from cosmos_rl_llm.model import load_model
     from torch import float32
+
+    from cosmos_rl_llm.model import load_model
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     changes = {"run__placement": "inline", "run__max_steps": 40, "algorithm__name": "sft"}

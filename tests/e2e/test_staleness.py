@@ -3,6 +3,7 @@
 import sys
 
 import pytest
+
 from cosmos_rl_core import run
 
 UNEVEN = """

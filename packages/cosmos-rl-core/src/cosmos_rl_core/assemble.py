@@ -90,7 +90,7 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any]) -> Re
     try:
         return cast(RewardFn, factory(**options))
     except ValidationError as error:
-        found = problems(error, tables=known_tables(factory, at="options"), at="options")
+        found = problems(error, tables=known_tables(cast(Any, factory), at="options"), at="options")
         raise UserError(f"[reward] {name}: {', and '.join(map(str, found))}") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"[reward] {name} does not take options {dict(options)}: {error}") from error

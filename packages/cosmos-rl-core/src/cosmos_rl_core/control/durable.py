@@ -12,6 +12,7 @@ from cosmos_rl_core.control.effects import Effect
 from cosmos_rl_core.control.events import Event
 from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import Ledger
+from cosmos_rl_core.control.records import Record
 
 
 class DurableLedger:
@@ -36,13 +37,15 @@ class DurableLedger:
         self._effects: list[Effect] = []
         self._work = asyncio.Event()
 
-    def feed(self, event: Event) -> None:
+    def feed(self, event: Event) -> list[Record]:
+        """Let the ledger decide about an event, and return what it decided."""
         records, effects = self.ledger.on(self._clock(), event)
         for record in records:
             self._journal.append(record)
         self._effects += effects
         if records or effects:
             self._work.set()
+        return records
 
     async def run(self) -> None:
         while True:

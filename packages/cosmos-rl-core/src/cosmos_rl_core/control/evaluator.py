@@ -71,6 +71,10 @@ class Evaluator:
             if other.held is not None:
                 self.request(other, other.held)
 
+    def waits(self) -> list[str]:
+        """What is waited for, in words."""
+        return [self.current.progress] if self.current is not None else []
+
     def _finish_if_done(self) -> None:
         if self.current is not None and self.current.done:
             finished, self.current = self.current, None

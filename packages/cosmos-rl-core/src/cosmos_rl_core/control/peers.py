@@ -28,18 +28,28 @@ class Peer:
     progress: int = 0
     busy_s: float = 0.0
     idle_fraction: float = 0.0
-    """Share of the time between its last two heartbeats in which it had no work."""
+    """Share of the time without work, over the last step that saw a heartbeat."""
     heard_at: float = 0.0
     """Clock of its last heartbeat."""
     leaving: bool = False
     """It said goodbye, or what went wrong."""
+    _measured: tuple[float, float] = field(init=False)
+    """`busy_s` and `heard_at` when `idle_fraction` was taken."""
+
+    def __post_init__(self) -> None:
+        self._measured = (self.busy_s, self.heard_at)
 
     def beat(self, message: p.Heartbeat, *, now: float) -> None:
         """Take a heartbeat."""
-        if now > self.heard_at:
-            busy = (message.busy_s - self.busy_s) / (now - self.heard_at)
-            self.idle_fraction = min(1.0, max(0.0, 1.0 - busy))
         self.progress, self.busy_s, self.heard_at = message.progress, message.busy_s, now
+
+    def measure_idleness(self) -> None:
+        """End a stretch of time over which `idle_fraction` is taken, and begin the next."""
+        busy_s, heard_at = self._measured
+        if self.heard_at > heard_at:
+            busy = (self.busy_s - busy_s) / (self.heard_at - heard_at)
+            self.idle_fraction = min(1.0, max(0.0, 1.0 - busy))
+            self._measured = (self.busy_s, self.heard_at)
 
     def post(self, message: p.ToWorker) -> None:
         """Send, unless the connection has ended: then the ledger hears of it anyway."""
@@ -57,7 +67,9 @@ class Peers:
         return [peer for peer in self.by_name.values() if peer.role == role]
 
     def metrics(self) -> dict[str, float]:
-        """How many there are, and how idle each role is."""
+        """How many there are, and how idle each role was since the last call."""
+        for peer in self.by_name.values():
+            peer.measure_idleness()
         idle = {role: [peer.idle_fraction for peer in self.of_role(role)] for role in ("policy", "rollout")}
         fractions = {f"{role}_idle_fraction": fmean(values) for role, values in idle.items() if values}
         return {"members": float(len(self.by_name)), **fractions}

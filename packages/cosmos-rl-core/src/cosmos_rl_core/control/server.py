@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cosmos_rl_core.control import effects, events
+from cosmos_rl_core.control import effects, events, records
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.batches import Batches
 from cosmos_rl_core.control.durable import DurableLedger
@@ -66,7 +66,6 @@ class Controller:
         )
         self._sync_address = ""
         self._stop_reason = ""
-        self._dismissed = False
         self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     # -- the run
@@ -77,11 +76,11 @@ class Controller:
         tasks = [asyncio.create_task(self._accounts.run()), asyncio.create_task(self._tick())]
         try:
             await asyncio.wait([*tasks, self._outcome], return_when=asyncio.FIRST_COMPLETED)
-            for task in tasks:
-                if task.done():
-                    task.result()
+            for task in filter(asyncio.Task.done, tasks):
+                task.result()
             self._outcome.result()
         finally:
+            self._outcome.cancel()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -98,15 +97,13 @@ class Controller:
             self._outcome.set_exception(error)
 
     def dismiss(self) -> None:
-        """Tell every worker that the run is over; who comes later is sent away."""
-        self._dismissed = True
+        """Tell every worker that the run is over."""
         for peer in self.peers.by_name.values():
             peer.post(p.Stop(reason=self._stop_reason or "the run is over"))
 
     def waits(self) -> list[str]:
         """What the controller itself holds back, in words."""
-        current = self._evaluator.current
-        return [current.progress] if current is not None else []
+        return self._evaluator.waits()
 
     async def _tick(self) -> None:
         while True:
@@ -116,8 +113,8 @@ class Controller:
     # -- workers come, talk and go
 
     async def on_connect(self, connection: Connection) -> None:
-        if self._dismissed:
-            return
+        if self._outcome.done():
+            return  # the run is over: whoever comes now is sent away
         role = "policy" if connection.peer.role == "policy" else "rollout"
         peer = Peer(name=connection.peer.name, role=role, connection=connection, heard_at=self.clock())
         self.peers.by_name[peer.name] = peer
@@ -198,24 +195,24 @@ class Controller:
             self._evaluator.request(peer, message)
             return
         peer.held = None
-        request = events.RequestLeases(peer.name, peer.incarnation, message.version, message.capacity)
-        self._accounts.feed(request)
+        self._accounts.feed(events.RequestLeases(peer.name, peer.incarnation, message.version, message.capacity))
 
     def _deliver(self, peer: Peer, message: p.Deliver) -> None:
         if message.evaluation:
             self._evaluator.deliver(message)
             return
-        self._batches.store(message.sample, message.payload)
         m = message
         delivery = (m.sample, m.attempt, m.min_version, m.max_version, m.num_terms)
-        self._accounts.feed(events.Deliver(peer.name, peer.incarnation, *delivery))
+        decided = self._accounts.feed(events.Deliver(peer.name, peer.incarnation, *delivery))
+        if any(isinstance(record, records.Delivered) for record in decided):  # the first of a sample, and in time
+            self._batches.store(m.sample, m.payload)
 
     def _failed(self, peer: Peer, message: p.Failed) -> None:
         if message.evaluation:
             self._evaluator.fail(message)
             return
-        failure = (message.sample, message.attempt, message.reason, message.final)
-        self._accounts.feed(events.Fail(peer.name, peer.incarnation, *failure))
+        m = message
+        self._accounts.feed(events.Fail(peer.name, peer.incarnation, m.sample, m.attempt, m.reason, m.final))
 
     # -- batches and evaluations
 

@@ -83,6 +83,12 @@ class FileSubscriber:
         self._writer: asyncio.StreamWriter | None = None
 
     async def stage(self, *, after: int) -> int:
+        try:
+            return await self._stage(after)
+        except FileNotFoundError as error:  # its directory goes with it
+            raise ConnectionError("the publisher closed") from error
+
+    async def _stage(self, after: int) -> int:
         if self._reader is None:
             self._reader, self._writer = await asyncio.open_unix_connection(self._directory / "versions")
         version = after

@@ -1,0 +1,30 @@
+"""How idle a worker was, from its heartbeats."""
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.peers import Peer, Peers
+
+
+class NoConnection:
+    """Nothing is sent in these tests."""
+
+
+def beat(progress, busy_s):
+    return p.Heartbeat(progress=progress, busy_s=busy_s, holding=[])
+
+
+def test_idleness_is_taken_over_the_time_between_two_steps():
+    peer = Peer(name="rollout-0", role="rollout", connection=NoConnection(), heard_at=100.0)
+    peers = Peers({"rollout-0": peer})
+    peer.beat(beat(1, 1.0), now=102.0)
+    peer.beat(beat(2, 3.0), now=104.0)
+    assert peers.metrics() == {"members": 1.0, "rollout_idle_fraction": 0.25}
+    peer.beat(beat(3, 3.0), now=105.0)
+    assert peers.metrics()["rollout_idle_fraction"] == 1.0
+
+
+def test_without_a_new_heartbeat_the_last_figure_stands():
+    peer = Peer(name="policy-0", role="policy", connection=NoConnection(), heard_at=100.0)
+    peers = Peers({"policy-0": peer})
+    peer.beat(beat(1, 1.0), now=102.0)
+    assert peers.metrics()["policy_idle_fraction"] == 0.5
+    assert peers.metrics()["policy_idle_fraction"] == 0.5

@@ -1,0 +1,193 @@
+"""The controller between its workers: messages in, messages out, over connections that are lists."""
+
+import asyncio
+import errno
+import functools
+from contextlib import asynccontextmanager, closing
+
+import pytest
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.job import Job
+from cosmos_rl_core.control.journal import Journal
+from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.server import Controller
+from cosmos_rl_core.control.wire import ConnectionClosed, Hello
+from cosmos_rl_core.interfaces import UserError, WorkerFailed
+from cosmos_rl_core.rollout.source import PromptSource
+
+
+def in_a_loop(test):
+    """Make a test of a coroutine."""
+
+    @functools.wraps(test)
+    def run(*arguments, **keywords):
+        asyncio.run(asyncio.wait_for(test(*arguments, **keywords), 60))
+
+    return run
+
+
+class Worker:
+    """A connected worker as the controller sees it: `says` goes in, what it is told comes out of `hears`."""
+
+    def __init__(self, controller, role, name):
+        self.peer = Hello(name=name, role=role)
+        self.closed = asyncio.Event()
+        self._inbox, self._outbox = asyncio.Queue(), asyncio.Queue()
+        self.served = asyncio.create_task(controller.on_connect(self))
+
+    async def receive(self):
+        message = await self._inbox.get()
+        if message is None:
+            raise ConnectionClosed("gone")
+        return message
+
+    def post(self, message):
+        self._outbox.put_nowait(message)
+
+    def says(self, *messages):
+        for message in messages:
+            self._inbox.put_nowait(message)
+
+    async def hears(self, kind):
+        """The next message of this kind."""
+        while not isinstance(message := await asyncio.wait_for(self._outbox.get(), 30), kind):
+            pass
+        return message
+
+
+class Observer:
+    """Remembers the steps it is told of, and fails with `error` instead where there is one."""
+
+    def __init__(self, error=None):
+        self.steps, self.error = [], error
+
+    def phase(self, text):
+        pass
+
+    def note(self, text):
+        pass
+
+    def step(self, step, metrics):
+        if self.error is not None:
+            raise self.error
+        self.steps.append(step)
+
+
+@asynccontextmanager
+async def running(tmp_path, *, observer=None, ledger=None):
+    """A controller of a run of two groups a step, and the task in which it runs."""
+    source = PromptSource([{"n": n} for n in range(10)], origin="rows", shuffle=False)
+    job = Job(
+        config_toml="",
+        run_dir=tmp_path,
+        resume_from="",
+        supervised=False,
+        max_steps=2,
+        eval_every_steps=0,
+        group_size=2,
+    )
+    with closing(Journal(tmp_path / "journal")) as journal:
+        controller = Controller(
+            job,
+            source=source,
+            eval_source=None,
+            ledger=ledger or Ledger(LedgerConfig(groups_per_step=2, max_steps=2)),
+            journal=journal,
+            clock=asyncio.get_running_loop().time,
+            observer=observer or Observer(),
+        )
+        task = asyncio.create_task(controller.run())
+        yield controller, task
+        task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
+
+
+def delivery(prompt, payload):
+    return p.Deliver(
+        sample=prompt.sample, attempt=prompt.attempt, min_version=0, max_version=0, num_terms=3, payload=payload
+    )
+
+
+async def join(controller):
+    policy, rollout = Worker(controller, "policy", "policy-0"), Worker(controller, "rollout", "rollout-0")
+    for worker in (policy, rollout):
+        await worker.hears(p.Welcome)
+        worker.says(p.Ready(address="here"))
+    await rollout.hears(p.SyncFrom)
+    return policy, rollout
+
+
+@in_a_loop
+async def test_prompts_go_out_and_their_groups_come_back_as_a_batch(tmp_path):
+    async with running(tmp_path) as (controller, _):
+        policy, rollout = await join(controller)
+        policy.says(p.RequestBatch(step=0))
+        rollout.says(p.RequestLeases(version=0, capacity=8))
+        granted = await rollout.hears(p.Grant)
+        assert [(prompt.sample, prompt.row, prompt.origin) for prompt in granted.prompts] == [
+            (0, b'{"n": 0}', "rows:1"),
+            (1, b'{"n": 1}', "rows:2"),
+        ]
+        rollout.says(*(delivery(prompt, b"group %d" % prompt.sample) for prompt in reversed(granted.prompts)))
+        batch = await policy.hears(p.Batch)
+        assert (batch.step, batch.samples, batch.payloads) == (0, [0, 1], [b"group 0", b"group 1"])
+        policy.says(p.Vote(step=0, epoch=batch.epoch))
+        committed = await policy.hears(p.Committed)
+        assert (committed.step, committed.next_sample, committed.unfinished) == (0, 2, [])
+
+
+@in_a_loop
+async def test_a_second_delivery_of_a_sample_does_not_replace_the_first(tmp_path):
+    async with running(tmp_path) as (controller, _):
+        policy, rollout = await join(controller)
+        policy.says(p.RequestBatch(step=0))
+        rollout.says(p.RequestLeases(version=0, capacity=8))
+        zero, one = (await rollout.hears(p.Grant)).prompts
+        rollout.says(delivery(zero, b"first"), delivery(zero, b"second"), delivery(one, b"other"))
+        assert (await policy.hears(p.Batch)).payloads == [b"first", b"other"]
+
+
+@in_a_loop
+async def test_a_worker_that_comes_when_the_run_is_over_is_sent_away(tmp_path):
+    async with running(tmp_path) as (controller, task):
+        controller.fail(WorkerFailed("policy-0: it broke"))
+        with pytest.raises(WorkerFailed, match="it broke"):
+            await task
+        late = Worker(controller, "rollout", "rollout-0")
+        await asyncio.wait_for(late.served, 30)
+
+
+@in_a_loop
+async def test_a_file_the_observer_cannot_write_ends_the_run_and_not_the_connection(tmp_path):
+    full = OSError(errno.ENOSPC, "No space left on device")
+    async with running(tmp_path, observer=Observer(full)) as (controller, task):
+        policy, _ = await join(controller)
+        policy.says(p.StepDone(step=0, version=1, metrics={}))
+        with pytest.raises(OSError, match="No space left"):
+            await task
+        controller.dismiss()
+        assert (await policy.hears(p.Stop)).reason == "the run is over"
+
+
+@in_a_loop
+async def test_a_stopped_run_gives_out_no_more_batches(tmp_path):
+    async with running(tmp_path) as (controller, task):
+        policy, _ = await join(controller)
+        controller.stop("interrupted")
+        assert (await policy.hears(p.Stop)).reason == "interrupted"
+        policy.says(p.RequestBatch(step=0))
+        assert (await policy.hears(p.Batch)).samples == []
+        policy.says(p.CheckpointDone(step=0, path="step_0"), p.Goodbye())
+        await task
+        assert controller.checkpoint == "step_0"
+
+
+@pytest.mark.parametrize(("user", "kind"), [(True, UserError), (False, WorkerFailed)])
+@in_a_loop
+async def test_what_went_wrong_in_a_worker_ends_the_run(user, kind, tmp_path):
+    async with running(tmp_path) as (controller, task):
+        _, rollout = await join(controller)
+        rollout.says(p.Fatal(message="no such model", user=user))
+        with pytest.raises(kind, match="no such model"):
+            await task
