@@ -26,20 +26,33 @@ if TYPE_CHECKING:  # the controller assembles its parts without torch
 
 
 def look_up(config: RunConfig) -> None:
-    """Raise UserError for a model, a reward or a weight sync that does not exist, before anything is started.
+    """Raise UserError for a model, engine, reward or weight sync that does not exist, before anything is started.
 
     What a recipe names as "module:attribute" is imported by the workers alone.
     """
     domain = load_domain(config.run.domain)
-    domain.weight_specs(config.model)
+    look_up_parts(config, domain)
     if config.is_sft:
         return
-    plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
     for section in config.reward.functions:
         if domain.reward(section.name) is not None:
             build_reward(section.name, domain, options=section.options)
         else:
-            plugins.locate("cosmos_rl.rewards", section.name)
+            plugins.locate("cosmos_rl.rewards", section.name, beside=domain.rewards)
+
+
+def look_up_parts(config: RunConfig, domain: Domain) -> None:
+    """As `look_up`, without the rewards."""
+    domain.weight_specs(config.model)
+    if config.is_sft:
+        return
+    plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
+    engine = config.rollout.engine
+    if engine not in domain.engines:
+        raise UserError(
+            f"[rollout] engine = {engine!r}: the {domain.name} domain has no such engine; "
+            f"known: {', '.join(domain.engines)}"
+        )
 
 
 def build_source(config: RunConfig) -> PromptSource:

@@ -131,6 +131,11 @@ class Domain(Protocol):
     Data: type[BaseModel]
     """Strict model of the [data] section; also used for [eval.data]."""
 
+    rewards: Sequence[str]
+    """Names `reward` knows, for messages."""
+    engines: Sequence[str]
+    """Names `build_engine` knows."""
+
     def load_rows(self, data: Any) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read the dataset. Returns rows and their origin for messages ("train.jsonl"). Raises UserError."""
         ...

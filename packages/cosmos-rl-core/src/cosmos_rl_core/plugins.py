@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -50,14 +51,15 @@ def names(group: str) -> list[str]:
     return sorted(_targets(group))
 
 
-def locate(group: str, name: str) -> str:
+def locate(group: str, name: str, *, beside: Sequence[str] = ()) -> str:
     """Return where a plug-in lives, as "module:attribute". Imports nothing.
 
-    Raises UserError for a name nobody offers, with the known names and the line that installs it.
+    Raises UserError for a name nobody offers, with the known names (those of the group and `beside`) and the line
+    that installs it.
     """
     where = name if ":" in name else _targets(group).get(name)
     if where is None:
-        raise UserError(_unknown(group, name))
+        raise UserError(_unknown(group, name, beside))
     return where
 
 
@@ -86,12 +88,12 @@ def _targets(group: str) -> dict[str, str]:
     return found
 
 
-def _unknown(group: str, name: str) -> str:
+def _unknown(group: str, name: str, beside: Sequence[str]) -> str:
     kind = group.rpartition(".")[2].removesuffix("s")
     shipped = _SHIPPED.get(group, {}).get(name)
     if shipped is not None:
         return f"{kind} {name!r} is not installed: pip install {shipped.distribution}"
-    known = names(group)
+    known = sorted({*names(group), *beside})
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     installable = [

@@ -37,6 +37,8 @@ class LLMDomain:
     name = "llm"
     Model = LLMModelConfig
     Data = LLMDataConfig
+    rewards = tuple(REWARDS)
+    engines = ("torch",)
 
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read rows with `prompt`, `answer` and `response` beside their own columns, and their origin."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.assemble import build_reward
+from cosmos_rl_core.assemble import build_reward, look_up_parts
 from cosmos_rl_core.config.base import ConfigError, Problem
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.problems import as_toml
@@ -42,9 +42,13 @@ class Checked:
 
 
 def check(config: RunConfig, *, file: str = "") -> Checked:
-    """Read the datasets and look up the rewards. Raises ConfigError with everything that is wrong."""
+    """Read the datasets, look up model, engine and rewards. Raises ConfigError with everything that is wrong."""
     domain = load_domain(config.run.domain)
     found = _reward_problems(config, domain)
+    try:
+        look_up_parts(config, domain)
+    except UserError as error:
+        found.append(Problem(key="", wrong=str(error)))
     data = _dataset("data", config.data, domain, found)
     evaluation = None if config.eval.data is None else _dataset("eval.data", config.eval.data, domain, found)
     if data is None or found:
@@ -74,7 +78,7 @@ def _reward_problems(config: RunConfig, domain: Domain) -> list[Problem]:
         key, given = f"reward.functions.{place}.name", as_toml(function.name)
         try:
             if domain.reward(function.name) is None:
-                plugins.locate("cosmos_rl.rewards", function.name)  # an unknown name, before what it is given
+                plugins.locate("cosmos_rl.rewards", function.name, beside=domain.rewards)
             reward = build_reward(function.name, domain, options=function.options)
         except UserError as error:
             found.append(Problem(key=key, given=given, wrong=str(error)))

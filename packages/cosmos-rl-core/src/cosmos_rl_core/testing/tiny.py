@@ -25,6 +25,8 @@ class Tiny:
     name = "tiny"
     Model = TinyModel
     Data = TinyData
+    rewards = ("hits", "nan", "short", "text")
+    engines = ("tiny", "torch")
 
     def load_rows(self, data: TinyData) -> tuple[Sequence[Mapping[str, Any]], str]:
         return [{"context": data.start + i} for i in range(data.rows)], "tiny"
