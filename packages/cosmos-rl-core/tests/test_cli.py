@@ -24,6 +24,9 @@ rows = 12
 [policy]
 prompts_per_step = 4
 
+[sync]
+backend = "cosmos_rl_core.testing.file_sync:FileSync"
+
 [rollout]
 group_size = 3
 
