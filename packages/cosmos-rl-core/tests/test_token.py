@@ -1,11 +1,10 @@
 """The run's token file."""
 
 import stat
-from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.control.token import make_token, read_token, token_file_from
+from cosmos_rl_core.control.token import make_token, read_token
 from cosmos_rl_core.interfaces import UserError
 
 
@@ -49,8 +48,3 @@ def test_a_file_that_holds_no_token_is_refused(tmp_path, content):
 def test_a_missing_token_file_is_named(tmp_path):
     with pytest.raises(UserError, match="cannot read the token file"):
         read_token(tmp_path / "token")
-
-
-def test_the_environment_names_a_file_only_where_it_is_set():
-    assert token_file_from({"COSMOS_RL_TOKEN_FILE": "secrets/token"}) == Path("secrets/token")
-    assert token_file_from({}) is None

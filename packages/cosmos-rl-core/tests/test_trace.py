@@ -4,8 +4,6 @@ import json
 import threading
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cosmos_rl_core.observe.trace import Timeline, merge
 
@@ -55,15 +53,6 @@ def test_a_span_that_fails_is_recorded_with_its_error(tmp_path):
     timeline.write(tmp_path / "t.json")
     (event,) = (e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "X")
     assert event["args"] == {"error": "KeyError"}
-
-
-def test_an_instant_is_a_point(tmp_path):
-    timeline = Timeline("rollout-0", clock=Clock(4.0), wall=Clock())
-    timeline.instant("version", track="weights", version=7)
-    timeline.write(tmp_path / "t.json")
-    (event,) = (e for e in json.loads((tmp_path / "t.json").read_text())["traceEvents"] if e["ph"] == "i")
-    assert (event["name"], event["ts"], event["args"]) == ("version", 4e6, {"version": 7})
-    assert "dur" not in event
 
 
 def test_threads_record_at_once_and_each_has_its_row(tmp_path):
@@ -141,36 +130,16 @@ def recorded(intervals):
     return timeline
 
 
-def test_busy_time_counts_overlaps_once_and_other_names_not_at_all():
-    timeline = recorded([("a", 0.0, 4.0), ("b", 3.0, 5.0), ("wait", 5.0, 9.0), ("a", 9.0, 20.0)])
-    assert timeline.busy_fraction({"a", "b"}, 0.0, 10.0) == pytest.approx(0.6)
-    assert timeline.busy_fraction({"wait"}, 0.0, 10.0) == pytest.approx(0.4)
-    assert timeline.busy_fraction({"nothing"}, 0.0, 10.0) == 0.0
-
-
-def test_a_span_that_is_still_running_is_busy():
+def test_a_span_that_is_still_running_counts():
     clock = Clock()
     timeline = Timeline("p", clock=clock, wall=clock)
     clock.now = 6.0
     with timeline.span("a"):
         clock.now = 10.0
-        assert timeline.busy_fraction({"a"}, 0.0, 10.0) == pytest.approx(0.4)
         assert timeline.total("a") == pytest.approx(4.0)
-
-
-@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 10)), max_size=12))
-def test_busy_time_equals_the_count_of_covered_seconds(intervals):
-    timeline = recorded([("a", float(start), float(start + length)) for start, length in intervals])
-    covered = {second for start, length in intervals for second in range(start, start + length)}
-    assert timeline.busy_fraction({"a"}, 5.0, 25.0) == pytest.approx(len(covered & set(range(5, 25))) / 20)
 
 
 def test_totals_add_up_by_name():
     timeline = recorded([("a", 0.0, 4.0), ("b", 4.0, 5.0), ("a", 5.0, 6.0)])
     assert timeline.total("a") == pytest.approx(5.0)
     assert timeline.total("a", "b", "c") == pytest.approx(6.0)
-
-
-def test_an_empty_interval_is_refused():
-    with pytest.raises(ValueError, match="t0 < t1"):
-        Timeline("p").busy_fraction({"a"}, 3.0, 3.0)

@@ -5,13 +5,10 @@ from __future__ import annotations
 import os
 import secrets
 import stat
-from collections.abc import Mapping
 from pathlib import Path
 
 from cosmos_rl_core.control.handshake import TOKEN_BYTES
 from cosmos_rl_core.interfaces import UserError
-
-TOKEN_FILE_VARIABLE = "COSMOS_RL_TOKEN_FILE"
 
 
 def make_token(path: Path) -> bytes:
@@ -44,9 +41,3 @@ def read_token(path: Path) -> bytes:
     if len(token) != TOKEN_BYTES:
         raise UserError(f"{path} is not a token file: it should hold {2 * TOKEN_BYTES} hex digits")
     return token
-
-
-def token_file_from(environ: Mapping[str, str]) -> Path | None:
-    """Return the file that COSMOS_RL_TOKEN_FILE names in `environ`, or None where it is not set."""
-    name = environ.get(TOKEN_FILE_VARIABLE, "")
-    return Path(name) if name else None

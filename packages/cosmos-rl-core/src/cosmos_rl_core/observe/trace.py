@@ -1,4 +1,4 @@
-"""Where the time went: spans and instants of a process, as a Chrome trace.
+"""Where the time went: the spans of a process, as a Chrome trace.
 
     timeline = Timeline("policy-0")
     with timeline.span("forward_backward", step=3):
@@ -15,7 +15,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -28,8 +28,7 @@ _MICROSECONDS = 1e6
 class _Event(NamedTuple):
     name: str
     start: float
-    end: float | None
-    """None for an instant."""
+    end: float
     track: str
     args: dict[str, Any]
 
@@ -44,7 +43,7 @@ class _File(msgspec.Struct):
 
 
 class Timeline:
-    """Spans and instants of one process. Threads may share it; recording takes about a microsecond."""
+    """Spans of one process. Threads may share it; recording takes about a microsecond."""
 
     def __init__(
         self,
@@ -71,36 +70,12 @@ class Timeline:
         """
         return _Span(self, name, track or threading.current_thread().name, args)
 
-    def instant(self, name: str, *, track: str = "", **args: Any) -> None:
-        """Record that something happened now."""
-        self._events.append(_Event(name, self._clock(), None, track or threading.current_thread().name, args))
-
     def total(self, *names: str) -> float:
         """Return the seconds spent in spans of these names since the start, running ones included. Cheap."""
         now = self._clock()
         with self._lock:
             running = sum(now - span.start for span in self._running.values() if span.name in names)
             return running + sum(self._totals.get(name, 0.0) for name in names)
-
-    def busy_fraction(self, names: Iterable[str], t0: float, t1: float) -> float:
-        """Return the share of [t0, t1] (seconds of the clock) in which a span of `names` was running.
-
-        Overlaps count once; a span that has not ended counts up to t1. Raises ValueError for an empty
-        interval.
-        """
-        if not t0 < t1:
-            raise ValueError(f"busy_fraction needs t0 < t1, got {t0} and {t1}")
-        wanted = frozenset(names)
-        intervals = [(e.start, e.end) for e in list(self._events) if e.end is not None and e.name in wanted]
-        with self._lock:
-            intervals += [(span.start, t1) for span in self._running.values() if span.name in wanted]
-        busy, covered_to = 0.0, t0
-        for start, end in sorted(intervals):
-            start, end = max(start, covered_to), min(end, t1)
-            if end > start:
-                busy += end - start
-                covered_to = end
-        return busy / (t1 - t0)
 
     def write(self, path: Path) -> None:
         """Write what was recorded so far. Readers see the old file or the new one, never half of one."""
@@ -179,10 +154,15 @@ def _label(kind: str, name: str, *, pid: int, tid: int) -> dict[str, Any]:
 
 
 def _row(event: _Event, *, pid: int, tid: int) -> dict[str, Any]:
-    row = {"name": event.name, "pid": pid, "tid": tid, "ts": event.start * _MICROSECONDS, "args": event.args}
-    if event.end is None:
-        return {**row, "ph": "i", "s": "t"}
-    return {**row, "ph": "X", "dur": (event.end - event.start) * _MICROSECONDS}
+    return {
+        "ph": "X",
+        "name": event.name,
+        "pid": pid,
+        "tid": tid,
+        "ts": event.start * _MICROSECONDS,
+        "dur": (event.end - event.start) * _MICROSECONDS,
+        "args": event.args,
+    }
 
 
 def _replace(path: Path, file: _File) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -15,7 +16,7 @@ HEARTBEAT_S = 1.0
 RETRY_S = 1.5
 
 
-class FakeReplica:
+class FakeReplica(ABC):
     """What both roles share: a process with a connection."""
 
     role: events.Role
@@ -45,8 +46,8 @@ class FakeReplica:
         self.connect()
         self.world.after(HEARTBEAT_S * self.world.random.random(), self.beat, self.process)
 
-    def forget(self) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def forget(self) -> None: ...
 
     def kill(self) -> None:
         self.is_alive = False
@@ -125,11 +126,11 @@ class FakeReplica:
             case _:
                 self.obey(effect)
 
-    def welcomed(self, effect: effects.Welcome, is_new: bool) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def welcomed(self, effect: effects.Welcome, is_new: bool) -> None: ...
 
-    def obey(self, effect: effects.Effect) -> None:
-        raise NotImplementedError
+    @abstractmethod
+    def obey(self, effect: effects.Effect) -> None: ...
 
     def works_on(self, sample: int) -> bool:
         return False
