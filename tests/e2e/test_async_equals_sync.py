@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 
 from cosmos_rl_core import assemble, run
 from cosmos_rl_core.config.load import load_config, load_domain
+from cosmos_rl_core.types import Share
 
 STEPS = 10
 
@@ -20,7 +21,7 @@ async def synchronous_loop(config):
     trainer = assemble.build_trainer(config, domain)
     engine = assemble.build_engine(config, domain)
     rollouter = assemble.build_rollouter(config, domain, engine)
-    collate = assemble.build_collate(config, domain)
+    collate = assemble.build_collate(config, domain, Share())
     live, trained = engine.weights(), trainer.policy.weights()
 
     def apply():

@@ -51,7 +51,7 @@ def test_custom_reward(tmp_path):
 
 
 def test_custom_algorithm(tmp_path):
-    overrides = ["run.placement=inline", "run.max_steps=40"]
+    overrides = ["run.placement=inline"]
     python("custom_algorithm/recipe.py", "--dir", tmp_path, *overrides)
     before, after = before_and_after(tmp_path / "rl")
     assert after > before + 0.15

@@ -7,6 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from cosmos_rl_core.interfaces import Domain, UserError
+from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMDataConfig
 from cosmos_rl_llm.data import load_rows
 from cosmos_rl_llm.domain import LLM
@@ -212,7 +213,7 @@ def test_an_unknown_engine_or_option_is_an_error():
 def test_a_revision_is_not_for_a_directory(tmp_path):
     model, data = LLM.Model(path=str(tmp_path), revision="main"), LLM.Data(path="a.jsonl")
     with pytest.raises(UserError, match=r"model.revision is for a Hugging Face model id"):
-        LLM.build_policy(model, data=data, sampling=None, seed=0)
+        LLM.build_policy(model, data=data, sampling=None, seed=0, setup=ModelSetup())
 
 
 def test_the_controller_loads_the_domain_without_torch():

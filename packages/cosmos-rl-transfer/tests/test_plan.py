@@ -169,6 +169,19 @@ def test_a_bucket_never_takes_the_rest_of_a_tensor_for_padding():
     assert arena.flat_start(made.streams[0, 0][0]) is None
 
 
+def test_a_bucket_never_takes_the_start_of_the_next_tensor_for_padding():
+    first, second = spec("a", (25,)), spec("b", (20,))
+    source = Manifest(
+        (
+            TensorLayout(first, {0: Box((24,), (1,)), 1: Box((0,), (24,))}),
+            TensorLayout(second, {0: Box((8,), (12,)), 1: Box((0,), (8,))}),
+        )
+    )
+    made = plan(source, Manifest.whole([first, second]), bucket_bytes=1024)
+    arena = Arena.of(Manifest.whole([first, second]), rank=0, wire_dtypes=made.wire_dtypes)
+    assert arena.flat_start(made.streams[0, 0][0]) is None  # both pieces are as far apart here as in the bucket
+
+
 def test_missing_names_are_listed():
     specs = [spec(f"w{i}") for i in range(8)]
     with pytest.raises(LayoutError, match=r"source lacks w1, w2, w3, w4, w5 and 2 more"):

@@ -15,13 +15,16 @@ from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.interfaces import Domain, RewardFn, RolloutEngine, UserError, WeightSync
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.source import PromptSource
-from cosmos_rl_core.types import RolloutGroup, TrainBatch
+from cosmos_rl_core.types import RolloutGroup, Share, TrainBatch
 
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.interfaces import Policy
+    from cosmos_rl_core.parallel.mesh import ReplicaMesh
     from cosmos_rl_core.train.trainer import Trainer
 
 
@@ -128,13 +131,27 @@ def build_rollouter(config: RunConfig, domain: Domain, engine: RolloutEngine) ->
     )
 
 
-def build_trainer(config: RunConfig, domain: Domain) -> Trainer:
+def build_mesh(config: RunConfig) -> ReplicaMesh | None:
+    """The mesh of a policy replica of several ranks, in each of them after its process group is there."""
+    import torch
+    import torch.distributed as dist
+
+    from cosmos_rl_core.parallel.mesh import ReplicaMesh
+
+    dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+    if dims.world_size == 1:
+        return None
+    device = torch.device("cuda" if dist.get_default_backend_for_device("cuda") == dist.get_backend() else "cpu")
+    return ReplicaMesh.build(dims, device=device)
+
+
+def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = None) -> Trainer:
     from cosmos_rl_core.algorithms.objective import build_objective
     from cosmos_rl_core.train.optim import build_optimizer
     from cosmos_rl_core.train.schedule import factor
     from cosmos_rl_core.train.trainer import Trainer
 
-    policy = _build_policy(config, domain)
+    policy = _build_policy(config, domain, mesh)
     optimizer = config.policy.optimizer
     schedule = config.policy.schedule
     return Trainer(
@@ -159,22 +176,27 @@ def build_trainer(config: RunConfig, domain: Domain) -> Trainer:
     )
 
 
-def build_reference(config: RunConfig, domain: Domain, trainer: Trainer) -> Policy | None:
+def build_reference(
+    config: RunConfig, domain: Domain, trainer: Trainer, mesh: ReplicaMesh | None = None
+) -> Policy | None:
     """A frozen copy of the model the run starts from, where the algorithm asks for a KL term."""
     if config.is_sft or not trainer.needs_reference:
         return None
-    reference = _build_policy(config, domain)
+    reference = _build_policy(config, domain, mesh)
     reference.module.requires_grad_(False)
     return reference
 
 
-def _build_policy(config: RunConfig, domain: Domain) -> Policy:
+def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None) -> Policy:
     sampling = None if config.is_sft else config.rollout.sampling.build()
-    return domain.build_policy(config.model, data=config.data, sampling=sampling, seed=config.run.seed)
+    section = config.policy
+    setup = ModelSetup(mesh=mesh, parallel=section.parallel, memory=section.memory, precision=section.precision)
+    return domain.build_policy(config.model, data=config.data, sampling=sampling, seed=config.run.seed, setup=setup)
 
 
-def build_collate(config: RunConfig, domain: Domain) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:
-    return partial(domain.collate, microbatch_terms=config.policy.microbatch_terms)
+def build_collate(config: RunConfig, domain: Domain, share: Share) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:
+    """What makes this rank's share of a batch out of all its groups."""
+    return partial(domain.collate, microbatch_terms=config.policy.microbatch_terms, share=share)
 
 
 def build_sync(config: RunConfig) -> WeightSync:

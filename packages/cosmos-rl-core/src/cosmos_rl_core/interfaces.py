@@ -13,6 +13,7 @@ from cosmos_rl_core.types import (
     Rollout,
     RolloutGroup,
     Sampling,
+    Share,
     TermBatch,
     TrainBatch,
     WeightSpec,
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     import numpy as np
     from pydantic import BaseModel
     from torch import Tensor, nn
+
+    from cosmos_rl_core.parallel.setup import ModelSetup
 
 
 class RolloutEngine(Protocol):
@@ -140,8 +143,11 @@ class Domain(Protocol):
         """Read the dataset. Returns rows and their origin for messages ("train.jsonl"). Raises UserError."""
         ...
 
-    def build_policy(self, model: Any, *, data: Any, sampling: Sampling | None, seed: int) -> Policy:
-        """The model to train. `sampling` fixes the temperature at which log-probabilities are taken (None: SFT)."""
+    def build_policy(self, model: Any, *, data: Any, sampling: Sampling | None, seed: int, setup: ModelSetup) -> Policy:
+        """The model to train. `sampling` fixes the temperature at which log-probabilities are taken (None: SFT).
+
+        `setup` says over which ranks it is spread and what it trades for memory; all ranks call this together.
+        """
         ...
 
     def build_engine(self, model: Any, *, data: Any, name: str, options: Mapping[str, Any]) -> RolloutEngine:
@@ -163,12 +169,17 @@ class Domain(Protocol):
         """
         ...
 
-    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
-        """Groups -> microbatches of at most `microbatch_terms` terms (prompt included); one rollout is never cut."""
+    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
+        """Groups -> microbatches of at most `microbatch_terms` terms (prompt included); one rollout is never cut.
+
+        Returns the microbatches of `share` alone, with the counts of the whole batch; every share has as many.
+        """
         ...
 
-    def collate_sft(self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int) -> TrainBatch:
-        """Dataset rows with the wanted answer -> microbatches whose loss_mask covers the answer."""
+    def collate_sft(
+        self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int, share: Share
+    ) -> TrainBatch:
+        """Dataset rows with the wanted answer -> microbatches whose loss_mask covers the answer; as `collate`."""
         ...
 
 

@@ -120,14 +120,27 @@ class Microbatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainBatch:
-    """All microbatches of one optimizer step, with the global counts that losses are divided by."""
+    """The microbatches of one optimizer step, with the global counts that losses are divided by."""
 
     microbatches: tuple[Microbatch, ...]
+    """Those of this rank's share; every share has as many."""
     num_terms: int
     """Terms with loss_mask = 1 over the whole batch, all ranks."""
     num_rollouts: int
     """Rollouts with at least one such term over the whole batch, all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """The part of a batch that one rank trains on. Ranks that hold parts of the same samples have the same share."""
+
+    index: int = 0
+    """0 .. count - 1."""
+    count: int = 1
+    """Parts the batch is cut into."""
+    multiple: int = 1
+    """Microbatches of a share come in multiples of this, as some pipeline schedules want."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from pydantic import ValidationError
 from cosmos_rl_core.config.base import ConfigError
 from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine, UserError
-from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, TrainBatch, WeightSpec
+from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data import load_rows
@@ -24,6 +24,7 @@ from cosmos_rl_llm.rewards import REWARDS
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_llm.chat import Chat
     from cosmos_rl_llm.text_policy import TextPolicy
 
@@ -45,7 +46,7 @@ class LLMDomain:
         return load_rows(data)
 
     def build_policy(
-        self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int
+        self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int, setup: ModelSetup
     ) -> TextPolicy:
         """Load the model to train, with log-probabilities at the sampling temperature.
 
@@ -92,14 +93,14 @@ class LLMDomain:
         """The class of a shipped reward, called with its options by keyword; None for any other name."""
         return REWARDS.get(name)
 
-    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
+    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Pack rollouts end to end, at most `microbatch_terms` tokens to a microbatch, prompts included."""
         from cosmos_rl_llm.collate import collate
 
         return collate(groups, microbatch_terms=microbatch_terms)
 
     def collate_sft(
-        self, rows: Sequence[Mapping[str, Any]], *, policy: TextPolicy, microbatch_terms: int
+        self, rows: Sequence[Mapping[str, Any]], *, policy: TextPolicy, microbatch_terms: int, share: Share
     ) -> TrainBatch:
         """Pack rows with their wanted responses; the loss covers the response and the end of its turn."""
         from cosmos_rl_llm.collate import collate_sft

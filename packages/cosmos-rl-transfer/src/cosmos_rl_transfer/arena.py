@@ -83,8 +83,8 @@ class Arena:
             first = inside.start(place.box.shape) * place.item_bytes
             if not inside.is_contiguous(place.box.shape) or base not in (None, place.at + first - piece.at):
                 return None
-            if end < piece.at and not padded:
-                return None  # what lies between is not padding here but more of the tensor before
+            if end < piece.at and not (padded and first == 0):
+                return None  # what lies between is not padding here but more of either tensor
             base, end = place.at + first - piece.at, piece.at + piece.box.numel * place.item_bytes
             padded = first + piece.box.numel * place.item_bytes == place.num_bytes
         return base

@@ -10,13 +10,13 @@ from typing import Any
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.config.base import Problem, Strict
+from cosmos_rl_core.config.policy import PolicySection
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.sections import (
     CheckpointSection,
     ElasticSection,
     EvalSection,
     LoggingSection,
-    PolicySection,
     PromptsSection,
     RewardSection,
     RolloutSection,

@@ -49,65 +49,6 @@ class PromptsSection(Strict):
     """Passes over the data; without it the stream is endless and [run] max_steps ends the run."""
 
 
-class OptimizerSection(Strict):
-    """[policy.optimizer]: how gradients become updates."""
-
-    name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adam adds the weight decay to the gradient, adamw takes it off the weights."""
-    learning_rate: float = Field(default=1e-6, gt=0)
-    """Peak learning rate, after the warm-up."""
-    betas: tuple[float, float] = (0.9, 0.999)
-    """Decay of the first and second moment; sgd takes the first as its momentum."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the second moment; sgd has none."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Applied to matrices, never to vectors such as norms and biases."""
-
-    @field_validator("betas")
-    @classmethod
-    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
-        if not all(0.0 <= beta < 1.0 for beta in betas):
-            raise ValueError("each must be at least 0 and below 1")
-        return betas
-
-
-class ScheduleSection(Strict):
-    """[policy.schedule]: the learning rate over the steps."""
-
-    name: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up; linear and cosine end at [run] max_steps."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from zero."""
-    min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Rate at the end as a fraction of the peak, for linear and cosine."""
-
-
-class PolicySection(Strict):
-    """[policy]: training."""
-
-    replicas: int = 1
-    """Copies of the policy that train together."""
-    prompts_per_step: int = Field(default=8, ge=1)
-    """Prompts in one optimizer step, each with its whole group of rollouts; rows in one step of SFT."""
-    microbatch_terms: int = Field(default=8192, ge=1)
-    """Most terms (prompts included) in one forward and backward pass: bounds the memory of training."""
-    threads: int | None = Field(default=None, ge=1)
-    """CPU threads of a replica; without it the replicas of all roles share the machine's cores."""
-    max_grad_norm: float = Field(default=1.0, ge=0)
-    """The joint 2-norm that gradients are scaled down to; 0 leaves them alone."""
-    max_skipped_steps: int = Field(default=3, ge=0)
-    """Steps in a row that may be skipped for a gradient that is not finite before the run stops."""
-    optimizer: OptimizerSection = OptimizerSection()
-    schedule: ScheduleSection = ScheduleSection()
-
-    @field_validator("replicas")
-    @classmethod
-    def _one_replica(cls, replicas: int) -> int:
-        if replicas != 1:
-            raise ValueError("only one policy replica is supported; set it to 1")
-        return replicas
-
-
 class SamplingSection(Strict):
     """[rollout.sampling]: how rollouts are drawn."""
 

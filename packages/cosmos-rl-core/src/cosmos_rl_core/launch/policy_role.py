@@ -21,7 +21,7 @@ from cosmos_rl_core.train import checkpoint
 from cosmos_rl_core.train.batcher import Batcher
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.train.worker import PolicyLearner
-from cosmos_rl_core.types import TrainBatch
+from cosmos_rl_core.types import Share, TrainBatch
 
 WORK = ("forward_backward", "optim_step")
 """Spans of the timeline that count as work."""
@@ -107,7 +107,7 @@ class BatchMaker:
         self._policy = policy
         config = assignment.config
         self._batcher = Batcher(
-            assemble.build_collate(config, assignment.domain), max_staleness=config.sync.max_staleness
+            assemble.build_collate(config, assignment.domain, Share()), max_staleness=config.sync.max_staleness
         )
 
     def __call__(self, message: p.Batch) -> TrainBatch:
@@ -123,7 +123,7 @@ class BatchMaker:
 
     def _supervised(self, rows: list[Mapping[str, Any]]) -> TrainBatch:
         terms = self._at.config.policy.microbatch_terms
-        batch = self._at.domain.collate_sft(rows, policy=self._policy, microbatch_terms=terms)
+        batch = self._at.domain.collate_sft(rows, policy=self._policy, microbatch_terms=terms, share=Share())
         return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})
 
 

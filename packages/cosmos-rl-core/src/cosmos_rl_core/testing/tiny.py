@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from cosmos_rl_core.interfaces import Policy, PromptError, RewardFn, RolloutEngine
+from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel, hits, not_a_number, too_few, words
-from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, TrainBatch
+from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch
 
 
 class Tiny:
@@ -31,7 +32,9 @@ class Tiny:
     def load_rows(self, data: TinyData) -> tuple[Sequence[Mapping[str, Any]], str]:
         return [{"context": data.start + i} for i in range(data.rows)], "tiny"
 
-    def build_policy(self, model: TinyModel, *, data: TinyData, sampling: Sampling | None, seed: int) -> Policy:
+    def build_policy(
+        self, model: TinyModel, *, data: TinyData, sampling: Sampling | None, seed: int, setup: ModelSetup
+    ) -> Policy:
         from cosmos_rl_core.testing.tiny_model import TinyPolicy
 
         return TinyPolicy(model, temperature=sampling.temperature if sampling else 1.0)
@@ -52,12 +55,14 @@ class Tiny:
             "short": lambda: too_few,
         }.get(name)
 
-    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
+    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate
 
         return collate(groups, microbatch_terms=microbatch_terms)
 
-    def collate_sft(self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int) -> TrainBatch:
+    def collate_sft(
+        self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int, share: Share
+    ) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate_answers
 
         return collate_answers(rows, actions=policy.actions, length=3, microbatch_terms=microbatch_terms)

@@ -1,0 +1,78 @@
+"""The ranks of a policy replica as a torch DeviceMesh, and the sums over its parts.
+
+    world [pp, dp_replicate, dp_shard, cp, tp]
+        fsdp     dp_shard x cp flattened; with dp_replicate before it where that is above 1 (HSDP)
+        experts  the same ranks as [efsdp, ep]: efsdp shards an expert's weights, ep spreads the experts
+
+Every gradient is a sum, never a mean: losses are already divided by counts over the whole batch, so that the gradient
+of a parameter is the sum over the ranks that hold parts of the batch (dp) or of its sequences (cp).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cosmos_rl_core.parallel.dims import AXES, ParallelDims
+from cosmos_rl_core.types import Share
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaMesh:
+    """Where this rank stands in its replica. Made by `ReplicaMesh.build` in every rank at the same time."""
+
+    dims: ParallelDims
+    world: DeviceMesh
+    """With the axes of `dims.AXES`, those of size 1 too."""
+    fsdp: DeviceMesh
+    """[dp_shard_cp] or [dp_replicate, dp_shard_cp]: what `fully_shard` takes for everything but experts."""
+    experts: DeviceMesh
+    """[efsdp, ep], with dp_replicate before it where that is above 1."""
+    device: torch.device
+
+    @classmethod
+    def build(cls, dims: ParallelDims, *, device: torch.device) -> ReplicaMesh:
+        """Make the mesh out of the default process group, which must have exactly `dims.world_size` ranks."""
+        assert dist.get_world_size() == dims.world_size, f"{dist.get_world_size()} ranks for {dims.describe()}"
+        world = init_device_mesh(device.type, dims.shape, mesh_dim_names=AXES)
+        shards = world["dp_shard", "cp"]._flatten("dp_shard_cp")
+        spread = shards._unflatten(0, (dims.dp_shard * dims.cp // dims.ep, dims.ep), ("efsdp", "ep"))
+        if dims.dp_replicate == 1:
+            return cls(dims, world, shards, spread, device)
+        both = DeviceMesh._concatenate([world["dp_replicate"], shards])
+        return cls(dims, world, both, DeviceMesh._concatenate([world["dp_replicate"], spread]), device)
+
+    def axis(self, name: str) -> DeviceMesh | None:
+        """Return the one-dimensional mesh of an axis, None where its size is 1."""
+        mesh = self.experts["ep"] if name == "ep" else self.world[name]
+        return mesh if mesh.size() > 1 else None
+
+    @property
+    def rank(self) -> int:
+        return dist.get_rank()
+
+    @property
+    def share(self) -> Share:
+        """Which part of each batch this rank trains on."""
+        return self.dims.share(self.rank)
+
+    @property
+    def stage(self) -> int:
+        """Place on the pipeline, 0 first."""
+        return self.dims.coordinates(self.rank)["pp"]
+
+    def sum_over_shares(self, value: Tensor) -> Tensor:
+        """Return the sum over the ranks that train on different samples; in place. All of them must call it."""
+        for name in ("dp_replicate", "dp_shard"):
+            if (mesh := self.axis(name)) is not None:
+                dist.all_reduce(value, group=mesh.get_group())
+        return value
+
+    def sum_over_all(self, value: Tensor) -> Tensor:
+        """Return the sum over all ranks of the replica; in place."""
+        dist.all_reduce(value)
+        return value

@@ -1,0 +1,22 @@
+"""What a domain is told about the place its policy will train in."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PrecisionSection
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.parallel.mesh import ReplicaMesh
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelSetup:
+    """Handed to `Domain.build_policy`: the mesh, and the options of [policy] that shape a model."""
+
+    mesh: ReplicaMesh | None = None
+    """None: the replica is one process, and nothing is distributed."""
+    parallel: ParallelSection = field(default_factory=ParallelSection)
+    memory: MemorySection = field(default_factory=MemorySection)
+    precision: PrecisionSection = field(default_factory=PrecisionSection)
