@@ -35,8 +35,7 @@ async def synchronous_loop(config):
         prompts = [source[first + i] for i in range(config.policy.prompts_per_step)]
         batch = collate([await rollouter.run(prompt) for prompt in prompts])
         trainer.begin(batch)
-        for microbatch in batch.microbatches:
-            trainer.forward_backward(microbatch)
+        trainer.forward_backward(batch.microbatches)
         trainer.optim_step()
         await engine.switch(step + 1, apply)
     await engine.close()

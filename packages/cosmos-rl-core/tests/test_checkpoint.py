@@ -42,8 +42,7 @@ def train(trainer, *, until):
         rows = [{"context": int(c)} for c in torch.randint(0, 4, (3,))]
         batch = collate_answers(rows, actions=3, length=3, microbatch_terms=6)
         trainer.begin(batch)
-        for microbatch in batch.microbatches:
-            trainer.forward_backward(microbatch)
+        trainer.forward_backward(batch.microbatches)
         losses.append(trainer.optim_step().metrics["loss"])
     return losses
 

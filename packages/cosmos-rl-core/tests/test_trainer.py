@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 
+from cosmos_rl_core.parallel.accumulate import accumulate
 from cosmos_rl_core.train.optim import build_optimizer, clip_gradients, parameter_groups
 from cosmos_rl_core.train.schedule import factor
 from cosmos_rl_core.train.trainer import Trainer
@@ -27,6 +28,9 @@ class Linear:
     def forward(self, microbatch, *, with_entropy=False):
         logprobs = self.module(microbatch.inputs["x"])[:, 0]
         return PolicyOutputs(logprobs=logprobs, entropy=logprobs.square() if with_entropy else None)
+
+    def forward_backward(self, microbatches, *, loss, with_entropy):
+        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy)
 
 
 class TwoLosses:
@@ -106,20 +110,19 @@ def weights(trainer):
     return torch.cat([parameter.detach().flatten().clone() for parameter in trainer.policy.module.parameters()])
 
 
-def accumulate(trainer, whole):
+def run_all(trainer, whole):
     trainer.begin(whole)
-    for part in whole.microbatches:
-        trainer.forward_backward(part)
+    trainer.forward_backward(whole.microbatches)
     return trainer
 
 
 def one_step(trainer, whole):
-    return accumulate(trainer, whole).optim_step()
+    return run_all(trainer, whole).optim_step()
 
 
 @pytest.mark.parametrize("cuts", [(1,), (2,), (1, 2, 3)])
 def test_any_split_into_microbatches_gives_the_same_losses_and_gradient(cuts):
-    whole, parts = accumulate(make(), batch()), accumulate(make(), batch(*cuts))
+    whole, parts = run_all(make(), batch()), run_all(make(), batch(*cuts))
     torch.testing.assert_close(gradients(parts), gradients(whole), rtol=0, atol=1e-12)
     expected, found = whole.optim_step().metrics, parts.optim_step().metrics
     assert set(found) == set(expected)
@@ -143,7 +146,7 @@ def test_the_named_losses_by_hand():
 
 
 def test_the_objectives_normalizer_divides():
-    plain, other = accumulate(make(), batch(2)), accumulate(make(objective=TwoLosses(normalizer=8.0)), batch(2))
+    plain, other = run_all(make(), batch(2)), run_all(make(objective=TwoLosses(normalizer=8.0)), batch(2))
     torch.testing.assert_close(gradients(other), gradients(plain) / 2)
     assert other.optim_step().metrics["loss"] == pytest.approx(plain.optim_step().metrics["loss"] / 2)
 
@@ -155,7 +158,7 @@ def test_entropy_is_computed_where_the_objective_asks_for_it():
 
 def test_a_step_follows_the_gradient_at_the_scheduled_rate():
     trainer = make(rate_factor=lambda step: {7: 0.5}[step], version=7)
-    before, slope = weights(trainer), gradients(accumulate(trainer, batch(2))).clone()
+    before, slope = weights(trainer), gradients(run_all(trainer, batch(2))).clone()
     result = trainer.optim_step()
     torch.testing.assert_close(weights(trainer), before - 0.05 * slope)
     assert (result.policy_version, trainer.version, result.skipped) == (8, 8, False)
@@ -166,7 +169,7 @@ def test_a_step_follows_the_gradient_at_the_scheduled_rate():
 def test_gradients_do_not_leak_into_the_next_step():
     trainer = make(learning_rate=1e-30)
     one_step(trainer, batch())
-    torch.testing.assert_close(gradients(accumulate(trainer, batch())), gradients(accumulate(make(), batch())))
+    torch.testing.assert_close(gradients(run_all(trainer, batch())), gradients(run_all(make(), batch())))
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])

@@ -102,15 +102,30 @@ class Objective(Protocol):
         ...
 
 
+class MicrobatchLoss(Protocol):
+    """The trainer's: outputs of a microbatch -> the scalar to backpropagate. Counts the step's metrics on the way."""
+
+    def __call__(self, outputs: PolicyOutputs, microbatch: Microbatch) -> Tensor: ...
+
+
 class Policy(Protocol):
-    """A trainable model that assigns log-probabilities to terms."""
+    """A trainable model that assigns log-probabilities to terms. All ranks of a replica call it together."""
 
     @property
     def module(self) -> nn.Module:
         """Holds the parameters that are trained."""
         ...
 
-    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs: ...
+    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
+        """One microbatch. In a pipeline the ranks before the last stage get outputs that mean nothing."""
+        ...
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
+        """Add the gradients of `loss` over each microbatch; in a pipeline only the last stage calls it.
+
+        `parallel.accumulate.accumulate` is this for a policy without a pipeline.
+        """
+        ...
 
     def weights(self) -> Mapping[str, Tensor]:
         """Live tensors by checkpoint name: what a rollout engine needs, tied tensors once."""

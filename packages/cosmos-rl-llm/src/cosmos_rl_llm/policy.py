@@ -7,6 +7,7 @@ Prompt tokens never reach the output head, and the prompt of neighbouring rollou
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from cosmos_rl_core.interfaces import MicrobatchLoss
+from cosmos_rl_core.parallel.accumulate import accumulate
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.linear import use_onednn
 from cosmos_rl_llm.logprobs import term_logprobs
@@ -80,6 +83,9 @@ class CausalLMPolicy:
             logits_bytes=self._logits_bytes,
         )
         return PolicyOutputs(logprobs=logprobs, entropy=entropy)
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
+        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy)
 
     def weights(self) -> dict[str, Tensor]:
         """Live tensors by checkpoint name, tied tensors once."""

@@ -11,6 +11,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from cosmos_rl_core.interfaces import MicrobatchLoss
+from cosmos_rl_core.parallel.accumulate import accumulate
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Prompt, Rollout, RolloutGroup, TermBatch, TrainBatch
 
@@ -52,6 +54,9 @@ class TinyPolicy:
         logprobs = logits.log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
         return PolicyOutputs(logprobs=logprobs.gather(-1, inputs["actions"][:, None])[:, 0], entropy=entropy)
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
+        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy)
 
     def weights(self) -> Mapping[str, Tensor]:
         return dict(self.module.named_parameters())

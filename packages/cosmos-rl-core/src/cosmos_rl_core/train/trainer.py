@@ -8,21 +8,20 @@ aggregation, so that any split into microbatches gives the same gradient.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
 from cosmos_rl_core.interfaces import Objective, Policy
 from cosmos_rl_core.train.optim import clip_gradients
-from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
+from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBatch
 
 
 class Trainer:
     """Three verbs of training.
 
     trainer.begin(batch)
-    for microbatch in batch.microbatches:
-        trainer.forward_backward(microbatch)
+    trainer.forward_backward(batch.microbatches)
     result = trainer.optim_step()
     """
 
@@ -59,10 +58,15 @@ class Trainer:
         self._sums = {}
         self.optimizer.zero_grad(set_to_none=True)
 
-    def forward_backward(self, microbatch: Microbatch) -> None:
-        """Add the gradient of one microbatch."""
+    def forward_backward(self, microbatches: Sequence[Microbatch]) -> None:
+        """Add the gradients of the batch's microbatches."""
         assert self._batch is not None, "begin(batch) comes first"
-        outputs = self.policy.forward(microbatch, with_entropy=self._objective.needs_entropy)
+        self.policy.forward_backward(microbatches, loss=self._loss, with_entropy=self._objective.needs_entropy)
+        self.progress += 1
+
+    def _loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
+        """The weighted sum of all loss terms over a microbatch; adds to the step's metrics."""
+        assert self._batch is not None
         losses, metrics = self._objective(outputs, microbatch.terms)
         weights = self._objective.term_weights(microbatch.terms)
         normalizer = self._objective.normalizer(self._batch)
@@ -71,12 +75,12 @@ class Trainer:
             value = (weights * loss.values).sum() / normalizer
             total = total + loss.coef * value
             self._add(f"loss_{loss.name}", value)
-        total.backward()
         self._add("loss", total)
         mask = microbatch.terms.loss_mask
         for name, values in metrics.items():
             self._add(name, (mask * values).sum() / max(1, self._batch.num_terms))
         self.progress += 1
+        return total
 
     def optim_step(self) -> StepResult:
         """Clip, check, step. A gradient that is not finite leaves the weights alone and is reported."""

@@ -77,9 +77,8 @@ class PolicyLearner:
 
     def _forward_backward(self, batch: TrainBatch) -> None:
         self.trainer.begin(batch)
-        for microbatch in batch.microbatches:
-            with self._timeline.span("forward_backward", step=self.version):
-                self.trainer.forward_backward(self._with_reference(microbatch))
+        with self._timeline.span("forward_backward", step=self.version):
+            self.trainer.forward_backward([self._with_reference(microbatch) for microbatch in batch.microbatches])
 
     def _with_reference(self, microbatch: Microbatch) -> Microbatch:
         if self._reference is None:
