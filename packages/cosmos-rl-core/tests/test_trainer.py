@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.parallel.accumulate import accumulate
-from cosmos_rl_core.train.optim import build_optimizer, clip_gradients, parameter_groups
+from cosmos_rl_core.parallel.gradients import clip_gradients
+from cosmos_rl_core.train.optim import build_optimizer, parameter_groups
 from cosmos_rl_core.train.schedule import factor
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import LossTerm, Microbatch, PolicyOutputs, TermBatch, TrainBatch

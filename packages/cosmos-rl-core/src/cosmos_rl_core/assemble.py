@@ -173,6 +173,7 @@ def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = 
             min_ratio=schedule.min_ratio,
         ),
         max_grad_norm=config.policy.max_grad_norm,
+        mesh=mesh,
     )
 
 

@@ -13,7 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 
 from cosmos_rl_core.interfaces import Objective, Policy
-from cosmos_rl_core.train.optim import clip_gradients
+from cosmos_rl_core.parallel.figures import sum_figures
+from cosmos_rl_core.parallel.gradients import clip_gradients
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBatch
 
 
@@ -33,6 +35,7 @@ class Trainer:
         optimizer: torch.optim.Optimizer,
         rate_factor: Callable[[int], float],
         max_grad_norm: float,
+        mesh: ReplicaMesh | None = None,
         version: int = 0,
     ) -> None:
         self.policy = policy
@@ -44,6 +47,7 @@ class Trainer:
         self._rate_factor = rate_factor
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self._max_grad_norm = max_grad_norm
+        self._mesh = mesh
         self._batch: TrainBatch | None = None
         self._sums: dict[str, torch.Tensor] = {}
 
@@ -62,7 +66,6 @@ class Trainer:
         """Add the gradients of the batch's microbatches."""
         assert self._batch is not None, "begin(batch) comes first"
         self.policy.forward_backward(microbatches, loss=self._loss, with_entropy=self._objective.needs_entropy)
-        self.progress += 1
 
     def _loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
         """The weighted sum of all loss terms over a microbatch; adds to the step's metrics."""
@@ -85,7 +88,11 @@ class Trainer:
     def optim_step(self) -> StepResult:
         """Clip, check, step. A gradient that is not finite leaves the weights alone and is reported."""
         assert self._batch is not None
-        norm, finite = clip_gradients(self.policy.module.parameters(), max_norm=self._max_grad_norm)
+        norm, finite = clip_gradients(
+            self.policy.module.parameters(),
+            max_norm=self._max_grad_norm,
+            num_stages=self._mesh.dims.pp if self._mesh else 1,
+        )
         scale = self._rate_factor(self.version)
         if finite:
             for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
@@ -93,10 +100,15 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        metrics = {**self._batch.metrics, **{name: value.item() for name, value in self._sums.items()}}
+        metrics = {**self._batch.metrics, **self._figures()}
         metrics |= {"grad_norm": norm, "learning_rate": self._base_rates[0] * scale}
         self._batch = None
         return StepResult(policy_version=self.version, metrics=metrics, skipped=not finite)
+
+    def _figures(self) -> dict[str, float]:
+        if self._mesh is not None:
+            return sum_figures(self._sums, self._mesh)
+        return {name: value.item() for name, value in self._sums.items()}
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         """Add to a metric on its own device; it is read once a step, so that a GPU need not wait."""

@@ -1,0 +1,81 @@
+"""The joint norm of gradients that lie in parts on many ranks, and the clip by it.
+
+    norm^2 = sum over ranks, parameters of |local part|^2 / copies of that part
+
+A part's copies are the ranks that hold the same box: those along mesh axes where the parameter is replicated, and those
+of its stage that its mesh leaves out. Dividing by them makes one sum over all ranks right for any mixture of meshes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Collection, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+
+def clip_gradients(
+    parameters: Iterable[nn.Parameter],
+    *,
+    max_norm: float,
+    num_stages: int = 1,
+    elsewhere: Collection[nn.Parameter] = (),
+) -> tuple[float, bool]:
+    """Scale all gradients so that their joint 2-norm is at most `max_norm` (0: only measure).
+
+    Returns (norm before, finite); the same on every rank, where there are several and all call this together.
+
+    Args:
+        num_stages: of the pipeline: a parameter lies on the ranks of one stage.
+        elsewhere: parameters that another stage counts, such as the second copy of a tied matrix.
+    """
+    trained = [p for p in parameters if p.grad is not None]
+    skipped = {id(p) for p in elsewhere}
+    distributed = num_stages > 1 or any(isinstance(p, DTensor) for p in trained)
+    counted = [p.grad for p in trained if p.grad is not None and id(p) not in skipped]
+    norm = _norm_over_ranks(counted, num_stages=num_stages) if distributed else get_total_norm(counted)
+    finite = bool(torch.isfinite(norm))
+    if finite and max_norm > 0:
+        _scale(trained, max_norm, norm, distributed=distributed)
+    return float(norm), finite
+
+
+def _norm_over_ranks(gradients: Iterable[Tensor], *, num_stages: int) -> Tensor:
+    stage_size = dist.get_world_size() // num_stages
+    parts: defaultdict[float, list[Tensor]] = defaultdict(list)
+    device = torch.device("cpu")
+    for gradient in gradients:
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        parts[stage_size / num_shards(gradient)].append(local)
+        device = local.device
+    squares = [get_total_norm(tensors).double().square() / copies for copies, tensors in parts.items()]
+    total = torch.stack([s.to(device) for s in squares]).sum() if squares else torch.zeros((), dtype=torch.float64)
+    total = total.to(device)
+    dist.all_reduce(total)
+    return total.sqrt().float()
+
+
+def num_shards(tensor: Tensor) -> int:
+    """Return into how many boxes a tensor is cut; 1 for a plain one."""
+    if not isinstance(tensor, DTensor):
+        return 1
+    assert not any(placement.is_partial() for placement in tensor.placements), "a gradient was not reduced"
+    sizes = zip(tensor.placements, tensor.device_mesh.shape)
+    return math.prod(size for placement, size in sizes if placement.is_shard())
+
+
+def _scale(parameters: list[nn.Parameter], max_norm: float, norm: Tensor, *, distributed: bool) -> None:
+    if not distributed:
+        clip_grads_with_norm_(parameters, max_norm, norm)
+        return
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    for parameter in parameters:  # one at a time: a list must not mix meshes
+        assert parameter.grad is not None
+        gradient = parameter.grad
+        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local.mul_(factor.to(local.device))
