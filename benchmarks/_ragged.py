@@ -1,0 +1,87 @@
+"""The workload of train_step.py: prompts in groups of eight with answers of ragged lengths, the same for all sides.
+
+Imported in both environments: nothing of either framework at module level.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+GROUP_SIZE = 8
+NUM_GROUPS = 8
+VOCABULARY = 32_000
+LEARNING_RATE = 1e-4
+MAX_GRAD_NORM = 1.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One prompt with its answer."""
+
+    prompt: list[int]
+    answer: list[int]
+    advantage: float
+
+
+def samples(*, longest: int, seed: int = 0) -> list[Sample]:
+    """Return 64 samples: prompts of 16 to 64 tokens, answers of log-normal length (median 48) up to `longest`."""
+    draw = np.random.default_rng(seed)
+    made = []
+    for _ in range(NUM_GROUPS):
+        prompt = draw.integers(1, VOCABULARY, draw.integers(16, 65)).tolist()
+        lengths = np.clip(np.exp(draw.normal(np.log(48), 0.9, GROUP_SIZE)), 4, longest).astype(int)
+        advantages = draw.normal(size=GROUP_SIZE)
+        made += [
+            Sample(prompt=prompt, answer=draw.integers(1, VOCABULARY, n).tolist(), advantage=float(a))
+            for n, a in zip(lengths, advantages)
+        ]
+    return made
+
+
+def num_tokens(work: list[Sample]) -> int:
+    """Prompt and answer tokens of a step, without padding."""
+    return sum(len(s.prompt) + len(s.answer) for s in work)
+
+
+def write_model(directory: Path) -> None:
+    """Save a Qwen3 of 11 million random parameters, most of them in its vocabulary, and a tokenizer of numbers."""
+    import torch
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCABULARY,
+        hidden_size=256,
+        intermediate_size=768,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=64,
+        max_position_embeddings=4096,
+        tie_word_embeddings=True,
+        eos_token_id=0,
+        pad_token_id=0,
+        bos_token_id=None,
+    )
+    Qwen3ForCausalLM(config).save_pretrained(directory)
+    tokenizer = Tokenizer(models.WordLevel({"<end>": 0, "<unk>": 1}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>").save_pretrained(directory)
+
+
+class StepFile:
+    """One JSON line a finished step: its seconds, its loss, and the process's peak memory so far."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("w")
+
+    def write(self, *, step_s: float, loss: float) -> None:
+        status = Path("/proc/self/status").read_text()
+        peak = int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        self._file.write(json.dumps({"step_s": step_s, "loss": loss, "peak_bytes": peak}) + "\n")
+        self._file.flush()
