@@ -35,6 +35,13 @@ def test_ranks_along_a_sequence_share_their_samples():
     assert all(np.array_equal(r["experts"], [[0, 1], [2, 3]]) for r in ranks)
 
 
+def test_to_experts_ranks_along_tp_are_more_data_ranks():
+    ranks = run_ranks(shares, 4, dp_shard=2, tp=2, ep=2)
+    assert [int(r["share"]) for r in ranks] == [0, 0, 1, 1]
+    assert [r["fsdp"].tolist() for r in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert all(np.array_equal(r["experts"], [[0, 1], [2, 3]]) for r in ranks)
+
+
 def fails_on_the_last(rank, world_size):
     if rank == world_size - 1:
         raise ValueError("rank 1 cannot")

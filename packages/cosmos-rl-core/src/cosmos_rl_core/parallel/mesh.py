@@ -2,10 +2,11 @@
 
     world [pp, dp_replicate, dp_shard, cp, tp]
         fsdp     dp_shard x cp flattened; with dp_replicate before it where that is above 1 (HSDP)
-        experts  the same ranks as [efsdp, ep]: efsdp shards an expert's weights, ep spreads the experts
+        experts  dp_shard x cp x tp as [efsdp, ep]: efsdp shards an expert's weights, ep spreads the experts
 
 Every gradient is a sum, never a mean: losses are already divided by counts over the whole batch, so that the gradient
-of a parameter is the sum over the ranks that hold parts of the batch (dp) or of its sequences (cp).
+of a parameter is the sum over the ranks that hold parts of the batch (dp) or of its sequences (cp). Along tp ranks hold
+the same tokens and the experts see a slice of them from each, so that to an expert tp ranks are more data ranks.
 """
 
 from __future__ import annotations
@@ -40,11 +41,17 @@ class ReplicaMesh:
         assert dist.get_world_size() == dims.world_size, f"{dist.get_world_size()} ranks for {dims.describe()}"
         world = init_device_mesh(device.type, dims.shape, mesh_dim_names=AXES)
         shards = world["dp_shard", "cp"]._flatten("dp_shard_cp")
-        spread = shards._unflatten(0, (dims.dp_shard * dims.cp // dims.ep, dims.ep), ("efsdp", "ep"))
+        tokens = world["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
+        spread = tokens._unflatten(0, (tokens.size() // dims.ep, dims.ep), ("efsdp", "ep"))
         if dims.dp_replicate == 1:
             return cls(dims, world, shards, spread, device)
         both = DeviceMesh._concatenate([world["dp_replicate"], shards])
         return cls(dims, world, both, DeviceMesh._concatenate([world["dp_replicate"], spread]), device)
+
+    @property
+    def expert_fsdp(self) -> DeviceMesh:
+        """[efsdp] or [dp_replicate, efsdp]: what `fully_shard` takes for experts."""
+        return self.experts["dp_replicate", "efsdp"] if self.dims.dp_replicate > 1 else self.experts["efsdp"]
 
     def axis(self, name: str) -> DeviceMesh | None:
         """Return the one-dimensional mesh of an axis, None where its size is 1."""

@@ -1,0 +1,243 @@
+"""What a rank of a policy replica will hold, in bytes, from sizes alone. No torch, nothing is loaded.
+
+    weights     parameters + gradients + optimizer state, cut over tp, ep, pp and FSDP
+    passing     blocks that FSDP has gathered, and gradients on their way to their owners
+    microbatch  activations that wait for the backward pass, the logits, and what the backward pass itself needs
+
+The weights are exact. The rest is an upper bound that is near: a microbatch as full as [policy] microbatch_terms
+allows, in which every token is a term.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+from cosmos_rl_core.config.policy import PolicySection
+from cosmos_rl_core.parallel.activations import BYTES, LayerBytes, layer_bytes, stream_bytes
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.parallel.stages import cut_layers, num_stages
+from cosmos_rl_core.types import WeightSpec
+
+LOGITS_BYTES = 256 * 2**20
+"""Most memory that log-probabilities of terms take at a time; more terms are cut into chunks."""
+MOMENTS = {"sgd": 1, "adam": 2, "adamw": 2}
+_STEP_BYTES = 4
+"""Adam's step counter, a tensor for each parameter."""
+
+_PLACES_BYTES = 6 * 8
+"""Of a token's places and labels, int64."""
+
+_LAYER = re.compile(r"(?:^|\.)(\d+)\.")
+_EMBEDDING = re.compile(r"embed|wte")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryEstimate:
+    """Bytes of one rank."""
+
+    parameters: int
+    gradients: int
+    optimizer: int
+    gathered: int
+    """Whole parameters of the blocks that are computed and fetched, of the root, and copies in the compute type."""
+    reduction: int
+    """Whole gradients of the block before, on their way to the ranks that own them."""
+    activations: int
+    """Kept from forward to backward passes, of all microbatches that are in flight in a pipeline."""
+    logits: int
+    """Of the terms that are done at a time."""
+    backward: int
+    """Gradients of activations, and activations of the one layer that is computed again."""
+    host: int = 0
+    """Of the above, what [policy.memory] keeps in the host's memory; on a CPU it is the same memory."""
+
+    @property
+    def total(self) -> int:
+        """All of it."""
+        return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
+
+    @property
+    def device(self) -> int:
+        """What has to fit into the memory of the rank's own device."""
+        return self.total - self.host
+
+
+def estimate(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection, tokens: int) -> MemoryEstimate:
+    """Return what the fullest rank holds at the peak of a step whose microbatches have `tokens` tokens."""
+    stages = cut_layers(shape.num_layers, num_stages(policy.parallel))
+    ranks = [_Rank(shape, dims, policy, tokens, stages, place=place) for place in range(dims.pp)]
+    return max((rank.estimate() for rank in ranks), key=lambda found: found.device)
+
+
+class _Rank:
+    """A rank at place `place` of the pipeline; those along the other axes hold as much."""
+
+    def __init__(
+        self,
+        shape: ModelShape,
+        dims: ParallelDims,
+        policy: PolicySection,
+        tokens: int,
+        stages: Sequence[range],
+        *,
+        place: int,
+    ) -> None:
+        self.shape, self.dims, self.policy = shape, dims, policy
+        self.place = place
+        self.stages = [stages[number] for number in range(place, len(stages), dims.pp)]
+        self.first, self.last = place == 0, place == dims.pp - 1
+        self.tokens = -(-tokens // dims.cp)
+        self.bytes = BYTES[shape.compute_dtype]
+        self.tied = _is_tied(shape.weights)
+        self.specs = [spec for spec in shape.weights if self._holds(spec)]
+
+    def estimate(self) -> MemoryEstimate:
+        policy = self.policy
+        trained_bytes = BYTES[policy.precision.parameters]
+        held = sum(self._shard(spec) for spec in self.specs)
+        trained, num_tensors = held, len(self.specs)
+        if self.shape.adapter_parameters:
+            trained, num_tensors = -(-self.shape.adapter_parameters // self._ranks_of_weights), 0
+            held += trained
+        steps = _STEP_BYTES * num_tensors if policy.optimizer.name != "sgd" else 0
+        weights = trained_bytes * held
+        gradients = trained_bytes * trained
+        optimizer = trained_bytes * MOMENTS[policy.optimizer.name] * trained + steps
+        kept, logits, backward = self._microbatch()
+        gathered, reduction = self._passing()
+        memory = policy.memory
+        host = (weights + gradients + optimizer if memory.parameter_offload else 0) + (
+            kept if memory.activation_offload else 0
+        )
+        return MemoryEstimate(
+            parameters=weights,
+            gradients=gradients,
+            optimizer=optimizer,
+            gathered=gathered,
+            reduction=reduction,
+            activations=kept,
+            logits=logits,
+            backward=backward,
+            host=host,
+        )
+
+    @property
+    def _ranks_of_weights(self) -> int:
+        """Ranks that an adapter's parameters are cut over, roughly."""
+        return self.dims.dp_shard * self.dims.cp * self.dims.pp
+
+    def _holds(self, spec: WeightSpec) -> bool:
+        layer = layer_of(spec.name)
+        if layer is not None:
+            return any(layer in stage for stage in self.stages)
+        if _EMBEDDING.search(spec.name):
+            return self.first or (self.tied and self.last)
+        return self.last
+
+    def _cut(self, spec: WeightSpec) -> tuple[int, int]:
+        """Rows and numbers a row of a weight after tp and ep; vectors are whole on every rank of them."""
+        rows, row = (spec.shape[0] if spec.shape else 1), math.prod(spec.shape[1:])
+        if is_expert(spec.name) or len(spec.shape) < 2 or self._is_router(spec):
+            return rows, row
+        return -(-rows // self.dims.tp), row
+
+    def _is_router(self, spec: WeightSpec) -> bool:
+        return self.shape.experts > 0 and spec.shape[0] == self.shape.experts and len(spec.shape) == 2
+
+    def _shard(self, spec: WeightSpec) -> int:
+        """Numbers of a weight that this rank holds."""
+        rows, row = self._cut(spec)
+        if is_expert(spec.name):  # spread over ep, and over the rest of the replica's data and tensor ranks by FSDP
+            return -(-rows * row // (self.dims.dp_shard * self.dims.cp * self.dims.tp))
+        return -(-rows // (self.dims.dp_shard * self.dims.cp)) * row
+
+    def _gathered(self, spec: WeightSpec) -> int:
+        """Numbers of a weight where FSDP has gathered it."""
+        rows, row = self._cut(spec)
+        return rows * row // (self.dims.ep if is_expert(spec.name) else 1)
+
+    def _passing(self) -> tuple[int, int]:
+        """What FSDP has gathered, and what it is summing. A layer's experts are gathered apart from the rest of it."""
+        blocks: Counter[int] = Counter()
+        experts: Counter[int] = Counter()
+        root = 0
+        for spec in self.specs:
+            layer = layer_of(spec.name)
+            if layer is None:
+                root += self._gathered(spec)
+            else:
+                (experts if is_expert(spec.name) else blocks)[layer] += self._gathered(spec)
+        if self.dims.world_size == 1:
+            return self._casts(), 0
+        largest = max(blocks.values(), default=0)
+        following = max(experts.values(), default=largest)
+        everything = blocks.total() + experts.total()
+        at_a_time = largest + following if self.policy.parallel.reshard_after_forward else everything
+        reduced = everything + root if self.policy.parallel.reduce_once else max(largest, following)
+        return self.bytes * (at_a_time + root), BYTES[self.policy.precision.reduce] * reduced
+
+    def _casts(self) -> int:
+        """Copies of matrices in the compute type, which autocast makes in a process that is alone."""
+        if self.shape.compute_dtype == "float32":
+            return 0
+        cast = (spec for spec in self.specs if len(spec.shape) == 2 and not is_expert(spec.name))
+        return self.bytes * sum(math.prod(s.shape) for s in cast if self.tied or not _EMBEDDING.search(s.name))
+
+    def _microbatch(self) -> tuple[int, int, int]:
+        """Activations, logits, and what the backward pass needs beside them."""
+        layers = [self._layer(layer) for stage in self.stages for layer in stage]
+        hidden, stream = self.shape.hidden, stream_bytes(self.shape, self.dims)
+        kept = sum(layer.kept for layer in layers) * self.tokens * self._in_flight()
+        kept += (2 * 4 * self.shape.head_dim + _PLACES_BYTES) * self.tokens
+        in_layer = self.tokens * max(layer.whole - layer.kept + layer.gradients for layer in layers)
+        if not self.last:
+            return round(kept), 0, round(in_layer)
+        # The head: the last norm, and the hidden states that predict a term. It is done before the layers go backward.
+        head = ((4 + stream + self.bytes) * hidden + _PLACES_BYTES) * self.tokens
+        outputs = -(-self.shape.vocabulary // self.dims.tp)
+        logits = min(4 * outputs * self.tokens, LOGITS_BYTES)
+        in_head = 4 * outputs * hidden + 3 * stream * hidden * self.tokens
+        return round(kept + head), logits, round(max(in_head, in_layer - head - logits))
+
+    def _layer(self, layer: int) -> LayerBytes:
+        section = self.policy.parallel
+        return layer_bytes(
+            self.shape,
+            dims=self.dims,
+            memory=self.policy.memory,
+            sequence_parallel=section.sequence_parallel,
+            layer=layer,
+        )
+
+    def _in_flight(self) -> float:
+        """Microbatches whose activations a stage keeps at a time, at most."""
+        section, pp = self.policy.parallel, self.dims.pp
+        if pp == 1:
+            return 1
+        later = pp - 1 - self.place
+        if section.pipeline_schedule == "interleaved_1f1b":
+            chunks = section.stages_per_rank
+            return ((chunks - 1) * pp + 2 * later + 1) / chunks
+        return later + 1 if section.pipeline_schedule == "1f1b" else pp
+
+
+def layer_of(name: str) -> int | None:
+    """Return the layer a weight belongs to, the first number in its name; None outside of the layers."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else None
+
+
+def is_expert(name: str) -> bool:
+    """Return whether a weight is one of the experts that tokens are routed to."""
+    return ".experts." in name
+
+
+def _is_tied(specs: Sequence[WeightSpec]) -> bool:
+    """Whether the embedding serves as the output head: there is no other."""
+    outside = [spec for spec in specs if layer_of(spec.name) is None and len(spec.shape) == 2]
+    return len(outside) == 1

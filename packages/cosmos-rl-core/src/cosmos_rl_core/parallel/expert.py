@@ -1,0 +1,150 @@
+"""Experts spread over ranks: rows travel to the rank of their expert, through it, and back.
+
+    hidden [N, H], experts [N, k]     every row is wanted by k experts: N k slots
+    dispatch                          slots sorted by expert --all-to-all--> rows [R, H] sorted by this rank's experts
+    grouped_linear                    one matrix an expert
+    combine                           --all-to-all--> outputs of the k slots, summed with their gates [N, k] -> [N, H]
+
+Counts travel first, for the splits are uneven: no row is dropped and none is padded. The layout is that of GShard
+(arXiv:2006.16668) without its capacity, as in MegaBlocks (arXiv:2211.15841). All ranks along `ep` call together.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn import functional as F
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """Where dispatched rows came from: what brings their outputs back."""
+
+    home: Tensor
+    """[N k] int64: place of each slot among the rows that left this rank."""
+    arrived: Tensor
+    """[R] int64: place of each arrived row among the rows sorted by expert."""
+    left: list[int]
+    """Rows that left for each rank of the axis."""
+    came: list[int]
+    """Rows that came from each rank of the axis."""
+    axis: DeviceMesh | None
+
+
+def dispatch(
+    hidden: Tensor, experts: Tensor, *, num_experts: int, axis: DeviceMesh | None
+) -> tuple[Tensor, Tensor, Exchange]:
+    """Send each row of `hidden` to its experts, of which a rank holds `num_experts / ep` in order.
+
+    Args:
+        hidden: [N, H], with gradient; N may differ from rank to rank, and be 0.
+        experts: [N, k] int64: which of all experts each row goes to.
+        axis: the ep axis, None where one rank holds all experts.
+
+    Returns:
+        The rows [R, H] for this rank's experts, sorted by expert; [local experts] int32, where each expert's rows end;
+        and what `combine` needs.
+    """
+    slots = experts.reshape(-1)
+    order = slots.argsort(stable=True)
+    rows = hidden[order // experts.shape[1]]
+    counts = slots.bincount(minlength=num_experts)
+    if axis is None:
+        kept = torch.arange(len(slots), device=slots.device)
+        return rows, _ends(counts), Exchange(home=_inverse(order), arrived=kept, left=[], came=[], axis=None)
+    leaving = counts.view(axis.size(), -1)  # [rank, its experts]
+    coming = torch.empty_like(leaving)  # [rank they come from, my experts]
+    dist.all_to_all_single(coming, leaving, group=axis.get_group())
+    left, came = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+    by_expert = _experts_of(coming).argsort(stable=True)
+    rows = _AllToAll.apply(rows, came, left, axis)[by_expert]
+    exchange = Exchange(home=_inverse(order), arrived=_inverse(by_expert), left=left, came=came, axis=axis)
+    return rows, _ends(coming.sum(0)), exchange
+
+
+def combine(rows: Tensor, gates: Tensor, exchange: Exchange) -> Tensor:
+    """Bring the experts' outputs [R, H] back and sum those of each row with its `gates` [N, k]: [N, H]."""
+    if exchange.axis is not None:
+        rows = _AllToAll.apply(rows[exchange.arrived], exchange.left, exchange.came, exchange.axis)
+    slots = rows[exchange.home].view(*gates.shape, rows.shape[-1])
+    return (slots * gates.unsqueeze(-1)).sum(dim=1).to(rows.dtype)
+
+
+def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor | None = None) -> Tensor:
+    """Multiply the rows of each expert by its matrix.
+
+    Args:
+        rows: [R, in], sorted by expert.
+        weight: [experts, in, out].
+        ends: [experts] int32: where each expert's rows end.
+        bias: [experts, out].
+
+    Returns:
+        [R, out] in the type of `weight`. An expert without rows gets a gradient of zeros, so that every rank has one.
+    """
+    rows = rows.to(weight.dtype)
+    product = F.grouped_mm(rows, weight, offs=ends) if _has_grouped_mm(weight) else _loop(rows, weight, ends)
+    if bias is None:
+        return product
+    return product + bias.repeat_interleave(ends.diff(prepend=ends.new_zeros(1)), dim=0, output_size=len(rows))
+
+
+def own_rows(num_rows: int, axis: DeviceMesh | None) -> slice:
+    """Return which of the rows that all ranks of `axis` have this rank sees to: parts of equal size, within one."""
+    if axis is None:
+        return slice(num_rows)
+    rank, size = axis.get_local_rank(), axis.size()
+    return slice(num_rows * rank // size, num_rows * (rank + 1) // size)
+
+
+def _ends(counts: Tensor) -> Tensor:
+    return counts.cumsum(0).to(torch.int32)
+
+
+def _inverse(order: Tensor) -> Tensor:
+    """The permutation that undoes `order`."""
+    return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
+
+
+def _experts_of(counts: Tensor) -> Tensor:
+    """Arrived rows lie by rank, then by expert: counts [ranks, experts] -> expert of each row [R]."""
+    experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
+    return experts.repeat_interleave(counts.reshape(-1))
+
+
+def _has_grouped_mm(weight: Tensor) -> bool:
+    """Whether torch multiplies `weight` [experts, in, out] in one call: its rows must be multiples of 16 bytes."""
+    if any(size * weight.element_size() % 16 for size in weight.shape[1:]):
+        return False
+    kind = weight.device.type
+    return kind == "cpu" or (kind == "cuda" and torch.cuda.get_device_capability(weight.device) >= (8, 0))
+
+
+def _loop(rows: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
+    """`grouped_mm` where torch has none; experts without rows take part, for their gradients."""
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    return torch.cat([part @ matrix for part, matrix in zip(rows.split(sizes), weight.unbind(), strict=True)])
+
+
+class _AllToAll(torch.autograd.Function):
+    """Rows [sum(left), H] -> [sum(came), H]: `left[r]` of them to rank r, `came[r]` from it."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, came: list[int], left: list[int], axis: DeviceMesh) -> Tensor:
+        ctx.came, ctx.left, ctx.axis = came, left, axis
+        return _all_to_all(rows, came, left, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return _all_to_all(gradients[0], ctx.left, ctx.came, ctx.axis), None, None, None
+
+
+def _all_to_all(rows: Tensor, came: list[int], left: list[int], axis: DeviceMesh) -> Tensor:
+    output = rows.new_empty(sum(came), *rows.shape[1:])
+    dist.all_to_all_single(output, rows.contiguous(), came, left, group=axis.get_group())
+    return output

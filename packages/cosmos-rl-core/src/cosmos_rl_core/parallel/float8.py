@@ -1,0 +1,68 @@
+"""Matrix products of linear layers in float8, forward and backward, through torchao.
+
+    y = round8(x / s_x) round8(W / s_W)^T s_x s_W        and likewise for the gradients of x and W
+
+The weights themselves keep their type and names: they are the master weights. "tensorwise" takes one scale a tensor
+(e4m3 forward, e5m2 for gradients), "rowwise" one a row (e4m3, scales that are powers of two), which is more exact and
+somewhat slower. Without a GPU that multiplies float8 (compute capability 8.9) the products are emulated: values are
+rounded to 8 bits and multiplied in the tensors' own type. Source: Micikevicius et al., arXiv:2209.05433.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import nn
+
+from cosmos_rl_core.interfaces import UserError
+
+MULTIPLE = 16
+"""What both dims of a weight must be divisible by: the hardware's tiles."""
+
+
+def use_float8(
+    module: nn.Module, recipe: Literal["none", "tensorwise", "rowwise"], *, skip: Collection[nn.Module | None] = ()
+) -> int:
+    """Run the linear layers inside `module` in float8, in place, before it is spread over ranks.
+
+    Args:
+        skip: layers to leave alone, such as the output head, which the loss is most sensitive to.
+
+    Returns:
+        How many layers were taken; layers of odd sizes are left alone.
+
+    Raises UserError where torchao is not installed, or no layer can be taken.
+    """
+    if recipe == "none":
+        return 0
+    try:
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+    except ImportError as error:
+        raise UserError(
+            f"[policy.precision] fp8 needs torchao ({error}); pip install 'cosmos-rl-llm[fp8]', or torchao>=0.15"
+        ) from error
+    taken = [layer for layer in module.modules() if _fits(layer) and not any(layer is other for other in skip)]
+    if not taken:
+        raise UserError(
+            f'[policy.precision] fp8 = "{recipe}": no linear layer has both dims divisible by {MULTIPLE}; '
+            'set fp8 = "none"'
+        )
+    chosen = {id(layer) for layer in taken}
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not _has_float8(taken[0]), pad_inner_dim=True)
+    convert_to_float8_training(module, module_filter_fn=lambda layer, _: id(layer) in chosen, config=config)
+    return len(taken)
+
+
+def _fits(layer: nn.Module) -> bool:
+    return isinstance(layer, nn.Linear) and layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
+
+
+def _has_float8(layer: nn.Module) -> bool:
+    """Whether the layer lies on a device that multiplies float8."""
+    device = next(layer.parameters()).device
+    if device.type == "meta":
+        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

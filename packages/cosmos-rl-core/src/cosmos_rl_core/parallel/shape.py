@@ -1,0 +1,89 @@
+"""The sizes of a model as far as they decide how it can be spread and what it holds. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from cosmos_rl_core.config.policy import ParallelSection
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.stages import cut_layers, num_stages
+from cosmos_rl_core.types import WeightSpec
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """A decoder of transformer layers between an embedding and an output head."""
+
+    num_layers: int
+    hidden: int
+    """H: width of the residual stream."""
+    heads: int
+    """Attention heads."""
+    kv_heads: int
+    """Heads of keys and values."""
+    head_dim: int
+    intermediate: int
+    """I: width of a gated feed-forward layer; 0 where all layers have experts alone."""
+    vocabulary: int
+    """V: outputs of the head."""
+    stream_norms: int = 2
+    """Norms of a layer over the whole width."""
+    head_norms: bool = False
+    """Queries and keys are normalised in each head."""
+    latent: int = 0
+    """Width of what queries, keys and values are made from, where that is not the stream (latent attention)."""
+    sinks: bool = False
+    """Attention may look at nothing, by a learnt amount."""
+    gate_copies: int = 4
+    """Tensors of a feed-forward's width that its backward pass needs: gate, its activation, up, their product."""
+    experts: int = 0
+    """E: experts of a layer; 0 for a dense model."""
+    experts_per_token: int = 0
+    """k."""
+    expert_intermediate: int = 0
+    """Width of one expert."""
+    shared_intermediate: int = 0
+    """Width of the experts that see every token."""
+    dense_layers: int = 0
+    """First layers without experts, in a model with experts."""
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    """Type of activations."""
+    weights: tuple[WeightSpec, ...]
+    """All of them by checkpoint name; the first number in a name is the layer."""
+    adapter_parameters: int = 0
+    """Parameters that are trained beside these, which are then frozen (LoRA); 0: all weights are trained."""
+
+    def has_experts(self, layer: int) -> bool:
+        return self.experts > 0 and layer >= self.dense_layers
+
+
+def check_fit(shape: ModelShape, section: ParallelSection, *, dims: ParallelDims) -> None:
+    """Raise a UserError with everything about a model that `dims` cannot spread, in numbers."""
+    if found := list(_misfits(shape, section, dims)):
+        raise UserError("; ".join(found))
+
+
+def _misfits(shape: ModelShape, section: ParallelSection, dims: ParallelDims) -> Iterator[str]:
+    try:
+        cut_layers(shape.num_layers, num_stages(section))
+    except UserError as error:
+        yield str(error)
+    if shape.heads % (dims.tp * dims.cp):
+        yield (
+            f"[policy.parallel] tp x cp = {dims.tp} x {dims.cp} = {dims.tp * dims.cp} does not divide the model's "
+            f"{shape.heads} attention heads"
+        )
+    if shape.kv_heads % dims.tp:
+        yield (
+            f"[policy.parallel] tp = {dims.tp} does not divide the model's {shape.kv_heads} key-value heads: choose a "
+            "tp that does, and dp_shard or cp for the other ranks"
+        )
+    if dims.ep > 1 and not shape.experts:
+        yield f"[policy.parallel] ep = {dims.ep}: the model has no experts; set ep = 1"
+    elif shape.experts % dims.ep:
+        yield f"[policy.parallel] ep = {dims.ep} does not divide the model's {shape.experts} experts"
+    if shape.vocabulary <= -(-shape.vocabulary // dims.tp) * (dims.tp - 1):
+        yield f"[policy.parallel] tp = {dims.tp} leaves ranks without a part of the {shape.vocabulary} outputs"
