@@ -1,135 +1,146 @@
-"""Checkpoints of one policy replica: a directory that is complete or absent.
+"""What a checkpoint is made of, and how it comes back into a live policy and optimizer on any layout.
 
     checkpoints/step_12/
-        policy/            weights and what is needed to load the model elsewhere (safetensors, written by the policy)
-        optimizer.safetensors
-        state.json         step, next sample, random state
-        manifest.json      SHA-256 of every file
+        policy/            what loads the model elsewhere: config, tokenizer; with one process its weights too, so that
+                           it is a Hugging Face directory
+        model/             weights of a replica of several ranks, a file each (`cosmos-rl export` joins them)
+        training/          optimizer state and random states, a file a rank
+        contents.json      which box of which tensor lies in which file
+        state.json         step, place in the prompt stream, and what wrote it: layout and recipe
+        manifest.json      SHA-256 of every other file, written last
 
-It is written under a temporary name, synced and renamed; a reader checks the manifest. Nothing is pickled.
+Tensors go by name: weights by their checkpoint names, optimizer state by its parameter's. Nothing is pickled.
 """
 
 from __future__ import annotations
 
-import base64
-import os
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from cosmos_rl_core.interfaces import Policy, UserError
-from cosmos_rl_core.train.manifest import (
-    STATE,
-    TrainState,
-    list_steps,
-    read_json,
-    train_state,
-    verify,
-    write_json,
-    write_manifest,
-)
+from cosmos_rl_core.train.contents import MODEL, OPTIMIZER, RNG, Contents
+from cosmos_rl_core.train.folder import Folder
+from cosmos_rl_core.train.manifest import STATE, TrainState, read_json, read_origin, train_state
+from cosmos_rl_core.train.pieces import local_part
+from cosmos_rl_core.train.reader import CheckpointReader
 
 
-def save(root: Path, *, state: TrainState, policy: Policy, optimizer: torch.optim.Optimizer, keep: int) -> Path:
-    """Write `root/step_N` and drop all but the newest `keep`. Raises UserError when the disk is full."""
-    final = root / f"step_{state.step}"
-    if final.exists():
-        return final
-    temporary = root / f".step_{state.step}.partial"
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        temporary.mkdir(parents=True)
-        policy.save(temporary / "policy")
-        tensors, scalars = _flatten(optimizer)
-        save_file(tensors, temporary / "optimizer.safetensors")
-        write_json(temporary / STATE, {**asdict(state), "optimizer": scalars, "rng": _rng_state()})
-        write_manifest(temporary)
-        _sync(temporary)
-        temporary.rename(final)
-        _sync_one(root)
-    except (OSError, SafetensorError) as error:  # safetensors wraps what the disk says
-        shutil.rmtree(temporary, ignore_errors=True)
-        cause = error.strerror if isinstance(error, OSError) else str(error)
-        raise UserError(f"cannot write the checkpoint {final}: {cause}. Earlier ones are untouched.") from error
-    for old in list_steps(root)[:-keep]:
-        shutil.rmtree(root / f"step_{old}")
-    return final
+def live_tensors(policy: Policy, optimizer: Optimizer, *, rank: int = 0) -> dict[str, Tensor]:
+    """Return everything a checkpoint holds of this rank by name: weights, optimizer state, random state."""
+    tensors = {MODEL + name: tensor for name, tensor in policy.weights().items()}
+    for name, parameter in parameter_names(policy, optimizer).items():
+        for entry, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{OPTIMIZER}{name}/{entry}"] = value
+    return tensors | {f"{RNG}{rank}/{device}": state for device, state in _rng_states().items()}
 
 
-def load(path: Path, *, policy: Policy, optimizer: torch.optim.Optimizer) -> TrainState:
-    """Verify `path` against its manifest and read weights, optimizer and random state into the live objects."""
-    verify(path)
-    state = read_json(path / STATE)
-    load_policy(path / "policy", policy)
-    _restore(optimizer, load_file(path / "optimizer.safetensors"), state["optimizer"])
-    torch.set_rng_state(torch.frombuffer(bytearray(base64.b64decode(state["rng"])), dtype=torch.uint8))
-    return train_state(state)
+def load(location: str | Path | Folder, *, policy: Policy, optimizer: Optimizer, rank: int = 0) -> TrainState:
+    """Read weights, optimizer and random state into the live objects, whatever layout wrote them.
+
+    The files are taken as they are: `manifest.verify` says whether they are whole. Raises UserError for the
+    checkpoint of another model.
+    """
+    folder = Folder.at(location)
+    with CheckpointReader(folder) as reader:
+        model = _model_tensors(reader, policy)
+        state = _empty_state(reader.contents, policy, optimizer)
+        entries = {name: tensor for by_name in state.values() for name, tensor in by_name.items()}
+        random = _empty_rng(reader.contents, rank=rank, saved_ranks=read_origin(folder).num_ranks)
+        reader.fill(model | entries | random)
+    for parameter, by_name in state.items():
+        optimizer.state[parameter] = {name.rpartition("/")[2]: tensor for name, tensor in by_name.items()}
+    for name, found in random.items():
+        _set_rng(name.rpartition("/")[2], found)
+    return train_state(read_json(folder, STATE))
 
 
-def load_policy(directory: Path, policy: Policy) -> None:
-    """Copy the safetensors of `directory` into the policy's live weights by name."""
-    found: dict[str, torch.Tensor] = {}
-    for file in sorted(directory.glob("*.safetensors")):
-        found |= load_file(file)
-    weights = policy.weights()
-    missing = sorted(set(weights) - set(found))
+def load_policy(location: str | Path | Folder, policy: Policy) -> None:
+    """Read the weights alone, as `load`."""
+    with CheckpointReader(Folder.at(location)) as reader:
+        reader.fill(_model_tensors(reader, policy))
+
+
+def parameter_names(policy: Policy, optimizer: Optimizer) -> dict[str, nn.Parameter]:
+    """Return the optimizer's parameters by checkpoint name: that of the weight with the same storage.
+
+    A parameter that is no weight of the policy goes by its name in the module.
+    """
+    weights = {name: local_part(tensor) for name, tensor in policy.weights().items()}
+    storages = {name: tensor.untyped_storage() for name, tensor in weights.items()}  # alive, so that ids are theirs
+    by_place = {(id(storages[name]), tensor.storage_offset()): name for name, tensor in weights.items()}
+    in_module = {parameter: name for name, parameter in policy.module.named_parameters()}
+    names: dict[str, nn.Parameter] = {}
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            part = local_part(parameter)
+            name = by_place.get((id(part.untyped_storage()), part.storage_offset())) or in_module[parameter]
+            names[name] = parameter
+    return names
+
+
+def _model_tensors(reader: CheckpointReader, policy: Policy) -> dict[str, Tensor]:
+    """The live weights by their names in the checkpoint, where they are all there. Raises UserError where not."""
+    model = {MODEL + name: tensor for name, tensor in policy.weights().items()}
+    folder, contents = reader.folder, reader.contents
+    missing = sorted(name.removeprefix(MODEL) for name in set(model) - set(contents.tensors))
     if missing:
-        raise UserError(f"{directory} lacks {len(missing)} tensors of this model, first {missing[0]}: another model?")
-    with torch.no_grad():
-        for name, live in weights.items():
-            if live.shape != found[name].shape:
-                shapes = f"{list(found[name].shape)} there, {list(live.shape)} in this model"
-                raise UserError(f"{directory}: {name} is {shapes}: another model?")
-            live.copy_(found[name])
+        raise UserError(f"{folder} lacks {len(missing)} tensors of this model, first {missing[0]}: another model?")
+    for name, live in model.items():
+        size = contents.tensors[name].size
+        if size != tuple(live.shape):
+            raise UserError(
+                f"{folder}: {name.removeprefix(MODEL)} is {list(size)} there, {list(live.shape)} in this model: "
+                "another model?"
+            )
+    return model
 
 
-def _flatten(optimizer: torch.optim.Optimizer) -> tuple[dict[str, torch.Tensor], dict[str, object]]:
-    """Optimizer state -> tensors by "<parameter index>/<name>" and the rest as JSON."""
-    state = optimizer.state_dict()
-    tensors = {
-        f"{index}/{name}": value.contiguous()
-        for index, entries in state["state"].items()
-        for name, value in entries.items()
-        if isinstance(value, torch.Tensor)
+def _empty_state(contents: Contents, policy: Policy, optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
+    """Room for the optimizer state that is there: cut like the parameter where it has its shape, whole otherwise."""
+    saved: dict[str, list[str]] = {}
+    for name in contents.names(OPTIMIZER):
+        saved.setdefault(name.removeprefix(OPTIMIZER).rpartition("/")[0], []).append(name)
+    fused = {id(p) for group in optimizer.param_groups if group.get("fused") for p in group["params"]}
+    state: dict[nn.Parameter, dict[str, Tensor]] = {}
+    for name, parameter in parameter_names(policy, optimizer).items():
+        where = parameter.device if id(parameter) in fused else torch.device("cpu")  # of step counters
+        for key in saved.get(name, ()):
+            entry = contents.tensors[key]
+            like_parameter = entry.size == tuple(parameter.shape)
+            room = (
+                torch.zeros_like(parameter, requires_grad=False)
+                if like_parameter
+                else torch.zeros(entry.size, dtype=entry.torch_dtype, device=where)
+            )
+            state.setdefault(parameter, {})[key] = room
+    return state
+
+
+def _empty_rng(contents: Contents, *, rank: int, saved_ranks: int) -> dict[str, Tensor]:
+    """Room for this rank's random states; more ranks than there were take those of the first again."""
+    ours = f"{RNG}{rank % saved_ranks}/"
+    there = {name: contents.tensors[name] for name in contents.names(ours)}
+    devices = set(_rng_states())
+    return {
+        name: torch.empty(entry.size, dtype=torch.uint8)
+        for name, entry in there.items()
+        if name.removeprefix(ours) in devices
     }
-    groups = [
-        {k: v for k, v in group.items() if isinstance(v, int | float | str | bool | list | tuple | None)}
-        for group in state["param_groups"]
-    ]
-    return tensors, {"param_groups": groups}
 
 
-def _restore(
-    optimizer: torch.optim.Optimizer, tensors: Mapping[str, torch.Tensor], scalars: Mapping[str, object]
-) -> None:
-    entries: dict[int, dict[str, torch.Tensor]] = {}
-    for key, value in tensors.items():
-        index, name = key.split("/", 1)
-        entries.setdefault(int(index), {})[name] = value
-    current = optimizer.state_dict()
-    saved = scalars["param_groups"]
-    assert isinstance(saved, list)
-    groups = [{**now, "params": was["params"]} for now, was in zip(current["param_groups"], saved, strict=True)]
-    optimizer.load_state_dict({"state": entries, "param_groups": groups})
+def _rng_states() -> dict[str, Tensor]:
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        states["cuda"] = torch.cuda.get_rng_state()
+    return states
 
 
-def _rng_state() -> str:
-    return base64.b64encode(torch.get_rng_state().numpy().tobytes()).decode()
-
-
-def _sync(root: Path) -> None:
-    for path in [*root.rglob("*"), root]:
-        _sync_one(path)
-
-
-def _sync_one(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _set_rng(device: str, state: Tensor) -> None:
+    if device == "cuda":
+        torch.cuda.set_rng_state(state)
+    else:
+        torch.set_rng_state(state)

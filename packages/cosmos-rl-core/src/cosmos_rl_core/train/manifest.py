@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.train.folder import Folder, store_errors
 
 MANIFEST = "manifest.json"
 """SHA-256 of every other file of a checkpoint; written last."""
@@ -28,54 +29,79 @@ class TrainState:
     """Issued ids that are neither in the weights nor dropped."""
 
 
-def write_manifest(path: Path) -> None:
-    """Write down what the files of a checkpoint hold."""
-    write_json(path / MANIFEST, {"files": _digests(path)})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What wrote a checkpoint."""
+
+    num_ranks: int = 1
+    """Ranks of the replica."""
+    layout: str = "one rank"
+    """How the replica was spread: "dp_shard 4 x tp 2"."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved recipe, section by section."""
 
 
-def verify(path: Path) -> None:
+def write_json(folder: Folder, name: str, value: object) -> str:
+    """Write a file of JSON and return its SHA-256."""
+    return folder.write(name, [(json.dumps(value, indent=1) + "\n").encode()])
+
+
+def read_json(folder: Folder, name: str) -> dict[str, Any]:
+    return json.loads(folder.read(name))
+
+
+def write_manifest(location: str | Path | Folder, digests: Mapping[str, str] | None = None) -> None:
+    """Write down what the files of a checkpoint hold; without `digests` they are read for it."""
+    folder = Folder.at(location)
+    found = _digests(folder, [name for name in folder.walk() if name != MANIFEST]) if digests is None else digests
+    write_json(folder, MANIFEST, {"files": dict(sorted(found.items()))})
+
+
+def verify(location: str | Path | Folder) -> None:
     """Compare every file with the manifest; raises UserError naming the first that differs."""
+    folder = Folder.at(location)
     try:
-        wanted = json.loads((path / MANIFEST).read_text())["files"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{path} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})") from error
-    found = _digests(path)
+        wanted = read_json(folder, MANIFEST)["files"]
+    except (*store_errors(), ValueError, KeyError) as error:
+        raise UserError(f"{folder} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})") from error
+    there = set(folder.walk())
+    found = _digests(folder, [name for name in wanted if name in there])
     for name, digest in wanted.items():
         if found.get(name) != digest:
             raise UserError(
-                f"checkpoint file {path / name} is damaged or missing; resume from another one by --resume PATH"
+                f"checkpoint file {folder / name} is damaged or missing; resume from another one by --resume PATH"
             )
 
 
-def read_state(path: Path) -> TrainState:
+def read_state(location: str | Path | Folder) -> TrainState:
     """Verify a checkpoint and return its step and stream position. Raises UserError for a damaged one."""
-    verify(path)
-    return train_state(read_json(path / STATE))
+    folder = Folder.at(location)
+    verify(folder)
+    return train_state(read_json(folder, STATE))
 
 
 def train_state(state: Mapping[str, Any]) -> TrainState:
     return TrainState(step=state["step"], next_sample=state["next_sample"], unfinished=tuple(state["unfinished"]))
 
 
-def list_steps(root: Path) -> list[int]:
+def read_origin(location: str | Path | Folder) -> Origin:
+    """Return what wrote a checkpoint."""
+    return Origin(**read_json(Folder.at(location), STATE).get("origin", {}))
+
+
+def list_steps(root: str | Path | Folder) -> list[int]:
     """Steps of the complete checkpoints under `root`, oldest first."""
-    names = (path.parent.name.removeprefix("step_") for path in root.glob(f"step_*/{MANIFEST}"))
-    return sorted(int(name) for name in names if name.isdecimal())  # a user may have kept a copy as step_12_best
+    folder = Folder.at(root)
+    names = {step_of(name): name for name in folder.folders()}
+    return sorted(step for step, name in names.items() if step is not None and (folder / name).has(MANIFEST))
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    return json.loads(path.read_text())
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder; None for any other, as a copy that a user has kept as step_12_best."""
+    number = name.removeprefix("step_")
+    return int(number) if number != name and number.isdecimal() else None
 
 
-def write_json(path: Path, value: object) -> None:
-    path.write_text(json.dumps(value, indent=1) + "\n")
-
-
-def _digests(root: Path) -> dict[str, str]:
-    files = sorted(p for p in root.rglob("*") if p.is_file() and p.name != MANIFEST)
-    return {p.relative_to(root).as_posix(): _sha256(p) for p in files}
-
-
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+def _digests(folder: Folder, names: list[str]) -> dict[str, str]:
+    with ThreadPoolExecutor(max_workers=4) as readers:  # hashing and reading leave the interpreter to others
+        return dict(zip(names, readers.map(folder.digest, names)))

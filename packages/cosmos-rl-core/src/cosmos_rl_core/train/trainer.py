@@ -92,6 +92,7 @@ class Trainer:
             self.policy.module.parameters(),
             max_norm=self._max_grad_norm,
             num_stages=self._mesh.dims.pp if self._mesh else 1,
+            elsewhere=self.policy.second_copies(),
         )
         scale = self._rate_factor(self.version)
         if finite:
@@ -100,7 +101,7 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
-        metrics = {**self._batch.metrics, **self._figures()}
+        metrics = {**self._batch.metrics, **self._figures(), **self.policy.figures()}
         metrics |= {"grad_norm": norm, "learning_rate": self._base_rates[0] * scale}
         self._batch = None
         return StepResult(policy_version=self.version, metrics=metrics, skipped=not finite)

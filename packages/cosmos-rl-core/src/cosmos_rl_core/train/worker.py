@@ -14,10 +14,11 @@ from typing import TypeVar
 
 import torch
 
-from cosmos_rl_core.interfaces import Policy, UserError, WeightPublisher
+from cosmos_rl_core.interfaces import Reference, UserError
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
+from cosmos_rl_core.weight_sync import WeightPublisher
 
 T = TypeVar("T")
 
@@ -30,7 +31,7 @@ class PolicyLearner:
         trainer: Trainer,
         *,
         publisher: WeightPublisher | None,
-        reference: Policy | None,
+        reference: Reference | None,
         compute: ThreadPoolExecutor,
         timeline: Timeline,
         max_skipped_steps: int,

@@ -1,0 +1,84 @@
+"""Which rank writes which box of which tensor. The boxes, and who writes what several ranks hold, are DCP's planner's.
+
+    held = local_pieces(tensors)                     # this rank's boxes, of plain tensors and DTensors
+    written = assign([held of rank 0, held of rank 1, ...])   # each box once, the work spread evenly
+
+Only the planner is taken from torch.distributed.checkpoint: its own driver exchanges plans as pickled objects.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
+from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor
+
+
+class Piece(msgspec.Struct, frozen=True, array_like=True):
+    """A box of a tensor, in the coordinates of the whole."""
+
+    name: str
+    dtype: str
+    """torch's name without the prefix."""
+    size: tuple[int, ...]
+    """Shape of the whole tensor."""
+    offset: tuple[int, ...]
+    """First index of the box on every dim."""
+    shape: tuple[int, ...]
+    """Shape of the box."""
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return dtype_of(self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.torch_dtype.itemsize * torch.Size(self.shape).numel()
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """Return torch's dtype of a name: "float32"."""
+    found = getattr(torch, name, None)
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"torch has no dtype {name!r}")
+    return found
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """The part of a tensor that this rank holds."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def local_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
+    """Return the box of each tensor that this rank holds; none for a tensor it has nothing of."""
+    pieces = []
+    for item in create_default_local_save_plan(dict(tensors), False).items:
+        data = item.tensor_data
+        assert data is not None, f"{item.index.fqn} is no tensor"
+        if data.chunk.sizes.numel():
+            dtype = str(data.properties.dtype).removeprefix("torch.")
+            box = (tuple(data.size), tuple(data.chunk.offsets), tuple(data.chunk.sizes))
+            pieces.append(Piece(item.index.fqn, dtype, *box))
+    return pieces
+
+
+def assign(held: Sequence[Sequence[Piece]]) -> list[list[Piece]]:
+    """Boxes held by each rank -> boxes written by each rank: every box once."""
+    plans = dedup_save_plans([SavePlan([_write_item(piece) for piece in pieces]) for pieces in held])
+    chosen = [{(item.index.fqn, item.index.offset) for item in plan.items} for plan in plans]
+    return [
+        [piece for piece in pieces if (piece.name, torch.Size(piece.offset)) in mine]
+        for pieces, mine in zip(held, chosen)
+    ]
+
+
+def _write_item(piece: Piece) -> WriteItem:
+    box = ChunkStorageMetadata(offsets=torch.Size(piece.offset), sizes=torch.Size(piece.shape))
+    data = TensorWriteData(chunk=box, properties=TensorProperties(dtype=piece.torch_dtype), size=torch.Size(piece.size))
+    return WriteItem(MetadataIndex(piece.name, box.offsets), WriteItemType.SHARD, tensor_data=data)

@@ -1,0 +1,46 @@
+"""Which checkpoints stay: the newest, and the best by a figure. No torch."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+
+def surplus(
+    steps: Collection[int], *, newest: int, keep: int, keep_best: int = 0, scores: Mapping[int, float] | None = None
+) -> list[int]:
+    """Return the steps to remove once the checkpoint `newest` is written.
+
+    Kept are the last `keep` up to it and, of those with a score, the `keep_best` with the highest. Steps after it are
+    of an abandoned life of the run: no run resumes before a checkpoint that is whole.
+    """
+    assert newest in steps and keep >= 1
+    ours = sorted(step for step in steps if step <= newest)
+    scored = {step: score for step, score in (scores or {}).items() if step in ours and not math.isnan(score)}
+    best = sorted(scored, key=lambda step: (scored[step], step))[len(scored) - min(keep_best, len(scored)) :]
+    return sorted(set(steps) - set(ours[-keep:]) - set(best))
+
+
+def read_scores(run_dir: Path, metric: str) -> dict[int, float]:
+    """Return policy version -> figure, higher better, of the run's metrics.jsonl and eval.jsonl.
+
+    A minus before the figure's name says that lower is better. Versions without the figure are absent.
+    """
+    name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
+    scores: dict[int, float] = {}
+    for file in (run_dir / "metrics.jsonl", run_dir / "eval.jsonl"):
+        for line in file.read_text().splitlines() if file.exists() else ():
+            row = _row(line)
+            if name in row and "policy_version" in row:
+                scores[int(row["policy_version"])] = sign * float(row[name])
+    return scores
+
+
+def _row(line: str) -> Mapping[str, float]:
+    """A line of figures; nothing for one that is being written."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return {}

@@ -1,0 +1,70 @@
+"""The loss on held-out rows, measured by the policy replica between two optimizer steps.
+
+All ranks measure together, each its share of the rows, forward only; `launch.validated` says when.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.parallel.figures import sum_figures
+from cosmos_rl_core.types import TrainBatch
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.parallel.mesh import ReplicaMesh
+
+Rows = Sequence[Mapping[str, Any]]
+
+
+class Validation:
+    """Mean negative log-likelihood of the wanted terms over all held-out rows.
+
+    figures = validation.measure()      # {"eval/loss": 1.25, "eval/perplexity": 3.49, ...}
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        *,
+        rows: Rows,
+        rows_at_once: int,
+        collate: Callable[[Rows], TrainBatch],
+        mesh: ReplicaMesh | None,
+    ) -> None:
+        """Measure `policy` on `rows`, collated `rows_at_once` at a time into this rank's share."""
+        self._policy = policy
+        self._rows = rows
+        self._rows_at_once = rows_at_once
+        self._collate = collate
+        self._mesh = mesh
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, float]:
+        """Return `eval/loss`, `eval/perplexity`, `eval/terms` and `eval/rows`; the same on every rank.
+
+        Raises UserError for a row that cannot be collated, as in training.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        num_terms = num_rows = 0
+        for start in range(0, len(self._rows), self._rows_at_once):
+            batch = self._collate(self._rows[start : start + self._rows_at_once])
+            num_terms += batch.num_terms
+            num_rows += batch.num_rollouts
+            for microbatch in batch.microbatches:
+                logprobs = self._policy.forward(microbatch).logprobs
+                mask = microbatch.terms.loss_mask.to(logprobs.device)
+                total -= logprobs.masked_fill(mask == 0, 0.0).sum(dtype=torch.float64).cpu()
+        self._policy.figures()  # what was counted so far is not the next step's
+        summed = float(total) if self._mesh is None else sum_figures({"nll": total}, self._mesh)["nll"]
+        loss = summed / num_terms if num_terms else math.nan
+        return {
+            "eval/loss": loss,
+            "eval/perplexity": math.exp(min(loss, 700.0)),  # above, a float overflows
+            "eval/terms": float(num_terms),
+            "eval/rows": float(num_rows),
+        }
