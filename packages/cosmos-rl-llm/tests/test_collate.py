@@ -1,16 +1,12 @@
+from dataclasses import replace
+
 import numpy as np
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Regex, Tokenizer, pre_tokenizers
-from tokenizers.models import WordLevel
-from transformers import PreTrainedTokenizerFast
 
-from cosmos_rl_core.interfaces import UserError
-from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup
-from cosmos_rl_llm.chat import Chat
-from cosmos_rl_llm.collate import collate, collate_sft
+from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup, Share
+from cosmos_rl_llm.collate import collate
 
 
 def make_rollout(
@@ -32,7 +28,7 @@ def make_group(*rollouts: Rollout) -> RolloutGroup:
 
 def test_two_rollouts_are_laid_end_to_end():
     group = make_group(make_rollout([1, 2], [3, 4, 5], advantage=2.0), make_rollout([6], [7, 8], advantage=-1.0))
-    (microbatch,) = collate([group], microbatch_terms=100).microbatches
+    (microbatch,) = collate([group], microbatch_terms=100, share=Share()).microbatches
     inputs, terms = microbatch.inputs, microbatch.terms
     assert inputs["tokens"].tolist() == [1, 2, 3, 4, 6, 7]  # nothing is predicted from 5 and 8
     assert inputs["positions"].tolist() == [0, 1, 2, 3, 0, 1]
@@ -49,26 +45,31 @@ def test_two_rollouts_are_laid_end_to_end():
 
 def test_microbatches_count_prompts_and_never_cut_a_rollout():
     rollouts = [make_rollout([1, 1], [2, 2]), make_rollout([1, 1], [2, 2]), make_rollout([1], [2] * 20)]
-    batch = collate([make_group(*rollouts)], microbatch_terms=6)
+    batch = collate([make_group(*rollouts)], microbatch_terms=6, share=Share())
     assert [len(microbatch.inputs["tokens"]) for microbatch in batch.microbatches] == [6, 20]
     assert (batch.num_terms, batch.num_rollouts) == (24, 3)
 
 
 def test_masked_terms_are_packed_but_not_counted():
-    batch = collate([make_group(make_rollout([1], [2, 3, 4], mask=[1, 0, 1]))], microbatch_terms=8)
+    batch = collate([make_group(make_rollout([1], [2, 3, 4], mask=[1, 0, 1]))], microbatch_terms=8, share=Share())
     assert batch.num_terms == 2
     assert batch.microbatches[0].terms.loss_mask.tolist() == [1, 0, 1]
 
 
 def test_rollouts_with_nothing_to_learn_are_left_out_but_measured():
     rollouts = [make_rollout([1], [2, 3], mask=[0, 0], finish="length"), make_rollout([1], [2] * 4)]
-    batch = collate([make_group(*rollouts)], microbatch_terms=8)
+    batch = collate([make_group(*rollouts)], microbatch_terms=8, share=Share())
     assert batch.num_rollouts == 1
-    assert batch.metrics == {"response_length_mean": 3, "response_length_max": 4, "truncated_fraction": 0.5}
+    assert batch.metrics == {
+        "response_length_mean": 3,
+        "response_length_max": 4,
+        "truncated_fraction": 0.5,
+        "packing_fraction": 0.5,
+    }
 
 
 def test_a_batch_may_hold_nothing():
-    batch = collate([make_group(make_rollout([1], [2], mask=[0]))], microbatch_terms=8)
+    batch = collate([make_group(make_rollout([1], [2], mask=[0]))], microbatch_terms=8, share=Share())
     assert batch.microbatches == ()
     assert (batch.num_terms, batch.num_rollouts) == (0, 0)
 
@@ -80,7 +81,7 @@ def test_a_batch_may_hold_nothing():
 def test_every_label_is_the_token_after_its_logit(lengths, capacity):
     fresh = iter(range(1000))
     rollouts = [make_rollout([next(fresh) for _ in range(p)], [next(fresh) for _ in range(t)]) for p, t in lengths]
-    batch = collate([make_group(*rollouts)], microbatch_terms=capacity)
+    batch = collate([make_group(*rollouts)], microbatch_terms=capacity, share=Share())
     labels: list[int] = []
     for microbatch in batch.microbatches:
         inputs = microbatch.inputs
@@ -93,28 +94,37 @@ def test_every_label_is_the_token_after_its_logit(lengths, capacity):
     assert labels == [int(token) for rollout in rollouts for token in rollout.arrays["tokens"]]
 
 
-def make_chat(max_length: int | None = None) -> Chat:
-    """Plain text, one token a digit, and 10 to end."""
-    vocabulary = {**{str(digit): digit for digit in range(10)}, "</s>": 10, "<unk>": 11}
-    core = Tokenizer(WordLevel(vocabulary, unk_token="<unk>"))
-    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=core, unk_token="<unk>", eos_token="</s>")
-    return Chat(tokenizer=tokenizer, end_ids=frozenset({10}), max_length=max_length)
+def test_shares_hold_the_whole_batch_with_the_same_counts():
+    groups = [make_group(*(make_rollout([g, g], [g] * (g + 1)) for _ in range(2))) for g in range(1, 8)]
+    batches = [collate(groups, microbatch_terms=12, share=Share(index=i, count=3)) for i in range(3)]
+    assert len({len(batch.microbatches) for batch in batches}) == 1
+    for batch in batches:
+        assert (batch.num_terms, batch.num_rollouts) == (2 * sum(range(2, 9)), 14)
+        assert batch.metrics == batches[0].metrics
+    trained = [m for batch in batches for m in batch.microbatches if m.terms.loss_mask.any()]
+    labels = sorted(int(label) for microbatch in trained for label in microbatch.inputs["labels"])
+    assert labels == sorted(g for g in range(1, 8) for _ in range(2 * (g + 1)))
 
 
-def test_supervised_rows_learn_the_response_and_its_end():
-    rows = [{"prompt": "12", "response": "34"}, {"prompt": "5", "response": "6"}]
-    batch = collate_sft(rows, chat=make_chat(), microbatch_terms=100)
-    (microbatch,) = batch.microbatches
-    assert microbatch.inputs["tokens"].tolist() == [1, 2, 3, 4, 5, 6]
-    assert microbatch.inputs["labels"].tolist() == [3, 4, 10, 6, 10]
-    assert microbatch.terms.rollout_logprobs.tolist() == [0] * 5
-    assert microbatch.terms.advantages.tolist() == [1] * 5
-    assert (batch.num_terms, batch.num_rollouts) == (5, 2)
+def test_a_rank_without_sequences_makes_a_pass_that_trains_nothing():
+    group = make_group(make_rollout([1, 2], [3, 4]))
+    full, empty = (collate([group], microbatch_terms=8, share=Share(index=i, count=2)) for i in range(2))
+    assert full.microbatches[0].terms.num_rollouts == 1
+    (microbatch,) = empty.microbatches
+    assert microbatch.inputs["tokens"].tolist() == [0]
+    assert microbatch.inputs["logit_index"].tolist() == [0]
+    assert microbatch.terms.loss_mask.tolist() == [0]
+    assert (empty.num_terms, empty.num_rollouts) == (full.num_terms, full.num_rollouts) == (2, 1)
+    assert full.metrics["packing_fraction"] == empty.metrics["packing_fraction"] == 3 / 16
 
 
-def test_a_row_without_a_response_or_too_long_is_an_error():
-    with pytest.raises(UserError, match=r"data.response_column"):
-        collate_sft([{"prompt": "1"}], chat=make_chat(), microbatch_terms=8)
-    with pytest.raises(UserError, match=r"row of 4 tokens is longer than the context of 3.*begins '12'"):
-        collate_sft([{"prompt": "12", "response": "3"}], chat=make_chat(3), microbatch_terms=8)
+def test_routes_lie_beside_the_tokens():
+    rollouts = [make_rollout([1, 2], [3, 4]), make_rollout([5], [6, 7])]
+    lengths = [3, 2]  # tokens that are fed in
+    routes = [np.full((length, 2, 1), place, np.int16) for place, length in enumerate(lengths)]
+    group = make_group(*(replace(r, arrays={**r.arrays, "routes": route}) for r, route in zip(rollouts, routes)))
+    (microbatch,) = collate([group], microbatch_terms=100, share=Share()).microbatches
+    assert microbatch.inputs["routes"].shape == (5, 2, 1)
+    assert microbatch.inputs["routes"][:, 0, 0].tolist() == [0, 0, 0, 1, 1]
+    (mixed,) = collate([group, make_group(rollouts[0])], microbatch_terms=100, share=Share()).microbatches
+    assert "routes" not in mixed.inputs

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from cosmos_rl_core.interfaces import PromptError
-from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling
+from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.collate import collate
 from cosmos_rl_llm.engines.torch import TorchEngine
 from cosmos_rl_llm.model import make_model, named_weights
@@ -99,7 +99,7 @@ def same_bits(left, right):
 
 def policy_logprobs(model, prompts, groups, *, temperature=1.0):
     groups = [RolloutGroup(prompt=p, rollouts=tuple(rollouts)) for p, rollouts in zip(prompts, groups)]
-    (microbatch,) = collate(groups, microbatch_terms=10**6).microbatches
+    (microbatch,) = collate(groups, microbatch_terms=10**6, share=Share()).microbatches
     logprobs = CausalLMPolicy(model, temperature=temperature).forward(microbatch).logprobs
     return logprobs.detach().numpy(), microbatch.terms.rollout_logprobs.numpy()
 
@@ -316,7 +316,7 @@ def test_a_small_cache_makes_requests_wait():
     prompts = prompts_of(20, 4, 25)
     generous = generate_all(engine_of(tiny()), prompts)
     bytes_per_term = 2 * 2 * 2 * 32 * 4  # keys and values, layers, heads, head_dim, float32
-    tight = generate_all(engine_of(tiny(), cache_bytes=4 * 37 * bytes_per_term), prompts)
+    tight = generate_all(engine_of(tiny(), cache_bytes=4 * 64 * bytes_per_term), prompts)
     assert all(same_bits(a, b) for one, two in zip(generous, tight) for a, b in zip(one, two))
 
 

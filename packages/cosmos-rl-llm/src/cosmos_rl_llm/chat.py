@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from cosmos_rl_core.interfaces import PromptError, UserError
-from cosmos_rl_llm.config import PLAIN_TEXT
+from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,6 +30,8 @@ class Chat:
     """Tokens that end a response, and belong to it."""
     max_length: int | None = None
     """Most tokens of prompt and response together; None: no limit."""
+    overlong: Overlong = "error"
+    """What supervised training does with rows above it."""
 
     def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> tuple[str, np.ndarray]:
         """Return the prompt as the model sees it and its tokens [prompt] int32.
@@ -42,7 +44,7 @@ class Chat:
         """
         prompt = row["prompt"]
         plain = isinstance(prompt, str)
-        text = prompt if plain else self._render(prompt, where=where, add_generation_prompt=True)
+        text = prompt if plain else self.render(prompt, where=where, add_generation_prompt=True)
         ids = self.tokenizer(text, add_special_tokens=plain)["input_ids"]
         if not ids:
             raise PromptError(f"{where or 'a row'}: the prompt has no tokens")
@@ -61,7 +63,7 @@ class Chat:
         text = response
         if not isinstance(prompt, str):
             messages = [*prompt, {"role": "assistant", "content": response}]
-            whole = self._render(messages, where=where, add_generation_prompt=False)
+            whole = self.render(messages, where=where, add_generation_prompt=False)
             text = whole.removeprefix(prompt_text) if whole.startswith(prompt_text) else response
         ids = list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         ends = [place for place, token in enumerate(ids) if token in self.end_ids]
@@ -87,7 +89,8 @@ class Chat:
         eos = self.tokenizer.eos_token_id
         return eos if isinstance(eos, int) else min(self.end_ids)
 
-    def _render(self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool) -> str:
+    def render(self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool) -> str:
+        """Return messages as the chat template writes them. Raises PromptError where it rejects them."""
         from jinja2 import TemplateError
 
         conversation = [dict(message) for message in messages]

@@ -20,6 +20,11 @@ def resolve(path_or_id: str | os.PathLike[str]) -> str:
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
     if path.is_dir():
+        if (path / "adapter_config.json").is_file():
+            raise UserError(
+                f"model.path = {text!r} holds adapters of another model; give that model, or what "
+                "`cosmos-rl export --merge-adapters` makes of both"
+            )
         if not (path / "config.json").is_file():
             raise UserError(f"model.path = {text!r} has no config.json; give a Hugging Face directory")
         return str(path)

@@ -6,22 +6,20 @@
     logit_index         3 4 5              8 9 . .               the hidden state before each response token
     labels [T]          r r r              r r r r
 
-A microbatch holds whole rollouts, in the order they came, up to `microbatch_terms` tokens with the prompts; a
-rollout longer than that is a microbatch of its own.
+A microbatch holds whole rollouts, up to `microbatch_terms` tokens with the prompts; a rollout longer than that is a
+microbatch of its own. Which of them a rank gets is `balance.deal`'s decision, the same on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from cosmos_rl_core.interfaces import PromptError, UserError
-from cosmos_rl_core.types import Microbatch, Rollout, RolloutGroup, TermBatch, TrainBatch
-from cosmos_rl_llm.chat import Chat
+from cosmos_rl_core.train.balance import deal
+from cosmos_rl_core.types import Microbatch, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +35,8 @@ class Sample:
     loss_mask: np.ndarray
     """[T] bool."""
     advantage: float
+    routes: np.ndarray | None = None
+    """[prompt + T - 1, layers, k]: experts that the rollout's router chose, where they are to be replayed."""
 
     @property
     def length(self) -> int:
@@ -44,14 +44,24 @@ class Sample:
         return len(self.prompt_tokens) + len(self.tokens) - 1
 
 
-def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
-    """Pack the rollouts of groups that have advantages.
+EMPTY = Sample(
+    prompt_tokens=np.zeros(1, np.int32),
+    tokens=np.zeros(1, np.int32),
+    logprobs=np.zeros(1, np.float32),
+    loss_mask=np.zeros(1, bool),
+    advantage=0.0,
+)
+"""Fills a microbatch of a rank that has no more sequences while others do: one pass that trains nothing."""
+
+
+def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
+    """Pack the rollouts of groups that have advantages; return the microbatches of `share`.
 
     A rollout without a single term to train on is counted in the metrics and left out of the microbatches: it
     would cost a forward pass and add nothing to the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    sequences = [_from_rollout(rollout) for rollout in rollouts if rollout.loss_mask.any()]
+    trained = [(place, r) for place, group in enumerate(groups) for r in group.rollouts if r.loss_mask.any()]
     lengths = np.array([rollout.num_terms for rollout in rollouts] or [0])
     truncated = [rollout.finish_reason == "length" for rollout in rollouts]
     metrics = {
@@ -59,24 +69,13 @@ def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBa
         "response_length_max": float(lengths.max()),
         "truncated_fraction": float(np.mean(truncated or [False])),
     }
-    return _pack_batch(sequences, microbatch_terms=microbatch_terms, metrics=metrics)
-
-
-def collate_sft(
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    chat: Chat,
-    microbatch_terms: int,
-) -> TrainBatch:
-    """Pack rows with a prompt and the wanted response; the loss covers the response and the end of its turn.
-
-    Raises:
-        UserError: a row without a response, or longer than the context of `chat.max_length` tokens.
-    """
-    sequences = [_from_row(row, chat=chat) for row in rows]
-    lengths = np.array([len(sequence.tokens) for sequence in sequences] or [0])
-    metrics = {"response_length_mean": float(lengths.mean()), "response_length_max": float(lengths.max())}
-    return _pack_batch(sequences, microbatch_terms=microbatch_terms, metrics=metrics)
+    return pack_batch(
+        [_from_rollout(rollout) for _, rollout in trained],
+        groups=[place for place, _ in trained],
+        microbatch_terms=microbatch_terms,
+        share=share,
+        metrics=metrics,
+    )
 
 
 def _from_rollout(rollout: Rollout) -> Sample:
@@ -86,56 +85,39 @@ def _from_rollout(rollout: Rollout) -> Sample:
         logprobs=rollout.rollout_logprobs,
         loss_mask=rollout.loss_mask,
         advantage=rollout.advantage,
+        routes=rollout.arrays.get("routes"),
     )
     assert len(sequence.prompt_tokens), "a rollout without a prompt token"
     assert len(sequence.tokens) == len(sequence.logprobs) == len(sequence.loss_mask), "terms out of step"
+    assert sequence.routes is None or len(sequence.routes) == sequence.length, "routes out of step"
     return sequence
 
 
-def _from_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
-    if "response" not in row:
-        raise UserError("supervised training needs the wanted responses: name their column in data.response_column")
-    try:
-        prompt_text, prompt_tokens = chat.encode_prompt(row)
-        tokens = chat.encode_response(row, prompt_text=prompt_text)
-    except PromptError as error:
-        raise UserError(error.reason) from error
-    length = len(prompt_tokens) + len(tokens)
-    if chat.max_length is not None and length > chat.max_length:
-        raise UserError(
-            f"a row of {length} tokens is longer than the context of {chat.max_length}: raise "
-            f"model.max_length or remove the row that begins {prompt_text[:80]!r}"
-        )
-    return Sample(
-        prompt_tokens=prompt_tokens,
-        tokens=tokens,
-        logprobs=np.zeros(len(tokens), dtype=np.float32),
-        loss_mask=np.ones(len(tokens), dtype=bool),
-        advantage=1.0,
-    )
+def pack_batch(
+    sequences: Sequence[Sample],
+    *,
+    groups: Sequence[int] | None = None,
+    microbatch_terms: int,
+    share: Share,
+    metrics: Mapping[str, float],
+) -> TrainBatch:
+    """Pack the part of `share`; counts and metrics are those of the whole batch.
 
-
-def _pack_batch(sequences: Sequence[Sample], *, microbatch_terms: int, metrics: Mapping[str, float]) -> TrainBatch:
+    Adds `packing_fraction`: tokens over the room of all microbatches, of all ranks.
+    """
+    lengths = [sequence.length for sequence in sequences]
+    dealt = deal(lengths, capacity=microbatch_terms, share=share, groups=groups)
+    room = len(dealt) * share.count * microbatch_terms
+    if any(sequence.routes is None for sequence in sequences):  # replayed for the whole batch or not at all
+        sequences = [replace(sequence, routes=None) for sequence in sequences]
+    routes = sequences[0].routes if sequences else None
+    empty = replace(EMPTY, routes=None if routes is None else np.zeros_like(routes[:1]))
     return TrainBatch(
-        microbatches=tuple(_pack(bin) for bin in _fill(sequences, microbatch_terms)),
+        microbatches=tuple(_pack([sequences[index] for index in members] or [empty]) for members in dealt),
         num_terms=sum(int(sequence.loss_mask.sum()) for sequence in sequences),
-        num_rollouts=len(sequences),
-        metrics=metrics,
+        num_rollouts=sum(bool(sequence.loss_mask.any()) for sequence in sequences),
+        metrics={**metrics, "packing_fraction": sum(lengths) / room if room else 1.0},
     )
-
-
-def _fill(sequences: Sequence[Sample], capacity: int) -> Iterator[list[Sample]]:
-    """Cut the sequences, in order, into bins of at most `capacity` tokens or one sequence."""
-    bin: list[Sample] = []
-    used = 0
-    for sequence in sequences:
-        if bin and used + sequence.length > capacity:
-            yield bin
-            bin, used = [], 0
-        bin.append(sequence)
-        used += sequence.length
-    if bin:
-        yield bin
 
 
 def _pack(sequences: Sequence[Sample]) -> Microbatch:
@@ -153,6 +135,9 @@ def _pack(sequences: Sequence[Sample]) -> Microbatch:
         "logit_index": logit_index,
         "labels": labels,
     }
+    routes = [sequence.routes for sequence in sequences if sequence.routes is not None]
+    if routes:
+        inputs["routes"] = np.concatenate(routes)
     return Microbatch(
         inputs={name: _tensor(values, torch.int64) for name, values in inputs.items()},
         terms=TermBatch(

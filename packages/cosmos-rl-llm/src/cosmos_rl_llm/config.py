@@ -13,6 +13,19 @@ from cosmos_rl_core.config.base import Strict
 PLAIN_TEXT = "none"
 """The `data.chat_template` that means: no template, prompts are plain text."""
 
+Overlong = Literal["error", "truncate", "drop"]
+
+
+class LoraSection(Strict):
+    """[model.lora]: train low-rank adapters on linear layers and leave the model itself as it is."""
+
+    rank: int = Field(default=16, ge=1)
+    """Rank of the update of a layer's weight."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers that get an adapter, by the last part of their names, such as ["q_proj", "v_proj"]."""
+
 
 class LLMModelConfig(Strict):
     """[model]: which causal language model is trained, and how it is held in memory."""
@@ -21,12 +34,12 @@ class LLMModelConfig(Strict):
     """A Hugging Face model id, or a local directory with config.json, weights and tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of forward passes and of the engine's weights; trained weights and the loss are always float32."""
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass: less memory, about a third more compute."""
     max_length: int | None = Field(default=None, ge=2)
     """Context limit in tokens, prompt and response together; without it the model's own."""
     revision: str | None = None
     """Branch, tag or commit on the hub; only for a model id."""
+    lora: LoraSection | None = None
+    """Train adapters of the model, and send them alone to the engines."""
 
 
 class LLMDataConfig(Strict):
@@ -52,6 +65,10 @@ class LLMDataConfig(Strict):
     """Regular expression with one group that cuts the answer out of its column, such as "#### (.*)"."""
     response_column: str | None = None
     """Column with the wanted response, for supervised training."""
+    messages_column: str | None = None
+    """Column with whole chats instead, for supervised training: every turn of the assistant is learnt."""
+    overlong: Overlong = "error"
+    """Rows above [model] max_length in supervised training: an error, cut at the end, or left out; both are counted."""
     limit: int | None = Field(default=None, ge=1)
     """Read only the first rows."""
 
@@ -86,6 +103,10 @@ class LLMDataConfig(Strict):
     def _keys_fit_together(self) -> Self:
         if self.answer_pattern is not None and self.answer_column is None:
             raise ValueError("answer_pattern needs answer_column, the column to search")
+        if self.messages_column is not None and self.response_column is not None:
+            raise ValueError("messages_column holds the responses too; remove response_column")
+        if self.messages_column is not None and self.chat_template == PLAIN_TEXT:
+            raise ValueError('messages_column needs a chat template; "none" takes prompts of plain text')
         if self.system_prompt is not None and self.chat_template == PLAIN_TEXT:
             raise ValueError('system_prompt needs a chat template; with "none", put it into prompt_template')
         return self
@@ -98,3 +119,5 @@ class TorchEngineOptions(Strict):
     """Most sequences generated at the same time; more wait for a free place."""
     cache_bytes: int = Field(default=4 * 1024**3, ge=1)
     """Most memory for the keys and values of running sequences."""
+    record_routes: bool = False
+    """Note which experts each token goes to, and let training take the same ones (mixtures of experts only)."""

@@ -3,7 +3,9 @@
     files or a hub id --> (where, row) --> normalise --> {"prompt": ..., "answer": ..., "response": ..., own}
 
 `prompt` is a list of chat messages, or a string where no chat template is wanted; `answer` and `response` are
-strings, set where their columns are named in the config. Any fault is one UserError with file, row and key.
+strings, set where their columns are named in the config. With `messages_column` there is no `response`, but
+`messages`, a whole chat, of which `prompt` is what comes before the last answer. Any fault is one UserError with file,
+row and key.
 """
 
 from __future__ import annotations
@@ -44,7 +46,13 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
     row["answer"] is what the pattern found.
     """
     result = dict(row)
-    result["prompt"] = _prompt(row, where=where, config=config)
+    if config.messages_column is None:
+        result["prompt"] = _prompt(row, where=where, config=config)
+    else:
+        result.pop("response", None)
+        result["messages"] = chat = _chat(row, where=where, config=config, column=config.messages_column)
+        answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+        result["prompt"] = chat[: answers[-1]]
     if config.answer_column is not None:
         result["answer"] = _answer(row, where=where, config=config)
     if config.response_column is not None:
@@ -72,9 +80,22 @@ def _prompt(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str
         )
     else:
         messages = _messages(value, where=where, key=key)
-    if config.system_prompt is not None and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": config.system_prompt})
-    return messages
+    return _with_system_prompt(messages, config)
+
+
+def _chat(row: Mapping[str, Any], *, where: str, config: LLMDataConfig, column: str) -> list[dict[str, Any]]:
+    """A whole chat with at least one answer, with the system prompt in front."""
+    key = "data.messages_column"
+    messages = _messages(_column(row, column, where=where, key=key), where=where, key=key)
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(f"{where}: no message is the assistant's, so that there is nothing to learn ({key})")
+    return _with_system_prompt(messages, config)
+
+
+def _with_system_prompt(messages: list[dict[str, Any]], config: LLMDataConfig) -> list[dict[str, Any]]:
+    if config.system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]
 
 
 def _fill(template: str, row: Mapping[str, Any], *, where: str) -> str:

@@ -5,7 +5,8 @@ Importing this module loads configs and data only; torch and transformers come w
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,12 +21,16 @@ from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data import load_rows
 from cosmos_rl_llm.rewards import REWARDS
+from cosmos_rl_llm.shape import read_shape
 
 if TYPE_CHECKING:
+    from torch import Tensor
     from transformers import PreTrainedModel
 
     from cosmos_rl_core.parallel.setup import ModelSetup
+    from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_llm.chat import Chat
+    from cosmos_rl_llm.pipelined import PipelinedPolicy
     from cosmos_rl_llm.text_policy import TextPolicy
 
 
@@ -47,25 +52,23 @@ class LLMDomain:
 
     def build_policy(
         self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int, setup: ModelSetup
-    ) -> TextPolicy:
+    ) -> TextPolicy | PipelinedPolicy:
         """Load the model to train, with log-probabilities at the sampling temperature.
 
-        Its weights are float32; `model.dtype` is the type it computes in. They come from a checkpoint, so
-        that `seed` decides nothing here.
+        `model.dtype` is the type it computes in, [policy.precision] that of its weights. They come from a checkpoint,
+        so that `seed` decides nothing but the first values of adapters.
         """
-        import torch
-
-        from cosmos_rl_llm.model import load_model
-        from cosmos_rl_llm.text_policy import TextPolicy
+        _quiet_torchao()
+        from cosmos_rl_llm.build import build_policy
 
         source = _checkpoint(model)
-        module = load_model(source, dtype=torch.float32)
-        return TextPolicy(
-            module,
-            chat=_chat(source, module, data, max_length=model.max_length),
+        return build_policy(
+            model,
+            source=source,
+            chat=lambda module: _chat(source, module, data, max_length=model.max_length),
             temperature=1.0 if sampling is None else sampling.temperature,
-            compute_dtype=torch.bfloat16 if model.dtype == "bfloat16" else None,
-            gradient_checkpointing=model.gradient_checkpointing,
+            seed=seed,
+            setup=setup,
         )
 
     def build_engine(
@@ -87,7 +90,18 @@ class LLMDomain:
             UserError: the path means a directory and there is none, or one without a model.
         """
         directory = Path(resolve(model.path))
-        return read_specs(directory) if directory.is_dir() else None
+        if not directory.is_dir() or model.lora is not None:  # adapters are made when the model is
+            return None
+        return read_specs(directory)
+
+    def model_shape(self, model: LLMModelConfig) -> ModelShape | None:
+        """From config.json and the headers of a local directory's safetensors; None for a hub's id.
+
+        Raises:
+            UserError: as `weight_specs`.
+        """
+        directory = Path(resolve(model.path))
+        return read_shape(directory, model) if directory.is_dir() else None
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
         """The class of a shipped reward, called with its options by keyword; None for any other name."""
@@ -97,15 +111,26 @@ class LLMDomain:
         """Pack rollouts end to end, at most `microbatch_terms` tokens to a microbatch, prompts included."""
         from cosmos_rl_llm.collate import collate
 
-        return collate(groups, microbatch_terms=microbatch_terms)
+        return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
     def collate_sft(
         self, rows: Sequence[Mapping[str, Any]], *, policy: TextPolicy, microbatch_terms: int, share: Share
     ) -> TrainBatch:
-        """Pack rows with their wanted responses; the loss covers the response and the end of its turn."""
-        from cosmos_rl_llm.collate import collate_sft
+        """Pack rows with their wanted responses; the loss covers the assistant's turns and the end of each."""
+        from cosmos_rl_llm.supervised import collate_sft
 
-        return collate_sft(rows, chat=policy.chat, microbatch_terms=microbatch_terms)
+        return collate_sft(rows, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)
+
+    def export_weights(
+        self, model: LLMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
+    ) -> Iterable[tuple[str, Tensor]]:
+        """The weights as they are; for adapters that are to be merged those of the base model with the updates."""
+        if model.lora is None or not merge_adapters:
+            return tensors
+        from cosmos_rl_llm.lora import merge, read_tensors
+
+        base = read_tensors(_directory(model))
+        return merge(base, dict(tensors), scaling=model.lora.alpha / model.lora.rank)
 
 
 def _torch_options(options: Mapping[str, Any]) -> TorchEngineOptions:
@@ -116,14 +141,24 @@ def _torch_options(options: Mapping[str, Any]) -> TorchEngineOptions:
         raise ConfigError(problems(error, tables=known_tables(TorchEngineOptions, at=at), at=at)) from error
 
 
+def _quiet_torchao() -> None:
+    """Keep out of the log what torchao says when transformers imports it: CUDA kernels that it cannot load here."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
 def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngineOptions) -> RolloutEngine:
+    _quiet_torchao()
     import torch
 
     from cosmos_rl_llm.engines.torch import TorchEngine
+    from cosmos_rl_llm.lora import add_adapters
     from cosmos_rl_llm.model import load_model
 
     source = _checkpoint(model)
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
+    if model.lora is not None:
+        add_adapters(module, model.lora, base=model.path)
     chat = _chat(source, module, data, max_length=model.max_length)
 
     def encode(prompt: Prompt) -> np.ndarray:
@@ -138,6 +173,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
         max_sequences=options.max_sequences,
         max_length=chat.max_length,
         cache_bytes=options.cache_bytes,
+        record_routes=options.record_routes,
         version=-1,  # nothing is served before the policy's weights have arrived
     )
 
@@ -157,6 +193,7 @@ def _chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_leng
         tokenizer=tokenizer,
         end_ids=find_end_ids(tokenizer, None if generation is None else generation.eos_token_id),
         max_length=max_length or limit,
+        overlong=data.overlong,
     )
 
 
@@ -166,6 +203,16 @@ def _checkpoint(model: LLMModelConfig) -> str:
         return model.path
     if Path(model.path).expanduser().is_dir():
         raise UserError(f"model.revision is for a Hugging Face model id; {model.path} is a directory here")
+    return _fetch(model)
+
+
+def _directory(model: LLMModelConfig) -> Path:
+    """The directory of the model's files, fetched from the hub where that is needed."""
+    source = Path(resolve(_checkpoint(model)))
+    return source if source.is_dir() else Path(_fetch(model))
+
+
+def _fetch(model: LLMModelConfig) -> str:
     from huggingface_hub import snapshot_download
 
     try:

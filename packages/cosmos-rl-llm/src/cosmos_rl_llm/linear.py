@@ -16,15 +16,26 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 MIN_WEIGHTS = 128 * 128
-"""Elements of the smallest weight for which the call's fixed cost of some 10 microseconds pays in generation."""
+"""Elements of the smallest weight for which the call's fixed cost of some 10 microseconds pays in generation.
+
+It counts with one thread only. With more, MKL cuts the rows among the threads, so that a row's last bit depends on
+how many rows there are; oneDNN computes each row alike, and a rollout must not depend on what runs beside it.
+"""
+MIN_ROWS = 4
+"""Fewest rows of a product in generation, filled up with rows that are thrown away.
+
+Products of one to three rows go through other CPU kernels that round differently. From four rows on, a row's
+result was seen not to depend on its neighbours, so that a rollout has the same bits whatever runs beside it.
+"""
 MIN_TRAINED_WEIGHTS = 64 * 64
-"""The same in training, where many more rows share one call."""
+"""`MIN_WEIGHTS` in training, where many more rows share one call."""
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """input [..., in], weight [out, in] -> input @ weight.T + bias [..., out], differentiable."""
     trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-    if not _is_served(input, weight) or weight.numel() < (MIN_TRAINED_WEIGHTS if trained else MIN_WEIGHTS):
+    smallest = MIN_TRAINED_WEIGHTS if trained else MIN_WEIGHTS if torch.get_num_threads() == 1 else 0
+    if not _is_served(input, weight) or weight.numel() < smallest:
         return F.linear(input, weight, bias)
     return _Product.apply(input, weight, bias) if trained else _onednn(input, weight, bias)
 

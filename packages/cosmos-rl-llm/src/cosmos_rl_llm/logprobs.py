@@ -7,16 +7,23 @@ For a term with logits z = head(h) / temperature, p = softmax(z), label y:
 
 A [chunk, V] buffer is all that lives at a time. Where all terms fit into the budget, the one buffer is kept
 and becomes the gradient; otherwise the backward pass computes each chunk's logits again.
+
+With the head cut along the vocabulary over tp, each rank makes the logits of its own tokens alone. What a term needs
+of the others are numbers: max_v z_v, sum_v exp(z_v - max), z_y and the entropy are reduced over tp in the forward
+pass. The backward pass sends nothing, and returns this rank's part of d hidden.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from cosmos_rl_core.parallel.tensor import TensorAxis
 from cosmos_rl_llm.linear import product
 from cosmos_rl_llm.model import Head
 
@@ -29,16 +36,54 @@ def term_logprobs(
     temperature: float = 1.0,
     with_entropy: bool = False,
     logits_bytes: int,
+    vocabulary: Vocabulary | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return log-probabilities [T] float32 of `labels` [T], and entropies [T] if asked for, from hidden [T, hidden].
 
-    `logits_bytes` bounds the float32 logits alive at a time; at least one term is always done.
+    Args:
+        logits_bytes: bounds the float32 logits alive at a time; at least one term is always done.
+        vocabulary: which part of it `head` holds on this rank; None: all of it. With a part, all ranks along tp call
+            this with the same `hidden` and `labels`; results are the same on all, gradients are each rank's part.
     """
     chunk = max(1, logits_bytes // (4 * head.weight.shape[0]))
+    part = vocabulary or Vocabulary(0, head.weight.shape[0], None)
     logprobs, entropy = _TermLogprobs.apply(
-        hidden, head.weight, head.bias, labels, head.softcap, temperature, with_entropy, chunk
+        hidden, head.weight, head.bias, labels, head.softcap, temperature, with_entropy, chunk, part
     )
     return logprobs, entropy if with_entropy else None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens whose logits this rank makes."""
+
+    start: int
+    stop: int
+    axis: TensorAxis | None
+    """None: all tokens are here."""
+
+    @classmethod
+    def part(cls, size: int, axis: TensorAxis) -> Vocabulary:
+        """This rank's part of `size` tokens."""
+        return cls(*axis.bounds(size), axis)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the maximum over the ranks, in place."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks, in place."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """labels [n] -> place of each among this rank's tokens [n], and whether it is one of them [n]."""
+        mine = (labels >= self.start) & (labels < self.stop)
+        return torch.where(mine, labels - self.start, 0), mine
+
+    def _reduce(self, values: Tensor, operation: Any) -> Tensor:
+        if self.axis is not None:
+            dist.all_reduce(values, op=operation, group=self.axis.mesh.get_group())
+        return values
 
 
 class _TermLogprobs(torch.autograd.Function):
@@ -53,29 +98,36 @@ class _TermLogprobs(torch.autograd.Function):
         temperature: float,
         with_entropy: bool,
         chunk: int,
+        vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
         head = Head(weight, bias, softcap)
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
+        largest, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
         probabilities = None
         for part in _parts(len(labels), chunk):
             logits = _scaled_logits(head, hidden[part], temperature)
-            chosen = logits.gather(1, labels[part, None]).squeeze(1)
-            probabilities, logsumexp = _softmax_in_place(logits)
-            logprobs[part] = chosen - logsumexp
+            place, mine = vocabulary.own(labels[part])
+            chosen = vocabulary.sum(logits.gather(1, place[:, None]).squeeze(1) * mine)
+            largest[part] = vocabulary.largest(logits.amax(-1))
+            probabilities = logits.sub_(largest[part, None]).exp_()
+            total[part] = vocabulary.sum(probabilities.sum(-1))
+            probabilities.div_(total[part, None])
+            logprobs[part] = chosen - (largest[part] + total[part].log())
             if with_entropy:
-                entropy[part] = torch.special.entr(probabilities).sum(-1)
+                entropy[part] = vocabulary.sum(torch.special.entr(probabilities).sum(-1))
         keep = len(labels) <= chunk and softcap is None and any(ctx.needs_input_grad)
-        ctx.save_for_backward(hidden, weight, bias, labels, entropy, probabilities if keep else None)
-        ctx.options = (softcap, temperature, chunk)
+        kept = probabilities if keep else None
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy, largest, total, kept)
+        ctx.options = (softcap, temperature, chunk, vocabulary)
         ctx.set_materialize_grads(False)  # entropy is often only looked at: then it costs the backward pass nothing
         return logprobs, entropy
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
-        hidden, weight, bias, labels, entropy, kept = ctx.saved_tensors
-        softcap, temperature, chunk = ctx.options
+        hidden, weight, bias, labels, entropy, largest, total, kept = ctx.saved_tensors
+        softcap, temperature, chunk, vocabulary = ctx.options
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
         head = Head(weight, bias, softcap)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
@@ -86,11 +138,12 @@ class _TermLogprobs(torch.autograd.Function):
             if kept is None:
                 logits = _scaled_logits(head, hidden[part], temperature)
                 slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square()
-                probabilities, _ = _softmax_in_place(logits)
+                probabilities = logits.sub_(largest[part, None]).exp_().div_(total[part, None])
             else:
                 probabilities, slope = kept, None
             d_entropy = None if grad_entropy is None else grad_entropy[part]
-            grad = _grad_logits(probabilities, labels[part], grad_logprobs[part], d_entropy, entropy[part])
+            own = vocabulary.own(labels[part])
+            grad = _grad_logits(probabilities, own, grad_logprobs[part], d_entropy, entropy[part])
             grad = grad.div_(temperature) if slope is None else grad.mul_(slope).div_(temperature)
             grad = grad.to(hidden.dtype)
             if d_hidden is not None:
@@ -101,7 +154,7 @@ class _TermLogprobs(torch.autograd.Function):
                 d_bias.add_(grad.sum(0))
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight, d_bias, None, None, None, None, None
+        return d_hidden, d_weight, d_bias, *[None] * 6
 
 
 def _parts(length: int, chunk: int) -> list[slice]:
@@ -113,21 +166,18 @@ def _scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
     return logits if temperature == 1 else logits.div_(temperature)
 
 
-def _softmax_in_place(logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Turn logits [n, V] into probabilities; also return logsumexp [n]."""
-    largest = logits.amax(-1, keepdim=True)
-    probabilities = logits.sub_(largest).exp_()
-    total = probabilities.sum(-1, keepdim=True)
-    return probabilities.div_(total), (largest + total.log()).squeeze(1)
-
-
 def _grad_logits(
-    probabilities: Tensor, labels: Tensor, d_logprobs: Tensor, d_entropy: Tensor | None, entropy: Tensor
+    probabilities: Tensor,
+    own: tuple[Tensor, Tensor],
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    entropy: Tensor,
 ) -> Tensor:
-    """Gradient with respect to z [chunk, V], written into `probabilities`."""
+    """Gradient with respect to z [chunk, V], written into `probabilities`; `own` is `Vocabulary.own` of the labels."""
     if d_entropy is None:
         grad = probabilities.mul_(-d_logprobs[:, None])
     else:
         spread = torch.special.entr(probabilities).mul_(d_entropy[:, None])
         grad = probabilities.mul_(-(d_logprobs + d_entropy * entropy)[:, None]).add_(spread)
-    return grad.scatter_add_(1, labels[:, None], d_logprobs[:, None])
+    place, mine = own
+    return grad.scatter_add_(1, place[:, None], (d_logprobs * mine)[:, None])

@@ -16,14 +16,17 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
 from cosmos_rl_core.interfaces import UserError
 from cosmos_rl_llm.checkpoint import resolve
 from cosmos_rl_llm.linear import product
+from cosmos_rl_llm.lora import adapter_weights
 
 _HEAD_SCALES = ("logit_scale", "logits_scaling")
 """Config keys of models that scale their logits after the head (Cohere, Granite)."""
@@ -65,6 +68,24 @@ def load_model(
     return model
 
 
+def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype) -> PreTrainedModel:
+    """Make the model of a checkpoint without its weights: parameters are memory that nobody has touched yet.
+
+    What the model computes itself is there, such as rotary frequencies. Raises UserError when there is no such model.
+    """
+    source = resolve(path_or_id)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+        with _LOADING, no_init_weights():
+            model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(_explain(source, error)) from error
+    model.tie_weights()
+    if (Path(source) / "generation_config.json").is_file():
+        model.generation_config = GenerationConfig.from_pretrained(source)
+    return model
+
+
 def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> PreTrainedModel:
     """Make a randomly initialised model from config values like {"model_type": "qwen3", "hidden_size": 128}.
 
@@ -98,7 +119,12 @@ def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBas
 
 
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Live parameters and persistent buffers by checkpoint name; tied tensors once, under their first name."""
+    """Live parameters and persistent buffers by checkpoint name; tied tensors once, under their first name.
+
+    Of a model with adapters they are these alone (see `lora`): nothing else is trained.
+    """
+    if adapters := adapter_weights(model):
+        return adapters
     weights: dict[str, Tensor] = {}
     seen: set[int] = set()
     for name, tensor in model.state_dict(keep_vars=True).items():
@@ -106,6 +132,11 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
             seen.add(id(tensor))
             weights[name] = tensor.detach()
     return weights
+
+
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The list of a model's decoder layers, whatever its family calls it."""
+    return next(child for child in model.base_model.children() if isinstance(child, nn.ModuleList))
 
 
 def context_length(model: PreTrainedModel) -> int | None:

@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, PreTrainedModel
 
 from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_llm.attention import Scoring, causal_attention
 
 ATTENTION = "cosmos_rl"
 """Name under which `install_attention` registers `layout_attention` with transformers."""
@@ -34,8 +34,8 @@ _MAX_PADDING_TERMS = 32
 class Layout(Protocol):
     """What a forward pass hands to every attention layer as the keyword `layout`."""
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None) -> Tensor:
-        """query [B, heads, Q, D], key and value [B, kv_heads, K, D] -> [B, Q, heads, D]."""
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """query [B, heads, Q, D], key [B, kv_heads, K, D], value [B, kv_heads, K, D'] -> [B, Q, heads, D']."""
         ...
 
 
@@ -56,20 +56,20 @@ def layout_attention(
     """Attend as `layout` says, without dropout; transformers calls this through its `AttentionInterface`."""
     assert layout is not None, "called without `layout`; go through CausalLMPolicy or TorchEngine"
     assert attention_mask is None, "layouts replace masks"
-    if softcap is not None or s_aux is not None:
-        raise UserError(
-            f"model.path: {type(module).__name__} uses attention soft-capping or sinks, "
-            "which packed attention does not do; choose a model without them"
-        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    return layout.attend(query, key, value, scaling=scale, window=sliding_window), None
+    scoring = Scoring(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    return layout.attend(query, key, value, scoring), None
 
 
-def install_attention(model: PreTrainedModel) -> None:
-    """Make `model` use `layout_attention`. Raises UserError for a model with its own attention code."""
-    AttentionInterface.register(ATTENTION, layout_attention)
-    model.set_attn_implementation(ATTENTION)
-    if model.config._attn_implementation != ATTENTION:
+def install_attention(model: PreTrainedModel, *, traced: bool = True) -> None:
+    """Make `model` use `layout_attention`. Raises UserError for a model with its own attention code.
+
+    `traced` = False keeps torch.compile out of it: compiled code would be made again for each new layout.
+    """
+    name = ATTENTION if traced else f"{ATTENTION}_untraced"
+    AttentionInterface.register(name, layout_attention if traced else torch.compiler.disable(layout_attention))
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
         raise UserError(
             f"model.path: {type(model).__name__} does not go through transformers' AttentionInterface; "
             "choose a model that does"
@@ -126,9 +126,9 @@ class PackedLayout:
             blocks.append(_Block(torch.from_numpy(source.ravel()).to(device), len(members), longest))
         return cls(tuple(blocks), torch.from_numpy(restore).to(device))
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None) -> Tensor:
-        rows = [x[0].transpose(0, 1) for x in (query, key, value)]  # [L, heads, D]
-        outputs = [_attend_block(block, *rows, scaling=scaling, window=window) for block in self.blocks]
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, D]
+        outputs = [_attend_block(block, query, key, value, scoring) for block in self.blocks]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.index_select(0, self.restore).unsqueeze(0)
 
@@ -169,22 +169,10 @@ def _similar(lengths: Sequence[int], *, padding: bool) -> list[list[int]]:
     return groups
 
 
-def _attend_block(
-    block: _Block, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None
-) -> Tensor:
-    """Causal attention of one block: packed rows [L, heads, D] in, [rows * longest, heads, D] out."""
+def _attend_block(block: _Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Causal attention of one block: packed rows [L, heads, D] in, [rows * longest, heads, D'] out."""
     q, k, v = (
         x.index_select(0, block.source).view(block.rows, block.longest, *x.shape[1:]).transpose(1, 2)
         for x in (query, key, value)
     )
-    mask = None if window is None or window >= block.longest else _band(block.longest, window, q.device)
-    output = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=q.shape[1] != k.shape[1]
-    )
-    return output.transpose(1, 2).reshape(-1, *query.shape[1:])
-
-
-def _band(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool: place i sees places i - window + 1 .. i."""
-    allowed = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return allowed.triu(1 - window)
+    return causal_attention(q, k, v, scoring).transpose(1, 2).flatten(0, 1)

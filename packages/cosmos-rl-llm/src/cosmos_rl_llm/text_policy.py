@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PreTrainedModel
 
+from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.chat import Chat
 from cosmos_rl_llm.policy import CausalLMPolicy
 
@@ -19,13 +20,13 @@ class TextPolicy(CausalLMPolicy):
         chat: Chat,
         temperature: float = 1.0,
         compute_dtype: torch.dtype | None = None,
-        gradient_checkpointing: bool = False,
+        setup: ModelSetup | None = None,
     ) -> None:
         super().__init__(
             model,
             tokenizer=chat.tokenizer,
             temperature=temperature,
             compute_dtype=compute_dtype,
-            gradient_checkpointing=gradient_checkpointing,
+            setup=setup,
         )
         self.chat = chat

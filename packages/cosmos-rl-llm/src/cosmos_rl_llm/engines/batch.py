@@ -17,19 +17,16 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.types import FinishReason
-from cosmos_rl_llm.engines.cache import SPAN, DecodeLayout, SlotCache
+from cosmos_rl_llm.engines.activations import use_steady_activations
+from cosmos_rl_llm.engines.cache import DecodeLayout, SlotCache, whole_spans
+from cosmos_rl_llm.engines.experts import use_steady_experts
 from cosmos_rl_llm.engines.sampling import Sampler, uniforms
 from cosmos_rl_llm.engines.sequence import Request, RunningSequence
-from cosmos_rl_llm.linear import use_onednn
+from cosmos_rl_llm.linear import MIN_ROWS, use_onednn
 from cosmos_rl_llm.model import Head
 from cosmos_rl_llm.packing import PackedLayout, install_attention
+from cosmos_rl_llm.routing import RouteRecorder
 
-MIN_ROWS = 4
-"""Fewest rows of a matrix product, filled up with rows that are thrown away.
-
-Products of one to three rows go through other CPU kernels that round differently. From four rows on, a row's
-result was seen not to depend on its neighbours, so that a rollout has the same bits whatever runs beside it.
-"""
 _STOP_MARGIN = 8
 """Tokens decoded before the first place of a stop string, for tokenizers that trim a text's start."""
 
@@ -57,9 +54,12 @@ class RunningBatch:
         stop_ids: Collection[int],
         max_sequences: int,
         cache_terms: int,
+        record_routes: bool = False,
     ) -> None:
         install_attention(model)
         use_onednn(model)
+        use_steady_experts(model)
+        use_steady_activations(model)
         model.eval().requires_grad_(False)
         rows = max(max_sequences, MIN_ROWS)
         self.stats = EngineStats()
@@ -68,6 +68,7 @@ class RunningBatch:
         self._stop_ids = frozenset(stop_ids)
         self._max_sequences, self._cache_terms = max_sequences, cache_terms
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
+        self._recorder = RouteRecorder(model) if record_routes else None
         self._sampler: Sampler | None = None
         # One column a row of the batch: token and place of the last term, and the random counter.
         self._token = np.zeros(rows, dtype=np.int64)
@@ -78,7 +79,7 @@ class RunningBatch:
 
     def samples_at_a_time(self, num_terms: int) -> int:
         """Most sequences of `num_terms`, prompt included, that can run together; 0 when they never fit."""
-        room = self._cache_terms // num_terms
+        room = self._cache_terms // whole_spans(num_terms)
         return min(room, self._max_sequences) if room >= MIN_ROWS else 0
 
     def fits(self, requests: Sequence[Request]) -> bool:
@@ -94,16 +95,13 @@ class RunningBatch:
             self._add(request)
         self._cache.reserve(
             slots=max(len(self.sequences), MIN_ROWS),
-            capacity=max(sequence.request.num_terms for sequence in self.sequences),
+            capacity=whole_spans(max(sequence.request.num_terms for sequence in self.sequences)),
         )
         lengths = [len(request.prompt_tokens) for request in requests]
         self._begin_prefill(requests, lengths, first)
-        hidden = self._forward(
-            np.concatenate([request.prompt_tokens for request in requests])[None],
-            np.concatenate([np.arange(length) for length in lengths])[None],
-            PackedLayout.of(lengths, padding=False, device=self._model.device),
-        )
+        hidden = self._prefill(np.concatenate([request.prompt_tokens for request in requests]), lengths)
         self.stats.prefill_terms += sum(lengths)
+        self._note_routes(lengths, [request.sequences for request in requests])
         logits = self._logits(hidden[0, np.cumsum(lengths) - 1])
         samples = torch.tensor([request.num_samples for request in requests], device=logits.device)
         new = slice(first, len(self.sequences))
@@ -115,10 +113,11 @@ class RunningBatch:
         self._place[count:MIN_ROWS] = 0  # spare rows: they write into unused slots
         rows = slice(0, max(count, MIN_ROWS))
         place = torch.from_numpy(self._place[rows]).to(self._model.device)
-        span = min(-(-(int(self._place[rows].max()) + 1) // SPAN) * SPAN, self._cache.capacity)
+        span = whole_spans(int(self._place[rows].max()) + 1)
         self._cache.begin_decode(place, span=span)
         hidden = self._forward(self._token[rows, None], self._place[rows, None], DecodeLayout(place=place, span=span))
         self.stats.decode_terms += count
+        self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
         return self._draw(self._logits(hidden[:count, 0]), slice(0, count), version)
 
     def drop(self, request: Request) -> None:
@@ -148,6 +147,16 @@ class RunningBatch:
         tensors = (torch.from_numpy(np.concatenate(column)).to(self._model.device) for column in columns)
         self._cache.begin_prefill(*tensors)
 
+    def _prefill(self, tokens: np.ndarray, lengths: Sequence[int]) -> Tensor:
+        """tokens [sum(lengths)] of prompts -> last hidden states [1, L, hidden], with spare rows up to `MIN_ROWS`."""
+        spare = max(0, MIN_ROWS - len(tokens))
+        lengths = [*lengths, spare] if spare else lengths
+        return self._forward(
+            np.pad(tokens, (0, spare))[None],
+            np.concatenate([np.arange(length) for length in lengths])[None],
+            PackedLayout.of(lengths, padding=False, device=self._model.device),
+        )
+
     def _forward(self, tokens: np.ndarray, places: np.ndarray, layout: PackedLayout | DecodeLayout) -> Tensor:
         """tokens, places [B, Q] -> last hidden states [B, Q, hidden]."""
         self.stats.steps += 1
@@ -160,6 +169,16 @@ class RunningBatch:
             layout=layout,
         )
         return output.last_hidden_state
+
+    def _note_routes(self, lengths: Sequence[int], owners: Sequence[Sequence[RunningSequence]]) -> None:
+        """Hand the experts of the pass just done to its sequences: of `lengths[i]` tokens to each of `owners[i]`."""
+        if self._recorder is None:
+            return
+        routes = self._recorder.take().cpu().numpy()
+        ends = np.cumsum(lengths)
+        for start, end, sequences in zip(ends - lengths, ends, owners, strict=True):
+            for sequence in sequences:
+                sequence.routes.append(routes[start:end])
 
     def _logits(self, hidden: Tensor) -> Tensor:
         """hidden [n, hidden] -> logits [n, V] float32."""

@@ -18,8 +18,11 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedModel
 
+from cosmos_rl_llm.attention import Scoring
+
 SPAN = 32
-"""Decode steps read a multiple of this many places: whole vectors of the CPU, and shapes that repeat."""
+"""Decode steps read a multiple of this many places: shapes that repeat, and whole vectors of the CPU, so that a
+sequence's result does not depend on how far the longest one beside it reaches."""
 
 
 class SlotCache(Cache):
@@ -38,7 +41,7 @@ class SlotCache(Cache):
         self._targets: dict[int, Tensor] = {}
 
     def reserve(self, *, slots: int, capacity: int) -> None:
-        """Make room for `slots` sequences of `capacity` tokens; what the first `slots` hold stays."""
+        """Make room for `slots` sequences of `capacity` tokens (whole spans); what the first `slots` hold stays."""
         if slots <= self.slots and capacity <= self.capacity:
             return
         generous = max(self.slots, _power_of_two(slots)), max(self.capacity, _power_of_two(capacity))
@@ -117,11 +120,11 @@ class DecodeLayout:
     span: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
-    def attend(self, query: Tensor, key: Tensor, value: Tensor, *, scaling: float, window: int | None) -> Tensor:
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         rows, heads, _, head_dim = query.shape
-        grouped = (query * scaling).reshape(rows, key.shape[1], -1, head_dim)  # no copies of shared heads
-        scores = torch.matmul(grouped, key.transpose(2, 3)).add_(self._mask(window, query.dtype))
-        weights = torch.softmax(scores, -1, dtype=torch.float32).to(query.dtype)
+        grouped = (query * scoring.scale).reshape(rows, key.shape[1], -1, head_dim)  # no copies of shared heads
+        scores = torch.matmul(grouped, key.transpose(2, 3))
+        weights = scoring.weights(scores, self._mask(scoring.window, query.dtype))
         return torch.matmul(weights, value).view(rows, 1, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -137,11 +140,19 @@ class DecodeLayout:
 
 
 def bytes_per_term(model: PreTrainedModel) -> int:
-    """Bytes of keys and values of one token, all layers."""
+    """Bytes that a cache keeps of one token, all layers: keys and values, or the latent that MLA expands to both."""
     config = model.config.get_text_config()
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent is not None:
+        return config.num_hidden_layers * (latent + config.qk_rope_head_dim) * model.dtype.itemsize
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+
+
+def whole_spans(num_terms: int) -> int:
+    """`num_terms` rounded up to a multiple of `SPAN`."""
+    return -(-num_terms // SPAN) * SPAN
 
 
 def _power_of_two(n: int) -> int:

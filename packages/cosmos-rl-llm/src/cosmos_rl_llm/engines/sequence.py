@@ -48,16 +48,21 @@ class RunningSequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    routes: list[np.ndarray] = field(default_factory=list)
+    """Where they are recorded: [tokens, layers, k] of the prompt, then of each token that was fed in."""
     finish_reason: FinishReason | None = None
 
     def rollout(self, text: str) -> Rollout:
         """The finished sample as the rest of the system sees it."""
         assert self.finish_reason is not None
+        arrays = {
+            "prompt_tokens": self.request.prompt_tokens,
+            "tokens": np.array(self.tokens, dtype=np.int32),
+        }
+        if self.routes:
+            arrays["routes"] = np.concatenate(self.routes)
         return Rollout(
-            arrays={
-                "prompt_tokens": self.request.prompt_tokens,
-                "tokens": np.array(self.tokens, dtype=np.int32),
-            },
+            arrays=arrays,
             rollout_logprobs=np.array(self.logprobs, dtype=np.float32),
             versions=np.array(self.versions, dtype=np.int32),
             loss_mask=np.ones(len(self.tokens), dtype=bool),

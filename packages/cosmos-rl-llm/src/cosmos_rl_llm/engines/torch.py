@@ -48,6 +48,7 @@ class TorchEngine:
         max_sequences: int = 64,
         max_length: int | None = None,
         cache_bytes: int = 4 * 1024**3,
+        record_routes: bool = False,
         version: int = 0,
     ) -> None:
         """Take over `model` and start the engine's thread.
@@ -60,6 +61,8 @@ class TorchEngine:
             max_sequences: most sequences that run at a time; further requests wait in order.
             max_length: most tokens of prompt and response; None takes the model's own context length.
             cache_bytes: most memory for keys and values.
+            record_routes: note the experts of each token in `Rollout.arrays["routes"]`
+                [prompt + T - 1, layers, k], of all tokens that were fed in; UserError for a model without experts.
             version: policy version of the weights as they are.
         """
         self._model = model
@@ -73,6 +76,7 @@ class TorchEngine:
             stop_ids=stop_ids,
             max_sequences=max_sequences,
             cache_terms=cache_bytes // bytes_per_term(model),
+            record_routes=record_routes,
         )
         self._loop: asyncio.AbstractEventLoop | None = None
         self._outbox: list[Callable[[], None]] = []

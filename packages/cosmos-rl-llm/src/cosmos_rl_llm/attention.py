@@ -1,0 +1,101 @@
+"""From scores to weights: causal attention of sequences of one length, in a fused kernel where one can do it.
+
+    s = scale * q . k        s = softcap * tanh(s / softcap)        weight_j = exp(s_j) / (sum_i exp(s_i) + exp(sink))
+
+A sink is a score per head that takes weight and gives no value. Fused kernels do not know sinks, but they know keys:
+
+    queries  [ 0 | sink/scale ]  one query that is thrown away      keys  [ 0 | 1 ]  the sink
+             [ q | sink/scale ]  the real ones                            [ k | 0 ]  the real ones
+
+so that scale * q' . k' is the sink for the first key and scale * q . k for the others. Being first, it is seen by all.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+_ALIGNED = 8
+"""Columns a head grows by to hold its sink: fused kernels like head dims that are multiples of this."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scoring:
+    """How an attention layer turns dot products into weights."""
+
+    scale: float
+    window: int | None = None
+    """A token sees itself and the `window` - 1 before it; None: all before it."""
+    softcap: float | None = None
+    """Gemma 2, arXiv:2408.00118, section 2."""
+    sinks: Tensor | None = None
+    """[heads]: gpt-oss, arXiv:2508.10925; StreamingLLM, arXiv:2309.17453."""
+
+    def weights(self, scores: Tensor, mask: Tensor) -> Tensor:
+        """scores [B, kv_heads, group, ..., K], overwritten; mask of 0 and -inf that broadcasts -> weights alike."""
+        if self.softcap is not None:
+            scores = self.softcap * torch.tanh(scores / self.softcap)
+        scores = scores.add_(mask)
+        if self.sinks is None:
+            return torch.softmax(scores, -1, dtype=torch.float32).to(scores.dtype)
+        sinks = self.sinks.view(*scores.shape[1:3], *[1] * (scores.dim() - 3)).to(scores.dtype)
+        scores = torch.cat([scores, sinks.expand(*scores.shape[:-1], 1)], dim=-1)
+        return torch.softmax(scores, -1, dtype=torch.float32)[..., :-1].to(scores.dtype)
+
+
+def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """query [B, heads, L, D], key [B, kv_heads, L, D], value [B, kv_heads, L, D'] -> [B, heads, L, D'].
+
+    Soft-capped scores need all [L, L] of them in memory; everything else goes through torch's fused kernels.
+    """
+    if scoring.softcap is not None:
+        return _plain_attention(query, key, value, scoring)
+    if scoring.sinks is None:
+        return _fused_attention(query, key, value, _band(query, scoring.window), scoring.scale)
+    column = (scoring.sinks / scoring.scale).view(1, -1, 1, 1).to(query.dtype)
+    column = column.expand(query.shape[0], -1, query.shape[2] + 1, 1)
+    query = F.pad(torch.cat([F.pad(query, (0, 0, 1, 0)), column], dim=-1), (0, _ALIGNED - 1))
+    key = F.pad(key, (0, _ALIGNED, 1, 0))
+    key[:, :, 0, -_ALIGNED] = 1
+    mask = _band(query, scoring.window)
+    if mask is not None:
+        mask[:, 0] = True
+    return _fused_attention(query, key, F.pad(value, (0, 0, 1, 0)), mask, scoring.scale)[:, :, 1:]
+
+
+def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    """Without a mask: causal. Fused kernels want values as wide as keys; narrower ones (MLA) are filled up."""
+    width = value.shape[-1]
+    output = F.scaled_dot_product_attention(
+        query,
+        key,
+        F.pad(value, (0, max(0, key.shape[-1] - width))),
+        attn_mask=mask,
+        is_causal=mask is None,
+        scale=scale,
+        enable_gqa=query.shape[1] != key.shape[1],
+    )
+    return output[..., :width]
+
+
+def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    batch, heads, length, _ = query.shape
+    grouped = query.view(batch, key.shape[1], -1, *query.shape[2:]) * scoring.scale
+    seen = _seen(length, scoring.window or length, query.device)
+    mask = torch.zeros(length, length, dtype=query.dtype, device=query.device).masked_fill_(~seen, float("-inf"))
+    weights = scoring.weights(grouped @ key[:, :, None].transpose(-1, -2), mask)
+    return (weights @ value[:, :, None]).view(batch, heads, length, -1)
+
+
+def _band(query: Tensor, window: int | None) -> Tensor | None:
+    """[L, L] bool, or None where a window hides nothing."""
+    length = query.shape[2]
+    return None if window is None or window >= length else _seen(length, window, query.device)
+
+
+def _seen(length: int, window: int, device: torch.device) -> Tensor:
+    """[length, length] bool: place i sees places i - window + 1 .. i."""
+    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)

@@ -1,0 +1,58 @@
+"""Experts on a CPU whose rows do not depend on their neighbours.
+
+How many rows an expert gets depends on everything that runs at the time, and torch's grouped product takes other
+kernels for few rows than for many. Here each expert gets at least `MIN_ROWS`, filled up, through `linear.product`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cosmos_rl_core.parallel.expert import combine, dispatch
+from cosmos_rl_llm.experts import is_experts
+from cosmos_rl_llm.linear import MIN_ROWS, product
+
+
+def use_steady_experts(model: nn.Module) -> None:
+    """Let the experts of a model on the CPU give each row the same bits whatever runs beside it."""
+    for module in model.modules():
+        if is_experts(module) and next(module.parameters()).device.type == "cpu":
+            module.forward = partial(_forward, module)
+
+
+def _forward(module: nn.Module, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
+    """hidden [N, H], experts and gates [N, k] -> [N, H]."""
+    family = cast(Any, module)  # carries what transformers' `use_experts_implementation` notes about it
+    rows, ends, exchange = dispatch(hidden, experts, num_experts=family.num_experts, axis=None)
+    sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    if family.has_gate:
+        rows = family._apply_gate(_linear(module, "gate_up_proj", rows, sizes))
+    else:
+        rows = family.act_fn(_linear(module, "up_proj", rows, sizes))
+    rows = _linear(module, "down_proj", rows, sizes)
+    rows = family.post_expert_norm(rows) if family.has_post_expert_norm else rows
+    return combine(rows, gates, exchange)
+
+
+def _linear(module: nn.Module, name: str, rows: Tensor, sizes: list[int]) -> Tensor:
+    """rows [R, in], `sizes` of them for each expert in order -> [R, out]."""
+    family = cast(Any, module)
+    weight = module.get_parameter(name)
+    weight = weight.transpose(1, 2) if family.is_transposed else weight  # [experts, out, in]
+    bias = module.get_parameter(f"{name}_bias") if family.has_bias else None
+    parts = [
+        _steady_product(part, weight[expert], None if bias is None else bias[expert])
+        for expert, part in enumerate(rows.split(sizes))
+        if len(part)
+    ]
+    return torch.cat(parts)
+
+
+def _steady_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    missing = max(0, MIN_ROWS - len(rows))
+    return product(F.pad(rows, (0, 0, 0, missing)), weight, bias)[: len(rows)]

@@ -1,0 +1,75 @@
+"""What the engine runs gives a row the same bits alone and among others, whatever the number of threads."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+
+from cosmos_rl_llm.engines.activations import use_steady_activations
+from cosmos_rl_llm.engines.experts import use_steady_experts
+from cosmos_rl_llm.linear import MIN_ROWS, product
+from cosmos_rl_llm.model import make_model
+
+THREADS = [1, 2, 3, 7]
+ROWS = (4, 5, 11, 23, 64, 100)
+
+
+@contextmanager
+def threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def drawn(*shape: int) -> Tensor:
+    return 3 * torch.randn(*shape, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("count", THREADS)
+@pytest.mark.parametrize(("name", "width"), [("silu", 66), ("silu", 1216), ("gelu_pytorch_tanh", 1216), ("gelu", 608)])
+def test_activations(name, width, count):
+    model, rows = nn.Sequential(ACT2FN[name]), drawn(101, width)
+    wanted = model(rows)
+    use_steady_activations(model)
+    with threads(count):
+        whole = model(rows)
+        assert all(torch.equal(model(rows[:n]), whole[:n]) for n in ROWS)
+        assert torch.equal(model(rows.t()), whole.t())
+    torch.testing.assert_close(whole, wanted, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("count", THREADS)
+@pytest.mark.parametrize("shape", [(15, 64), (66, 32), (192, 160)])
+def test_products(shape, count):
+    rows, weight = drawn(101, shape[1]), drawn(*shape)
+    with threads(count):
+        whole = product(rows, weight)
+        assert all(torch.equal(product(rows[:n], weight), whole[:n]) for n in ROWS)
+
+
+@pytest.mark.parametrize("count", THREADS)
+@pytest.mark.parametrize(
+    ("family", "config"),
+    [
+        ("qwen3_moe", {"num_experts": 8, "moe_intermediate_size": 32}),
+        ("gpt_oss", {"num_local_experts": 8, "intermediate_size": 32}),
+    ],
+)
+def test_experts(family, config, count):
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "vocab_size": 32, "initializer_range": 0.3, **config}
+    model = make_model({"model_type": family, **sizes}, dtype=torch.float32, seed=0).requires_grad_(False)
+    (experts,) = (module for name, module in model.named_modules() if name.endswith(".experts"))
+    rows = drawn(101, 64)
+    gates, chosen = drawn(101, 8).softmax(-1).topk(2)
+    wanted = experts(rows, chosen, gates)
+    use_steady_experts(model)
+    with threads(count):
+        whole = experts(rows, chosen, gates)
+        assert all(torch.equal(experts(rows[:n], chosen[:n], gates[:n]), whole[:n]) for n in (1, MIN_ROWS, *ROWS))
+    torch.testing.assert_close(whole, wanted, rtol=1e-5, atol=1e-5)
