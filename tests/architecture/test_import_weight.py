@@ -21,8 +21,8 @@ CONTROLLER = (
     "launch",
 )
 """What the controller process may import, files and folders of core."""
-WORKER_ONLY = {"policy_role.py"}
-"""Beside the launchers, but only ever imported by a policy's process."""
+WORKER_ONLY = {"policy_role.py", "batch_maker.py", "desk.py", "replica.py", "rank.py", "ranks.py"}
+"""Beside the launchers, but only ever imported by a policy's processes."""
 ALSO = ("rollout/source.py", "rollout/buffer.py", "algorithms/config.py", "algorithms/table.py")
 
 

@@ -67,3 +67,11 @@ def test_llm_quickstart_shortened(tmp_path):
     assert losses[-1] < 0.7 * losses[0]
     before, after = before_and_after(tmp_path / "grpo")
     assert after > before + 0.1
+
+
+def test_sft_on_chats(tmp_path):
+    python("llm_sft_chat/recipe.py", "--dir", tmp_path, "run.max_steps=60", "run.placement=inline")
+    before, after = before_and_after(tmp_path / "sft", figure="eval/loss")
+    assert before > 2.5
+    assert after < 1.2
+    assert {line["rows_dropped"] for line in lines(tmp_path / "sft/metrics.jsonl")} == {0.0}

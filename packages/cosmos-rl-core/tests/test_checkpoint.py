@@ -1,28 +1,36 @@
-"""Checkpoints: whole or absent, told apart from damaged ones, and enough to go on bit for bit."""
+"""Checkpoints of one process: whole or absent, told apart from damaged ones, and enough to go on bit for bit."""
 
 import errno
+import json
+import resource
 import shutil
+import threading
+from typing import ClassVar
 
 import pytest
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
+from cosmos_rl_core.config.sections import CheckpointSection
 from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel
 from cosmos_rl_core.train import checkpoint
-from cosmos_rl_core.train.manifest import MANIFEST, TrainState, list_steps, read_state, verify
+from cosmos_rl_core.train.folder import Folder
+from cosmos_rl_core.train.manifest import MANIFEST, Origin, TrainState, list_steps, read_origin, read_state, verify
 from cosmos_rl_core.train.optim import build_optimizer
+from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
+from cosmos_rl_core.types import Share
 
 MODEL = TinyModel(actions=3, contexts=4, hidden=4)
 
 
 def make(*, model=MODEL, name="adamw", version=0):
-    policy = TinyPolicy(model, temperature=1.0)
+    policy = TinyPolicy(model, temperature=1.0, setup=ModelSetup())
     return Trainer(
         policy,
         objective=build_objective(AlgorithmConfig(name="sft"), max_terms=3),
@@ -40,21 +48,29 @@ def train(trainer, *, until):
     losses = []
     while trainer.version < until:
         rows = [{"context": int(c)} for c in torch.randint(0, 4, (3,))]
-        batch = collate_answers(rows, actions=3, length=3, microbatch_terms=6)
+        batch = collate_answers(rows, actions=3, length=3, microbatch_terms=6, share=Share())
         trainer.begin(batch)
         trainer.forward_backward(batch.microbatches)
         losses.append(trainer.optim_step().metrics["loss"])
     return losses
 
 
-def save(root, trainer, *, policy=None, keep=9, **state):
-    return checkpoint.save(
-        root,
+def saver_of(trainer, root, *, step=-1, section=None, **keys):
+    """A saver of a run that started somewhere else."""
+    section = section or CheckpointSection(every_steps=1, keep=9)
+    return CheckpointSaver(section, root=Folder.at(root), trainer=trainer, state=TrainState(step=step), **keys)
+
+
+def save(root, trainer, *, section=None, **state):
+    """A checkpoint of the trainer as it stands, as the end of a run writes it."""
+    saver = CheckpointSaver(
+        section or CheckpointSection(keep=9),
+        root=Folder.at(root),
+        trainer=trainer,
         state=TrainState(step=trainer.version, **state),
-        policy=policy or trainer.policy,
-        optimizer=trainer.optimizer,
-        keep=keep,
+        origin=Origin(recipe={"run": {"seed": 3}}),
     )
+    return saver.finish().path
 
 
 def load(path, trainer):
@@ -94,18 +110,36 @@ def test_training_goes_on_bit_for_bit(tmp_path, name):
     assert all(torch.equal(tensor, expected[key]) for key, tensor in other.policy.weights().items())
 
 
-def test_the_place_in_the_stream_comes_back(tmp_path):
+def test_the_place_in_the_stream_and_what_wrote_it_come_back(tmp_path):
     path = save(tmp_path, make(version=7), next_sample=31, unfinished=(24, 29))
     expected = TrainState(step=7, next_sample=31, unfinished=(24, 29))
     assert path == tmp_path / "step_7"
     assert load(path, make()) == read_state(path) == expected
+    assert read_origin(path) == Origin(num_ranks=1, layout="one rank", recipe={"run": {"seed": 3}})
 
 
-def test_the_folder_of_the_policy_is_what_the_policy_wrote(saved):
+def test_the_folder_of_the_policy_is_a_model(saved):
     assert set(load_file(saved / "policy" / "model.safetensors")) == set(make().policy.weights())
+    assert json.loads((saved / "policy" / "config.json").read_text()) == {"actions": 3}
 
 
-FILES = ["policy/model.safetensors", "optimizer.safetensors", "state.json"]
+class Adapted(TinyPolicy):
+    """Saves what an adapter of peft has beside it."""
+
+    def save_config(self, directory):
+        (directory / "adapter_config.json").write_text("{}")
+
+
+def test_adapters_lie_where_peft_looks_for_them(tmp_path):
+    trainer = make()
+    trainer.policy = Adapted(MODEL, temperature=1.0, setup=ModelSetup())
+    trainer.optimizer = torch.optim.SGD(trainer.policy.module.parameters(), lr=1.0)
+    path = save(tmp_path, trainer)
+    assert (path / "policy" / "adapter_model.safetensors").exists()
+    load(path, trainer)
+
+
+FILES = ["policy/model.safetensors", "policy/config.json", "training/rank_0.safetensors", "contents.json", "state.json"]
 
 
 def test_the_manifest_covers_every_file(saved):
@@ -121,11 +155,14 @@ def test_one_flipped_bit_is_found_and_named(saved, name, place):
     data = bytearray(path.read_bytes())
     data[int(place * (len(data) - 1))] ^= 1
     path.write_bytes(data)
-    before = weights(trainer := make())
     with pytest.raises(UserError, match=rf"{name} is damaged or missing"):
-        load(saved, trainer)
-    assert all(torch.equal(tensor, before[key]) for key, tensor in trainer.policy.weights().items())
-    with pytest.raises(UserError, match=name):
+        read_state(saved)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_truncated_file_is_named(saved, name):
+    (saved / name).write_bytes((saved / name).read_bytes()[:-1])
+    with pytest.raises(UserError, match=rf"{name} is damaged or missing"):
         read_state(saved)
 
 
@@ -133,74 +170,212 @@ def test_one_flipped_bit_is_found_and_named(saved, name, place):
 def test_a_missing_file_is_named(saved, name):
     (saved / name).unlink()
     with pytest.raises(UserError, match=rf"{name} is damaged or missing"):
-        load(saved, make())
+        read_state(saved)
 
 
 @pytest.mark.parametrize("text", [None, "", '{"files"', "{}"], ids=["missing", "empty", "half", "no files"])
 def test_without_a_manifest_it_is_no_checkpoint(saved, text):
     (saved / MANIFEST).unlink() if text is None else (saved / MANIFEST).write_text(text)
     with pytest.raises(UserError, match=rf"step_2 is not a complete checkpoint: its {MANIFEST}"):
-        load(saved, make())
+        read_state(saved)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [({"hidden": 5}, r"is \[\d+, 4\] there, \[\d+, 5\] in this model: another model\?"), ({"contexts": 9}, "another")],
 )
-def test_another_models_checkpoint_is_refused(saved, change, why):
+def test_another_models_checkpoint_is_refused_and_nothing_is_changed(saved, change, why):
+    trainer = make(model=MODEL.model_copy(update=change))
+    before = weights(trainer)
     with pytest.raises(UserError, match=why):
-        load(saved, make(model=MODEL.model_copy(update=change)))
-
-
-class NoWeights(TinyPolicy):
-    """Saves nothing."""
-
-    def save(self, directory):
-        directory.mkdir()
+        load(saved, trainer)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in trainer.policy.weights().items())
 
 
 def test_weights_the_checkpoint_lacks_are_named(tmp_path):
     trainer = make()
-    path = save(tmp_path, trainer, policy=NoWeights(MODEL, temperature=1.0))
-    with pytest.raises(UserError, match=r"lacks 4 tensors of this model, first context.weight"):
+    trainer.policy.module.extra = torch.nn.Parameter(torch.zeros(2))
+    whole = make()
+    path = save(tmp_path, whole)
+    with pytest.raises(UserError, match=r"lacks 1 tensors of this model, first extra"):
         load(path, trainer)
 
 
-class FullDisk(TinyPolicy):
-    """Writes a part of its weights, then raises."""
-
-    def __init__(self, error):
-        super().__init__(MODEL, temperature=1.0)
-        self._error = error
-
-    def save(self, directory):
-        super().save(directory)
-        raise self._error
+# --- saves that fail
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(errno.ENOSPC, "No space left on device"), SafetensorError("I/O error: No space left on device")]
-)
-def test_a_full_disk_is_told_and_earlier_checkpoints_stay(saved, error):
+class FullDisk(Folder):
+    """Fails after half of a file of some steps."""
+
+    full_at: ClassVar = set()
+
+    def write(self, name, parts):
+        if name == "training/rank_0.safetensors" and any(f"step_{step}." in str(self) for step in self.full_at):
+            super().write(name, [b"half"])
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return super().write(name, parts)
+
+
+@pytest.fixture
+def full_disk():
+    yield FullDisk
+    FullDisk.full_at.clear()
+
+
+def test_a_full_disk_at_the_end_is_the_runs_error_and_earlier_checkpoints_stay(saved, full_disk):
     root, trainer = saved.parent, make(version=4)
-    with pytest.raises(UserError, match=r"step_4: .*No space left on device.* Earlier ones are untouched"):
-        save(root, trainer, policy=FullDisk(error), keep=1)
+    full_disk.full_at.add(4)
+    with pytest.raises(UserError, match=r"step_4: No space left on device. Earlier ones are untouched"):
+        save(full_disk.at(root), trainer, section=CheckpointSection(keep=1))
     assert [path.name for path in root.iterdir()] == ["step_2"]
-    assert load(saved, trainer).step == 2
-    assert save(root, trainer, keep=1).name == "step_4"  # there is room again
+    assert load(saved, make()).step == 2
+    full_disk.full_at.clear()  # there is room again
+    assert save(full_disk.at(root), trainer, section=CheckpointSection(keep=1)).name == "step_4"
+
+
+@pytest.mark.parametrize("asynchronous", [True, False])
+def test_a_full_disk_on_the_way_is_told_and_training_goes_on(tmp_path, full_disk, asynchronous):
+    trainer, told, saved_steps = make(), [], []
+    section = CheckpointSection(every_steps=1, keep=1, asynchronous=asynchronous)
+    saver = saver_of(
+        trainer,
+        full_disk.at(tmp_path),
+        section=section,
+        on_failed=told.append,
+        on_saved=lambda step, path: saved_steps.append((step, path)),
+    )
+    full_disk.full_at.update({1, 2})
+    for step in (1, 2, 3):
+        train(trainer, until=step)
+        saver.after_step(TrainState(step=step))
+    assert saver.finish() is not None
+    assert told[0] == (
+        "step 1 could not be saved: No space left on device; training goes on, earlier checkpoints are untouched"
+    )
+    assert "step 2 could not be saved: No space left on device, the save before failed too (2 in a row)" in told[1]
+    assert saved_steps == [(3, str(tmp_path / "step_3"))]
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
+
+
+def test_the_systems_own_limit_is_a_full_disk(saved):
+    """RLIMIT_FSIZE makes the kernel refuse to let a file grow, in the middle of a write."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1000, hard))
+    try:
+        with pytest.raises(UserError, match=r"cannot write the checkpoint .*step_4: File too large"):
+            save(saved.parent, make(version=4))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert [path.name for path in saved.parent.iterdir()] == ["step_2"]
+
+
+class NoSuchLayer(TinyPolicy):
+    def save_config(self, directory):
+        raise RuntimeError("no such layer")
 
 
 def test_another_error_of_the_policy_is_not_hidden(tmp_path):
+    trainer = make()
+    trainer.policy = NoSuchLayer(MODEL, temperature=1.0, setup=ModelSetup())
     with pytest.raises(RuntimeError, match="no such layer"):
-        save(tmp_path, make(), policy=FullDisk(RuntimeError("no such layer")))
+        save(tmp_path, trainer)
     assert list_steps(tmp_path) == []
+
+
+class Broken(Folder):
+    def write(self, name, parts):
+        raise ZeroDivisionError("a bug")
+
+
+def test_a_bug_in_the_writing_thread_ends_the_run(tmp_path):
+    trainer = make(version=1)
+    saver = saver_of(trainer, Broken.at(tmp_path))
+    saver.after_step(TrainState(step=1))
+    with pytest.raises(ZeroDivisionError, match="a bug"):
+        saver.finish()
+
+
+# --- saves beside training
+
+
+class SlowDisk(Folder):
+    """Writes when it is let."""
+
+    let = threading.Event()
+
+    def write(self, name, parts):
+        assert self.let.wait(30)
+        return super().write(name, parts)
+
+
+def test_what_is_written_beside_training_is_the_step_it_was_asked_for(tmp_path):
+    SlowDisk.let.clear()
+    trainer = make()
+    train(trainer, until=1)
+    expected = weights(trainer)
+    saver = saver_of(trainer, SlowDisk.at(tmp_path), section=CheckpointSection(every_steps=1, keep=9))
+    saver.after_step(TrainState(step=1))
+    train(trainer, until=2)  # while nothing of step 1 is written
+    assert list_steps(tmp_path) == []
+    SlowDisk.let.set()
+    saver.after_step(TrainState(step=2))
+    saver.finish()
+    assert list_steps(tmp_path) == [1, 2]
+    other = make()
+    load(tmp_path / "step_1", other)
+    assert all(torch.equal(tensor, expected[key]) for key, tensor in other.policy.weights().items())
+
+
+def test_only_due_steps_are_saved_and_the_last(tmp_path):
+    trainer = make()
+    saver = saver_of(trainer, tmp_path, section=CheckpointSection(every_steps=2, keep=9))
+    for step in (1, 2, 3, 4, 5):
+        trainer.version = step
+        saver.after_step(TrainState(step=step))
+    assert saver.finish().name == "step_5"
+    assert list_steps(tmp_path) == [2, 4, 5]
+
+
+def test_in_the_middle_of_a_step_nothing_is_saved(tmp_path):
+    trainer = make(version=4)
+    assert saver_of(trainer, tmp_path, step=3).finish() is None
+    assert list_steps(tmp_path) == []
+
+
+def test_the_checkpoint_a_run_went_on_from_is_not_written_again(saved):
+    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
+    saver = saver_of(make(version=2), saved.parent, step=2, resumed_from=str(saved))
+    assert saver.finish().path == saved
+    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced(saved):
+    (saved / "state.json").write_text("damaged")
+    save(saved.parent, make(version=2))
+    verify(saved)
+    assert [path.name for path in saved.parent.iterdir()] == ["step_2"]
+
+
+# --- which are kept
 
 
 def test_the_newest_are_kept(tmp_path):
     for version in (1, 5, 9, 10):
-        save(tmp_path, make(version=version), keep=2)
+        save(tmp_path, make(version=version), section=CheckpointSection(keep=2))
     assert list_steps(tmp_path) == [9, 10]
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_10", "step_9"]
+
+
+def test_the_best_are_kept_beside_the_newest(tmp_path):
+    scores = {1: 0.2, 2: 0.9, 3: 0.1}
+    trainer = make()
+    section = CheckpointSection(every_steps=1, keep=1, keep_best=1)
+    saver = saver_of(trainer, tmp_path, section=section, scores=lambda: scores)
+    for step in (1, 2, 3, 4):
+        trainer.version = step
+        saver.after_step(TrainState(step=step))
+    saver.finish()
+    assert list_steps(tmp_path) == [2, 4]
 
 
 def test_what_is_half_written_or_the_users_own_is_no_checkpoint(saved):
@@ -212,17 +387,12 @@ def test_what_is_half_written_or_the_users_own_is_no_checkpoint(saved):
     assert list_steps(root / "nowhere") == []
 
 
-def test_what_a_killed_save_left_behind_is_written_over(saved):
+def test_what_a_killed_save_left_behind_goes_with_the_next(saved):
     root, trainer = saved.parent, make(version=4)
+    (root / ".step_3.partial" / "policy").mkdir(parents=True)
     (root / ".step_4.partial" / "policy").mkdir(parents=True)
     (root / ".step_4.partial" / "leftover").write_text("half")
     path = save(root, trainer)
     assert not (path / "leftover").exists()
     assert load(path, trainer).step == 4
-    assert list_steps(root) == [2, 4]
-
-
-def test_a_checkpoint_that_is_there_is_not_written_again(saved):
-    before = {path: path.stat().st_mtime_ns for path in saved.rglob("*")}
-    assert save(saved.parent, make(version=2)) == saved
-    assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
+    assert sorted(path.name for path in root.iterdir()) == ["step_2", "step_4"]

@@ -1,7 +1,6 @@
 """The run's directory: one live run at a time, and nothing of the user's is lost."""
 
 import errno
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import pytest
 
 from cosmos_rl_core.interfaces import UserError
 from cosmos_rl_core.launch.directory import CONTENTS, RunDirectory, explain_no_room
-from cosmos_rl_core.train.manifest import STATE, write_json, write_manifest
 
 WRITTEN = ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token")
 """Files a run leaves beside its folders."""
@@ -30,14 +28,6 @@ def earlier(tmp_path):
         (tmp_path / name).mkdir(exist_ok=True)
         (tmp_path / name / "earlier").write_text("earlier")
     return tmp_path
-
-
-def write_checkpoint(root, step):
-    path = root / f"step_{step}"
-    path.mkdir(parents=True)
-    write_json(path / STATE, {"step": step, "next_sample": 0, "unfinished": []})
-    write_manifest(path)
-    return path
 
 
 def test_a_new_directory_has_the_folders_of_a_run(tmp_path):
@@ -69,6 +59,22 @@ def test_a_directory_a_live_process_holds_is_refused_with_its_pid(tmp_path):
                 open_directory(tmp_path, **keys)
         holder.kill()
     open_directory(tmp_path).close()  # a killed run holds nothing
+
+
+def test_the_worker_of_a_killed_run_is_waited_for(tmp_path):
+    directory = open_directory(tmp_path)
+    worker = subprocess.Popen(["sleep", "0.5"], pass_fds=[directory.lock])
+    (tmp_path / "run.lock").write_text(f"{dead_pid()}\n")
+    directory.close()  # as the kernel does for a killed controller
+    assert worker.poll() is None
+    open_directory(tmp_path).close()
+    assert worker.wait(timeout=0) == 0
+
+
+def dead_pid():
+    with subprocess.Popen(["true"]) as process:
+        pass
+    return process.pid
 
 
 def test_a_run_holds_it_until_it_is_closed(tmp_path):
@@ -114,51 +120,6 @@ def test_a_path_that_cannot_be_a_folder_is_told(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"cannot use .*file/run as \[run\] output_dir: Not a directory"):
         open_directory(tmp_path / "file" / "run")
-
-
-@pytest.fixture
-def directory(tmp_path):
-    directory = open_directory(tmp_path / "run")
-    yield directory
-    directory.close()
-
-
-def test_auto_means_the_newest_checkpoint_or_none(directory):
-    assert directory.find_checkpoint("auto") is None
-    root = directory.path / "checkpoints"
-    for step in (9, 10):
-        write_checkpoint(root, step)
-    (root / "step_11").mkdir()
-    assert directory.find_checkpoint("auto") == root / "step_10"
-
-
-def test_a_path_means_that_checkpoint_wherever_it_lies(directory, tmp_path):
-    elsewhere = write_checkpoint(tmp_path / "elsewhere", 5)
-    assert directory.find_checkpoint(str(elsewhere)) == elsewhere
-    own = write_checkpoint(directory.path / "checkpoints", 5)
-    assert directory.find_checkpoint(str(own)) == own
-
-
-def test_a_path_without_a_checkpoint_is_refused(directory, tmp_path):
-    with pytest.raises(UserError, match=r"--resume .*nothing: no checkpoint there"):
-        directory.find_checkpoint(str(tmp_path / "nothing"))
-
-
-def test_a_path_older_than_what_the_directory_holds_is_refused(directory):
-    root = directory.path / "checkpoints"
-    older = write_checkpoint(root, 2)
-    write_checkpoint(root, 4)
-    with pytest.raises(UserError, match=r"holds later checkpoints, .*\(step_4\)"):
-        directory.find_checkpoint(str(older))
-
-
-def test_a_damaged_checkpoint_is_named(directory):
-    root = directory.path / "checkpoints"
-    older = write_checkpoint(root, 2)
-    write_checkpoint(root, 4)
-    (older / STATE).write_text(json.dumps({"step": 3}))
-    with pytest.raises(UserError, match=rf"step_2/{STATE} is damaged"):
-        directory.find_checkpoint(str(older))
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EFBIG])

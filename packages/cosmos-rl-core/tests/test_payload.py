@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 from cosmos_rl_core.control.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
-DTYPES = ["bool", "uint8", "int32", "int64", "float32", "float64"]
+DTYPES = ["bool", "uint8", "int16", "int32", "int64", "float32", "float64"]
 json_values = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),

@@ -33,6 +33,12 @@ class Linear:
     def forward_backward(self, microbatches, *, loss, with_entropy):
         accumulate(self, microbatches, loss=loss, with_entropy=with_entropy)
 
+    def second_copies(self):
+        return ()
+
+    def figures(self):
+        return {}
+
 
 class TwoLosses:
     """-advantage * logprob, and half the mean square beside it; a rollout's terms weigh 1 / its length."""

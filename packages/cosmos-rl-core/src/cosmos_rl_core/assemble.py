@@ -14,18 +14,21 @@ from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.interfaces import Domain, RewardFn, RolloutEngine, UserError, WeightSync
+from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.parallel.shape import check_fit
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.source import PromptSource
 from cosmos_rl_core.types import RolloutGroup, Share, TrainBatch
+from cosmos_rl_core.weight_sync import WeightSync
 
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.interfaces import Policy
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
     from cosmos_rl_core.train.trainer import Trainer
+    from cosmos_rl_core.train.validation import Validation
 
 
 def look_up(config: RunConfig) -> None:
@@ -45,8 +48,11 @@ def look_up(config: RunConfig) -> None:
 
 
 def look_up_parts(config: RunConfig, domain: Domain) -> None:
-    """As `look_up`, without the rewards."""
+    """As `look_up`, without the rewards; and a model that cannot be spread as [policy.parallel] says."""
     domain.weight_specs(config.model)
+    dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+    if (shape := domain.model_shape(config.model)) is not None:
+        check_fit(shape, config.policy.parallel, dims=dims)
     if config.is_sft:
         return
     plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
@@ -71,7 +77,7 @@ def build_source(config: RunConfig) -> PromptSource:
 
 
 def build_eval_source(config: RunConfig) -> PromptSource | None:
-    """The held-out prompts, in file order, or None when the recipe has none."""
+    """The held-out prompts, in file order; None without any, and where the policy measures the loss on them itself."""
     if config.eval.data is None or config.is_sft:
         return None
     rows, origin = load_domain(config.run.domain).load_rows(config.eval.data)
@@ -179,13 +185,15 @@ def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = 
 
 def build_reference(
     config: RunConfig, domain: Domain, trainer: Trainer, mesh: ReplicaMesh | None = None
-) -> Policy | None:
-    """A frozen copy of the model the run starts from, where the algorithm asks for a KL term."""
+) -> Reference | None:
+    """The model the run starts from, frozen, where the algorithm asks for a KL term: a copy unless the policy is it."""
     if config.is_sft or not trainer.needs_reference:
         return None
-    reference = _build_policy(config, domain, mesh)
-    reference.module.requires_grad_(False)
-    return reference
+    if (reference := trainer.policy.reference()) is not None:
+        return reference
+    copy = _build_policy(config, domain, mesh)
+    copy.module.requires_grad_(False)
+    return copy
 
 
 def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None) -> Policy:
@@ -198,6 +206,25 @@ def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None) -
 def build_collate(config: RunConfig, domain: Domain, share: Share) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:
     """What makes this rank's share of a batch out of all its groups."""
     return partial(domain.collate, microbatch_terms=config.policy.microbatch_terms, share=share)
+
+
+def build_validation(
+    config: RunConfig, domain: Domain, policy: Policy, *, share: Share, mesh: ReplicaMesh | None = None
+) -> Validation | None:
+    """What measures the loss on [eval.data], in each rank; None where rewards are measured, or nothing is."""
+    from cosmos_rl_core.train.validation import Validation
+
+    if not config.is_sft or config.eval.data is None:
+        return None
+    rows, _ = domain.load_rows(config.eval.data)
+    collate = partial(domain.collate_sft, policy=policy, microbatch_terms=config.policy.microbatch_terms, share=share)
+    return Validation(
+        policy,
+        rows=rows[: config.eval.limit],
+        rows_at_once=config.policy.prompts_per_step,
+        collate=collate,
+        mesh=mesh,
+    )
 
 
 def build_sync(config: RunConfig) -> WeightSync:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from cosmos_rl_core.types import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from cosmos_rl_core.parallel.setup import ModelSetup
+    from cosmos_rl_core.parallel.shape import ModelShape
 
 
 class RolloutEngine(Protocol):
@@ -108,6 +109,12 @@ class MicrobatchLoss(Protocol):
     def __call__(self, outputs: PolicyOutputs, microbatch: Microbatch) -> Tensor: ...
 
 
+class Reference(Protocol):
+    """The frozen model of a KL term. Called without gradients, before the policy's pass over the same microbatch."""
+
+    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs: ...
+
+
 class Policy(Protocol):
     """A trainable model that assigns log-probabilities to terms. All ranks of a replica call it together."""
 
@@ -117,7 +124,10 @@ class Policy(Protocol):
         ...
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """One microbatch. In a pipeline the ranks before the last stage get outputs that mean nothing."""
+        """One microbatch. In a pipeline the ranks before the last stage get outputs that mean nothing.
+
+        Without gradients, nothing stays gathered: the parameters of `module` are this rank's parts afterwards.
+        """
         ...
 
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
@@ -127,12 +137,24 @@ class Policy(Protocol):
         """
         ...
 
+    def second_copies(self) -> Sequence[nn.Parameter]:
+        """Parameters of `module` whose gradient another rank counts: a tied matrix on the last stage of a pipeline."""
+        ...
+
+    def reference(self) -> Reference | None:
+        """The model the run starts from, where this policy can be that too (adapters off); None: one more is built."""
+        ...
+
+    def figures(self) -> Mapping[str, float]:
+        """Figures since the last call beside those of the loss, such as experts' load; the same on every rank."""
+        ...
+
     def weights(self) -> Mapping[str, Tensor]:
         """Live tensors by checkpoint name: what a rollout engine needs, tied tensors once."""
         ...
 
-    def save(self, directory: Path) -> None:
-        """Write weights (safetensors) and what is needed to load the model elsewhere."""
+    def save_config(self, directory: Path) -> None:
+        """Write what loads the model beside its weights: configuration, tokenizer. Called in one rank alone."""
         ...
 
 
@@ -176,6 +198,13 @@ class Domain(Protocol):
         """
         ...
 
+    def model_shape(self, model: Any) -> ModelShape | None:
+        """The sizes that decide how the model can be spread and what it will hold, read without loading it.
+
+        None where they are not known before the model is built. Raises UserError as `weight_specs` does.
+        """
+        ...
+
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
         """What makes a reward this domain ships, or None if it has none of that name.
 
@@ -197,70 +226,13 @@ class Domain(Protocol):
         """Dataset rows with the wanted answer -> microbatches whose loss_mask covers the answer; as `collate`."""
         ...
 
+    def export_weights(
+        self, model: Any, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Turn the weights of a checkpoint, by `Policy.weights` name, into those other programs load, one by one.
 
-class WeightPublisher(Protocol):
-    """The trainer's side of a weight sync.
-
-    await publisher.publish(version, weights)   # returns when the trainer may change the weights again
-    """
-
-    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Make `version` available to subscribers and return metrics (`sync_bytes`, `sync_s`)."""
-        ...
-
-    @property
-    def address(self) -> str:
-        """Where subscribers connect."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class WeightSubscriber(Protocol):
-    """The engine's side.
-
-    version = await subscriber.stage(after=engine.version)       # newest version, pulled and verified
-    await engine.switch(version, subscriber.apply)               # between two terms
-    """
-
-    async def stage(self, *, after: int) -> int:
-        """Wait for a version newer than `after`, pull it beside the live weights, verify its digest, return it.
-
-        Raises ConnectionError when the publisher is gone, and an error that names tensor, version and ranks for
-        weights that do not match their digest.
+        `merge_adapters` asks for whole weights where adapters were trained; false for the adapters as they are.
         """
-        ...
-
-    def apply(self) -> None:
-        """Copy the staged version into the live tensors."""
-        ...
-
-    async def close(self) -> None: ...
-
-
-class WeightSync(Protocol):
-    """A package that moves weights: makes the two sides. Both run in processes that know the run's token."""
-
-    def publisher(
-        self,
-        weights: Mapping[str, Tensor],
-        *,
-        token: bytes,
-        transport: str,
-        dtype: str | None,
-        bucket_bytes: int,
-        timeout_s: float,
-        bind: str,
-    ) -> WeightPublisher: ...
-
-    def subscriber(
-        self, address: str, weights: Mapping[str, Tensor], *, token: bytes, transport: str, timeout_s: float
-    ) -> WeightSubscriber: ...
-
-    def plan(
-        self, specs: Sequence[WeightSpec], *, dtype: str | None, bucket_bytes: int, replicas: int
-    ) -> Mapping[str, int]:
-        """What one version costs on the wire: `bytes`, `lower_bound_bytes`, `buckets`. Starts nothing."""
         ...
 
 

@@ -103,5 +103,5 @@ _SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _raw(tensor: Tensor) -> Raw:
-    """View a contiguous CPU tensor as integers of the same width."""
-    return tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy()
+    """View a contiguous CPU tensor as unsigned integers of the same width: a hash must not extend a sign."""
+    return tensor.view(_SAME_WIDTH[tensor.element_size()]).numpy().view(f"u{tensor.element_size()}")

@@ -115,6 +115,8 @@ class PolicySection(Strict):
     """Most terms (prompts included) in one forward and backward pass: bounds the memory of training."""
     threads: int | None = Field(default=None, ge=1)
     """CPU threads of a replica; without it the replicas of all roles share the machine's cores."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest that the ranks of a replica wait for one another in training before the run is ended."""
     max_grad_norm: float = Field(default=1.0, ge=0)
     """The joint 2-norm that gradients are scaled down to; 0 leaves them alone."""
     max_skipped_steps: int = Field(default=3, ge=0)

@@ -24,6 +24,8 @@ class RunSection(Strict):
     """Seed of everything that draws: data order, initial weights, sampling."""
     placement: Literal["local", "inline"] = "local"
     """"local": processes on this machine; "inline": everything in one process, for debugging."""
+    bind: str = Field(default="127.0.0.1", min_length=1)
+    """Address that this machine is reached at by the run's other machines; the default is for runs on one machine."""
     max_steps: int | None = Field(default=None, ge=1)
     """Optimizer steps after which the run ends; without it the run ends after [prompts] epochs."""
     log_every: int = Field(default=1, ge=1)
@@ -152,12 +154,20 @@ class CheckpointSection(Strict):
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 saves only at the end and when the run is stopped."""
+    asynchronous: bool = True
+    """Copy to the host's memory and write while training goes on; false waits, and needs no memory for the copy."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
+    keep_best: int = Field(default=0, ge=0)
+    """Checkpoints kept beside those for the best figures."""
+    best_metric: str = Field(default="eval/reward_mean", min_length=1)
+    """The figure, of eval.jsonl or metrics.jsonl; "-loss" with a minus where lower is better."""
+    path: str | None = Field(default=None, min_length=1)
+    """Where they lie: a folder that all ranks reach, or "s3://bucket/prefix"; without it the run's own checkpoints/."""
 
 
 class EvalSection(Strict):
-    """[eval]: scoring on rows that are not trained on."""
+    """[eval]: rewards, or in supervised training the loss, on rows that are not trained on."""
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
@@ -169,6 +179,11 @@ class EvalSection(Strict):
     """0 is greedy."""
     data: Any = None
     """The rows to evaluate on, with the keys of [data]; without it nothing is evaluated."""
+
+    def due(self, version: int, *, last: int | None) -> bool:
+        """Return whether this version is evaluated: the untrained, the last, and those asked for in between."""
+        regular = self.every_steps > 0 and version % self.every_steps == 0
+        return self.data is not None and (regular or version in (0, last))
 
     def sampling(self, base: SamplingSection) -> Sampling:
         """Return the sampling parameters of an evaluation: those of the rollouts with our two on top."""

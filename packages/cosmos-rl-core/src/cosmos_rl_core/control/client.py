@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.control import protocol as p
@@ -17,6 +16,7 @@ from cosmos_rl_core.rollout.worker import Lease
 from cosmos_rl_core.types import Prompt, RolloutGroup, StepResult, TrainBatch
 
 HEARTBEAT_S = 1.0
+GONE = "the controller went away before step {} was committed"
 
 
 class ControllerClient:
@@ -50,6 +50,16 @@ class ControllerClient:
             for task in (main, *helpers):
                 task.cancel()
             await asyncio.gather(main, *helpers, return_exceptions=True)
+
+    async def say(self, message: p.ToController) -> None:
+        """Send; an end of the connection is heard of where an answer is waited for, in all ranks at the same place."""
+        with contextlib.suppress(ConnectionClosed):
+            await self.connection.send(message)
+
+    def say_soon(self, message: p.ToController) -> None:
+        """As `say`, without waiting until there is room."""
+        with contextlib.suppress(ConnectionClosed):
+            self.connection.post(message)
 
     async def _receive(self) -> None:
         try:
@@ -150,11 +160,14 @@ class RemoteSteps:
         client: ControllerClient,
         *,
         batch: Callable[[p.Batch], Awaitable[TrainBatch]],
-        checkpoint: Callable[[p.Committed], Awaitable[Path | None]],
+        checkpoint: Callable[[p.Committed], Awaitable[None]],
+        relay: Callable[[p.ToWorker], Awaitable[None]] | None = None,
     ) -> None:
+        """`relay` hands what the controller decided to the replica's other ranks, before this one acts on it."""
         self._client = client
         self._batch = batch
         self._checkpoint = checkpoint
+        self._relay = relay
         self._current: p.Batch | None = None
         self._asked = -1
         """Step whose batch was asked for last."""
@@ -164,33 +177,39 @@ class RemoteSteps:
         self._ask(step)
         message = await self._client.batches.get()
         if message is None or not message.samples or self._client.stopped.is_set():
+            await self._pass_on(p.Stop(reason="no more batches"))
             return None
         assert message.step == step
+        await self._pass_on(message)
         self._current = message
         return await self._batch(message)
 
     async def commit(self, step: int) -> None:
         assert self._current is not None
-        await self._client.connection.send(p.Vote(step=step, epoch=self._current.epoch))
+        await self._client.say(p.Vote(step=step, epoch=self._current.epoch))
         committed = await self._client.commits.get()
         if committed is None:
-            raise ConnectionClosed(f"the controller went away before step {step} was committed")
+            await self._pass_on(p.Stop(reason=GONE.format(step)))
+            raise ConnectionClosed(GONE.format(step))
         assert committed.step == step
+        await self._pass_on(committed)
         self._committed = committed
         self._ask(step + 1)  # it can be made up and sent while this step is taken
 
     def _ask(self, step: int) -> None:
         if step != self._asked and not self._client.stopped.is_set():
             self._asked = step
-            self._client.connection.post(p.RequestBatch(step=step))
+            self._client.say_soon(p.RequestBatch(step=step))
+
+    async def _pass_on(self, message: p.ToWorker) -> None:
+        if self._relay is not None:
+            await self._relay(message)
 
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
         assert self._committed is not None
         done = p.StepDone(step=self._committed.step, version=result.policy_version, metrics={**result.metrics, **sync})
-        await self._client.connection.send(done)
-        path = await self._checkpoint(self._committed)
-        if path is not None:
-            await self._client.connection.send(p.CheckpointDone(step=result.policy_version, path=str(path)))
+        await self._client.say(done)
+        await self._checkpoint(self._committed)
 
 
 def decode_groups(message: p.Batch) -> list[RolloutGroup]:

@@ -16,6 +16,7 @@ from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup
 _DTYPES = {
     "bool": np.dtype("?"),
     "uint8": np.dtype("u1"),
+    "int16": np.dtype("<i2"),
     "int32": np.dtype("<i4"),
     "int64": np.dtype("<i8"),
     "float32": np.dtype("<f4"),

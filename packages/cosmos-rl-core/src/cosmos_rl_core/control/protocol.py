@@ -11,6 +11,8 @@ policy
   RequestBatch      ->      <- Batch          groups of one step
   Vote              ->      <- Committed      gradients are there; take the step
   StepDone          ->                        metrics, and the version that is published
+  Validated         ->                        the loss on held-out rows
+  CheckpointDone | Alarm ->                   a checkpoint is there, or could not be written
 both                        <- Stop
   Goodbye | Fatal   ->
 """
@@ -32,6 +34,8 @@ class Welcome(Message, frozen=True, tag=True, array_like=True):
     run_dir: str
     resume_from: str = ""
     """Checkpoint to load, empty for a fresh start."""
+    last_step: int = 0
+    """Version the run ends with; 0 where it is not known."""
 
 
 class Ready(Message, frozen=True, tag=True, array_like=True):
@@ -129,9 +133,22 @@ class StepDone(Message, frozen=True, tag=True, array_like=True):
     metrics: dict[str, float]
 
 
+class Validated(Message, frozen=True, tag=True, array_like=True):
+    """A supervised replica's own evaluation."""
+
+    version: int
+    metrics: dict[str, float]
+
+
 class CheckpointDone(Message, frozen=True, tag=True, array_like=True):
     step: int
     path: str
+
+
+class Alarm(Message, frozen=True, tag=True, array_like=True):
+    """Something went wrong that the run survives, such as a checkpoint that could not be written; the user is told."""
+
+    message: str
 
 
 class Stop(Message, frozen=True, tag=True, array_like=True):
@@ -161,7 +178,9 @@ ToController = (
     | RequestBatch
     | Vote
     | StepDone
+    | Validated
     | CheckpointDone
+    | Alarm
     | Goodbye
     | Fatal
 )

@@ -152,8 +152,7 @@ class Controller:
                 peer.wants_batch = message.step
                 self._request_batch(peer)
             case p.Vote():
-                vote = events.Vote(peer.name, peer.incarnation, message.step, message.epoch)
-                self._accounts.feed(vote)
+                self._accounts.feed(events.Vote(peer.name, peer.incarnation, message.step, message.epoch))
             case _:
                 self._hear_news(peer, message)
 
@@ -163,6 +162,10 @@ class Controller:
                 self._ready(peer, message)
             case p.StepDone():
                 self._observer.step(message.step, {**message.metrics, **self.peers.metrics()})
+            case p.Validated():
+                self._observer.evaluated(message.version, message.metrics, [])
+            case p.Alarm():
+                self._observer.note(f"{peer.name}: {message.message}")
             case p.CheckpointDone():
                 self.checkpoint = message.path
                 self._accounts.feed(events.Checkpointed(version=message.step))
@@ -187,8 +190,7 @@ class Controller:
 
     def _heartbeat(self, peer: Peer, message: p.Heartbeat) -> None:
         peer.beat(message, now=self.clock())
-        beat = events.Heartbeat(peer.name, peer.incarnation, message.progress, tuple(message.holding))
-        self._accounts.feed(beat)
+        self._accounts.feed(events.Heartbeat(peer.name, peer.incarnation, message.progress, tuple(message.holding)))
 
     def _request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
         if self._evaluator.current is not None:
@@ -197,21 +199,19 @@ class Controller:
         peer.held = None
         self._accounts.feed(events.RequestLeases(peer.name, peer.incarnation, message.version, message.capacity))
 
-    def _deliver(self, peer: Peer, message: p.Deliver) -> None:
-        if message.evaluation:
-            self._evaluator.deliver(message)
+    def _deliver(self, peer: Peer, m: p.Deliver) -> None:
+        if m.evaluation:
+            self._evaluator.deliver(m)
             return
-        m = message
         delivery = (m.sample, m.attempt, m.min_version, m.max_version, m.num_terms)
         decided = self._accounts.feed(events.Deliver(peer.name, peer.incarnation, *delivery))
         if any(isinstance(record, records.Delivered) for record in decided):  # the first of a sample, and in time
             self._batches.store(m.sample, m.payload)
 
-    def _failed(self, peer: Peer, message: p.Failed) -> None:
-        if message.evaluation:
-            self._evaluator.fail(message)
+    def _failed(self, peer: Peer, m: p.Failed) -> None:
+        if m.evaluation:
+            self._evaluator.fail(m)
             return
-        m = message
         self._accounts.feed(events.Fail(peer.name, peer.incarnation, m.sample, m.attempt, m.reason, m.final))
 
     # -- batches and evaluations
@@ -276,7 +276,7 @@ class Controller:
             case effects.Welcome():
                 peer.incarnation = effect.incarnation
                 job = self._job
-                peer.post(p.Welcome(job.config_toml, str(job.run_dir), job.resume_from))
+                peer.post(p.Welcome(job.config_toml, str(job.run_dir), job.resume_from, job.max_steps or 0))
             case effects.Grant():
                 prompts = [leased_prompt(self._source, x.sample, attempt=x.attempt) for x in effect.leases]
                 peer.post(p.Grant(prompts=prompts))

@@ -1,16 +1,18 @@
-"""What a worker is given: its connection, and then its recipe."""
+"""What a worker is given: who it is, and then its recipe."""
 
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.control.client import ControllerClient
-from cosmos_rl_core.control.wire import Connection
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.observe.trace import Timeline
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.launch.ranks import Ranks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,11 +20,17 @@ class WorkerContext:
     """What a worker process has before it knows its recipe."""
 
     name: str
-    connection: Connection
     token: bytes
     timeline: Timeline
     threads: int | None
     """CPU threads of the tensor work; None leaves torch's own choice."""
+    ranks: Ranks | None = None
+    """Those of its replica; None where the replica is one process."""
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks for its replica: it writes the files that there is one of."""
+        return self.ranks is None or self.ranks.rank == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,11 +40,13 @@ class Assignment:
     context: WorkerContext
     config: RunConfig
     domain: Domain
-    client: ControllerClient
     compute: ThreadPoolExecutor
     """One thread for all tensor work."""
     run_dir: Path
-    resume_from: Path | None
+    resume_from: str
+    """Folder or URL of the checkpoint to load; empty for a fresh start."""
+    last_step: int | None
+    """Version the run ends with, where it is known."""
 
     def prepare_torch(self) -> None:
         """Fix threads and seed; called in the compute thread before anything is built."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -74,6 +74,9 @@ def plan(
     file: Recipe,
     overrides: Overrides = None,
     *,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="A policy rank's memory, such as 80GiB: say what would fit.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of tables.")] = False,
 ) -> None:
     """Show the processes a recipe will start and how much they hold, without starting anything."""
@@ -81,9 +84,11 @@ def plan(
     import json
 
     from cosmos_rl_core.config.load import load_config
+    from cosmos_rl_core.launch.memory import parse_bytes
     from cosmos_rl_core.launch.plan import plan as plan_config
 
-    planned = plan_config(load_config(file, overrides or ()))
+    size = None if memory is None else parse_bytes(memory)
+    planned = plan_config(load_config(file, overrides or ()), memory=size)
     typer.echo(json.dumps(planned.as_json(), indent=2) if as_json else planned)
 
 
@@ -107,6 +112,68 @@ def plugins() -> None:
 
     rows = [(group, name, locate(group, name)) for group in GROUPS for name in names(group)]
     typer.echo(table(rows, header=("group", "name", "from")))
+
+
+@app.command()
+def worker(
+    *,
+    controller: Annotated[str, typer.Option(help="Address of the run's controller, such as tcp://10.0.0.1:4000.")],
+    role: Annotated[Literal["policy", "rollout"], typer.Option(help="What it does.")],
+    name: Annotated[str, typer.Option(help="Name of the replica, such as policy-0.")],
+    token_file: Annotated[Path, typer.Option(help="The file `token` in the run's directory.")],
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each process.")] = None,
+    node: Annotated[int, typer.Option(help="Which of the replica's machines this is; the controller's is 0.")] = 0,
+    num_nodes: Annotated[int, typer.Option(help="Machines of the replica.")] = 1,
+    ranks_per_node: Annotated[int, typer.Option(help="Processes of the replica on each machine.")] = 1,
+    rendezvous: Annotated[str, typer.Option(help="host:port where the replica's machines meet.")] = "",
+    collective_timeout_s: Annotated[float, typer.Option(help="Longest wait of ranks for one another.")] = 600.0,
+    python_path: Annotated[list[str] | None, typer.Option(help="Folder for module:attribute names.")] = None,
+) -> None:
+    """Run a worker on another machine; `cosmos-rl run` prints the whole command."""
+    import os
+
+    from cosmos_rl_core.launch.node import Node, WorkerAddress
+    from cosmos_rl_core.launch.worker import run_worker
+
+    given = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([*(python_path or ()), *([given] if given else [])])
+    sys.path[:0] = python_path or ()
+    address = WorkerAddress(controller=controller, role=role, name=name, token_file=token_file, threads=threads)
+    part = Node(
+        index=node,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        rendezvous=rendezvous,
+        collective_timeout_s=collective_timeout_s,
+    )
+    raise typer.Exit(run_worker(address, part))
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the model goes: new or empty.")],
+    *,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint of the run; the newest without it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as they are without it.")] = None,
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Largest file.")] = 5_000_000_000,
+    merge_adapters: Annotated[
+        bool, typer.Option("--merge-adapters/--keep-adapters", help="Whole weights, or the adapters alone.")
+    ] = True,
+) -> None:
+    """Write a checkpoint as a Hugging Face model."""
+    sys.path.append(str(Path.cwd()))
+    from cosmos_rl_core.launch.export import export as export_model
+
+    written = export_model(
+        source,
+        directory,
+        step=step,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        merge_adapters=merge_adapters,
+    )
+    typer.echo(f"{written.checkpoint} -> {directory}: {written.num_tensors} tensors, {written.num_bytes:,} bytes")
 
 
 @app.command()

@@ -7,13 +7,16 @@ import errno
 import fcntl
 import os
 import shutil
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from cosmos_rl_core.interfaces import UserError
-from cosmos_rl_core.train.manifest import MANIFEST, list_steps, read_state
 
+LEAVING_S = 60.0
+"""Longest wait for the workers of a killed run, which save on their way out."""
+LOOK_AGAIN_S = 0.05
 CONTENTS = ("logs", "rollouts", "journal", "checkpoints")
 NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file is too big"}
 """What an OSError of a full disk means, by its number."""
@@ -60,15 +63,7 @@ class RunDirectory:
     def _claim(self, *, resume: bool, overwrite: bool) -> None:
         """Lock the directory and prepare it for a new life."""
         path, lock = self.path, self._lock
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            lock.seek(0)
-            holder = lock.read().strip()
-            raise UserError(
-                f"{path} is in use by a live run (process {holder}). Wait for it, stop it, "
-                "or choose another [run] output_dir."
-            ) from error
+        self._take_lock()
         if (path / "resolved.toml").exists() and not resume:
             if not overwrite:
                 raise UserError(
@@ -84,26 +79,30 @@ class RunDirectory:
         for name in CONTENTS:
             (path / name).mkdir(exist_ok=True)
 
+    def _take_lock(self) -> None:
+        """Raise UserError for a directory in use; wait for the workers of a run that was killed to leave."""
+        deadline = time.monotonic() + LEAVING_S
+        while True:
+            try:
+                return fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                self._lock.seek(0)
+                holder = self._lock.read().strip()
+                if _is_alive(holder) or time.monotonic() > deadline:
+                    raise UserError(
+                        f"{self.path} is in use by a live run (process {holder}). Wait for it and its workers, stop "
+                        "it, or choose another [run] output_dir."
+                    ) from error
+            time.sleep(LOOK_AGAIN_S)
+
+    @property
+    def lock(self) -> int:
+        """The descriptor that holds the directory, for as long as any process has it open."""
+        return self._lock.fileno()
+
     def close(self) -> None:
         """Let another run have it."""
         self._lock.close()
-
-    def find_checkpoint(self, resume: str) -> Path | None:
-        """The checkpoint that "auto" or a path means; None for "auto" in a directory without one."""
-        root = self.path / "checkpoints"
-        steps = list_steps(root)
-        if resume == "auto":
-            return root / f"step_{steps[-1]}" if steps else None
-        path = Path(resume)
-        if not (path / MANIFEST).exists():
-            raise UserError(f"--resume {resume}: no checkpoint there (a folder with a {MANIFEST})")
-        later = [f"step_{step}" for step in steps if step > read_state(path).step]
-        if later:
-            raise UserError(
-                f"--resume {resume}: {root} holds later checkpoints, which the run would clash with "
-                f"({', '.join(later)}). Move them away, or choose another [run] output_dir."
-            )
-        return path
 
     def _clear(self) -> None:
         """Remove what a run writes, and nothing else."""
@@ -111,3 +110,14 @@ class RunDirectory:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token"):
             (self.path / name).unlink(missing_ok=True)
+
+
+def _is_alive(pid: str) -> bool:
+    """Whether a process of this machine has this number; not while its holder is still writing it down."""
+    try:
+        os.kill(int(pid), 0)
+    except PermissionError:
+        return True
+    except (ValueError, ProcessLookupError):
+        return False
+    return True

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cosmos_rl_core.launch.node import Node, WorkerAddress
+
 LAST_LINES = 12
 """Lines of a dead worker's log that are shown."""
 
@@ -18,10 +20,9 @@ LAST_LINES = 12
 class WorkerProcess:
     """One worker and how often it was started."""
 
-    name: str
-    role: str
+    address: WorkerAddress
+    node: Node
     log: Path
-    threads: int | None
     starts: int = 0
     process: asyncio.subprocess.Process | None = None
 
@@ -50,16 +51,25 @@ class LocalWorkers:
     on_death: Callable[[Death], None]
     python_path: tuple[str, ...] = ()
     """Folders a recipe's "module:attribute" names are looked up in."""
+    policy_keeps: tuple[int, ...] = ()
+    """Descriptors that a policy process has open too, so that a lock holds until it has ended."""
     _workers: dict[str, WorkerProcess] = field(default_factory=dict)
     _watchers: set[asyncio.Task[None]] = field(default_factory=set)
     _stopping: bool = False
 
-    async def start(self, role: str, *, replicas: int, threads: int | None) -> None:
+    async def start(self, role: str, *, replicas: int, threads: int | None, node: Node | None = None) -> None:
+        """Start replicas of a role. `threads` are for each process, `node` says what this machine holds of each."""
         for i in range(replicas):
-            name = f"{role}-{i}"
-            worker = WorkerProcess(name=name, role=role, log=self.log_dir / f"{name}.log", threads=threads)
-            self._workers[name] = worker
+            address = self.address(role, f"{role}-{i}", threads=threads)
+            log = self.log_dir / f"{address.name}.log"
+            worker = self._workers[address.name] = WorkerProcess(address=address, node=node or Node(), log=log)
             await self._spawn(worker)
+
+    def address(self, role: str, name: str, *, threads: int | None) -> WorkerAddress:
+        """What a worker of this run is told, wherever it is started."""
+        return WorkerAddress(
+            controller=self.controller, role=role, name=name, token_file=self.token_file, threads=threads
+        )
 
     async def stop(self, *, grace_s: float) -> None:
         """Wait for everyone to leave; what is still there after `grace_s` is killed."""
@@ -74,11 +84,11 @@ class LocalWorkers:
         await asyncio.gather(*self._watchers)
 
     def kill(self) -> None:
-        """End every worker now."""
+        """End every worker now; the agent of several ranks ends those first."""
         self._stopping = True
         for worker in self._workers.values():
             if worker.process is not None and worker.process.returncode is None:
-                worker.process.kill()
+                worker.process.send_signal(signal.SIGKILL if worker.node.num_ranks == 1 else signal.SIGTERM)
 
     def pid(self, name: str) -> int:
         process = self._workers[name].process
@@ -88,11 +98,8 @@ class LocalWorkers:
     async def _spawn(self, worker: WorkerProcess) -> None:
         command = [
             *(sys.executable, "-m", "cosmos_rl_core.launch.worker"),
-            *("--controller", self.controller),
-            *("--role", worker.role),
-            *("--name", worker.name),
-            *("--token-file", str(self.token_file)),
-            *(("--threads", str(worker.threads)) if worker.threads is not None else ()),
+            *worker.address.arguments(),
+            *worker.node.arguments(),
         ]
         with worker.log.open("ab") as log:
             worker.process = await asyncio.create_subprocess_exec(
@@ -100,7 +107,8 @@ class LocalWorkers:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(worker),
+                env=self._environment(worker.address.threads),
+                pass_fds=self.policy_keeps if worker.address.role == "policy" else (),
                 start_new_session=True,  # Ctrl-C in the terminal is for the controller, which decides who stops
             )
         worker.starts += 1
@@ -108,7 +116,7 @@ class LocalWorkers:
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    def _environment(self, worker: WorkerProcess) -> dict[str, str]:
+    def _environment(self, threads: int | None) -> dict[str, str]:
         path = os.pathsep.join([*self.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {
             **os.environ,
@@ -116,19 +124,20 @@ class LocalWorkers:
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
         }
-        if worker.threads is not None:
-            environment["OMP_NUM_THREADS"] = str(worker.threads)
+        if threads is not None:
+            environment["OMP_NUM_THREADS"] = str(threads)
         return environment
 
     async def _watch(self, worker: WorkerProcess, process: asyncio.subprocess.Process) -> None:
         code = await process.wait()
         if self._stopping or code == 0:
             return
-        restarting = worker.role == "rollout" and worker.starts <= self.restart_workers and code != 2
+        role = worker.address.role
+        restarting = role == "rollout" and worker.starts <= self.restart_workers and code != 2
         self.on_death(
             Death(
-                name=worker.name,
-                role=worker.role,
+                name=worker.address.name,
+                role=role,
                 status=f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}",
                 last_lines=last_lines(worker.log),
                 restarting=restarting,

@@ -8,11 +8,17 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cosmos_rl_core.assemble import build_sync
+from cosmos_rl_core.assemble import build_sync, look_up_parts
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.launch.run import threads
+from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, written
+from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.launch.terminal import table
+from cosmos_rl_core.parallel.activations import BYTES
+from cosmos_rl_core.parallel.dims import AXES, ParallelDims
+from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
+
+MOST_RANKS_SHOWN = 32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,11 +35,11 @@ class Role:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What the model's weights take, in bytes, per replica; activations and caches come on top."""
+    """What the model's weights take, in bytes, over all ranks of a replica."""
 
     parameters: int
     policy_bytes: int
-    """Weights in float32."""
+    """Trained weights."""
     gradient_bytes: int
     optimizer_bytes: int
     engine_bytes: int
@@ -44,6 +50,34 @@ class Weights:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ranks:
+    """How one policy replica is spread."""
+
+    axes: Mapping[str, int]
+    """Sizes, outermost first."""
+    description: str
+    places: tuple[Mapping[str, int], ...]
+    """Of each rank, by axis."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Memory:
+    """What a rank of the policy holds at the peak of a step, and what to do where that is too much."""
+
+    rank: MemoryEstimate
+    """The fullest rank."""
+    given: int | None = None
+    """Bytes of a rank's device."""
+    changes: tuple[Change, ...] = ()
+    """Changes of the recipe after which it fits, where it does not."""
+
+    @property
+    def fits(self) -> bool | None:
+        """None where no memory is given."""
+        return None if self.given is None else self.rank.device <= self.given
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
     """A run before it starts."""
 
@@ -51,6 +85,7 @@ class Plan:
     placement: str
     cores: int
     roles: tuple[Role, ...]
+    ranks: Ranks
     prompts_per_step: int
     rollouts_per_step: int
     """0 for supervised fine-tuning."""
@@ -61,10 +96,16 @@ class Plan:
     microbatch_terms: int
     weights: Weights | None
     """None where the model is not on this machine."""
+    memory: Memory | None
+    """None where the sizes of the model are not known either."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-like values."""
-        return asdict(self)
+        found = asdict(self)
+        if self.memory is not None:
+            rank = self.memory.rank
+            found["memory"] |= {"total": rank.total, "device": rank.device, "fits": self.memory.fits}
+        return found
 
     def __str__(self) -> str:
         """Tables: the roles, the amounts of one step, and the weights where they are known."""
@@ -78,16 +119,22 @@ class Plan:
         ]
         head = f"{self.name}: {self.placement}, {self.cores} cores"
         header = ("role", "replicas", "processes", "threads")
-        parts = [head, table(roles, header=header), table(amounts)]
+        parts = [head, table(roles, header=header), *_rank_tables(self.ranks), table(amounts)]
         if self.weights is None:
             parts.append("weights: known once the model is on this machine")
         else:
             parts.append(table(_weight_rows(self.weights)))
+        if self.memory is not None:
+            parts += _memory_texts(self.memory)
         return "\n\n".join(parts)
 
 
-def plan(config: RunConfig) -> Plan:
-    """Return roles, processes and amounts of a run."""
+def plan(config: RunConfig, *, memory: int | None = None) -> Plan:
+    """Return roles, processes and amounts of a run; `memory` are the bytes that a policy rank's device has.
+
+    Raises UserError for a model that cannot be spread as [policy.parallel] says.
+    """
+    look_up_parts(config, load_domain(config.run.domain))
     prompts = config.policy.prompts_per_step
     rollouts = 0 if config.is_sft else prompts * config.rollout.group_size
     return Plan(
@@ -95,13 +142,34 @@ def plan(config: RunConfig) -> Plan:
         placement=config.run.placement,
         cores=len(os.sched_getaffinity(0)),
         roles=tuple(_roles(config)),
+        ranks=_ranks(config),
         prompts_per_step=prompts,
         rollouts_per_step=rollouts,
         groups_in_flight=0 if config.is_sft else (config.sync.max_staleness + 1) * prompts,
         generated_terms_per_step=rollouts * config.rollout.sampling.max_terms,
         microbatch_terms=config.policy.microbatch_terms,
         weights=_weights(config),
+        memory=_memory(config, memory),
     )
+
+
+def _ranks(config: RunConfig) -> Ranks:
+    dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+    return Ranks(
+        axes={**dict(dims), "ep": dims.ep},
+        description=dims.describe(),
+        places=tuple(dims.coordinates(rank) for rank in range(dims.world_size)),
+    )
+
+
+def _memory(config: RunConfig, given: int | None) -> Memory | None:
+    shape = load_domain(config.run.domain).model_shape(config.model)
+    if shape is None:
+        return None
+    rank = estimate_of(shape, config.policy)
+    if given is None or rank.device <= given:
+        return Memory(rank=rank, given=given)
+    return Memory(rank=rank, given=given, changes=tuple(changes_that_fit(shape, config, memory=given)))
 
 
 def _weights(config: RunConfig) -> Weights | None:
@@ -109,7 +177,7 @@ def _weights(config: RunConfig) -> Weights | None:
     if not specs:
         return None
     parameters = sum(math.prod(spec.shape) for spec in specs)
-    moments = {"sgd": 1, "adam": 2, "adamw": 2}[config.policy.optimizer.name]
+    size = BYTES[config.policy.precision.parameters]
     sync: Mapping[str, int] = {"bytes": 0, "lower_bound_bytes": 0}
     if not config.is_sft:
         section = config.sync
@@ -118,9 +186,9 @@ def _weights(config: RunConfig) -> Weights | None:
         )
     return Weights(
         parameters=parameters,
-        policy_bytes=4 * parameters,
-        gradient_bytes=4 * parameters,
-        optimizer_bytes=4 * moments * parameters,
+        policy_bytes=size * parameters,
+        gradient_bytes=size * parameters,
+        optimizer_bytes=size * MOMENTS[config.policy.optimizer.name] * parameters,
         engine_bytes=0 if config.is_sft else 8 * parameters,
         sync_bytes=sync["bytes"],
         sync_lower_bound_bytes=sync["lower_bound_bytes"],
@@ -144,15 +212,52 @@ def _weight_rows(weights: Weights) -> list[tuple[str, str]]:
     return rows
 
 
+def _rank_tables(ranks: Ranks) -> list[str]:
+    """Where each rank stands, as far as there is something to tell and room for it."""
+    number = len(ranks.places)
+    texts = [f"a policy replica: {number} ranks, {ranks.description}"] if number > 1 else []
+    if 1 < number <= MOST_RANKS_SHOWN:
+        used = [axis for axis in AXES if ranks.axes[axis] > 1]
+        rows = [(rank, *(place[axis] for axis in used)) for rank, place in enumerate(ranks.places)]
+        texts.append(table(rows, header=("rank", *used)))
+    return texts
+
+
+def _memory_texts(memory: Memory) -> list[str]:
+    rank = memory.rank
+    rows = [
+        ("parameters", rank.parameters),
+        ("gradients", rank.gradients),
+        ("optimizer", rank.optimizer),
+        ("gathered parameters", rank.gathered),
+        ("gradients to be summed", rank.reduction),
+        ("activations", rank.activations),
+        ("logits", rank.logits),
+        ("backward pass", rank.backward),
+        ("all of it", rank.total),
+    ]
+    rows += [("of that on its device", rank.device)] if rank.host else []
+    lines = table([(name, _mebibytes(size)) for name, size in rows], header=("a policy rank, at most", "bytes"))
+    if memory.given is None:
+        return [lines]
+    if memory.fits:
+        return [lines, f"fits into {_mebibytes(memory.given)}"]
+    if not memory.changes:
+        return [lines, f"does not fit into {_mebibytes(memory.given)}, nor after any change that was tried"]
+    fitting = "\n".join(f"  {written(change)}" for change in memory.changes)
+    return [lines, f"does not fit into {_mebibytes(memory.given)}; it would with one of\n{fitting}"]
+
+
 def _mebibytes(*sizes: int) -> str:
     return " + ".join(f"{size / 2**20:,.0f}" for size in sizes) + " MiB"
 
 
 def _roles(config: RunConfig) -> list[Role]:
     policy_threads, rollout_threads = threads(config)
-    workers = [("policy", config.policy.replicas, policy_threads)]
+    ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
+    workers = [("policy", config.policy.replicas, ranks, policy_threads)]
     if not config.is_sft:
-        workers.append(("rollout", config.rollout.replicas, rollout_threads))
+        workers.append(("rollout", config.rollout.replicas, 1, rollout_threads))
     apart = config.run.placement == "local"
     controller = Role(role="controller", replicas=1, processes=1, threads=1 if apart else None)
     return [
@@ -161,9 +266,9 @@ def _roles(config: RunConfig) -> list[Role]:
             Role(
                 role=role,
                 replicas=replicas,
-                processes=replicas if apart else 0,
+                processes=replicas * ranks if apart else 0,
                 threads=count if apart else None,
             )
-            for role, replicas, count in workers
+            for role, replicas, ranks, count in workers
         ),
     ]

@@ -1,27 +1,32 @@
-"""A policy replica as a role: trainer, batches, publisher and checkpoints around the loop."""
+"""A policy replica as a role: trainer, batches, publisher and checkpoints around the loop.
+
+All ranks of a replica run this same code, each with its share of every batch; the first tells the controller.
+"""
 
 from __future__ import annotations
 
 import asyncio
-import json
-from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from pathlib import Path
-from typing import Any
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.client import RemoteSteps, decode_groups
-from cosmos_rl_core.interfaces import Policy, WeightPublisher
+from cosmos_rl_core.control.wire import ConnectionClosed
+from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.launch.assignment import Assignment
-from cosmos_rl_core.loop import train
-from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.launch.batch_maker import BatchMaker, batch_share
+from cosmos_rl_core.launch.desk import Desk
+from cosmos_rl_core.launch.resume import checkpoint_root, recipe_of
+from cosmos_rl_core.launch.validated import ValidatedSteps
+from cosmos_rl_core.loop import Steps, train
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train import checkpoint
-from cosmos_rl_core.train.batcher import Batcher
+from cosmos_rl_core.train.manifest import Origin, TrainState
+from cosmos_rl_core.train.retention import read_scores
+from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.train.worker import PolicyLearner
-from cosmos_rl_core.types import Share, TrainBatch
+from cosmos_rl_core.weight_sync import WeightPublisher
 
 WORK = ("forward_backward", "optim_step")
 """Spans of the timeline that count as work."""
@@ -30,8 +35,9 @@ WORK = ("forward_backward", "optim_step")
 class PolicyRole:
     """Implements `launch.roles.Role`."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, desk: Desk) -> None:
         self._at = assignment
+        self._desk = desk
         self._trainer: Trainer | None = None
 
     def pulse(self) -> p.Heartbeat:
@@ -39,12 +45,12 @@ class PolicyRole:
         return p.Heartbeat(progress=progress, busy_s=self._at.context.timeline.total(*WORK), holding=[])
 
     async def run(self) -> None:
-        at = self._at
-        loop = asyncio.get_running_loop()
-        trainer, reference, state = await loop.run_in_executor(at.compute, self._build)
+        at, loop = self._at, asyncio.get_running_loop()
+        mesh = await loop.run_in_executor(at.compute, assemble.build_mesh, at.config)
+        trainer, reference, state = await loop.run_in_executor(at.compute, self._build, mesh)
         self._trainer = trainer
+        saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
         publisher = await self._publisher(trainer)
-        saver = CheckpointSaver(at, trainer, state=state)
         learner = PolicyLearner(
             trainer,
             publisher=publisher,
@@ -53,105 +59,100 @@ class PolicyRole:
             timeline=at.context.timeline,
             max_skipped_steps=at.config.policy.max_skipped_steps,
         )
-        make_batch = BatchMaker(at, trainer.policy)
-        steps = RemoteSteps(
-            at.client,
-            batch=lambda message: learner.in_compute_thread(partial(make_batch, message)),
-            checkpoint=lambda committed: learner.in_compute_thread(partial(saver.after_step, committed)),
-        )
-        await at.client.connection.send(
-            p.Ready(address=publisher.address if publisher else "", version=trainer.version)
-        )
+        steps = self._steps(learner, saver, mesh)
+        await self._desk.report(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
+        together = mesh is None
+        """Whether all ranks are here, so that they can save; after an error some may be somewhere else."""
         try:
             await train(steps, learner)
+            together = True
+        except ConnectionClosed:  # of the controller, at a commit: all ranks are told
+            together = True
+            raise
         finally:
-            path = await learner.in_compute_thread(saver.save)
+            folder = await learner.in_compute_thread(saver.finish) if together else None
             if publisher is not None:
                 await publisher.close()
-        if path is not None:
-            await at.client.connection.send(p.CheckpointDone(step=trainer.version, path=str(path)))
+        if folder is not None:
+            await self._desk.report(p.CheckpointDone(step=trainer.version, path=str(folder)))
 
-    def _build(self) -> tuple[Trainer, Policy | None, checkpoint.TrainState]:
+    def _build(self, mesh: ReplicaMesh | None) -> tuple[Trainer, Reference | None, TrainState]:
         at = self._at
         at.prepare_torch()
         with at.context.timeline.span("build"):
-            trainer = assemble.build_trainer(at.config, at.domain)
-            reference = assemble.build_reference(at.config, at.domain, trainer)
-            if at.resume_from is None:
-                return trainer, reference, checkpoint.TrainState(step=0)
-            state = checkpoint.load(at.resume_from, policy=trainer.policy, optimizer=trainer.optimizer)
+            trainer = assemble.build_trainer(at.config, at.domain, mesh)
+            reference = assemble.build_reference(at.config, at.domain, trainer, mesh)
+            if not at.resume_from:
+                return trainer, reference, TrainState(step=0)
+            rank = 0 if mesh is None else mesh.rank
+            state = checkpoint.load(at.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
             trainer.version = state.step
             return trainer, reference, state
 
+    def _saver(
+        self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState, loop: asyncio.AbstractEventLoop
+    ) -> CheckpointSaver:
+        """Made by all ranks at the same time. What it tells from its own thread is passed to the loop's."""
+        at, desk = self._at, self._desk
+        section = at.config.checkpoint
+        ranks = RankGroup() if mesh is None else RankGroup.of_all()
+        layout = "one rank" if mesh is None else mesh.dims.describe()
+        return CheckpointSaver(
+            section,
+            root=checkpoint_root(at.config, at.run_dir),
+            trainer=trainer,
+            state=state,
+            ranks=ranks,
+            origin=Origin(num_ranks=ranks.size, layout=layout, recipe=recipe_of(at.config)),
+            resumed_from=at.resume_from,
+            scores=partial(read_scores, at.run_dir, section.best_metric),
+            on_saved=lambda step, path: _post(loop, desk, p.CheckpointDone(step=step, path=path)),
+            on_failed=lambda text: _post(loop, desk, p.Alarm(message=text)),
+        )
+
+    def _steps(self, learner: PolicyLearner, saver: CheckpointSaver, mesh: ReplicaMesh | None) -> Steps:
+        """The controller's side of the loop; a supervised replica measures its loss on held-out rows in between."""
+        at, desk = self._at, self._desk
+        policy, share = learner.trainer.policy, batch_share(at.config, mesh)
+        make_batch = BatchMaker(at, policy, share=share)
+        steps = desk.steps(
+            batch=lambda message: learner.in_compute_thread(partial(make_batch, message)),
+            checkpoint=lambda committed: learner.in_compute_thread(partial(saver.after_step, _state_after(committed))),
+        )
+        validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
+        if validation is None:
+            return steps
+        return ValidatedSteps(
+            steps,
+            due=partial(at.config.eval.due, last=at.last_step),
+            measure=lambda: learner.in_compute_thread(validation.measure),
+            tell=lambda version, figures: desk.report(p.Validated(version=version, metrics=dict(figures))),
+        )
+
     async def _publisher(self, trainer: Trainer) -> WeightPublisher | None:
-        config = self._at.config
+        at = self._at
+        config, ranks = at.config, at.context.ranks
         if config.is_sft:
             return None
         return await asyncio.to_thread(
             assemble.build_sync(config).publisher,
             trainer.policy.weights(),
-            token=self._at.context.token,
+            token=at.context.token,
             transport=config.sync.transport,
             dtype=config.sync.dtype,
             bucket_bytes=config.sync.bucket_bytes,
             timeout_s=config.sync.timeout_s,
-            bind="127.0.0.1",
+            bind=config.run.bind,
+            ranks=None if ranks is None else ranks.words,
         )
 
 
-class BatchMaker:
-    """A Batch message -> what the trainer takes; writes the step's rollouts on the way."""
-
-    def __init__(self, assignment: Assignment, policy: Policy) -> None:
-        self._at = assignment
-        self._policy = policy
-        config = assignment.config
-        self._batcher = Batcher(
-            assemble.build_collate(config, assignment.domain, Share()), max_staleness=config.sync.max_staleness
-        )
-
-    def __call__(self, message: p.Batch) -> TrainBatch:
-        at = self._at
-        with at.context.timeline.span("collate", step=message.step):
-            if at.config.is_sft:
-                return self._supervised([json.loads(row) for row in message.payloads])
-            groups = decode_groups(message)
-            every = at.config.logging.rollouts_every
-            if every and message.step % every == 0:
-                write_rollouts(at.run_dir / "rollouts", step=message.step, groups=groups)
-            return self._batcher(groups, step=message.step)
-
-    def _supervised(self, rows: list[Mapping[str, Any]]) -> TrainBatch:
-        terms = self._at.config.policy.microbatch_terms
-        batch = self._at.domain.collate_sft(rows, policy=self._policy, microbatch_terms=terms, share=Share())
-        return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})
+def _state_after(committed: p.Committed) -> TrainState:
+    return TrainState(
+        step=committed.step + 1, next_sample=committed.next_sample, unfinished=tuple(committed.unfinished)
+    )
 
 
-class CheckpointSaver:
-    """Saves when a step is due, and at the end."""
-
-    def __init__(self, assignment: Assignment, trainer: Trainer, *, state: checkpoint.TrainState) -> None:
-        self._section = assignment.config.checkpoint
-        self._root = assignment.run_dir / "checkpoints"
-        self._trainer = trainer
-        self._state = state
-
-    def after_step(self, committed: p.Committed) -> Path | None:
-        version = committed.step + 1
-        self._state = checkpoint.TrainState(
-            step=version, next_sample=committed.next_sample, unfinished=tuple(committed.unfinished)
-        )
-        due = self._section.every_steps and version % self._section.every_steps == 0
-        return self.save() if due else None
-
-    def save(self) -> Path | None:
-        """Save the last whole step; None in the middle of one, where weights and stream position do not agree."""
-        if self._trainer.version != self._state.step:
-            return None
-        return checkpoint.save(
-            self._root,
-            state=self._state,
-            policy=self._trainer.policy,
-            optimizer=self._trainer.optimizer,
-            keep=self._section.keep,
-        )
+def _post(loop: asyncio.AbstractEventLoop, desk: Desk, message: p.ToController) -> None:
+    """Say something out of another thread."""
+    loop.call_soon_threadsafe(desk.post, message)

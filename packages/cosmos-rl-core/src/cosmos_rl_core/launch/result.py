@@ -26,7 +26,9 @@ class RunResult:
     steps: int
     """Optimizer steps in the final weights."""
     checkpoint: Path | None
-    """The last checkpoint; its folder `policy` loads as a model."""
+    """The last checkpoint on a disk; its folder `policy` loads as a model where one process trained."""
+    checkpoint_url: str
+    """Where it lies, on a disk or not; empty where there is none."""
     metrics: tuple[Mapping[str, float], ...]
     """One mapping a step of this run, as in metrics.jsonl."""
     evaluations: Mapping[int, Mapping[str, float]]
@@ -50,7 +52,8 @@ class RunObserver:
         self._evaluations: dict[int, Mapping[str, float]] = {}
         sinks = [name for name in config.logging.sinks if name != "console"]
         self._sinks = build_sinks(sinks, directory, first_step=first_step)
-        self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_step + 1 if first_step else 0)
+        again = config.eval.due(first_step, last=max_steps)  # a resumed run evaluates the version it starts with
+        self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_step + (0 if again else 1))
         self._console = _console(config, directory, max_steps) if "console" in config.logging.sinks else None
 
     def __enter__(self) -> RunObserver:
@@ -95,7 +98,8 @@ class RunObserver:
     def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None:
         self._evaluations[version] = metrics
         self._eval_sink.log(version, {"policy_version": version, **metrics})
-        write_rollouts(self._directory / "rollouts", step=version, groups=groups, name="eval")
+        if groups:
+            write_rollouts(self._directory / "rollouts", step=version, groups=groups, name="eval")
         figures = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
         self.note(f"version {version} on held-out rows: {figures}")
 
@@ -112,7 +116,8 @@ class RunObserver:
         result = RunResult(
             run_dir=self._directory,
             steps=version,
-            checkpoint=Path(checkpoint) if checkpoint else None,
+            checkpoint=Path(checkpoint) if checkpoint and "://" not in checkpoint else None,
+            checkpoint_url=checkpoint,
             metrics=tuple(self._metrics),
             evaluations=self._evaluations,
             samples=counts,
@@ -136,7 +141,7 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
     if len(result.evaluations) >= 1:
         first, last = min(result.evaluations), max(result.evaluations)
         for name in result.evaluations[first]:
-            if name.startswith("eval/reward"):
+            if name.startswith(("eval/reward", "eval/loss", "eval/perplexity")):
                 before, after = (
                     result.evaluations[first][name],
                     result.evaluations[last].get(name, float("nan")),
@@ -153,6 +158,9 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
     for reason, number in sorted(reasons.items()):
         rows[f"dropped: {reason}"] = f"{number}"
     rows["files"] = str(result.run_dir)
-    if result.checkpoint is not None:
+    if result.checkpoint is not None and any((result.checkpoint / "policy").glob("*.safetensors")):
         rows["model"] = str(result.checkpoint / "policy")
+    elif result.checkpoint_url:
+        rows["checkpoint"] = result.checkpoint_url
+        rows["model"] = f"cosmos-rl export {result.checkpoint_url} DIR"
     return rows

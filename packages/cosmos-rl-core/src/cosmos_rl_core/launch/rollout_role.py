@@ -8,17 +8,19 @@ from contextlib import AsyncExitStack
 from cosmos_rl_core import assemble
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.client import RemoteDesk
-from cosmos_rl_core.interfaces import RolloutEngine, WeightSubscriber
+from cosmos_rl_core.control.client import ControllerClient, RemoteDesk
+from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.launch.assignment import Assignment
 from cosmos_rl_core.rollout.worker import RolloutWorker
+from cosmos_rl_core.weight_sync import WeightSubscriber
 
 
 class RolloutRole:
     """Implements `launch.roles.Role`."""
 
-    def __init__(self, assignment: Assignment) -> None:
+    def __init__(self, assignment: Assignment, client: ControllerClient) -> None:
         self._at = assignment
+        self._client = client
         self._worker: RolloutWorker | None = None
 
     def pulse(self) -> p.Heartbeat:
@@ -33,8 +35,8 @@ class RolloutRole:
             engine = await asyncio.get_running_loop().run_in_executor(at.compute, self._build_engine)
             parts.push_async_callback(engine.close)
             rollouter = assemble.build_rollouter(at.config, at.domain, engine)
-            await at.client.connection.send(p.Ready())
-            address = await at.client.sync_address.get()
+            await self._client.connection.send(p.Ready())
+            address = await self._client.sync_address.get()
             if address is None:
                 return
             subscriber = await asyncio.to_thread(self._subscriber, address, engine)
@@ -43,7 +45,7 @@ class RolloutRole:
                 engine,
                 rollouter=rollouter,
                 subscriber=subscriber,
-                desk=RemoteDesk(at.client),
+                desk=RemoteDesk(self._client),
                 max_groups=groups_in_flight(at.config),
                 timeline=at.context.timeline,
             )

@@ -10,11 +10,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,18 @@ from cosmos_rl_core.control.records import Position
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.control.token import make_token
-from cosmos_rl_core.control.wire import Hello, connect, serve
-from cosmos_rl_core.interfaces import UserError, WorkerFailed
+from cosmos_rl_core.control.wire import Connection, Server, serve
+from cosmos_rl_core.interfaces import UserError
 from cosmos_rl_core.launch.directory import RunDirectory, explain_no_room
-from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
+from cosmos_rl_core.launch.failure import AGENT, hear_agent
+from cosmos_rl_core.launch.node import is_loopback, policy_node
+from cosmos_rl_core.launch.placement import Launch, Workers, start_processes, start_tasks
 from cosmos_rl_core.launch.result import RunObserver, RunResult
-from cosmos_rl_core.observe.trace import Timeline, merge
+from cosmos_rl_core.launch.resume import Resumption, claim_root, find_resumption
+from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.rollout.source import PromptSource
-from cosmos_rl_core.train.manifest import TrainState, read_state
+from cosmos_rl_core.train.manifest import TrainState
 
-STOP_GRACE_S = 60.0
-"""Longest that a worker may take to leave once it was told to."""
 STATUS_S = 1.0
 
 
@@ -63,8 +63,10 @@ def run(
     path = config.run.directory
     try:
         with contextlib.closing(RunDirectory.open(path, resume=resume is not None, overwrite=overwrite)) as directory:
-            checkpoint = directory.find_checkpoint(resume) if resume else None
-            return asyncio.run(_Run(config, path.resolve(), checkpoint, tuple(python_path)).run())
+            resumption = find_resumption(config, directory.path, resume) if resume else None
+            if resume is None:
+                claim_root(config, directory.path, overwrite=overwrite)
+            return asyncio.run(_Run(config, path.resolve(), resumption, tuple(python_path), lock=directory.lock).run())
     except OSError as error:
         if told := explain_no_room(error, path):
             raise told from error
@@ -75,31 +77,39 @@ class _Run:
     """The parts of one run and the order in which they start and stop."""
 
     def __init__(
-        self, config: RunConfig, directory: Path, checkpoint: Path | None, python_path: tuple[str, ...]
+        self,
+        config: RunConfig,
+        directory: Path,
+        resumption: Resumption | None,
+        python_path: tuple[str, ...],
+        *,
+        lock: int,
     ) -> None:
         self._config = config
         self._directory = directory
-        self._checkpoint = checkpoint
+        self._resumption = resumption
         self._python_path = python_path
+        self._lock = lock
         assemble.look_up(config)
+        self._policy_node = policy_node(config.policy, bind=config.run.bind)
         self._source = assemble.build_source(config)
         self._eval_source = assemble.build_eval_source(config)
         self._max_steps = planned_steps(config, self._source)
-        self._resumed = TrainState(step=0) if checkpoint is None else read_state(checkpoint)
+        self._resumed = TrainState(step=0) if resumption is None else resumption.state
         self._observer = RunObserver(config, directory, first_step=self._resumed.step, max_steps=self._max_steps)
-        self._workers: LocalWorkers | None = None
+        self._workers: Workers | None = None
         self._interrupts = 0
 
     async def run(self) -> RunResult:
         started = time.perf_counter()
         with self._observer, contextlib.closing(Journal(self._directory / "journal")) as journal:
+            for text in self._resumption.notes if self._resumption else ():
+                self._observer.note(text)
             text = dump_resolved(self._config)
             (self._directory / "resolved.toml").write_text(text)
             token = make_token(self._directory / "token")
             controller = self._controller(text, journal)
-            server = await serve(
-                "tcp://127.0.0.1:0", token=token, decode=p.ToController, on_connect=controller.on_connect
-            )
+            server = await self._serve(controller, token)
             self._listen_for_interrupts(controller)
             status = asyncio.create_task(self._keep_status(controller))
             try:
@@ -119,6 +129,24 @@ class _Run:
                 wall_s=time.perf_counter() - started,
                 interrupted=self._interrupts > 0,
             )
+
+    async def _serve(self, controller: Controller, token: bytes) -> Server:
+        """Listen to workers, and to the agents of ranks that failed."""
+
+        async def on_connect(connection: Connection) -> None:
+            if connection.peer.role == AGENT:
+                await hear_agent(connection, controller.fail)
+            else:
+                await controller.on_connect(connection)
+
+        bind = self._config.run.bind
+        return await serve(
+            f"tcp://{bind}:0",
+            token=token,
+            decode=p.ToController,
+            on_connect=on_connect,
+            allow_remote=not is_loopback(bind),
+        )
 
     def _must_have_trained(self, ledger: Ledger) -> None:
         """Raise UserError for a run whose prompts were all dropped: it ended in good order and did nothing."""
@@ -146,7 +174,7 @@ class _Run:
             Job(
                 config_toml=text,
                 run_dir=self._directory,
-                resume_from=str(self._checkpoint or ""),
+                resume_from=str(self._resumption.folder) if self._resumption else "",
                 supervised=config.is_sft,
                 max_steps=self._max_steps,
                 eval_every_steps=config.eval.every_steps,
@@ -161,7 +189,7 @@ class _Run:
         )
 
     def _ledger(self, config: LedgerConfig, journal: Journal) -> Ledger:
-        if self._checkpoint is None:
+        if self._resumption is None:
             return Ledger(config)
         state = self._resumed
         position = Position(state.step, state.next_sample, state.unfinished)
@@ -172,58 +200,26 @@ class _Run:
     @contextlib.asynccontextmanager
     async def _placed(self, controller: Controller, address: str, token: bytes):  # noqa: ANN202
         """Start the workers where the recipe wants them; on the way out tell them to leave and wait for it."""
-        place = {"local": self._start_processes, "inline": self._start_tasks}[self._config.run.placement]
+        place = {"local": start_processes, "inline": start_tasks}[self._config.run.placement]
         self._observer.phase("starting workers")
-        leave = await place(controller, address, token)
+        self._workers = await place(
+            Launch(
+                config=self._config,
+                directory=self._directory,
+                controller=controller,
+                address=address,
+                token=token,
+                policy_node=self._policy_node,
+                python_path=self._python_path,
+                observer=self._observer,
+                lock=self._lock,
+            )
+        )
         try:
             yield
         finally:
             controller.dismiss()
-            await leave()
-
-    async def _start_processes(self, controller: Controller, address: str, token: bytes) -> Callable[[], Any]:
-        config = self._config
-
-        def on_death(death: Death) -> None:
-            then = "starting it again" if death.restarting else "the run cannot go on without it"
-            report = (
-                f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
-            )
-            if death.restarting:
-                self._observer.note(report)
-            else:
-                controller.fail(WorkerFailed(report))
-
-        workers = self._workers = LocalWorkers(
-            controller=address,
-            token_file=self._directory / "token",
-            log_dir=self._directory / "logs",
-            restart_workers=config.elastic.restart_workers,
-            on_death=on_death,
-            python_path=self._python_path,
-        )
-        policy, rollout = threads(config)
-        await workers.start("policy", replicas=1, threads=policy)
-        if not config.is_sft:
-            await workers.start("rollout", replicas=config.rollout.replicas, threads=rollout)
-        return lambda: workers.stop(grace_s=STOP_GRACE_S)
-
-    async def _start_tasks(self, controller: Controller, address: str, token: bytes) -> Callable[[], Any]:
-        from cosmos_rl_core.launch.assignment import WorkerContext
-        from cosmos_rl_core.launch.worker import serve_role
-
-        async def work(role: str, name: str) -> None:
-            hello = Hello(name=name, role=role)
-            connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=10.0)
-            context = WorkerContext(
-                name=name, connection=connection, token=token, timeline=Timeline(process=name), threads=None
-            )
-            await serve_role(role, context)
-
-        names = ["policy-0"]
-        names += [] if self._config.is_sft else [f"rollout-{i}" for i in range(self._config.rollout.replicas)]
-        tasks = [asyncio.create_task(work(name.partition("-")[0], name)) for name in names]
-        return lambda: asyncio.wait_for(asyncio.gather(*tasks), STOP_GRACE_S)
+            await self._workers.leave()
 
     def _listen_for_interrupts(self, controller: Controller) -> None:
         def interrupt() -> None:
@@ -266,17 +262,3 @@ def planned_steps(config: RunConfig, source: PromptSource) -> int:
     limits = [steps for steps in (config.run.max_steps, whole) if steps is not None]
     assert limits, "the config asks for max_steps or epochs"
     return min(limits)
-
-
-def threads(config: RunConfig) -> tuple[int, int]:
-    """CPU threads of a policy and a rollout process."""
-    cores = len(os.sched_getaffinity(0))
-    if config.is_sft:
-        return config.policy.threads or cores, 1
-    return share_threads(
-        cores=cores,
-        policy=config.policy.threads,
-        rollout=config.rollout.threads,
-        rollout_replicas=config.rollout.replicas,
-        overlap=config.sync.max_staleness > 0,
-    )

@@ -18,10 +18,11 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from cosmos_rl_core.interfaces import RolloutEngine, SampleError, WeightSubscriber
+from cosmos_rl_core.interfaces import RolloutEngine, SampleError
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.types import Prompt, RolloutGroup
+from cosmos_rl_core.weight_sync import WeightSubscriber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

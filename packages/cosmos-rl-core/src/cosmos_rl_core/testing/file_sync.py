@@ -16,14 +16,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from cosmos_rl_core.parallel.gather import whole
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_core.weight_sync import RankExchange
+
+LOOK_AGAIN_S = 0.01
 
 
 class FileSync:
     """Makes both sides. Implements `interfaces.WeightSync`; token, transport and sizes do not matter here."""
 
-    def publisher(self, weights: Mapping[str, Tensor], **_: Any) -> FilePublisher:
-        return FilePublisher()
+    def publisher(self, weights: Mapping[str, Tensor], *, ranks: RankExchange | None, **_: Any) -> FilePublisher:
+        return FilePublisher(rank=ranks.rank if ranks else 0)
 
     def subscriber(self, address: str, weights: Mapping[str, Tensor], **_: Any) -> FileSubscriber:
         return FileSubscriber(Path(address), weights)
@@ -34,9 +38,10 @@ class FileSync:
 
 
 class FilePublisher:
-    """Writes each version to a file and tells every subscriber its number."""
+    """Writes each version to a file and tells every subscriber its number. Of several ranks the first does."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, rank: int = 0) -> None:
+        self._rank = rank
         self._directory = tempfile.TemporaryDirectory(prefix="cosmos-rl-")
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
@@ -47,16 +52,19 @@ class FilePublisher:
         return self._directory.name
 
     async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+        tensors = {name: whole(tensor).contiguous() for name, tensor in weights.items()}  # with all ranks
+        if self._rank != 0:
+            return {}
         root = Path(self.address)
         if self._server is None:
             self._server = await asyncio.start_unix_server(self._welcome, root / "versions")
         partial = root / "partial"
-        save_file({name: tensor.detach().clone() for name, tensor in weights.items()}, partial)
+        save_file(tensors, partial)
         partial.rename(root / f"{version}.safetensors")
         self._version = version
         for writer in self._writers:
             writer.write(f"{version}\n".encode())
-        return {"sync_bytes": float(sum(t.numel() * t.element_size() for t in weights.values()))}
+        return {"sync_bytes": float(sum(t.numel() * t.element_size() for t in tensors.values()))}
 
     async def close(self) -> None:
         if self._server is not None:
@@ -90,6 +98,8 @@ class FileSubscriber:
 
     async def _stage(self, after: int) -> int:
         if self._reader is None:
+            while self._directory.exists() and not (self._directory / "versions").exists():
+                await asyncio.sleep(LOOK_AGAIN_S)  # nothing is published yet
             self._reader, self._writer = await asyncio.open_unix_connection(self._directory / "versions")
         version = after
         while version <= after:

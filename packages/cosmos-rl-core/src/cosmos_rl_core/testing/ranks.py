@@ -30,7 +30,7 @@ from typing import Any
 import numpy as np
 
 TIMEOUT_S = 120.0
-PRELOAD = ("torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining")
+_PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"]
 
 Figures = Mapping[str, np.ndarray | float | int]
 
@@ -39,25 +39,27 @@ class RankFailed(AssertionError):
     """A rank raised, died or did not end in time; carries what every such rank said."""
 
 
+def preload(*modules: str) -> None:
+    """Let the server import further modules; to be said before the first `run_ranks` of a process, in conftest.py."""
+    _PRELOADED.extend(modules)
+
+
 def run_ranks(
     function: Callable[..., Figures | None],
     num_ranks: int,
     *,
     timeout_s: float = TIMEOUT_S,
-    preload: Sequence[str] = (),
     **arguments: Any,
 ) -> list[dict[str, np.ndarray]]:
     """Call `function(rank, world_size, **arguments)` in `num_ranks` processes and return their results by rank.
 
     `function` lies at the top level of a file; `arguments` are plain values. It is called with the default process
-    group made, one thread a rank, and returns arrays or numbers. `preload` names further modules for the server to
-    import; the first call of a process decides.
+    group made, one thread a rank, and returns arrays or numbers.
     """
     file = inspect.getsourcefile(function)
     assert file is not None
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([*PRELOAD, *preload])
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # the server reads it when it starts
+    context.set_forkserver_preload(_PRELOADED)
     with tempfile.TemporaryDirectory(prefix="ranks-") as folder:
         target = (file, function.__name__, num_ranks, folder, timeout_s, arguments)
         ranks = [context.Process(target=_run, args=(rank, *target), daemon=True) for rank in range(num_ranks)]

@@ -9,7 +9,7 @@ loop, the placements and every algorithm can be tested without a model library; 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,7 +37,7 @@ class Tiny:
     ) -> Policy:
         from cosmos_rl_core.testing.tiny_model import TinyPolicy
 
-        return TinyPolicy(model, temperature=sampling.temperature if sampling else 1.0)
+        return TinyPolicy(model, temperature=sampling.temperature if sampling else 1.0, setup=setup)
 
     def build_engine(self, model: TinyModel, *, data: TinyData, name: str, options: Mapping[str, Any]) -> RolloutEngine:
         from cosmos_rl_core.testing.tiny_model import build_network
@@ -45,6 +45,9 @@ class Tiny:
         return TinyEngine(build_network(model), contexts=model.contexts, delay_s=float(options.get("delay_s", 0.0)))
 
     def weight_specs(self, model: TinyModel) -> None:
+        return None
+
+    def model_shape(self, model: TinyModel) -> None:
         return None
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
@@ -58,14 +61,19 @@ class Tiny:
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate
 
-        return collate(groups, microbatch_terms=microbatch_terms)
+        return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
     def collate_sft(
         self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int, share: Share
     ) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate_answers
 
-        return collate_answers(rows, actions=policy.actions, length=3, microbatch_terms=microbatch_terms)
+        return collate_answers(rows, actions=policy.actions, length=3, microbatch_terms=microbatch_terms, share=share)
+
+    def export_weights(
+        self, model: TinyModel, tensors: Iterable[tuple[str, Any]], *, merge_adapters: bool
+    ) -> Iterable[tuple[str, Any]]:
+        return tensors
 
 
 TINY = Tiny()

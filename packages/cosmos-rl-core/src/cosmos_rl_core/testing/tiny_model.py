@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from cosmos_rl_core.interfaces import MicrobatchLoss
+from cosmos_rl_core.interfaces import MicrobatchLoss, UserError
 from cosmos_rl_core.parallel.accumulate import accumulate
+from cosmos_rl_core.parallel.fsdp import reshard, shard_fully
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
-from cosmos_rl_core.types import Microbatch, PolicyOutputs, Prompt, Rollout, RolloutGroup, TermBatch, TrainBatch
+from cosmos_rl_core.train.balance import deal
+from cosmos_rl_core.types import (
+    Microbatch,
+    PolicyOutputs,
+    Prompt,
+    Rollout,
+    RolloutGroup,
+    Share,
+    TermBatch,
+    TrainBatch,
+)
 
 PLACES = 16
 """Longest rollout the network tells places apart in."""
@@ -43,28 +56,49 @@ def build_network(model: TinyModel) -> TinyNetwork:
 class TinyPolicy:
     """Implements `interfaces.Policy`. inputs: `contexts`, `places`, `actions`, each [T] int64."""
 
-    def __init__(self, model: TinyModel, *, temperature: float) -> None:
+    def __init__(self, model: TinyModel, *, temperature: float, setup: ModelSetup) -> None:
+        """Raises UserError for axes of `setup.mesh` other than dp_replicate and dp_shard."""
         self.module = build_network(model)
         self.actions = model.actions
         self._temperature = temperature
+        if setup.mesh is not None:
+            _shard(self.module, setup.mesh, setup)
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
         inputs = microbatch.inputs
         logits = self.module(inputs["contexts"], inputs["places"]) / self._temperature
         logprobs = logits.log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
+        if not torch.is_grad_enabled():
+            reshard(self.module)  # no backward pass follows that would
         return PolicyOutputs(logprobs=logprobs.gather(-1, inputs["actions"][:, None])[:, 0], entropy=entropy)
 
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
         accumulate(self, microbatches, loss=loss, with_entropy=with_entropy)
 
+    def second_copies(self) -> Sequence[nn.Parameter]:
+        return ()
+
+    def reference(self) -> None:
+        return None
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
     def weights(self) -> Mapping[str, Tensor]:
         return dict(self.module.named_parameters())
 
-    def save(self, directory: Path) -> None:
+    def save_config(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        tensors = {name: tensor.detach().contiguous() for name, tensor in self.weights().items()}
-        save_file(tensors, directory / "model.safetensors")
+        (directory / "config.json").write_text(json.dumps({"actions": self.actions}) + "\n")
+
+
+def _shard(network: TinyNetwork, mesh: ReplicaMesh, setup: ModelSetup) -> None:
+    if mesh.dims.num_shares != mesh.dims.world_size:
+        raise UserError(
+            f"[policy.parallel] {mesh.dims.describe()}: the tiny domain is spread over dp_replicate and dp_shard alone"
+        )
+    shard_fully(network, blocks=(), mesh=mesh, parallel=setup.parallel, memory=setup.memory, precision=setup.precision)
 
 
 @torch.no_grad()
@@ -111,19 +145,20 @@ def rollouts_of(
     ]
 
 
-def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int) -> TrainBatch:
+EMPTY = Rollout(
+    arrays={"actions": np.zeros(1, np.int32)},
+    rollout_logprobs=np.zeros(1, np.float32),
+    versions=np.zeros(1, np.int32),
+    loss_mask=np.zeros(1, np.bool_),
+)
+"""Trains nothing: for a rank that has no more rollouts while others do."""
+
+
+def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
     rollouts = [(group.prompt.row["context"], r) for group in groups for r in group.rollouts]
-    microbatches: list[Microbatch] = []
-    start = 0
-    while start < len(rollouts):
-        end, terms = start, 0
-        while end < len(rollouts) and (end == start or terms + rollouts[end][1].num_terms <= microbatch_terms):
-            terms += rollouts[end][1].num_terms
-            end += 1
-        microbatches.append(_microbatch(rollouts[start:end]))
-        start = end
+    dealt = deal([r.num_terms for _, r in rollouts], capacity=microbatch_terms, share=share)
     return TrainBatch(
-        microbatches=tuple(microbatches),
+        microbatches=tuple(_microbatch([rollouts[index] for index in members] or [(0, EMPTY)]) for members in dealt),
         num_terms=sum(int(r.loss_mask.sum()) for _, r in rollouts),
         num_rollouts=sum(bool(r.loss_mask.any()) for _, r in rollouts),
     )
@@ -147,7 +182,7 @@ def _microbatch(rollouts: Sequence[tuple[int, Rollout]]) -> Microbatch:
 
 
 def collate_answers(
-    rows: Sequence[Mapping[str, Any]], *, actions: int, length: int, microbatch_terms: int
+    rows: Sequence[Mapping[str, Any]], *, actions: int, length: int, microbatch_terms: int, share: Share
 ) -> TrainBatch:
     """Rows -> the wanted actions as targets."""
     groups = []
@@ -161,7 +196,7 @@ def collate_answers(
             loss_mask=np.ones(length, np.bool_),
         )
         groups.append(_group(row, rollout))
-    return collate(groups, microbatch_terms=microbatch_terms)
+    return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
 
 def _group(row: Mapping[str, Any], rollout: Rollout) -> RolloutGroup:

@@ -1,0 +1,56 @@
+"""A step's Batch message -> this rank's share of it, as the trainer takes it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from cosmos_rl_core import assemble
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.client import decode_groups
+from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.launch.assignment import Assignment
+from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.stages import microbatch_multiple
+from cosmos_rl_core.train.batcher import Batcher
+from cosmos_rl_core.types import Share, TrainBatch
+
+
+def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
+    """The part of each batch that this rank trains on."""
+    if mesh is None:
+        return Share()
+    return replace(mesh.share, multiple=microbatch_multiple(config.policy.parallel))
+
+
+class BatchMaker:
+    """A Batch message -> what the trainer takes; writes the step's rollouts on the way."""
+
+    def __init__(self, assignment: Assignment, policy: Policy, *, share: Share) -> None:
+        self._at = assignment
+        self._policy = policy
+        self._share = share
+        config = assignment.config
+        self._batcher = Batcher(
+            assemble.build_collate(config, assignment.domain, share), max_staleness=config.sync.max_staleness
+        )
+
+    def __call__(self, message: p.Batch) -> TrainBatch:
+        at = self._at
+        with at.context.timeline.span("collate", step=message.step):
+            if at.config.is_sft:
+                return self._supervised([json.loads(row) for row in message.payloads])
+            groups = decode_groups(message)
+            every = at.config.logging.rollouts_every
+            if every and message.step % every == 0 and at.context.leads:
+                write_rollouts(at.run_dir / "rollouts", step=message.step, groups=groups)
+            return self._batcher(groups, step=message.step)
+
+    def _supervised(self, rows: list[Mapping[str, Any]]) -> TrainBatch:
+        terms = self._at.config.policy.microbatch_terms
+        batch = self._at.domain.collate_sft(rows, policy=self._policy, microbatch_terms=terms, share=self._share)
+        return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})

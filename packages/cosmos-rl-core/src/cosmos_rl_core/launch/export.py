@@ -1,0 +1,168 @@
+"""A checkpoint as a directory that other programs load: Hugging Face safetensors, whole tensors, one after another.
+
+It is read tensor by tensor: no ranks are built, and memory holds one file of the result.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cosmos_rl_core.config.load import load_domain
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.launch.resume import checkpoint_root
+from cosmos_rl_core.train.folder import Folder
+from cosmos_rl_core.train.manifest import MANIFEST, list_steps, read_origin, verify
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+ADAPTER_CONFIG = "adapter_config.json"
+DTYPES = ("float32", "bfloat16", "float16")
+SHARD_BYTES = 5 * 10**9
+"""Largest file of an export, as the Hugging Face hub likes them."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What was written."""
+
+    checkpoint: str
+    directory: Path
+    num_tensors: int
+    num_bytes: int
+
+
+def export(
+    source: str,
+    directory: Path,
+    *,
+    step: int | None = None,
+    dtype: str | None = None,
+    max_shard_bytes: int = SHARD_BYTES,
+    merge_adapters: bool = True,
+) -> Exported:
+    """Write the model of a checkpoint into `directory`, which must be new or empty.
+
+    `source` is a run's directory (its newest checkpoint, or that of `step`), a folder of checkpoints, or a checkpoint.
+    `dtype` casts floating-point weights. Raises UserError for a damaged checkpoint, or what cannot be done.
+    """
+    import torch
+
+    folder = find_checkpoint(source, step=step)
+    verify(folder)
+    if dtype is not None and dtype not in DTYPES:
+        raise UserError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"{directory} is there already; give a new or empty directory")
+    adapters = (folder / "policy").has(ADAPTER_CONFIG)
+    partial = directory.with_name(f".{directory.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir(parents=True)
+    try:
+        _copy_files(folder / "policy", partial, dtype=dtype, without=ADAPTER_CONFIG if merge_adapters else "")
+        tensors = _cast(_weights(folder, merge_adapters=merge_adapters), getattr(torch, dtype) if dtype else None)
+        name = "adapter_model" if adapters and not merge_adapters else "model"
+        sizes = write_sharded(partial, tensors, name=name, max_shard_bytes=max_shard_bytes)
+        shutil.rmtree(directory, ignore_errors=True)
+        partial.rename(directory)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return Exported(checkpoint=str(folder), directory=directory, num_tensors=len(sizes), num_bytes=sum(sizes.values()))
+
+
+def find_checkpoint(source: str, *, step: int | None) -> Folder:
+    """Return the checkpoint that `source` means. Raises UserError with those there are."""
+    place = Folder.at(source)
+    if place.has(MANIFEST):
+        return place
+    root = _root_of_run(place) or place
+    steps = list_steps(root)
+    if not steps:
+        raise UserError(f"{source}: no checkpoint there; give a run's directory, or a checkpoint's")
+    if step is not None and step not in steps:
+        raise UserError(f"{source} has no checkpoint of step {step}; it has {', '.join(map(str, steps))}")
+    return root / f"step_{steps[-1] if step is None else step}"
+
+
+def write_sharded(
+    directory: Path, tensors: Iterable[tuple[str, Tensor]], *, name: str, max_shard_bytes: int
+) -> dict[str, int]:
+    """Write NAME.safetensors, or NAME-00001-of-00003.safetensors and so on with an index. Returns bytes by tensor."""
+    from cosmos_rl_core.train.safetensors_file import write_tensors
+
+    sizes: dict[str, int] = {}
+    shards: list[list[str]] = []
+    folder = Folder.at(directory)
+    for shard in _shards(tensors, max_bytes=max_shard_bytes):
+        sizes |= {key: tensor.nbytes for key, tensor in shard.items()}
+        shards.append(list(shard))
+        write_tensors(folder, f"{len(shards)}.part", shard)
+    if len(shards) == 1:
+        (directory / "1.part").rename(directory / f"{name}.safetensors")
+        return sizes
+    weight_map: dict[str, str] = {}
+    for number, keys in enumerate(shards, start=1):
+        file = f"{name}-{number:05d}-of-{len(shards):05d}.safetensors"
+        (directory / f"{number}.part").rename(directory / file)
+        weight_map |= dict.fromkeys(keys, file)
+    index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+    (directory / f"{name}.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    return sizes
+
+
+def _root_of_run(place: Folder) -> Folder | None:
+    """Where the checkpoints of a run's directory lie; None for another folder."""
+    if not place.is_local or not place.has("resolved.toml"):
+        return None
+    from cosmos_rl_core.config.load import load_config
+
+    return checkpoint_root(load_config(place.path / "resolved.toml"), place.path)
+
+
+def _weights(folder: Folder, *, merge_adapters: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield what the domain makes of the weights."""
+    from cosmos_rl_core.train.contents import MODEL
+    from cosmos_rl_core.train.reader import CheckpointReader
+
+    recipe = read_origin(folder).recipe
+    domain = load_domain(recipe["run"]["domain"])
+    model = domain.Model.model_validate(recipe["model"])
+    with CheckpointReader(folder) as reader:
+        names = reader.contents.names(MODEL)
+        saved = ((name.removeprefix(MODEL), reader.whole(name)) for name in names)
+        yield from domain.export_weights(model, saved, merge_adapters=merge_adapters)
+
+
+def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: Any) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in tensors:
+        yield name, tensor.to(dtype) if dtype is not None and tensor.is_floating_point() else tensor
+
+
+def _shards(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Fill one file after another; a tensor above the limit has one of its own."""
+    shard: dict[str, Tensor] = {}
+    for name, tensor in tensors:
+        if shard and sum(t.nbytes for t in shard.values()) + tensor.nbytes > max_bytes:
+            yield shard
+            shard = {}
+        shard[name] = tensor
+    if shard:
+        yield shard
+
+
+def _copy_files(policy: Folder, directory: Path, *, dtype: str | None, without: str) -> None:
+    """Copy what lies beside the weights; config.json says the type they are cast to."""
+    for name in policy.walk():
+        if name.endswith(".safetensors") or name == without:
+            continue
+        data = policy.read(name)
+        if name == "config.json" and dtype is not None:
+            data = (json.dumps({**json.loads(data), "dtype": dtype}, indent=2) + "\n").encode()
+        target = directory / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(data)

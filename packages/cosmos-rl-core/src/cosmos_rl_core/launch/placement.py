@@ -1,0 +1,152 @@
+"""Where the workers of a run are: processes on this machine (`local`), or tasks beside the controller (`inline`).
+
+workers = await start_processes(launch)
+...
+await workers.leave()          once the controller has told them that the run is over
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.server import Controller
+from cosmos_rl_core.control.wire import Hello, connect
+from cosmos_rl_core.interfaces import UserError, WorkerFailed
+from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
+from cosmos_rl_core.launch.node import Node
+from cosmos_rl_core.launch.result import RunObserver
+from cosmos_rl_core.observe.trace import Timeline
+
+STOP_GRACE_S = 60.0
+"""Longest that a worker may take to leave once it was told to."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Launch:
+    """What is needed to start the workers of a run."""
+
+    config: RunConfig
+    directory: Path
+    controller: Controller
+    address: str
+    """Of the controller."""
+    token: bytes
+    policy_node: Node
+    """This machine's part of the policy replica."""
+    python_path: tuple[str, ...]
+    observer: RunObserver
+    lock: int
+    """Descriptor of the run directory's lock, which a policy process keeps while it lives: it may be saving."""
+
+
+class Workers(Protocol):
+    """Those of one run."""
+
+    async def leave(self) -> None:
+        """Wait until all have left; end those that do not."""
+        ...
+
+    def kill(self) -> None:
+        """End them now."""
+        ...
+
+
+class Processes:
+    """Workers in processes of their own."""
+
+    def __init__(self, workers: LocalWorkers) -> None:
+        self._workers = workers
+
+    async def leave(self) -> None:
+        await self._workers.stop(grace_s=STOP_GRACE_S)
+
+    def kill(self) -> None:
+        self._workers.kill()
+
+
+class Tasks:
+    """Workers in the controller's own process."""
+
+    def __init__(self, tasks: list[asyncio.Task[None]]) -> None:
+        self._tasks = tasks
+
+    async def leave(self) -> None:
+        await asyncio.wait_for(asyncio.gather(*self._tasks), STOP_GRACE_S)
+
+    def kill(self) -> None:
+        """They go with the process."""
+
+
+async def start_processes(launch: Launch) -> Workers:
+    """Start every worker of this machine; say what to run on the others."""
+    config, controller, observer = launch.config, launch.controller, launch.observer
+
+    def on_death(death: Death) -> None:
+        then = "starting it again" if death.restarting else "the run cannot go on without it"
+        report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
+        if death.restarting:
+            observer.note(report)
+        else:
+            controller.fail(WorkerFailed(report))
+
+    workers = LocalWorkers(
+        controller=launch.address,
+        token_file=launch.directory / "token",
+        log_dir=launch.directory / "logs",
+        restart_workers=config.elastic.restart_workers,
+        on_death=on_death,
+        python_path=launch.python_path,
+        policy_keeps=(launch.lock,),
+    )
+    node = launch.policy_node
+    policy, rollout = threads(config)
+    a_rank = max(1, policy // node.ranks_per_node)
+    await workers.start("policy", replicas=1, threads=a_rank, node=node)
+    address = workers.address("policy", "policy-0", threads=config.policy.threads and a_rank)
+    for index, command in enumerate(node.commands_for_others(address, python_path=launch.python_path), 1):
+        observer.note(f"machine {index} of policy-0 joins by: {command}")
+    if not config.is_sft:
+        await workers.start("rollout", replicas=config.rollout.replicas, threads=rollout)
+    return Processes(workers)
+
+
+async def start_tasks(launch: Launch) -> Workers:
+    """Run every worker beside the controller. Raises UserError for a policy replica of several ranks."""
+    from cosmos_rl_core.launch.assignment import WorkerContext
+    from cosmos_rl_core.launch.worker import serve_role
+
+    if launch.policy_node.num_ranks > 1:
+        raise UserError(
+            f'[run] placement = "inline" has one process, but [policy.parallel] wants {launch.policy_node.num_ranks} '
+            'ranks; set placement = "local"'
+        )
+
+    async def work(role: str, name: str) -> None:
+        hello = Hello(name=name, role=role)
+        connection = await connect(launch.address, token=launch.token, hello=hello, decode=p.ToWorker, timeout_s=10.0)
+        context = WorkerContext(name=name, token=launch.token, timeline=Timeline(process=name), threads=None)
+        await serve_role(role, context, connection)
+
+    config = launch.config
+    names = ["policy-0", *([] if config.is_sft else [f"rollout-{i}" for i in range(config.rollout.replicas)])]
+    return Tasks([asyncio.create_task(work(name.partition("-")[0], name)) for name in names])
+
+
+def threads(config: RunConfig) -> tuple[int, int]:
+    """CPU threads of a policy replica on this machine and of a rollout process."""
+    cores = len(os.sched_getaffinity(0))
+    if config.is_sft:
+        return config.policy.threads or cores, 1
+    return share_threads(
+        cores=cores,
+        policy=config.policy.threads,
+        rollout=config.rollout.threads,
+        rollout_replicas=config.rollout.replicas,
+        overlap=config.sync.max_staleness > 0,
+    )

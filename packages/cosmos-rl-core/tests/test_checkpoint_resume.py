@@ -1,0 +1,201 @@
+"""What a run goes on from: the newest whole checkpoint, and a recipe that keeps what was promised."""
+
+from dataclasses import asdict
+
+import pytest
+
+from cosmos_rl_core import run
+from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.launch.resume import claim_root, find_resumption, recipe_of
+from cosmos_rl_core.train.folder import Folder
+from cosmos_rl_core.train.manifest import STATE, Origin, list_steps, verify, write_json, write_manifest
+from cosmos_rl_core.train.retention import read_scores, surplus
+
+RECIPE = {
+    "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "name": "bandit", "max_steps": 4, "placement": "inline"},
+    "model": {"actions": 3, "contexts": 6},
+    "data": {"rows": 6},
+    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_terms": 3}},
+    "reward": {"functions": [{"name": "hits"}]},
+    "policy": {"prompts_per_step": 2, "optimizer": {"learning_rate": 0.05}},
+    "sync": {"max_staleness": 0, "backend": "cosmos_rl_core.testing.file_sync:FileSync"},
+    "logging": {"sinks": ["jsonl"]},
+}
+
+
+def recipe(**changes):
+    """The recipe with changes: `policy__optimizer__learning_rate=1.0`."""
+    return load_config(RECIPE, [f"{key.replace('__', '.')}={value}" for key, value in changes.items()])
+
+
+def write_checkpoint(root, step, *, config=None):
+    folder = Folder.at(root / f"step_{step}")
+    origin = Origin(recipe=recipe_of(config or recipe()))
+    write_json(folder, STATE, {"step": step, "next_sample": 0, "unfinished": [], "origin": asdict(origin)})
+    write_manifest(folder)
+    return folder.path
+
+
+@pytest.fixture
+def root(tmp_path):
+    return tmp_path / "checkpoints"
+
+
+def found(tmp_path, resume="auto", **changes):
+    return find_resumption(recipe(**changes), tmp_path, resume)
+
+
+def test_auto_means_the_newest_checkpoint_or_none(tmp_path, root):
+    assert found(tmp_path) is None
+    for step in (9, 10):
+        write_checkpoint(root, step)
+    (root / "step_11").mkdir()
+    assert found(tmp_path).folder.path == root / "step_10"
+    assert found(tmp_path).state.step == 10
+
+
+def test_auto_names_a_damaged_checkpoint_and_takes_the_one_before(tmp_path, root):
+    for step in (2, 4, 6):
+        write_checkpoint(root, step)
+    for step in (4, 6):
+        (root / f"step_{step}" / STATE).write_text("{}")
+    resumption = found(tmp_path)
+    assert resumption.state.step == 2
+    assert [
+        f"step_{step}/{STATE} is damaged or missing; going on" in note
+        for step, note in zip((6, 4), resumption.notes, strict=True)
+    ] == [True, True]
+
+
+def test_auto_starts_nothing_anew_when_no_checkpoint_is_whole(tmp_path, root):
+    write_checkpoint(root, 2)
+    (root / "step_2" / STATE).write_text("{}")
+    with pytest.raises(UserError, match=rf"none of the checkpoints .* is whole: .*{STATE} is damaged"):
+        found(tmp_path)
+
+
+def test_a_path_means_that_checkpoint_wherever_it_lies(tmp_path, root):
+    for place in (tmp_path / "elsewhere", root):
+        path = write_checkpoint(place, 5)
+        assert found(tmp_path, str(path)).folder.path == path
+
+
+def test_a_path_without_a_checkpoint_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"--resume .*nothing: no checkpoint there"):
+        found(tmp_path, str(tmp_path / "nothing"))
+
+
+def test_a_path_older_than_what_the_directory_holds_is_refused(tmp_path, root):
+    older = write_checkpoint(root, 2)
+    write_checkpoint(root, 4)
+    with pytest.raises(UserError, match=r"holds later checkpoints, .*\(step_4\)"):
+        found(tmp_path, str(older))
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_named(tmp_path, root):
+    path = write_checkpoint(root, 2)
+    (path / STATE).write_text("{}")
+    with pytest.raises(UserError, match=rf"step_2/{STATE} is damaged"):
+        found(tmp_path, str(path))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "change"),
+    [
+        ("run__seed", 1, "run.seed was 0 and is 1"),
+        ("model__hidden", 8, "model.hidden was 16 and is 8"),
+        ("data__rows", 4, "data.rows was 6 and is 4"),
+        ("prompts__shuffle", "false", "prompts.shuffle was true and is false"),
+        ("policy__prompts_per_step", 3, "policy.prompts_per_step was 2 and is 3"),
+        ("rollout__group_size", 5, "rollout.group_size was 4 and is 5"),
+        ("policy__optimizer__name", "sgd", 'policy.optimizer.name was "adamw" and is "sgd"'),
+    ],
+)
+def test_a_recipe_that_breaks_what_was_promised_is_refused(tmp_path, root, key, value, change):
+    write_checkpoint(root, 2)
+    with pytest.raises(UserError, match="written with another recipe") as refused:
+        found(tmp_path, **{key: value})
+    assert change in str(refused.value)
+    assert "Put that back" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("sync__max_staleness", 1), ("algorithm__name", "rloo"), ("rollout__sampling__temperature", 0.5)],
+)
+def test_a_recipe_that_learns_otherwise_from_here_on_is_told(tmp_path, root, key, value):
+    write_checkpoint(root, 2)
+    notes = found(tmp_path, **{key: value}).notes
+    assert any(key.replace("__", ".") in note and "has changed since the checkpoint" in note for note in notes)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("policy__optimizer__learning_rate", 0.5),
+        ("run__max_steps", 99),
+        ("rollout__replicas", 3),
+        ("policy__parallel__dp_shard", 4),
+        ("policy__threads", 1),
+        ("checkpoint__every_steps", 3),
+    ],
+)
+def test_a_recipe_that_differs_in_what_does_not_matter_is_the_same(tmp_path, root, key, value):
+    write_checkpoint(root, 2)
+    assert found(tmp_path, **{key: value}).notes == ()
+
+
+def test_a_new_run_does_not_mix_with_the_checkpoints_of_another(tmp_path):
+    place = tmp_path / "elsewhere"
+    write_checkpoint(place, 3)
+    config = recipe(checkpoint__path=f'"{place}"')
+    with pytest.raises(UserError, match=r"\[checkpoint\] path = .* holds checkpoints of an earlier run \(step_3\)"):
+        claim_root(config, tmp_path, overwrite=False)
+    claim_root(config, tmp_path, overwrite=True)
+    assert list_steps(place) == []
+
+
+def test_a_run_goes_on_past_a_damaged_checkpoint_and_replaces_it(tmp_path):
+    """From step 2, for step 4 is damaged; nothing of the damaged one is left at the end."""
+    changes = {"run__output_dir": f'"{tmp_path}"', "checkpoint__every_steps": 2, "checkpoint__keep": 5}
+    run(recipe(**changes))
+    state = tmp_path / "checkpoints" / "step_4" / STATE
+    state.write_text(state.read_text().replace('"step": 4', '"step": 3'))
+    result = run(recipe(**changes), resume="auto")
+    assert [row["step"] for row in result.metrics] == [2, 3]
+    assert list_steps(tmp_path / "checkpoints") == [2, 4]
+    verify(result.checkpoint)
+
+
+def test_retention_keeps_the_newest_and_the_best():
+    steps = [1, 2, 3, 4, 5]
+    assert surplus(steps, newest=5, keep=2) == [1, 2, 3]
+    assert surplus(steps, newest=5, keep=2, keep_best=1, scores={1: 0.5, 2: 0.9, 5: 0.1}) == [1, 3]
+    assert surplus(steps, newest=5, keep=1, keep_best=2, scores={2: 0.5, 3: 0.5, 4: float("nan")}) == [1, 4]
+    assert surplus([3], newest=3, keep=1) == []
+
+
+def test_retention_drops_what_an_abandoned_life_of_the_run_left_behind():
+    assert surplus([3, 4, 9], newest=4, keep=2) == [9]
+
+
+def test_scores_are_read_from_the_runs_files(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"policy_version": 1, "loss": 2.5}\n{"policy_version": 2, "lo')
+    (tmp_path / "eval.jsonl").write_text('{"policy_version": 0, "eval/reward_mean": 0.25}\n')
+    assert read_scores(tmp_path, "eval/reward_mean") == {0: 0.25}
+    assert read_scores(tmp_path, "-loss") == {1: -2.5}
+    assert read_scores(tmp_path / "nowhere", "loss") == {}
+
+
+def test_a_save_that_fails_on_the_way_is_told_where_the_run_is_watched(tmp_path, capsys):
+    """Something of the user's is in the way of the first checkpoint; the second and last is written."""
+    place = tmp_path / "elsewhere"
+    place.mkdir()
+    (place / ".step_1.partial").write_text("mine")
+    changes = {"run__max_steps": 2, "checkpoint__every_steps": 1, "checkpoint__path": f'"{place}"'}
+    config = recipe(**changes, run__output_dir=f'"{tmp_path / "run"}"', logging__sinks='["console"]')
+    result = run(config)
+    assert "policy-0: step 1 could not be saved: Not a directory; training goes on" in capsys.readouterr().out
+    assert list_steps(place) == [2]
+    assert result.checkpoint == place / "step_2"

@@ -1,0 +1,225 @@
+"""What a rank holds, whether a model fits its mesh, and what to change where it does not fit the memory."""
+
+import pytest
+
+from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PolicySection
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.config.sections import RunSection
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.launch.memory import changes_that_fit, estimate_of, parse_bytes, written
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of
+from cosmos_rl_core.parallel.shape import ModelShape, check_fit
+from cosmos_rl_core.types import WeightSpec
+
+H, INNER, VOCABULARY, LAYERS = 64, 96, 500, 4
+
+
+def spec(name, *shape):
+    return WeightSpec(name=name, shape=shape, dtype="float32")
+
+
+def layer_specs(layer):
+    at = f"model.layers.{layer}"
+    return [
+        spec(f"{at}.input_layernorm.weight", H),
+        spec(f"{at}.self_attn.q_proj.weight", H, H),
+        spec(f"{at}.self_attn.k_proj.weight", 32, H),
+        spec(f"{at}.self_attn.v_proj.weight", 32, H),
+        spec(f"{at}.self_attn.o_proj.weight", H, H),
+        spec(f"{at}.post_attention_layernorm.weight", H),
+        spec(f"{at}.mlp.gate_proj.weight", INNER, H),
+        spec(f"{at}.mlp.up_proj.weight", INNER, H),
+        spec(f"{at}.mlp.down_proj.weight", H, INNER),
+    ]
+
+
+EMBEDDING, NORM = spec("model.embed_tokens.weight", VOCABULARY, H), spec("model.norm.weight", H)
+HEAD = spec("lm_head.weight", VOCABULARY, H)
+LAYER = 2 * H + 2 * H * H + 2 * 32 * H + 3 * H * INNER
+"""Numbers in a layer."""
+
+
+def shape(*, tied=False, **keys):
+    specs = [EMBEDDING, *(spec for layer in range(LAYERS) for spec in layer_specs(layer)), NORM]
+    sizes = {
+        "num_layers": LAYERS,
+        "hidden": H,
+        "heads": 4,
+        "kv_heads": 2,
+        "head_dim": 16,
+        "intermediate": INNER,
+        "vocabulary": VOCABULARY,
+        "weights": tuple(specs if tied else [*specs, HEAD]),
+    }
+    return ModelShape(**{**sizes, **keys})
+
+
+def of(model=None, *, dims=None, memory=None, parallel=None, tokens=1000, **policy):
+    dims = ParallelDims(**dims or {})
+    section = ParallelSection(**dict(dims), ep=dims.ep, **(parallel or {}))
+    policy = PolicySection(parallel=section, memory=MemorySection(**memory or {}), **policy)
+    return estimate(model or shape(), dims=dims, policy=policy, tokens=tokens)
+
+
+WHOLE = LAYERS * LAYER + 2 * VOCABULARY * H + H
+
+
+def test_one_process_holds_everything_once_and_adam_twice_more():
+    found = of()
+    assert found.parameters == found.gradients == 4 * WHOLE
+    assert found.optimizer == 8 * WHOLE + 4 * len(shape().weights)
+    assert (found.gathered, found.reduction, found.host) == (0, 0, 0)
+    assert of(optimizer={"name": "sgd"}).optimizer == 4 * WHOLE
+
+
+def test_the_activations_of_a_layer_by_hand():
+    # 6 H for two norms, q and its output twice, k and v, 4 for the gated feed-forward; and 4 + 2 numbers of scale.
+    layer = 6 * H + 3 * 64 + 2 * 32 + 4 * INNER + 4 + 2
+    two, four = (of(shape(num_layers=n), tokens=1000).activations for n in (2, 4))
+    assert (four - two) / 2 / 1000 == 4 * layer
+
+
+def test_recomputation_keeps_the_input_or_the_products():
+    kept = {}
+    for mode in ("full", "selective"):
+        two, four = (of(shape(num_layers=n), memory={"activation_checkpointing": mode}).activations for n in (2, 4))
+        kept[mode] = (four - two) / 2 / 1000 / 4
+    assert kept["full"] == H
+    assert kept["selective"] == 3 * H + 2 * 64 + 2 * 32 + 4 + 2 * INNER
+
+
+def test_fully_sharded_weights_are_rows_rounded_up():
+    found = of(dims={"dp_shard": 3})
+    rows = [-(-weight.shape[0] // 3) * (weight.shape[1] if len(weight.shape) > 1 else 1) for weight in shape().weights]
+    assert found.parameters == 4 * sum(rows)
+    assert found.gathered == 4 * (2 * LAYER + 2 * VOCABULARY * H + H)
+    assert found.reduction == 4 * LAYER
+
+
+def test_kept_gathered_parameters_and_late_sums_cost_the_whole_model():
+    found = of(dims={"dp_shard": 2}, parallel={"reshard_after_forward": False, "reduce_once": True})
+    assert found.gathered == found.reduction == 4 * WHOLE
+
+
+def test_tensor_parallel_ranks_hold_half_of_the_matrices_and_all_norms():
+    assert of(dims={"tp": 2}).parameters == 4 * ((WHOLE - 9 * H) // 2 + 9 * H)
+
+
+def test_context_parallel_ranks_have_their_part_of_the_tokens():
+    assert of(dims={"cp": 2}).activations == of(dims={"dp_shard": 2}).activations / 2
+
+
+def test_a_stage_holds_its_layers_for_as_many_microbatches_as_are_in_flight():
+    found = of(dims={"pp": 2}, parallel={"pipeline_schedule": "1f1b"})
+    assert found.parameters == 4 * (2 * LAYER + VOCABULARY * H)  # the first: two layers and the embedding
+    assert found.logits == 0
+    one = of(shape(num_layers=2), dims={"dp_shard": 2}, tokens=1000)
+    assert found.activations > 1.7 * one.activations
+    assert of(dims={"pp": 4}).activations > found.activations / 2
+
+
+def test_a_tied_matrix_lies_on_the_last_stage_too():
+    both = [of(shape(tied=tied), dims={"pp": 2}).parameters for tied in (True, False)]
+    assert both[0] >= both[1]
+
+
+def test_offloaded_weights_are_in_the_hosts_memory():
+    found = of(dims={"dp_shard": 2}, memory={"parameter_offload": True})
+    assert found.host == found.parameters + found.gradients + found.optimizer
+    assert found.device == found.total - found.host
+
+
+def test_adapters_alone_have_gradients_and_moments():
+    found = of(shape(adapter_parameters=1000))
+    assert found.parameters == 4 * (WHOLE + 1000)
+    assert (found.gradients, found.optimizer) == (4000, 8000)
+
+
+def test_experts_are_cut_over_all_ranks_but_not_over_pp():
+    experts = [spec(f"model.layers.0.mlp.experts.{e}.gate_proj.weight", INNER, H) for e in range(8)]
+    model = shape(num_layers=1, experts=8, experts_per_token=2, expert_intermediate=INNER, weights=tuple(experts))
+    assert of(model, dims={"dp_shard": 2, "tp": 2, "ep": 2}).parameters == 4 * 8 * INNER * H // 4
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "expert"),
+    [
+        ("model.layers.12.mlp.experts.3.up_proj.weight", 12, True),
+        ("transformer.h.4.attn.weight", 4, False),
+        ("lm_head.weight", None, False),
+    ],
+)
+def test_names_tell_layers_and_experts(name, layer, expert):
+    assert (layer_of(name), is_expert(name)) == (layer, expert)
+
+
+@pytest.mark.parametrize(
+    ("dims", "message"),
+    [
+        ({"tp": 4}, r"tp = 4 does not divide the model's 2 key-value heads"),
+        ({"tp": 2, "cp": 4}, r"tp x cp = 2 x 4 = 8 does not divide the model's 4 attention heads"),
+        ({"pp": 8}, r"8 stages, but the model has 4 layers"),
+        ({"ep": 2, "dp_shard": 2}, r"ep = 2: the model has no experts"),
+    ],
+)
+def test_a_model_that_cannot_be_spread_is_refused_with_the_numbers(dims, message):
+    with pytest.raises(UserError, match=message):
+        check_fit(shape(), ParallelSection.model_validate(dims), dims=ParallelDims(**dims))
+
+
+def test_all_misfits_are_told_at_once():
+    dims = {"tp": 3, "pp": 8, "dp_shard": 3, "ep": 3}
+    with pytest.raises(UserError, match=r"8 stages.*4 attention heads.*2 key-value heads.*8 experts"):
+        check_fit(shape(experts=8), ParallelSection.model_validate(dims), dims=ParallelDims(**dims))
+
+
+def test_a_model_that_can_be_spread_is_not_refused():
+    dims = {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2, "ep": 4}
+    check_fit(shape(experts=8), ParallelSection.model_validate(dims), dims=ParallelDims(**dims))
+
+
+@pytest.mark.parametrize(
+    ("text", "size"), [("80GiB", 80 * 2**30), ("24GB", 24 * 10**9), ("1.5 MiB", 3 * 2**19), ("512", 512)]
+)
+def test_sizes_are_read(text, size):
+    assert parse_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["much", "80GiBs", "-1GB", ""])
+def test_what_is_no_size_is_refused(text):
+    with pytest.raises(UserError, match="such as 80GiB"):
+        parse_bytes(text)
+
+
+def recipe(**policy):
+    return RunConfig(run=RunSection(domain="llm"), policy=PolicySection(**policy))
+
+
+def test_the_changes_that_are_told_do_fit_and_come_cheapest_first():
+    config = recipe()
+    needed = estimate_of(shape(), config.policy).device
+    memory = needed * 2 // 3
+    changes = changes_that_fit(shape(), config, memory=memory)
+    assert [written(change) for change in changes] == [
+        'policy.memory.activation_checkpointing="selective"',
+        "policy.microbatch_terms=4096",
+    ]
+
+
+def test_where_one_change_is_not_enough_several_are_put_together():
+    config = recipe()
+    both = PolicySection(microbatch_terms=512, memory=MemorySection(activation_checkpointing="full"))
+    changes = changes_that_fit(shape(), config, memory=estimate_of(shape(), both).device)
+    assert written(changes[0]) == 'policy.memory.activation_checkpointing="full" policy.microbatch_terms=512'
+    assert changes_that_fit(shape(), config, memory=1000) == []
+
+
+@pytest.mark.parametrize(
+    ("keys", "change"), [({}, {"policy.parallel.dp_shard": 2}), ({"ranks_per_node": 1}, {"policy.num_nodes": 2})]
+)
+def test_more_ranks_are_asked_for_in_the_keys_that_the_recipe_uses(keys, change):
+    sparing = {"microbatch_terms": 512, "memory": MemorySection(activation_checkpointing="full")}
+    two = PolicySection(**sparing, parallel=ParallelSection(dp_shard=2))
+    memory = estimate_of(shape(), two).device
+    assert changes_that_fit(shape(), recipe(**sparing, **keys), memory=memory)[0] == change

@@ -1,0 +1,193 @@
+"""A policy replica of several ranks: the words between them, how their end is told, and whole runs."""
+
+import asyncio
+import json
+from datetime import timedelta
+
+import numpy as np
+import pytest
+
+from cosmos_rl_core import run
+from cosmos_rl_core.config.policy import ParallelSection, PolicySection
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.wire import ConnectionClosed
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.launch.failure import Failure, cause
+from cosmos_rl_core.launch.node import Node, WorkerAddress, policy_node
+from cosmos_rl_core.testing.ranks import run_ranks
+
+
+def recipe(tmp_path, name, **policy):
+    return {
+        "run": {
+            "domain": "cosmos_rl_core.testing.tiny:TINY",
+            "name": "tiny",
+            "output_dir": str(tmp_path / name),
+            "max_steps": 6,
+        },
+        "algorithm": {"name": "grpo"},
+        "policy": {"prompts_per_step": 5, "threads": 1, "optimizer": {"learning_rate": 0.1}, **policy},
+        "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_terms": 3}},
+        "reward": {"functions": [{"name": "hits"}]},
+        "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync", "max_staleness": 0},
+        "logging": {"sinks": ["jsonl"]},
+    }
+
+
+def weights_of(checkpoint):
+    """The bandit's weights out of a checkpoint of any layout."""
+    from cosmos_rl_core.parallel.setup import ModelSetup
+    from cosmos_rl_core.testing.tiny_model import TinyPolicy
+    from cosmos_rl_core.testing.tiny_task import TinyModel
+    from cosmos_rl_core.train.checkpoint import load_policy
+
+    policy = TinyPolicy(TinyModel(), temperature=1.0, setup=ModelSetup())
+    load_policy(checkpoint, policy)
+    return {name: tensor.detach().numpy() for name, tensor in policy.weights().items()}
+
+
+def test_two_ranks_train_as_one_process_does(tmp_path):
+    alone = run(recipe(tmp_path, "alone"))
+    spread = run(recipe(tmp_path, "spread", parallel={"dp_shard": 2}))
+    assert [line["reward_mean"] for line in spread.metrics] == [line["reward_mean"] for line in alone.metrics]
+    np.testing.assert_allclose(
+        [line["grad_norm"] for line in spread.metrics], [line["grad_norm"] for line in alone.metrics], rtol=1e-4
+    )
+    expected = weights_of(alone.checkpoint)
+    for name, tensor in weights_of(spread.checkpoint).items():
+        np.testing.assert_allclose(tensor, expected[name], atol=1e-5)
+    processes = {event["args"]["name"] for event in timeline(spread.run_dir) if event["name"] == "process_name"}
+    assert {"policy-0 rank 0", "policy-0 rank 1"} <= processes
+
+
+def timeline(run_dir):
+    return json.loads((run_dir / "timeline.json").read_text())["traceEvents"]
+
+
+def test_several_ranks_want_processes(tmp_path):
+    tables = recipe(tmp_path, "inline", parallel={"dp_shard": 2})
+    with pytest.raises(UserError, match=r'placement = "inline" has one process, but .* wants 2 ranks'):
+        run(tables, ["run.placement=inline"])
+
+
+# -- which machine holds what
+
+
+def test_the_axes_say_how_many_ranks_a_machine_has():
+    section = PolicySection(num_nodes=2, parallel=ParallelSection(dp_shard=4, tp=2))
+    node = policy_node(section, bind="127.0.0.1")
+    assert (node.index, node.num_nodes, node.ranks_per_node, node.num_ranks) == (0, 2, 4, 8)
+    assert node.rendezvous.startswith("127.0.0.1:")
+    assert policy_node(PolicySection(), bind="127.0.0.1") == Node()
+
+
+def test_ranks_that_do_not_divide_over_the_machines_are_an_error():
+    section = PolicySection(num_nodes=3, parallel=ParallelSection(dp_shard=4))
+    with pytest.raises(UserError, match=r"num_nodes = 3 does not divide the 4 ranks of .* \(dp_shard 4\)"):
+        policy_node(section, bind="127.0.0.1")
+
+
+def test_the_command_for_another_machine_says_all_it_needs(tmp_path):
+    node = Node(num_nodes=3, ranks_per_node=4, rendezvous="10.0.0.1:4000", collective_timeout_s=60)
+    worker = WorkerAddress(
+        controller="tcp://10.0.0.1:5000", role="policy", name="policy-0", token_file=tmp_path / "my token", threads=8
+    )
+    commands = node.commands_for_others(worker, python_path=("recipes",))
+    assert commands[1] == (
+        "cosmos-rl worker --controller tcp://10.0.0.1:5000 --role policy --name policy-0 "
+        f"--token-file '{tmp_path}/my token' --threads 8 --node 2 --num-nodes 3 --ranks-per-node 4 "
+        "--collective-timeout-s 60 --rendezvous 10.0.0.1:4000 --python-path recipes"
+    )
+    assert len(commands) == 2
+
+
+@pytest.mark.parametrize(
+    ("keys", "message"),
+    [
+        ({"index": 2, "num_nodes": 2, "rendezvous": "a:1"}, "--node 2: .* 2 machines"),
+        ({"num_nodes": 2}, "--rendezvous"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_an_error(keys, message):
+    with pytest.raises(UserError, match=message):
+        Node(**keys)
+
+
+# -- how the end of a rank is told
+
+
+def test_the_cause_is_the_earliest_failure_that_is_no_consequence():
+    lost = Failure(message="Connection closed by peer", consequence=True, at=1.0)
+    late, early = Failure(message="late", at=3.0), Failure(message="early", at=2.0)
+    assert cause([(0, lost), (1, late), (2, early)]) == (2, early)
+    assert cause([(0, lost)]) == (0, lost)
+
+
+@pytest.mark.parametrize(
+    ("error", "user", "consequence"),
+    [
+        (UserError("mend it"), True, False),
+        (OSError(28, "No space left on device", "/data"), True, False),
+        (ValueError("a bug"), False, False),
+        (ConnectionClosed("gone"), False, True),
+        (RuntimeError("[gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:4000"), False, True),
+    ],
+)
+def test_an_error_is_told_from_what_follows_of_another_ones(error, user, consequence):
+    failure = Failure.of(error)
+    assert (failure.user, failure.consequence, failure.exit_code) == (user, consequence, 2 if user else 1)
+
+
+def test_what_a_rank_writes_down_is_read_again(tmp_path):
+    failure = Failure.of(UserError("row 3 is too long"))
+    failure.write(tmp_path / "error.json")
+    assert Failure.read(json.loads((tmp_path / "error.json").read_text())) == failure
+    assert Failure.read({"message": "torch's own"}) is None
+
+
+# -- the words between ranks
+
+BATCH = p.Batch(step=3, epoch=1, samples=[7, 8], payloads=[b"x" * 100_000, b""])
+
+
+def words(rank, world_size):
+    """Rank 0 tells, the others hear and act."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    import torch.distributed as dist
+
+    from cosmos_rl_core.launch.ranks import FollowerSteps, Ranks
+    from cosmos_rl_core.parallel.rank_group import RankGroup
+
+    group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
+    ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1))
+    seen = []
+
+    async def batch(message):
+        seen.append(message)
+        return message
+
+    async def checkpoint(message):
+        seen.append(message)
+
+    async def lead():
+        for message in (BATCH, p.Committed(3, 9, [8]), p.Stop(reason="over"), p.Stop(reason="gone")):
+            await ranks.tell(message)
+
+    async def follow():
+        steps = FollowerSteps(ranks, batch=batch, checkpoint=checkpoint)
+        assert await steps.next_batch(3) == BATCH
+        await steps.commit(3)
+        await steps.report(None, {})
+        assert await steps.next_batch(4) is None
+        with pytest.raises(ConnectionClosed, match="before step 4 was committed"):
+            await steps.commit(4)
+
+    asyncio.run(follow() if rank else lead())
+    return {"heard": len(seen), "committed": seen[1].next_sample if rank else -1}
+
+
+def test_followers_hear_what_the_lead_was_told():
+    lead, *followers = run_ranks(words, 3)
+    assert lead["heard"] == 0
+    assert [(int(f["heard"]), int(f["committed"])) for f in followers] == [(2, 9), (2, 9)]

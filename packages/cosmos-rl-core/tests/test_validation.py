@@ -1,0 +1,107 @@
+"""The loss on held-out rows: its value, over ranks, and when it is measured."""
+
+import asyncio
+import math
+from functools import partial
+
+import pytest
+import torch
+
+from cosmos_rl_core.config.sections import EvalSection
+from cosmos_rl_core.launch.validated import ValidatedSteps
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.ranks import run_ranks
+from cosmos_rl_core.testing.tiny_model import TinyPolicy, build_network, collate_answers
+from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
+from cosmos_rl_core.train.validation import Validation
+from cosmos_rl_core.types import Share, StepResult
+
+MODEL = TinyModel()
+ROWS = [{"context": context} for context in range(7)]
+
+
+def validation(*, share=None, mesh=None, rows=ROWS, rows_at_once=3):
+    collate = partial(collate_answers, actions=MODEL.actions, length=3, microbatch_terms=4, share=share or Share())
+    policy = TinyPolicy(MODEL, temperature=1.0, setup=ModelSetup(mesh=mesh))
+    return Validation(policy, rows=rows, rows_at_once=rows_at_once, collate=collate, mesh=mesh)
+
+
+def test_the_loss_by_hand():
+    network = build_network(MODEL)
+    losses = []
+    for row in ROWS:
+        for place in range(3):
+            logits = network(torch.tensor([row["context"]]), torch.tensor([place]))[0]
+            losses.append(-logits.log_softmax(-1)[wanted(row["context"], place, actions=MODEL.actions)].item())
+    figures = validation().measure()
+    assert figures["eval/loss"] == pytest.approx(sum(losses) / 21, rel=1e-6)
+    assert figures["eval/perplexity"] == pytest.approx(math.exp(sum(losses) / 21), rel=1e-6)
+    assert (figures["eval/rows"], figures["eval/terms"]) == (7, 21)
+
+
+def test_nothing_is_left_on_the_weights():
+    measured = validation()
+    measured.measure()
+    assert all(parameter.grad is None for parameter in measured._policy.module.parameters())
+
+
+def measure(rank, world_size):
+    mesh = ReplicaMesh.build(ParallelDims(dp_shard=world_size), device=torch.device("cpu"))
+    return validation(share=mesh.share, mesh=mesh).measure()
+
+
+def test_ranks_with_a_share_each_find_the_same_loss_together():
+    alone = validation().measure()
+    for figures in run_ranks(measure, 2):
+        assert {name: float(value) for name, value in figures.items()} == pytest.approx(alone, rel=1e-9)
+
+
+class FourSteps:
+    """The controller's side of a run of four steps."""
+
+    def __init__(self):
+        self.calls: list[str] = []
+
+    async def next_batch(self, step):
+        self.calls.append(f"batch {step}")
+        return None
+
+    async def commit(self, step):
+        self.calls.append(f"commit {step}")
+
+    async def report(self, result, sync):
+        self.calls.append(f"report {result.policy_version}")
+
+
+def test_a_due_version_is_measured_before_the_next_batch():
+    inner = FourSteps()
+
+    async def figures():
+        return {"eval/loss": 1.0}
+
+    async def tell(version, figures):
+        inner.calls.append(f"told {version}: {figures['eval/loss']}")
+
+    async def work():
+        steps = ValidatedSteps(inner, due=lambda version: version in (0, 2), measure=figures, tell=tell)
+        for step in range(3):
+            await steps.next_batch(step)
+        await steps.commit(2)
+        await steps.report(StepResult(policy_version=3, metrics={}), {})
+
+    asyncio.run(work())
+    assert inner.calls == ["told 0: 1.0", "batch 0", "batch 1", "told 2: 1.0", "batch 2", "commit 2", "report 3"]
+
+
+@pytest.mark.parametrize(
+    ("every_steps", "last", "due"), [(0, 5, {0, 5}), (2, 5, {0, 2, 4, 5}), (3, None, {0, 3}), (0, None, {0})]
+)
+def test_evaluations_come_first_every_so_often_and_last(every_steps, last, due):
+    section = EvalSection(every_steps=every_steps, data={})
+    assert {version for version in range(6) if section.due(version, last=last)} == due
+
+
+def test_without_held_out_rows_nothing_is_due():
+    assert not EvalSection(every_steps=1).due(0, last=5)

@@ -1,0 +1,128 @@
+"""A policy replica of two ranks, as a user meets it: errors that name the rank, kill -9, Ctrl-C, another layout."""
+
+import contextlib
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl_core import run
+from cosmos_rl_core.train.manifest import read_origin, read_state
+
+STEPS, PROMPTS = 12, 4
+FAILING = """
+from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.testing.tiny import Tiny
+
+class Failing(Tiny):
+    def collate(self, groups, *, microbatch_terms, share):
+        print("share", share.index)
+        if share.index == 1:
+            raise {error}
+        return super().collate(groups, microbatch_terms=microbatch_terms, share=share)
+
+DOMAIN = Failing()
+"""
+
+
+def rank_pids(run_dir):
+    """The processes of the ranks of a run, by rank, from the process table."""
+    token, found = str(run_dir / "token").encode(), {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if token in words and b"cosmos_rl_core.launch.rank" in words:
+                    environment = (entry / "environ").read_bytes().split(b"\0")
+                    rank = next(word for word in environment if word.startswith(b"RANK="))
+                    found[int(rank.removeprefix(b"RANK="))] = int(entry.name)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "told"),
+    [
+        ("UserError('row 3 is too long')", 2, "error: policy-0, rank 1: row 3 is too long"),
+        ("KeyError('answer')", 1, "error: policy-0, rank 1: KeyError: 'answer'; the run cannot go on without it"),
+    ],
+)
+def test_an_error_of_one_rank_is_told_with_its_number(error, code, told, tmp_path, bandit, write_recipe, start):
+    run_dir = tmp_path / "run"
+    (tmp_path / "failing.py").write_text(FAILING.format(error=error))
+    tables = bandit(run_dir, run__domain="failing:DOMAIN", policy__parallel__dp_shard=2)
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == code, errors
+    assert told in errors
+    assert "Traceback" not in errors
+    assert rank_pids(run_dir) == {}
+    log = (run_dir / "logs" / "policy-0.log").read_text().splitlines()
+    assert "[rank 0] share 0" in log
+    assert "[rank 1] share 1" in log
+
+
+def test_a_killed_rank_ends_the_run_and_is_named(tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of):
+    run_dir = tmp_path / "run"
+    tables = bandit(run_dir, run__max_steps=10_000, policy__parallel__dp_shard=2, rollout__options={"delay_s": 0.02})
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
+    os.kill(rank_pids(run_dir)[1], signal.SIGKILL)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "policy-0, rank 1: died (signal SIGKILL); the run cannot go on without it. See logs/policy-0.log" in errors
+    assert "Traceback" not in errors
+    assert rank_pids(run_dir) == {}
+    assert pid_of(run_dir, "rollout-0") is None
+
+
+def test_a_run_of_two_ranks_goes_on_as_one_process(tmp_path, bandit, write_recipe, start, wait_for, rows_of):
+    run_dir = tmp_path / "run"
+    tables = bandit(
+        run_dir,
+        run__max_steps=STEPS,
+        policy__prompts_per_step=PROMPTS,
+        policy__parallel__dp_shard=2,
+        rollout__options={"delay_s": 0.05},
+    )
+    recipe = write_recipe(tmp_path / "run.toml", tables)
+    first = start("run", recipe, start_new_session=True)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps")
+    os.killpg(first.pid, signal.SIGINT)
+    _, errors = first.communicate(timeout=120)
+    assert (first.returncode, errors) == (130, "")
+    done = len(rows_of(run_dir / "metrics.jsonl"))
+    checkpoint = run_dir / "checkpoints" / f"step_{done}"
+    assert read_state(checkpoint).step == done
+    assert read_origin(checkpoint).layout == "dp_shard 2"
+
+    second = start("run", recipe, "policy.parallel.dp_shard=1", "--resume", "auto")
+    _, errors = second.communicate(timeout=120)
+    assert second.returncode == 0, errors
+    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    trained = [
+        {rollout["sample"] for rollout in rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")}
+        for step in range(STEPS)
+    ]
+    assert [len(samples) for samples in trained] == [PROMPTS] * STEPS
+    assert len(set().union(*trained)) == STEPS * PROMPTS, "a sample was trained twice"
+
+
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        {"pp": 2},
+        pytest.param({"cp": 2}, marks=pytest.mark.slow),
+        pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_a_spread_model_trains_and_is_synced_as_one_process_does(parallel, tmp_path, sums):
+    def metrics(name, **changes):
+        lines = run(sums(tmp_path / name, run__max_steps=3, sync__max_staleness=0, **changes)).metrics
+        return [line["reward_mean"] for line in lines], [line["grad_norm"] for line in lines]
+
+    rewards, norms = metrics("spread", policy__parallel=parallel)
+    expected_rewards, expected_norms = metrics("alone")
+    assert rewards == expected_rewards, "the engine drew from other weights"
+    assert norms == pytest.approx(expected_norms, rel=1e-4)
