@@ -168,7 +168,7 @@ def processes_of(run_dir):
 
 
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("max_staleness", [0, 1])
+@pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_controller_and_a_killed_machine_leave_no_trace(max_staleness, tmp_path):
     """The controller alone, whose workers save on their way out while the next life begins; then all at once."""
     run_dir, steps = tmp_path / "run", 12

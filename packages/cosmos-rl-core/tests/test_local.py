@@ -74,7 +74,7 @@ def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=Tru
             on_death=deaths.put_nowait,
         )
         try:
-            await workers.start(role, replicas=1, threads=1)
+            await workers.start(role, threads=1, gpus=[["2"]])
             seen = [await asyncio.wait_for(deaths.get(), 60.0) for _ in range(deaths_expected)]
         finally:
             workers.kill()
@@ -119,7 +119,7 @@ def test_workers_that_are_killed_at_the_end_are_no_deaths(tmp_path):
             restart_workers=3,
             on_death=deaths.append,
         )
-        await workers.start("rollout", replicas=2, threads=1)
+        await workers.start("rollout", threads=1, gpus=[[], []])
         assert len({workers.pid("rollout-0"), workers.pid("rollout-1")}) == 2
         await workers.stop(grace_s=0.05)
         server.close()

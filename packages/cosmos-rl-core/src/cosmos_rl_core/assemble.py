@@ -139,16 +139,13 @@ def build_rollouter(config: RunConfig, domain: Domain, engine: RolloutEngine) ->
 
 def build_mesh(config: RunConfig) -> ReplicaMesh | None:
     """The mesh of a policy replica of several ranks, in each of them after its process group is there."""
-    import torch
-    import torch.distributed as dist
-
+    from cosmos_rl_core.parallel.device import own_device
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
 
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     if dims.world_size == 1:
         return None
-    device = torch.device("cuda" if dist.get_default_backend_for_device("cuda") == dist.get_backend() else "cpu")
-    return ReplicaMesh.build(dims, device=device)
+    return ReplicaMesh.build(dims, device=own_device())
 
 
 def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = None) -> Trainer:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 if TYPE_CHECKING:  # the controller reads this module and must stay free of torch
+    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -107,6 +108,17 @@ class TermBatch:
     num_rollouts: int
     ref_logprobs: Tensor | None = None
     """[T] float32 under the frozen reference, where a KL term is asked for."""
+
+    def to(self, device: torch.device) -> TermBatch:
+        """Return the same terms with all tensors on `device`."""
+        return TermBatch(
+            rollout_logprobs=self.rollout_logprobs.to(device),
+            advantages=self.advantages.to(device),
+            loss_mask=self.loss_mask.to(device),
+            rollout_index=self.rollout_index.to(device),
+            num_rollouts=self.num_rollouts,
+            ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs.to(device),
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.chat import Chat
 from cosmos_rl_llm.config import LLMModelConfig
@@ -41,6 +42,8 @@ def build_policy(
     in_parts = setup.mesh is not None and has_same_names(whole, source)
     if setup.mesh is not None and not in_parts:
         whole = load_model(source, dtype=dtype)
+    if setup.mesh is None:
+        whole.to(own_device())
     if model.lora is not None:
         add_adapters(whole, model.lora, base=model.path, seed=seed)
     pipelined = setup.mesh is not None and setup.mesh.dims.pp > 1

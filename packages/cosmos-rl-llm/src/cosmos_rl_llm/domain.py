@@ -151,12 +151,14 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     _quiet_torchao()
     import torch
 
+    from cosmos_rl_core.parallel.device import own_device
     from cosmos_rl_llm.engines.torch import TorchEngine
     from cosmos_rl_llm.lora import add_adapters
     from cosmos_rl_llm.model import load_model
 
     source = _checkpoint(model)
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
+    module.to(own_device())
     if model.lora is not None:
         add_adapters(module, model.lora, base=model.path)
     chat = _chat(source, module, data, max_length=model.max_length)

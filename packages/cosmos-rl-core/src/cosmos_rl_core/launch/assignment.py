@@ -24,6 +24,8 @@ class WorkerContext:
     timeline: Timeline
     threads: int | None
     """CPU threads of the tensor work; None leaves torch's own choice."""
+    address: str = ""
+    """Of this machine, as others of the run reach it; empty on the controller's, where [run] bind is."""
     ranks: Ranks | None = None
     """Those of its replica; None where the replica is one process."""
 

@@ -90,8 +90,8 @@ class RunDirectory:
                 holder = self._lock.read().strip()
                 if _is_alive(holder) or time.monotonic() > deadline:
                     raise UserError(
-                        f"{self.path} is in use by a live run (process {holder}). Wait for it and its workers, stop "
-                        "it, or choose another [run] output_dir."
+                        f"{self.path} is in use by a live run (process {holder}). Wait for it, stop it, "
+                        "or choose another [run] output_dir."
                     ) from error
             time.sleep(LOOK_AGAIN_S)
 

@@ -27,7 +27,7 @@ AGENT = "agent"
 """Role an agent gives when it connects."""
 TELL_S = 5.0
 """Longest that an agent tries to tell of a failure."""
-_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Connection was likely closed")
+_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """What torch's errors say where the other rank of a collective is gone."""
 
 

@@ -6,10 +6,11 @@ import asyncio
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cosmos_rl_core.launch.gpus import VISIBLE
 from cosmos_rl_core.launch.node import Node, WorkerAddress
 
 LAST_LINES = 12
@@ -23,6 +24,8 @@ class WorkerProcess:
     address: WorkerAddress
     node: Node
     log: Path
+    gpus: Sequence[str]
+    """Those it sees; empty on a machine without."""
     starts: int = 0
     process: asyncio.subprocess.Process | None = None
 
@@ -57,12 +60,19 @@ class LocalWorkers:
     _watchers: set[asyncio.Task[None]] = field(default_factory=set)
     _stopping: bool = False
 
-    async def start(self, role: str, *, replicas: int, threads: int | None, node: Node | None = None) -> None:
-        """Start replicas of a role. `threads` are for each process, `node` says what this machine holds of each."""
-        for i in range(replicas):
+    async def start(
+        self, role: str, *, threads: int | None, gpus: Sequence[Sequence[str]], node: Node | None = None
+    ) -> None:
+        """Start a replica of a role for each entry of `gpus`, which it sees.
+
+        `threads` are for each process, `node` says what this machine holds of each.
+        """
+        for i, visible in enumerate(gpus):
             address = self.address(role, f"{role}-{i}", threads=threads)
             log = self.log_dir / f"{address.name}.log"
-            worker = self._workers[address.name] = WorkerProcess(address=address, node=node or Node(), log=log)
+            worker = self._workers[address.name] = WorkerProcess(
+                address=address, node=node or Node(), log=log, gpus=visible
+            )
             await self._spawn(worker)
 
     def address(self, role: str, name: str, *, threads: int | None) -> WorkerAddress:
@@ -107,7 +117,7 @@ class LocalWorkers:
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._environment(worker.address.threads),
+                env=self._environment(worker),
                 pass_fds=self.policy_keeps if worker.address.role == "policy" else (),
                 start_new_session=True,  # Ctrl-C in the terminal is for the controller, which decides who stops
             )
@@ -116,7 +126,7 @@ class LocalWorkers:
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    def _environment(self, threads: int | None) -> dict[str, str]:
+    def _environment(self, worker: WorkerProcess) -> dict[str, str]:
         path = os.pathsep.join([*self.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {
             **os.environ,
@@ -124,8 +134,10 @@ class LocalWorkers:
             "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
         }
-        if threads is not None:
-            environment["OMP_NUM_THREADS"] = str(threads)
+        if worker.address.threads is not None:
+            environment["OMP_NUM_THREADS"] = str(worker.address.threads)
+        if worker.gpus:
+            environment[VISIBLE] = ",".join(worker.gpus)
         return environment
 
     async def _watch(self, worker: WorkerProcess, process: asyncio.subprocess.Process) -> None:

@@ -62,6 +62,16 @@ class Node:
         """Whether the replica's ranks reach one another over the loopback interface."""
         return self.rendezvous == "" or is_loopback(self.rendezvous.rpartition(":")[0])
 
+    def own_address(self) -> str:
+        """Return the address of a machine other than the first, as that one sees it; empty on the first."""
+        if self.index == 0:
+            return ""
+        host, _, port = self.rendezvous.rpartition(":")
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect((host.strip("[]"), int(port)))  # sends nothing; it chooses the interface
+            return probe.getsockname()[0]
+
     def arguments(self) -> list[str]:
         """Return the words of a command line that say this; none for a replica of one process."""
         if self.num_ranks == 1:

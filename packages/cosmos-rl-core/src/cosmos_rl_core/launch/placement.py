@@ -18,6 +18,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.wire import Hello, connect
 from cosmos_rl_core.interfaces import UserError, WorkerFailed
+from cosmos_rl_core.launch.gpus import allot, machine_gpus
 from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
 from cosmos_rl_core.launch.node import Node
 from cosmos_rl_core.launch.result import RunObserver
@@ -107,12 +108,13 @@ async def start_processes(launch: Launch) -> Workers:
     node = launch.policy_node
     policy, rollout = threads(config)
     a_rank = max(1, policy // node.ranks_per_node)
-    await workers.start("policy", replicas=1, threads=a_rank, node=node)
+    replicas = 0 if config.is_sft else config.rollout.replicas
+    gpus = allot(machine_gpus(os.environ), [node.ranks_per_node, *[1] * replicas])
+    await workers.start("policy", threads=a_rank, gpus=gpus[:1], node=node)
     address = workers.address("policy", "policy-0", threads=config.policy.threads and a_rank)
     for index, command in enumerate(node.commands_for_others(address, python_path=launch.python_path), 1):
         observer.note(f"machine {index} of policy-0 joins by: {command}")
-    if not config.is_sft:
-        await workers.start("rollout", replicas=config.rollout.replicas, threads=rollout)
+    await workers.start("rollout", threads=rollout, gpus=gpus[1:])
     return Processes(workers)
 
 

@@ -249,7 +249,9 @@ def _memory_texts(memory: Memory) -> list[str]:
 
 
 def _mebibytes(*sizes: int) -> str:
-    return " + ".join(f"{size / 2**20:,.0f}" for size in sizes) + " MiB"
+    """Sizes with a digit after the point where that says something."""
+    numbers = [size / 2**20 for size in sizes]
+    return " + ".join(f"{number:,.1f}" if number < 10 else f"{number:,.0f}" for number in numbers) + " MiB"
 
 
 def _roles(config: RunConfig) -> list[Role]:

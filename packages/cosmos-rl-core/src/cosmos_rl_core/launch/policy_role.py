@@ -142,7 +142,7 @@ class PolicyRole:
             dtype=config.sync.dtype,
             bucket_bytes=config.sync.bucket_bytes,
             timeout_s=config.sync.timeout_s,
-            bind=config.run.bind,
+            bind=at.context.address or config.run.bind,
             ranks=None if ranks is None else ranks.words,
         )
 

@@ -54,6 +54,7 @@ async def _run(worker: WorkerAddress, node: Node, store: Path | None) -> None:
         token=read_token(worker.token_file),
         timeline=Timeline(process=f"{worker.name} rank {ranks.rank}"),
         threads=worker.threads,
+        address=node.own_address(),
         ranks=ranks,
     )
     if connection is not None:

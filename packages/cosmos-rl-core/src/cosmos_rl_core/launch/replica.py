@@ -18,6 +18,7 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 from torch.distributed import HashStore
@@ -87,17 +88,11 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
             return 128 + error.sigval.value
     if not failures:
         return 0
-    told, lost_others = explain(worker.name, failures)
-    print(told.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
-    asyncio.run(_tell(worker, told, patience_s=OTHERS_FIRST_S if lost_others and node.num_nodes > 1 else 0.0))
-    return told.exit_code
-
-
-def explain(replica: str, failures: Mapping[int, ProcessFailure]) -> tuple[Failure, bool]:
-    """Return what brought the ranks down, with the rank's name, and whether all of them only lost others."""
     rank, failure = cause((rank, _failure(found)) for rank, found in failures.items())
-    message = f"{replica}, rank {rank}: {failure.message}"
-    return Failure(message=message, user=failure.user, at=failure.at), failure.consequence
+    told = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
+    print(told.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
+    asyncio.run(_tell(worker, told, patience_s=OTHERS_FIRST_S if told.consequence and node.num_nodes > 1 else 0.0))
+    return told.exit_code
 
 
 def _run_ranks(worker: WorkerAddress, node: Node, folder: Path) -> Mapping[int, ProcessFailure]:

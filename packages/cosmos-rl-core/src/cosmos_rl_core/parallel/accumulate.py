@@ -20,10 +20,13 @@ def accumulate(
 ) -> None:
     """Add the gradient of `loss` over each microbatch.
 
-    `reduce_once` leaves the sum over ranks to the last microbatch, where the module is fully sharded.
+    Where the module is fully sharded, whole copies (dp_replicate) exchange sums in the last microbatch alone;
+    `reduce_once` leaves the sum over shards to it too.
     """
     module = policy.module
     for index, microbatch in enumerate(microbatches):
-        if reduce_once and isinstance(module, FSDPModule):
-            module.set_requires_gradient_sync(index == len(microbatches) - 1)
+        if isinstance(module, FSDPModule):
+            last = index == len(microbatches) - 1
+            module.set_requires_gradient_sync(last or not reduce_once)
+            module.set_requires_all_reduce(last)  # the call before sets both
         loss(policy.forward(microbatch, with_entropy=with_entropy), microbatch).backward()

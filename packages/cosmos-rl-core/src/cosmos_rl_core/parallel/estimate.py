@@ -215,7 +215,7 @@ class _Rank:
         )
 
     def _in_flight(self) -> float:
-        """Microbatches whose activations a stage keeps at a time, at most."""
+        """Microbatches whose activations a stage keeps at a time; GPipe keeps all of a step, assumed to be pp."""
         section, pp = self.policy.parallel, self.dims.pp
         if pp == 1:
             return 1

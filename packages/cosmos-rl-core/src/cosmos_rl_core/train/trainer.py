@@ -70,8 +70,9 @@ class Trainer:
     def _loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
         """The weighted sum of all loss terms over a microbatch; adds to the step's metrics."""
         assert self._batch is not None
-        losses, metrics = self._objective(outputs, microbatch.terms)
-        weights = self._objective.term_weights(microbatch.terms)
+        terms = microbatch.terms.to(outputs.logprobs.device)
+        losses, metrics = self._objective(outputs, terms)
+        weights = self._objective.term_weights(terms)
         normalizer = self._objective.normalizer(self._batch)
         total = torch.zeros((), device=weights.device)
         for loss in losses:
@@ -79,7 +80,7 @@ class Trainer:
             total = total + loss.coef * value
             self._add(f"loss_{loss.name}", value)
         self._add("loss", total)
-        mask = microbatch.terms.loss_mask
+        mask = terms.loss_mask
         for name, values in metrics.items():
             self._add(name, (mask * values).sum() / max(1, self._batch.num_terms))
         self.progress += 1
