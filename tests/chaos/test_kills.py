@@ -99,8 +99,11 @@ def num_lines(path: Path):
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
-def must_have_trained_each_sample_once(run_dir, *, steps):
-    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(steps))
+def must_have_trained_each_sample_once(run_dir, *, steps, lost_lines=0):
+    """`lost_lines`: steps whose figures the controller may have died before it heard of them."""
+    told = [line["step"] for line in rows_of(run_dir / "metrics.jsonl")]
+    assert told == sorted(set(told)) and set(told) <= set(range(steps))
+    assert len(told) >= steps - lost_lines
     trained = []
     for step in range(steps):
         rollouts = rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")
@@ -185,4 +188,4 @@ def test_a_killed_controller_and_a_killed_machine_leave_no_trace(max_staleness, 
     process = live(tables)
     process.join(DEADLINE_S)
     assert process.exitcode == 0
-    must_have_trained_each_sample_once(run_dir, steps=steps)
+    must_have_trained_each_sample_once(run_dir, steps=steps, lost_lines=2)

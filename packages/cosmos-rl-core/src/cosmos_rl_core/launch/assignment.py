@@ -26,6 +26,8 @@ class WorkerContext:
     """CPU threads of the tensor work; None leaves torch's own choice."""
     address: str = ""
     """Of this machine, as others of the run reach it; empty on the controller's, where [run] bind is."""
+    shares_process: bool = False
+    """Whether other roles live in this process, whose random state is then nobody's to set."""
     ranks: Ranks | None = None
     """Those of its replica; None where the replica is one process."""
 
@@ -56,4 +58,5 @@ class Assignment:
 
         if self.context.threads is not None:
             torch.set_num_threads(self.context.threads)
-        torch.manual_seed(self.config.run.seed)
+        if not self.context.shares_process:
+            torch.manual_seed(self.config.run.seed)

@@ -120,6 +120,8 @@ async def start_processes(launch: Launch) -> Workers:
 
 async def start_tasks(launch: Launch) -> Workers:
     """Run every worker beside the controller. Raises UserError for a policy replica of several ranks."""
+    import torch
+
     from cosmos_rl_core.launch.assignment import WorkerContext
     from cosmos_rl_core.launch.worker import serve_role
 
@@ -132,10 +134,12 @@ async def start_tasks(launch: Launch) -> Workers:
     async def work(role: str, name: str) -> None:
         hello = Hello(name=name, role=role)
         connection = await connect(launch.address, token=launch.token, hello=hello, decode=p.ToWorker, timeout_s=10.0)
-        context = WorkerContext(name=name, token=launch.token, timeline=Timeline(process=name), threads=None)
+        timeline = Timeline(process=name)
+        context = WorkerContext(name=name, token=launch.token, timeline=timeline, threads=None, shares_process=True)
         await serve_role(role, context, connection)
 
     config = launch.config
+    torch.manual_seed(config.run.seed)
     names = ["policy-0", *([] if config.is_sft else [f"rollout-{i}" for i in range(config.rollout.replicas)])]
     return Tasks([asyncio.create_task(work(name.partition("-")[0], name)) for name in names])
 

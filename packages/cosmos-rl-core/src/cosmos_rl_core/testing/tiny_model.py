@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,8 +48,12 @@ class TinyNetwork(nn.Module):
         return self.out(torch.tanh(self.context(contexts) * self.place(places)))
 
 
+_BUILDING = threading.Lock()
+"""The seed is torch's, of the whole process; policy and engine may be built in two threads of it."""
+
+
 def build_network(model: TinyModel) -> TinyNetwork:
-    with torch.random.fork_rng(devices=[]):
+    with _BUILDING, torch.random.fork_rng(devices=[]):
         torch.manual_seed(model.seed)
         return TinyNetwork(contexts=model.contexts, actions=model.actions, hidden=model.hidden)
 
