@@ -12,7 +12,7 @@ from cosmos_rl_core.train.manifest import read_origin, read_state
 
 STEPS, PROMPTS = 12, 4
 FAILING = """
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.tiny import Tiny
 
 class Failing(Tiny):

@@ -16,7 +16,7 @@ from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.filters import has_signal, soft_overlong
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.algorithms.table import TABLE
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 REWARDS = np.array([1.0, 0.0, 0.0, 3.0])  # mean 1, deviations 0 -1 -1 2, variance (0 + 1 + 1 + 4) / 4 = 1.5
 

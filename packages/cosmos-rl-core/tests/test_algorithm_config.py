@@ -8,7 +8,7 @@ from pydantic import ValidationError
 
 from cosmos_rl_core.algorithms.config import READS, AlgorithmConfig
 from cosmos_rl_core.algorithms.table import TABLE, find_algorithm
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 every_algorithm = pytest.mark.parametrize("name", sorted(TABLE))
 

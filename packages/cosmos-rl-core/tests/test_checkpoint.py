@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.config.sections import CheckpointSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel

@@ -10,7 +10,7 @@ from torch import nn
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.config.sections import CheckpointSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.gather import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh

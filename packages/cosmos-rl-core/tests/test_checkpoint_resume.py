@@ -6,7 +6,7 @@ import pytest
 
 from cosmos_rl_core import run
 from cosmos_rl_core.config.load import load_config
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.resume import claim_root, find_resumption, recipe_of
 from cosmos_rl_core.train.folder import Folder
 from cosmos_rl_core.train.manifest import STATE, Origin, list_steps, verify, write_json, write_manifest

@@ -8,7 +8,7 @@ from moto.server import ThreadedMotoServer
 from cosmos_rl_core import run
 from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.config.sections import CheckpointSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.export import export
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_model import TinyPolicy

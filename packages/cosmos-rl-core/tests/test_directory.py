@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.directory import CONTENTS, RunDirectory, explain_no_room
 
 WRITTEN = ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token")

@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 from cosmos_rl_core import run
 from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.config.sections import CheckpointSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.cli import main
 from cosmos_rl_core.launch.export import export, write_sharded
 from cosmos_rl_core.launch.resume import recipe_of

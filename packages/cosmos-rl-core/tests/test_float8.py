@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.float8 import use_float8
 from cosmos_rl_core.parallel.remat import checkpoint_activations
 from cosmos_rl_core.testing.ranks import run_ranks

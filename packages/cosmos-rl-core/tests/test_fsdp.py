@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PrecisionSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.fsdp import reshard, shard_fully
 from cosmos_rl_core.parallel.mesh import ReplicaMesh

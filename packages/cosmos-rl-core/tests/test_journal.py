@@ -11,7 +11,7 @@ import pytest
 from cosmos_rl_core.control import records
 from cosmos_rl_core.control.journal import DiskFile, Journal
 from cosmos_rl_core.control.segment import JournalError
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 WRITTEN = [records.Leased(sample, f"rollout-{sample % 2}", 1, 7) for sample in range(5)]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.algorithms.table import TABLE
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import PolicyOutputs, TermBatch, TrainBatch
 
 POLICY_ALGORITHMS = sorted(set(TABLE) - {"sft"})

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.config.policy import ParallelSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.pipeline import Pipeline

@@ -5,7 +5,7 @@ import pytest
 from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.config.sections import RunSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.memory import changes_that_fit, estimate_of, parse_bytes, written
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of

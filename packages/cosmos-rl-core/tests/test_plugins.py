@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing import tiny
 
 GROUP = "cosmos_rl.domains"

@@ -8,7 +8,7 @@ import pytest
 
 from cosmos_rl_core.algorithms.advantages import group_mean
 from cosmos_rl_core.algorithms.rules import GroupRules
-from cosmos_rl_core.interfaces import PromptError
+from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.worker import Lease, RolloutWorker

@@ -9,7 +9,7 @@ import pytest
 from cosmos_rl_core.algorithms.advantages import group_mean
 from cosmos_rl_core.algorithms.filters import has_signal
 from cosmos_rl_core.algorithms.rules import GroupRules
-from cosmos_rl_core.interfaces import PromptError, SampleError
+from cosmos_rl_core.errors import PromptError, SampleError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter, request_seed
 from cosmos_rl_core.types import Prompt, Rollout, Sampling

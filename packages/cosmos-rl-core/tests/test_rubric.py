@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_core.interfaces import SampleError
+from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 

@@ -11,7 +11,7 @@ from cosmos_rl_core import run
 from cosmos_rl_core.config.policy import ParallelSection, PolicySection
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.wire import ConnectionClosed
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.failure import Failure, cause
 from cosmos_rl_core.launch.node import Node, WorkerAddress, policy_node
 from cosmos_rl_core.testing.ranks import run_ranks

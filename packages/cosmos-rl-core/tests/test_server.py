@@ -13,7 +13,7 @@ from cosmos_rl_core.control.journal import Journal
 from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.wire import ConnectionClosed, Hello
-from cosmos_rl_core.interfaces import UserError, WorkerFailed
+from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.rollout.source import PromptSource
 
 

@@ -6,7 +6,7 @@ import math
 
 import pytest
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.sinks import JsonLines, build_sinks
 
 

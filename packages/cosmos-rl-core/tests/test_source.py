@@ -2,7 +2,7 @@
 
 import pytest
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.rollout.source import PromptSource
 
 ROWS = [{"question": f"q{i}"} for i in range(7)]

@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from cosmos_rl_core.control.token import make_token, read_token
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 
 def test_a_made_token_is_read_back_and_private(tmp_path):

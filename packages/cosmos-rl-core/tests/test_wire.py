@@ -10,7 +10,7 @@ import pytest
 from cosmos_rl_core.control.frames import HEADER_BYTES, FrameReader, FrameSealer
 from cosmos_rl_core.control.handshake import PREAMBLE_BYTES, Violation, make_preamble, session_keys
 from cosmos_rl_core.control.wire import Connection, ConnectionClosed, Hello, connect, serve
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 TOKEN = bytes(range(32))
 OTHER_TOKEN = bytes(range(1, 33))

@@ -4,7 +4,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from cosmos_rl_core.interfaces import PromptError, UserError
+from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_llm.chat import Chat, find_end_ids, set_chat_template
 
 CHATML = (

@@ -5,7 +5,7 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.gather import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cosmos_rl_core.interfaces import Domain, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMDataConfig
 from cosmos_rl_llm.data import load_rows

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.config.policy import MemorySection, ParallelSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup

@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from cosmos_rl_core import run
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMModelConfig, LoraSection

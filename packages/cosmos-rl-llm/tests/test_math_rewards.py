@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.rewards import REWARDS

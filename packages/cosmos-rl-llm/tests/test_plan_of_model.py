@@ -5,7 +5,7 @@ import json
 import pytest
 
 from cosmos_rl_core.config.load import load_config
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.launch.memory import parse_bytes
 from cosmos_rl_core.launch.plan import plan

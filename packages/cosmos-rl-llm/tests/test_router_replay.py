@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.collate import collate
 from cosmos_rl_llm.engines.torch import TorchEngine

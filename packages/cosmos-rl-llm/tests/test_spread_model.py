@@ -6,7 +6,7 @@ import torch
 from torch.distributed.tensor import DTensor, Shard
 
 from cosmos_rl_core.config.policy import ParallelSection, PrecisionSection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup

@@ -9,7 +9,7 @@ from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.chat import Chat
 from cosmos_rl_llm.config import LLMDataConfig, Overlong

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_core.interfaces import PromptError
+from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.collate import collate
 from cosmos_rl_llm.engines.torch import TorchEngine

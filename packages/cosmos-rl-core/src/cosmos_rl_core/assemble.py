@@ -14,7 +14,8 @@ from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.shape import check_fit

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.chat import Chat

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cosmos_rl_core.interfaces import PromptError, UserError
+from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_llm.config import PLAIN_TEXT, Overlong
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedConfig
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.context import heads_to_rows, place_terms, rows_to_heads
 from cosmos_rl_llm.attention import Scoring
 from cosmos_rl_llm.packing import PackedLayout

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
 from cosmos_rl_llm.sources import did_you_mean, read_located, shown
 

@@ -15,7 +15,8 @@ from pydantic import ValidationError
 
 from cosmos_rl_core.config.base import ConfigError
 from cosmos_rl_core.config.problems import known_tables, problems
-from cosmos_rl_core.interfaces import RewardFn, RolloutEngine, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.expert import combine, dispatch, grouped_linear, own_rows
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 

@@ -23,7 +23,8 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.interfaces import Policy, Reference, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Policy, Reference
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.config import LoraSection
 

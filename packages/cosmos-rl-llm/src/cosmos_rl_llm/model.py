@@ -23,7 +23,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 from transformers.utils import logging
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_llm.checkpoint import resolve
 from cosmos_rl_llm.linear import product
 from cosmos_rl_llm.lora import adapter_weights

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_llm.attention import Scoring, causal_attention
 
 ATTENTION = "cosmos_rl"

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_llm.experts import is_experts
 

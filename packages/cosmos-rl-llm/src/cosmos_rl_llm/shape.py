@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.estimate import is_expert, layer_of
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.types import WeightSpec

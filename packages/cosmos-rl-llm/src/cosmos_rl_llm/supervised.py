@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_core.interfaces import PromptError, UserError
+from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.types import Share, TrainBatch
 from cosmos_rl_llm.chat import Chat
 from cosmos_rl_llm.collate import Sample, pack_batch

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.tensor import (
     TensorAxis,
     cut_columns,

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_core.interfaces import PromptError
+from cosmos_rl_core.errors import PromptError
 from cosmos_rl_llm.chat import Chat
 
 _MARKER = re.compile(r"\{%-?\s*generation\s*-?%\}")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cosmos_rl_core.algorithms.table import find_algorithm
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig

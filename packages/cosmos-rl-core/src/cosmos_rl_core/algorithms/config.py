@@ -10,7 +10,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
 from cosmos_rl_core.config.base import Strict
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 AdvantageName = Literal["group_std", "group_mean", "leave_one_out"]
 LossName = Literal["clipped", "sequence_clipped", "truncated", "cispo", "supervised"]

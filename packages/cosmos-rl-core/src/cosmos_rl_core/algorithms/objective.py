@@ -16,7 +16,7 @@ from cosmos_rl_core.algorithms.corrections import correction_weight, sequence_ma
 from cosmos_rl_core.algorithms.losses import LOSSES, LossFn, importance_ratio
 from cosmos_rl_core.algorithms.regularizers import entropy_loss, kl_estimate, unbiased_kl
 from cosmos_rl_core.algorithms.table import find_algorithm
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch, TrainBatch
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ import numpy as np
 
 from cosmos_rl_core.algorithms.advantages import build_advantage
 from cosmos_rl_core.algorithms.filters import has_signal, soft_overlong
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig

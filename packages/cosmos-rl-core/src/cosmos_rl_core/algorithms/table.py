@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 
 class Strict(BaseModel):

@@ -17,7 +17,8 @@ from cosmos_rl_core.config.base import ConfigError, Problem
 from cosmos_rl_core.config.overrides import apply_overrides
 from cosmos_rl_core.config.problems import as_toml, closest, in_file_order, known_tables, problems
 from cosmos_rl_core.config.run import RL_ONLY, RunConfig, conflicts
-from cosmos_rl_core.interfaces import Domain, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Domain
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 _BACKLOG = 4096
 _LONGEST_UNIX_PATH = 107  # sockaddr_un.sun_path holds 108 bytes with the closing zero

@@ -11,7 +11,7 @@ from typing import Any
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.payload import decode_group, encode_group
 from cosmos_rl_core.control.wire import Connection, ConnectionClosed
-from cosmos_rl_core.interfaces import SampleError
+from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.rollout.worker import Lease
 from cosmos_rl_core.types import Prompt, RolloutGroup, StepResult, TrainBatch
 

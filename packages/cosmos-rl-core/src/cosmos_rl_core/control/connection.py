@@ -24,7 +24,7 @@ from cosmos_rl_core.control.handshake import (
     make_preamble,
     session_keys,
 )
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 _WRITE_HIGH_BYTES = 2**20
 _INBOX_HIGH_BYTES = 8 * 2**20

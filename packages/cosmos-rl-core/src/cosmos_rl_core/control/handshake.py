@@ -20,7 +20,7 @@ from typing import Annotated
 
 import msgspec
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 PROTOCOL_VERSION = 1
 TOKEN_BYTES = 32

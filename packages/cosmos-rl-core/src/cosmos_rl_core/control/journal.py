@@ -34,7 +34,7 @@ from cosmos_rl_core.control.segment import (
     sync_directory,
 )
 from cosmos_rl_core.control.snapshot import latest_snapshot, remove_superseded, write_snapshot
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 
 class SegmentFile(Protocol):

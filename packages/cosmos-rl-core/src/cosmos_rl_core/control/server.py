@@ -23,7 +23,7 @@ from cosmos_rl_core.control.ledger import Ledger
 from cosmos_rl_core.control.observer import Observer
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.wire import Connection, ConnectionClosed
-from cosmos_rl_core.interfaces import UserError, WorkerFailed
+from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.rollout.source import PromptSource
 
 TICK_S = 0.5

@@ -8,7 +8,7 @@ import stat
 from pathlib import Path
 
 from cosmos_rl_core.control.handshake import TOKEN_BYTES
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 
 def make_token(path: Path) -> bytes:

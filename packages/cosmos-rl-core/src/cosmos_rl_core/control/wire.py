@@ -24,7 +24,7 @@ from cosmos_rl_core.control.address import Address, bound_address, listen, parse
 from cosmos_rl_core.control.connection import Connection, ConnectionClosed, WireProtocol
 from cosmos_rl_core.control.frames import MAX_FRAME_BYTES
 from cosmos_rl_core.control.handshake import HANDSHAKE_S, PROTOCOL_VERSION, TOKEN_BYTES, Hello, WrongTag
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 __all__ = [
     "PROTOCOL_VERSION",

@@ -12,7 +12,8 @@ from cosmos_rl_core.config.base import ConfigError, Problem
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.interfaces import Domain, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Domain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

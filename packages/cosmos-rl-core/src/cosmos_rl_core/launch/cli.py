@@ -45,7 +45,7 @@ def run(
         return
     folders = _import_from(file)
     from cosmos_rl_core.config.load import load_config
-    from cosmos_rl_core.interfaces import WorkerFailed
+    from cosmos_rl_core.errors import WorkerFailed
     from cosmos_rl_core.launch.run import run as run_config
 
     config = load_config(file, overrides or ())
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except ValueError as error:
-        from cosmos_rl_core.interfaces import UserError  # already loaded by whatever raised it
+        from cosmos_rl_core.errors import UserError  # already loaded by whatever raised it
 
         if not isinstance(error, UserError):
             raise

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 LEAVING_S = 60.0
 """Longest wait for the workers of a killed run, which save on their way out."""

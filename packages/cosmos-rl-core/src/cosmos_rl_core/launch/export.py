@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.config.load import load_domain
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.resume import checkpoint_root
 from cosmos_rl_core.train.folder import Folder
 from cosmos_rl_core.train.manifest import MANIFEST, list_steps, read_origin, verify

@@ -20,7 +20,7 @@ from typing import Any
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.wire import Connection, ConnectionClosed, Hello, connect
-from cosmos_rl_core.interfaces import UserError, WorkerFailed
+from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.directory import explain_no_room
 
 AGENT = "agent"

@@ -6,7 +6,7 @@ from importlib import resources
 from pathlib import Path
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 
 def init(domain: str, directory: Path) -> Path:

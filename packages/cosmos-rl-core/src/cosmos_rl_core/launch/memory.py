@@ -9,7 +9,7 @@ from typing import Any
 from cosmos_rl_core.config.policy import PolicySection
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
 from cosmos_rl_core.parallel.shape import ModelShape

@@ -17,7 +17,7 @@ from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.wire import Hello, connect
-from cosmos_rl_core.interfaces import UserError, WorkerFailed
+from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.gpus import allot, machine_gpus
 from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
 from cosmos_rl_core.launch.node import Node

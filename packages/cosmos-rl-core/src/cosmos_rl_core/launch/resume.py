@@ -9,7 +9,7 @@ from typing import Any
 
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.train.folder import Folder
 from cosmos_rl_core.train.manifest import MANIFEST, TrainState, list_steps, read_origin, read_state
 

@@ -29,7 +29,7 @@ from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.control.token import make_token
 from cosmos_rl_core.control.wire import Connection, Server, serve
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.directory import RunDirectory, explain_no_room
 from cosmos_rl_core.launch.failure import AGENT, hear_agent
 from cosmos_rl_core.launch.node import is_loopback, policy_node

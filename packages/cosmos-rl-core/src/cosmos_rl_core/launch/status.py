@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.terminal import table
 
 SILENT_S = 10.0

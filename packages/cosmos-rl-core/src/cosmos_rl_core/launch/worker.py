@@ -21,7 +21,7 @@ from pathlib import Path
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.token import read_token
 from cosmos_rl_core.control.wire import Connection, ConnectionClosed, Hello, connect
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.assignment import WorkerContext
 from cosmos_rl_core.launch.failure import Failure
 from cosmos_rl_core.launch.node import Node, WorkerAddress

@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 MULTIPLE = 16
 """What both dims of a weight must be divisible by: the hardware's tiles."""

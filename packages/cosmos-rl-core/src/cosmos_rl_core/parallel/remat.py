@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
 )
 
 from cosmos_rl_core.config.policy import MemorySection
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 MIN_OFFLOADED_BYTES = 64 * 1024
 """Smaller tensors stay where they are: a copy costs more than they hold."""

@@ -10,7 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
-from cosmos_rl_core.interfaces import RewardFn, SampleError
+from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.interfaces import RewardFn
 from cosmos_rl_core.types import RolloutGroup
 
 

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 
 from cosmos_rl_core.algorithms.rules import GroupRules
-from cosmos_rl_core.interfaces import RolloutEngine, SampleError
+from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.reward.rubric import Rubric
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling
 

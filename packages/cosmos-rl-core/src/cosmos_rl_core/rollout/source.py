@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Prompt
 
 

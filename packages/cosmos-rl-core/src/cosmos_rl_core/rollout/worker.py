@@ -18,7 +18,8 @@ from dataclasses import dataclass
 from itertools import count
 from typing import Protocol
 
-from cosmos_rl_core.interfaces import RolloutEngine, SampleError
+from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.types import Prompt, RolloutGroup

@@ -12,7 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cosmos_rl_core.interfaces import MicrobatchLoss, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import MicrobatchLoss
 from cosmos_rl_core.parallel.accumulate import accumulate
 from cosmos_rl_core.parallel.fsdp import reshard, shard_fully
 from cosmos_rl_core.parallel.mesh import ReplicaMesh

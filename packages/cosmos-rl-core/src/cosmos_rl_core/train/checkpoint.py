@@ -20,7 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from cosmos_rl_core.interfaces import Policy, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.train.contents import MODEL, OPTIMIZER, RNG, Contents
 from cosmos_rl_core.train.folder import Folder
 from cosmos_rl_core.train.manifest import STATE, TrainState, read_json, read_origin, train_state

@@ -18,7 +18,7 @@ from io import BufferedIOBase
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 
 BLOCK_BYTES = 8 * 2**20
 """Size of the pieces that files are read and hashed in."""

@@ -15,7 +15,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.train.folder import Folder
 
 _DTYPES = {

@@ -15,7 +15,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from cosmos_rl_core.config.sections import CheckpointSection
-from cosmos_rl_core.interfaces import Policy, UserError
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.checkpoint import live_tensors
 from cosmos_rl_core.train.folder import Folder, store_errors

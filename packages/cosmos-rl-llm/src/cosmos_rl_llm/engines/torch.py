@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.interfaces import PromptError
+from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.engines.batch import EngineStats, RunningBatch
 from cosmos_rl_llm.engines.cache import bytes_per_term

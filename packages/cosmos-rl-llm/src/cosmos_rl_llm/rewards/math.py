@@ -5,7 +5,7 @@ from __future__ import annotations
 from pydantic import Field
 
 from cosmos_rl_core.config.base import Strict
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_llm.rewards.answers import (
     as_number,

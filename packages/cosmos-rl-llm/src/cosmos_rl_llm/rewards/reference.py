@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import RolloutGroup
 
 

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import TypeVar
 
-from cosmos_rl_core.interfaces import UserError
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_transfer.arena import Arena
 from cosmos_rl_transfer.link import Link
 from cosmos_rl_transfer.transports.base import Reader, Segment, Transport, TransportUnavailable
