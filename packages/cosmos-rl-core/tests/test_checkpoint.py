@@ -257,6 +257,35 @@ def test_a_full_disk_on_the_way_is_told_and_training_goes_on(tmp_path, full_disk
     assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
+class Unreachable(Folder):
+    """A store that nobody reaches while step 1 is saved."""
+
+    def write(self, name, parts):
+        self._must_be_there()
+        return super().write(name, parts)
+
+    def remove(self):
+        self._must_be_there()
+        super().remove()
+
+    def _must_be_there(self):
+        if "step_1." in str(self):
+            raise OSError(errno.EHOSTUNREACH, "No route to host")
+
+
+def test_a_store_that_is_out_of_reach_for_a_while_costs_one_checkpoint(tmp_path):
+    trainer, told = make(), []
+    section = CheckpointSection(every_steps=1)
+    saver = saver_of(trainer, Unreachable.at(tmp_path), section=section, on_failed=told.append)
+    for step in (1, 2):
+        train(trainer, until=step)
+        saver.after_step(TrainState(step=step))
+    assert saver.finish() is not None
+    [said] = told
+    assert "step 1 could not be saved: No route to host" in said
+    assert list_steps(tmp_path) == [2]
+
+
 def test_the_systems_own_limit_is_a_full_disk(saved):
     """RLIMIT_FSIZE makes the kernel refuse to let a file grow, in the middle of a write."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)

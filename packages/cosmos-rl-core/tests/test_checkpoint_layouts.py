@@ -259,6 +259,23 @@ def test_one_rank_without_room_fails_the_save_of_all_and_training_goes_on(tmp_pa
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step_1", "step_3"]
 
 
+def save_into_folders_of_their_own(rank, world_size, *, root):
+    trainer, told = make("shard 2", seed=0), []
+    saver = saver_of(trainer, "shard 2", Folder.at(f"{root}/machine_{rank}"), on_failed=told.append)
+    train(trainer, "shard 2", until=1)
+    saver.after_step(TrainState(step=1))
+    with pytest.raises(UserError, match="a folder that all ranks reach"):
+        saver.finish()
+    return {"told": np.array(told, dtype=np.str_)}
+
+
+def test_ranks_that_write_into_different_folders_make_no_checkpoint(tmp_path):
+    first, _ = run_ranks(save_into_folders_of_their_own, 2, root=str(tmp_path))
+    [told] = first["told"].tolist()
+    assert "rank_1.safetensors is not in" in told
+    assert list_steps(tmp_path / "machine_0") == []
+
+
 def test_a_model_of_other_shapes_is_refused_by_every_layout(saved, tmp_path):
     root, _ = saved["shard 4"]
     policy = TinyPolicy(MODEL.model_copy(update={"hidden": 6}), temperature=1.0, setup=ModelSetup())

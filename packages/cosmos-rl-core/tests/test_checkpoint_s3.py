@@ -1,9 +1,7 @@
 """Checkpoints in an object store, against a server on this machine: complete when their manifest is there."""
 
-import boto3
 import pytest
 import torch
-from moto.server import ThreadedMotoServer
 
 from cosmos_rl_core import run
 from cosmos_rl_core.config.load import load_config
@@ -18,6 +16,10 @@ from cosmos_rl_core.train.folder import Folder
 from cosmos_rl_core.train.manifest import MANIFEST, TrainState, list_steps, read_state
 from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
+
+boto3 = pytest.importorskip("boto3")
+ThreadedMotoServer = pytest.importorskip("moto.server").ThreadedMotoServer
+S3FileSystem = pytest.importorskip("s3fs").S3FileSystem
 
 pytestmark = pytest.mark.filterwarnings("ignore:datetime.datetime.utcnow:DeprecationWarning")
 MODEL = TinyModel(actions=3, contexts=4, hidden=4)
@@ -119,6 +121,17 @@ def test_a_store_that_refuses_is_a_failed_save_and_training_goes_on(root):
     with pytest.raises(UserError, match=r"cannot write the checkpoint s3://no-such-bucket/run/step_1"):
         saver.finish()
     assert "step 1 could not be saved" in told[0]
+
+
+def test_a_store_that_does_not_answer_is_told_before_anything_starts(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setenv("AWS_MAX_ATTEMPTS", "1")
+    S3FileSystem.clear_instance_cache()
+    recipe = load_config(RECIPE, [f'checkpoint.path="{root}"', f'run.output_dir="{tmp_path}"', "run.max_steps=2"])
+    for resume in (None, "auto", f"{root}/step_1"):
+        with pytest.raises(UserError, match=r"checkpoints in s3://.* cannot be reached: Could not connect"):
+            run(recipe, resume=resume)
+    S3FileSystem.clear_instance_cache()
 
 
 def test_a_run_keeps_its_checkpoints_in_a_bucket_and_goes_on_from_there(root, tmp_path):

@@ -167,6 +167,16 @@ def test_reinforcement_learning_needs_a_reward():
     assert only_problem(recipe(reward=None)).key == "reward.functions"
 
 
+def test_the_best_are_chosen_by_a_figure_that_is_measured():
+    problem = only_problem(recipe(checkpoint={"keep_best": 1}))
+    assert problem.key == "checkpoint.best_metric"
+    assert problem.wrong == "is a figure that this run does not have, with eval.data (not set)"
+    sft = {"algorithm": {"name": "sft"}, "reward": None, "eval": {"data": {"rows": 2}}}
+    assert only_problem(recipe(**sft, checkpoint={"keep_best": 1})).key == "checkpoint.best_metric"
+    assert load_config(recipe(**sft, checkpoint={"keep_best": 1, "best_metric": "-eval/loss"}))
+    assert load_config(recipe(checkpoint={"keep_best": 1, "best_metric": "reward_mean"}))
+
+
 def test_a_run_must_end():
     problem = only_problem(recipe(run={"domain": "cosmos_rl_core.testing.tiny:TINY"}))
     assert "run.max_steps: is required without prompts.epochs" in str(problem)
@@ -323,6 +333,12 @@ def test_a_file_that_is_no_text_is_told(tmp_path):
 
 
 # The resolved dump.
+
+
+def test_the_checkpoints_lie_in_one_place_for_all_machines(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(recipe(checkpoint={"path": "kept"})).checkpoint.path == str(tmp_path / "kept")
+    assert load_config(recipe(checkpoint={"path": "s3://bucket/run"})).checkpoint.path == "s3://bucket/run"
 
 
 def test_resolved_loads_to_an_equal_config():

@@ -1,3 +1,6 @@
+import pytest
+
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import allot, machine_gpus
 
 
@@ -20,6 +23,11 @@ def test_the_policys_ranks_come_first_then_the_rollouts():
 def test_fewer_gpus_than_processes_are_shared():
     assert allot(["0"], [1, 1, 1]) == [["0"], ["0"], ["0"]]
     assert allot(["0", "1"], [2, 1, 1]) == [["0", "1"], ["0"], ["1"]]
+
+
+def test_two_ranks_never_share_a_gpu():
+    with pytest.raises(UserError, match=r"a replica wants 2 GPUs of this machine, one a rank, and sees 1 \(3\)"):
+        allot(["3"], [2, 1])
 
 
 def test_a_machine_without_gpus_gives_none():

@@ -128,6 +128,7 @@ def test_offloaded_weights_are_in_the_hosts_memory():
     found = of(dims={"dp_shard": 2}, memory={"parameter_offload": True})
     assert found.host == found.parameters + found.gradients + found.optimizer
     assert found.device == found.total - found.host
+    assert of(memory={"parameter_offload": True}).host == 0  # one process has no shards
 
 
 def test_adapters_alone_have_gradients_and_moments():

@@ -46,6 +46,11 @@ def weights_of(checkpoint):
     return {name: tensor.detach().numpy() for name, tensor in policy.weights().items()}
 
 
+def test_shards_that_are_not_there_cannot_be_offloaded(tmp_path):
+    with pytest.raises(UserError, match="parameter_offload = true needs a replica of several ranks"):
+        run(recipe(tmp_path, "alone", memory={"parameter_offload": True}))
+
+
 def test_two_ranks_train_as_one_process_does(tmp_path):
     alone = run(recipe(tmp_path, "alone"))
     spread = run(recipe(tmp_path, "spread", parallel={"dp_shard": 2}))
@@ -85,6 +90,11 @@ def test_ranks_that_do_not_divide_over_the_machines_are_an_error():
     section = PolicySection(num_nodes=3, parallel=ParallelSection(dp_shard=4))
     with pytest.raises(UserError, match=r"num_nodes = 3 does not divide the 4 ranks of .* \(dp_shard 4\)"):
         policy_node(section, bind="127.0.0.1")
+
+
+def test_an_address_of_another_machine_is_refused():
+    with pytest.raises(UserError, match=r"cannot listen on tcp://192.0.2.1:0: "):
+        policy_node(PolicySection(num_nodes=2, ranks_per_node=1), bind="192.0.2.1")
 
 
 def test_the_command_for_another_machine_says_all_it_needs(tmp_path):

@@ -176,6 +176,7 @@ def test_recomputation_and_bfloat16(tmp_path, family, mode, dtype):
 
 
 def test_adapters(tmp_path):
+    pytest.importorskip("peft")
     check(planned(tmp_path, "qwen3", lora=True), measure(0, 1, family="qwen3", lora=True))
 
 

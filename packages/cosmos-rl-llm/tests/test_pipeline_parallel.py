@@ -34,6 +34,8 @@ TIED = "model.embed_tokens.weight"
     ],
 )
 def test_stages_train_as_one_process_does(family, parallel, options):
+    if "lora" in options:
+        pytest.importorskip("peft")
     options = {"num_steps": 3, **options}
     ranks = run_ranks(train_rank, 2, family=family, dims={"pp": 2}, parallel=parallel, **options)
     assert_equal(train(family, **plain(options)), ranks)

@@ -1,5 +1,6 @@
 import asyncio
 import math
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -168,6 +169,22 @@ def test_training_replays_what_an_engine_recorded_although_its_routers_differ_ne
     )
     assert (policy.forward(free).logprobs.detach() - recorded).abs().max() > 0.1
     assert policy.figures()["expert_load_max"] > 1.0
+
+
+def test_equal_rollouts_with_other_routes_are_computed_apart():
+    group = generate(tiny(), [5], record_routes=True)
+    first = group.rollouts[0]
+    other = replace(first, arrays={**first.arrays, "routes": (first.arrays["routes"] + 1) % 8})
+    policy = CausalLMPolicy(tiny())
+
+    def logprobs(*rollouts: Rollout) -> torch.Tensor:
+        batch = collate([replace(group, rollouts=rollouts)], microbatch_terms=64, share=Share())
+        [microbatch] = batch.microbatches
+        return policy.forward(microbatch).logprobs.detach()
+
+    apart = [logprobs(first), logprobs(other)]
+    assert (apart[0] - apart[1]).abs().max() > 1e-3
+    torch.testing.assert_close(logprobs(first, other), torch.cat(apart), rtol=0, atol=1e-5)
 
 
 def test_a_pass_without_routes_is_free_again():

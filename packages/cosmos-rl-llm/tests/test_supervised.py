@@ -57,6 +57,26 @@ def collate(rows, chat, **keys):
     return collate_sft(rows, chat=chat, **{"microbatch_terms": 100, "share": Share(), **keys})
 
 
+@pytest.mark.parametrize("template", [TEMPLATE, MARKED])
+def test_a_chat_that_the_template_rejects_is_told(template):
+    chat = make_chat("{{ raise_exception('no such role') }}" + template)
+    with pytest.raises(UserError, match="the chat template rejects this prompt: no such role"):
+        encode_row({"messages": CHAT}, chat=chat)
+
+
+def test_a_chat_without_a_token_is_told():
+    chat = make_chat("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    with pytest.raises(UserError, match="no token of the assistant's to learn"):
+        encode_row({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]}, chat=chat)
+
+
+def test_a_column_of_chats_holds_lists(tmp_path):
+    file = tmp_path / "a.jsonl"
+    file.write_text(json.dumps({"messages": "hello"}), encoding="utf-8")
+    with pytest.raises(UserError, match=r"a\.jsonl:1: a chat must be a list of messages, not .*data\.messages_column"):
+        load_rows(LLMDataConfig(path=str(file), messages_column="messages"))
+
+
 def test_supervised_rows_learn_the_response_and_its_end():
     rows = [{"prompt": "12", "response": "34"}, {"prompt": "5", "response": "6"}]
     batch = collate(rows, make_chat())

@@ -52,6 +52,11 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
     """As `look_up`, without the rewards; and a model that cannot be spread as [policy.parallel] says."""
     domain.weight_specs(config.model)
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+    if config.policy.memory.parameter_offload and dims.world_size == 1:
+        raise UserError(
+            "[policy.memory] parameter_offload = true needs a replica of several ranks, whose shards it moves; set "
+            "[policy.parallel] dp_shard to 2 or more, or parameter_offload = false"
+        )
     if (shape := domain.model_shape(config.model)) is not None:
         check_fit(shape, config.policy.parallel, dims=dims)
     if config.is_sft:

@@ -91,17 +91,19 @@ class Chat:
 
     def render(self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool) -> str:
         """Return messages as the chat template writes them. Raises PromptError where it rejects them."""
+        text = self.apply_template(messages, where=where, tokenize=False, add_generation_prompt=add_generation_prompt)
+        assert isinstance(text, str)
+        return text
+
+    def apply_template(self, messages: Iterable[Mapping[str, Any]], *, where: str, **options: Any) -> Any:
+        """Return what the tokenizer's own method makes of messages. Raises PromptError where the template does."""
         from jinja2 import TemplateError
 
         conversation = [dict(message) for message in messages]
         try:
-            text = self.tokenizer.apply_chat_template(
-                conversation, tokenize=False, add_generation_prompt=add_generation_prompt
-            )
+            return self.tokenizer.apply_chat_template(conversation, **options)
         except TemplateError as error:
             raise PromptError(f"{where or 'a row'}: the chat template rejects this prompt: {error}") from error
-        assert isinstance(text, str)
-        return text
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:

@@ -33,7 +33,7 @@ class LLMModelConfig(Strict):
     path: str = Field(min_length=1)
     """A Hugging Face model id, or a local directory with config.json, weights and tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of forward passes and of the engine's weights; trained weights and the loss are always float32."""
+    """Type of forward passes and of the engine's weights; [policy.precision] has that of trained weights."""
     max_length: int | None = Field(default=None, ge=2)
     """Context limit in tokens, prompt and response together; without it the model's own."""
     revision: str | None = None

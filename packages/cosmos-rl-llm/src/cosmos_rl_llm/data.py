@@ -79,14 +79,15 @@ def _prompt(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str
             "remove that key or name a column of strings in data.prompt_column"
         )
     else:
-        messages = _messages(value, where=where, key=key)
+        messages = _messages(value, "the prompt must be a string or a list of chat messages", where=where, key=key)
     return _with_system_prompt(messages, config)
 
 
 def _chat(row: Mapping[str, Any], *, where: str, config: LLMDataConfig, column: str) -> list[dict[str, Any]]:
     """A whole chat with at least one answer, with the system prompt in front."""
     key = "data.messages_column"
-    messages = _messages(_column(row, column, where=where, key=key), where=where, key=key)
+    value = _column(row, column, where=where, key=key)
+    messages = _messages(value, "a chat must be a list of messages", where=where, key=key)
     if all(message["role"] != "assistant" for message in messages):
         raise UserError(f"{where}: no message is the assistant's, so that there is nothing to learn ({key})")
     return _with_system_prompt(messages, config)
@@ -107,9 +108,9 @@ def _fill(template: str, row: Mapping[str, Any], *, where: str) -> str:
         raise UserError(f"{where}: data.prompt_template does not fit this row: {error}") from None
 
 
-def _messages(value: Any, *, where: str, key: str) -> list[dict[str, Any]]:
+def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str, Any]]:
     if not isinstance(value, list) or not value:
-        raise UserError(f"{where}: the prompt must be a string or a list of chat messages, not {shown(value)} ({key})")
+        raise UserError(f"{where}: {wanted}, not {shown(value)} ({key})")
     for place, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise UserError(

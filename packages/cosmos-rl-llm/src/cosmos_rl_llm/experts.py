@@ -11,6 +11,7 @@ shared experts are ordinary modules.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
@@ -31,7 +32,7 @@ def spread_experts(model: PreTrainedModel, mesh: ReplicaMesh) -> list[nn.Module]
     Weights may be on meta; nothing is communicated.
 
     Returns:
-        The experts modules, for FSDP over `mesh.expert_fsdp` with `expert_placement`; none for a dense model.
+        The experts modules, for FSDP over `mesh.expert_fsdp`; none for a dense model.
 
     Raises:
         UserError: ep does not divide the number of experts, or the model has no experts that can be spread.
@@ -88,24 +89,24 @@ def _forward(
     """hidden [N, H], experts and gates [N, k] -> [N, H]; with tp a part whose sum over its ranks is the whole."""
     mine = own_rows(len(hidden), tp)
     rows, ends, exchange = dispatch(hidden[mine], experts[mine], num_experts=num_experts, axis=ep)
-    output = combine(_experts(module, rows, ends), gates[mine], exchange)
+    output = combine(run_experts(module, rows, partial(_linear, module, ends)), gates[mine], exchange)
     if tp is None:
         return output
     return nn.functional.pad(output, (0, 0, mine.start, len(hidden) - mine.stop))
 
 
-def _experts(module: nn.Module, rows: Tensor, ends: Tensor) -> Tensor:
-    """Run rows [R, H], sorted by expert, through this rank's experts."""
+def run_experts(module: nn.Module, rows: Tensor, linear: Callable[[str, Tensor], Tensor]) -> Tensor:
+    """Run rows [R, H], sorted by expert, through experts; `linear` multiplies rows by the weights of a name."""
     family = cast(Any, module)  # carries what transformers' `use_experts_implementation` notes about it
     if family.has_gate:
-        rows = family._apply_gate(_linear(module, "gate_up_proj", rows, ends))
+        rows = family._apply_gate(linear("gate_up_proj", rows))
     else:
-        rows = family.act_fn(_linear(module, "up_proj", rows, ends))
-    rows = _linear(module, "down_proj", rows, ends)
+        rows = family.act_fn(linear("up_proj", rows))
+    rows = linear("down_proj", rows)
     return family.post_expert_norm(rows) if family.has_post_expert_norm else rows
 
 
-def _linear(module: nn.Module, name: str, rows: Tensor, ends: Tensor) -> Tensor:
+def _linear(module: nn.Module, ends: Tensor, name: str, rows: Tensor) -> Tensor:
     family = cast(Any, module)
     weight = _local(module.get_parameter(name))
     bias = _local(module.get_parameter(f"{name}_bias")) if family.has_bias else None

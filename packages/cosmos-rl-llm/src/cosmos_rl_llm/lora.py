@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy, Reference
@@ -107,17 +107,21 @@ def with_adapters(plan: Mapping[str, str]) -> dict[str, str]:
     return extended
 
 
-def write_config(model: PreTrainedModel, directory: Path) -> None:
-    """Write what loads a model beside its weights: config.json, or with adapters adapter_config.json.
+def write_config(model: PreTrainedModel, directory: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Write what loads a model beside its weights: configuration, with adapters theirs, and the tokenizer if any.
 
-    The latter sends transformers to the base model, which a config.json beside it would not; the configuration of the
+    adapter_config.json sends transformers to the base model, which a config.json beside it would not; that of the
     merged model therefore lies in merged/.
     """
-    if not adapter_weights(model):
+    if adapter_weights(model):
+        model.peft_config[_ADAPTER].save_pretrained(str(directory))
+        model.config.save_pretrained(directory / MERGED)
+    else:
         model.config.save_pretrained(directory)
-        return
-    model.peft_config[_ADAPTER].save_pretrained(str(directory))
-    model.config.save_pretrained(directory / MERGED)
+    if model.generation_config is not None:
+        model.generation_config.save_pretrained(directory)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(directory)
 
 
 def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:

@@ -133,17 +133,21 @@ class PackedLayout:
         return output.index_select(0, self.restore).unsqueeze(0)
 
 
-def share_prefixes(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+def share_prefixes(given: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     """Return the row [sum(lengths)] int64 of each token when sequences reuse their neighbour's rows.
 
-    A hidden state depends on the tokens up to its own only, so a sequence takes the rows of the prefix that it has
-    in common with the sequence before: the prompt of a group is computed once, with the same result.
+    A hidden state depends on what is given up to its own token only, so a sequence takes the rows of the prefix that
+    it has in common with the sequence before: the prompt of a group is computed once, with the same result.
+
+    Args:
+        given: [sum(lengths), n]: each token, and whatever else decides what is computed of it.
+        lengths: of the sequences, laid end to end.
     """
-    rows = np.empty(len(tokens), dtype=np.int64)
+    rows = np.empty(len(given), dtype=np.int64)
     used = start = previous = 0
     for length in lengths:
         end = start + length
-        common = _common_prefix(tokens[previous:start], tokens[start:end])
+        common = _common_prefix(given[previous:start], given[start:end])
         rows[start : start + common] = rows[previous : previous + common]
         rows[start + common : end] = np.arange(used, used + length - common)
         used += length - common
@@ -153,7 +157,7 @@ def share_prefixes(tokens: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
 
 def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
     size = min(len(left), len(right))
-    different = np.flatnonzero(left[:size] != right[:size])
+    different = np.flatnonzero((left[:size] != right[:size]).any(axis=1))
     return int(different[0]) if len(different) else size
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
+from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.fsdp import reshard
 from cosmos_rl_core.parallel.pipeline import Pipeline
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -27,7 +28,7 @@ from cosmos_rl_llm.model import named_weights
 from cosmos_rl_llm.parallelize import parallelize
 from cosmos_rl_llm.routing import ExpertLoad
 from cosmos_rl_llm.stages import cut_model, is_tied
-from cosmos_rl_llm.terms import LOGITS_BYTES, Row, TermModel
+from cosmos_rl_llm.terms import Row, TermModel
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,11 +139,7 @@ class PipelinedPolicy:
 
     def save_config(self, directory: Path) -> None:
         """Write the configuration of the whole model, and the tokenizer if there is one."""
-        write_config(self._model, directory)
-        if self._model.generation_config is not None:
-            self._model.generation_config.save_pretrained(directory)
-        if self.chat is not None:
-            self.chat.tokenizer.save_pretrained(directory)
+        write_config(self._model, directory, tokenizer=None if self.chat is None else self.chat.tokenizer)
 
     def _tied_parameters(self) -> Sequence[nn.Parameter]:
         if not self._tied:

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
 from cosmos_rl_core.parallel.accumulate import accumulate
+from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.fsdp import reshard
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
@@ -23,7 +24,7 @@ from cosmos_rl_llm.lora import reference_of, write_config
 from cosmos_rl_llm.model import named_weights
 from cosmos_rl_llm.parallelize import parallelize
 from cosmos_rl_llm.routing import ExpertLoad
-from cosmos_rl_llm.terms import LOGITS_BYTES, TermModel
+from cosmos_rl_llm.terms import TermModel
 
 
 class CausalLMPolicy:
@@ -101,9 +102,4 @@ class CausalLMPolicy:
 
     def save_config(self, directory: Path) -> None:
         """Write what loads the model beside its weights: configuration, and the tokenizer if there is one."""
-        model = self.module.causal_lm
-        write_config(model, directory)
-        if model.generation_config is not None:
-            model.generation_config.save_pretrained(directory)
-        if self._tokenizer is not None:
-            self._tokenizer.save_pretrained(directory)
+        write_config(self.module.causal_lm, directory, tokenizer=self._tokenizer)

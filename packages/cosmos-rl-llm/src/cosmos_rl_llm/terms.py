@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.tensor import TensorAxis, own_part, own_slice
 from cosmos_rl_llm.logprobs import Vocabulary, term_logprobs
@@ -30,8 +31,6 @@ from cosmos_rl_llm.routing import install_replay
 
 if TYPE_CHECKING:
     from cosmos_rl_llm.context import ContextPart
-
-LOGITS_BYTES = 256 * 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,7 +121,8 @@ class TermModel(nn.Module):
         Ranks along tp, cp and pp give the same inputs; nothing is sent.
         """
         lengths = torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()
-        rows = share_prefixes(inputs["tokens"].cpu().numpy(), lengths)
+        given = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
+        rows = share_prefixes(torch.cat(given, dim=1).cpu().numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"].cpu()]
         if missing := -len(kept) % self._multiple:

@@ -34,7 +34,7 @@ def encode_turns(chat: Chat, messages: Sequence[Message], *, where: str = "") ->
     """
     template = chat.tokenizer.chat_template
     if isinstance(template, str) and _MARKER.search(template):
-        return _encode_marked(chat, messages)
+        return _encode_marked(chat, messages, where=where)
     tokens: list[int] = []
     mask: list[bool] = []
     for text, learnt in _spans(chat, messages, where=where):
@@ -43,15 +43,15 @@ def encode_turns(chat: Chat, messages: Sequence[Message], *, where: str = "") ->
         until = 0 if not learnt else ends[-1] if ends else len(ids)
         tokens += ids
         mask += [place < until for place in range(len(ids))]
-    if messages[-1]["role"] == "assistant" and tokens[-1] not in chat.end_ids and mask[-1]:
+    if messages[-1]["role"] == "assistant" and tokens and tokens[-1] not in chat.end_ids and mask[-1]:
         tokens.append(chat.closing_id)
         mask.append(True)
     return np.asarray(tokens, dtype=np.int32), np.asarray(mask, dtype=bool)
 
 
-def _encode_marked(chat: Chat, messages: Sequence[Message]) -> tuple[np.ndarray, np.ndarray]:
-    encoded: Any = chat.tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+def _encode_marked(chat: Chat, messages: Sequence[Message], *, where: str) -> tuple[np.ndarray, np.ndarray]:
+    encoded = chat.apply_template(
+        messages, where=where, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
     return np.asarray(encoded["input_ids"], dtype=np.int32), np.asarray(encoded["assistant_masks"], dtype=bool)
 

@@ -37,7 +37,7 @@ class ScheduleSection(Strict):
     name: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine end at [run] max_steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up from zero."""
+    """Steps of linear warm-up; the first has 1 / warmup_steps of the rate."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
     """Rate at the end as a fraction of the peak, for linear and cosine."""
 
@@ -84,7 +84,7 @@ class MemorySection(Strict):
     activation_offload: bool = False
     """Keep what the backward pass needs in the host's memory."""
     parameter_offload: bool = False
-    """Keep sharded parameters and optimizer state in the host's memory (FSDP's CPU offload)."""
+    """Keep sharded parameters and optimizer state in the host's memory (FSDP's CPU offload); wants several ranks."""
     compile: bool = False
     """Run torch.compile over each layer."""
 
@@ -108,7 +108,7 @@ class PolicySection(Strict):
     num_nodes: int = Field(default=1, ge=1)
     """Machines of one replica."""
     ranks_per_node: int | None = Field(default=None, ge=1)
-    """Processes of one replica on each machine; without it as many as [policy.parallel] multiplies to."""
+    """Processes of one replica on each machine; without it the product of [policy.parallel] over num_nodes."""
     prompts_per_step: int = Field(default=8, ge=1)
     """Prompts in one optimizer step, each with its whole group of rollouts; rows in one step of SFT."""
     microbatch_terms: int = Field(default=8192, ge=1)

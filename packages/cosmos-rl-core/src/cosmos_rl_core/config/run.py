@@ -88,6 +88,21 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
             wrong="has no rows to evaluate on without",
             suggestion="add [eval.data]",
         )
+    if config.checkpoint.keep_best and _never_measured(config):
+        yield Conflict(
+            key="checkpoint.best_metric",
+            other="eval.data" if config.eval.data is None else "algorithm.name",
+            wrong="is a figure that this run does not have, with",
+            suggestion='name one of metrics.jsonl or eval.jsonl, such as "-loss"',
+        )
+
+
+def _never_measured(config: RunConfig) -> bool:
+    """Whether the best checkpoints are to be chosen by an evaluation that there is none of, or by rewards in SFT."""
+    metric = config.checkpoint.best_metric.removeprefix("-")
+    if metric.startswith("eval/") and config.eval.data is None:
+        return True
+    return config.is_sft and "reward" in metric
 
 
 def _sft_conflicts(given: Collection[str]) -> Iterator[Conflict]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -164,6 +165,11 @@ class CheckpointSection(Strict):
     """The figure, of eval.jsonl or metrics.jsonl; "-loss" with a minus where lower is better."""
     path: str | None = Field(default=None, min_length=1)
     """Where they lie: a folder that all ranks reach, or "s3://bucket/prefix"; without it the run's own checkpoints/."""
+
+    @field_validator("path")
+    @classmethod
+    def _the_same_from_everywhere(cls, path: str | None) -> str | None:
+        return path if path is None or "://" in path else os.path.abspath(path)
 
 
 class EvalSection(Strict):

@@ -53,9 +53,13 @@ class Assignment:
     """Version the run ends with, where it is known."""
 
     def prepare_torch(self) -> None:
-        """Fix threads and seed; called in the compute thread before anything is built."""
+        """Fix GPU, threads and seed; called in the compute thread, the GPU being each thread's own, before all else."""
         import torch
 
+        from cosmos_rl_core.parallel.device import own_device
+
+        if (device := own_device()).type == "cuda":
+            torch.cuda.set_device(device)
         if self.context.threads is not None:
             torch.set_num_threads(self.context.threads)
         if not self.context.shares_process:

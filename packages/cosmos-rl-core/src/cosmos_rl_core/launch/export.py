@@ -6,6 +6,7 @@ It is read tensor by tensor: no ranks are built, and memory holds one file of th
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -53,6 +54,7 @@ def export(
     """
     import torch
 
+    directory = Path(os.path.abspath(directory))
     folder = find_checkpoint(source, step=step)
     verify(folder)
     if dtype is not None and dtype not in DTYPES:
@@ -79,6 +81,10 @@ def find_checkpoint(source: str, *, step: int | None) -> Folder:
     """Return the checkpoint that `source` means. Raises UserError with those there are."""
     place = Folder.at(source)
     if place.has(MANIFEST):
+        if step is not None and place.name != f"step_{step}":
+            raise UserError(
+                f"--step {step}: {source} is one checkpoint, and not of that step; leave out one of the two"
+            )
         return place
     root = _root_of_run(place) or place
     steps = list_steps(root)

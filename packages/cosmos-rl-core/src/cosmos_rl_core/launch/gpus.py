@@ -10,6 +10,8 @@ from collections.abc import Mapping, Sequence
 from itertools import cycle, islice
 from pathlib import Path
 
+from cosmos_rl_core.errors import UserError
+
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
@@ -22,8 +24,16 @@ def machine_gpus(environment: Mapping[str, str], *, devices: Path = Path("/dev")
 
 
 def allot(gpus: Sequence[str], wanted: Sequence[int]) -> list[list[str]]:
-    """Give each worker as many GPUs as it has processes, in turn; empty lists where there are none."""
+    """Give each worker as many GPUs as it has processes, in turn; empty lists where there are none.
+
+    Raises UserError where one worker wants more than there are: ranks that share a GPU cannot talk by nccl.
+    """
     if not gpus:
         return [[] for _ in wanted]
+    if (most := max(wanted)) > len(gpus):
+        raise UserError(
+            f"a replica wants {most} GPUs of this machine, one a rank, and sees {len(gpus)} ({', '.join(gpus)}); lower "
+            f"[policy] ranks_per_node or [policy.parallel], or set {VISIBLE} to nothing to train on the CPU"
+        )
     supply = cycle(gpus)
     return [list(islice(supply, number)) for number in wanted]

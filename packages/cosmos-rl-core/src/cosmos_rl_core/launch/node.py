@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cosmos_rl_core.config.policy import PolicySection
+from cosmos_rl_core.control.address import Address, listen
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
 
@@ -93,7 +94,8 @@ class Node:
 def policy_node(section: PolicySection, *, bind: str) -> Node:
     """Return machine 0 of the policy replica; `bind` is the address the other machines reach it at.
 
-    Raises UserError, with the numbers, for axes that do not multiply to the ranks there are.
+    Raises UserError, with the numbers, for axes that do not multiply to the ranks there are, and for a `bind` that is
+    not this machine's.
     """
     dims = ParallelDims.of(section.parallel, world_size=section.world_size)
     if dims.world_size % section.num_nodes:
@@ -114,6 +116,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _free_port(bind: str) -> int:
-    """A port that nobody listens on at the moment."""
-    with socket.create_server((bind, 0)) as probe:
+    """A port that nobody listens on at the moment. Raises UserError for an address that is not this machine's."""
+    with listen(Address(host=bind), allow_remote=True) as probe:
         return probe.getsockname()[1]

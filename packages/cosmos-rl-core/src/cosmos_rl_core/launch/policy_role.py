@@ -46,8 +46,7 @@ class PolicyRole:
 
     async def run(self) -> None:
         at, loop = self._at, asyncio.get_running_loop()
-        mesh = await loop.run_in_executor(at.compute, assemble.build_mesh, at.config)
-        trainer, reference, state = await loop.run_in_executor(at.compute, self._build, mesh)
+        mesh, trainer, reference, state = await loop.run_in_executor(at.compute, self._build)
         self._trainer = trainer
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
         publisher = await self._publisher(trainer)
@@ -76,18 +75,19 @@ class PolicyRole:
         if folder is not None:
             await self._desk.report(p.CheckpointDone(step=trainer.version, path=str(folder)))
 
-    def _build(self, mesh: ReplicaMesh | None) -> tuple[Trainer, Reference | None, TrainState]:
+    def _build(self) -> tuple[ReplicaMesh | None, Trainer, Reference | None, TrainState]:
         at = self._at
         at.prepare_torch()
         with at.context.timeline.span("build"):
+            mesh = assemble.build_mesh(at.config)
             trainer = assemble.build_trainer(at.config, at.domain, mesh)
             reference = assemble.build_reference(at.config, at.domain, trainer, mesh)
             if not at.resume_from:
-                return trainer, reference, TrainState(step=0)
+                return mesh, trainer, reference, TrainState(step=0)
             rank = 0 if mesh is None else mesh.rank
             state = checkpoint.load(at.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
             trainer.version = state.step
-            return trainer, reference, state
+            return mesh, trainer, reference, state
 
     def _saver(
         self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState, loop: asyncio.AbstractEventLoop

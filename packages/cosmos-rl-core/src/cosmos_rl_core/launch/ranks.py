@@ -127,11 +127,11 @@ class FollowerSteps:
 
 
 def _backend() -> str:
-    """nccl where there are GPUs, one for each rank of the machine; gloo otherwise."""
+    """nccl where there are GPUs, one for each rank of the machine; gloo for tensors of the CPU, offloaded ones too."""
     if not torch.cuda.is_available():
         return "gloo"
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return "nccl"
+    return "cpu:gloo,cuda:nccl"
 
 
 def _bytes_tensor(data: bytes, size: int) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.train.folder import Folder
+from cosmos_rl_core.train.folder import Folder, store_errors
 from cosmos_rl_core.train.manifest import MANIFEST, TrainState, list_steps, read_origin, read_state
 
 KEPT = (
@@ -55,34 +56,50 @@ def checkpoint_root(config: RunConfig, run_dir: Path) -> Folder:
 def find_resumption(config: RunConfig, run_dir: Path, resume: str) -> Resumption | None:
     """Return what "auto" or a path means; None for "auto" where there is no checkpoint yet.
 
-    Raises UserError when none is whole, when newer ones than PATH are there, or for a recipe that has changed in a
-    key that must not.
+    Raises UserError when none is whole, when newer ones than PATH are there, for a recipe that has changed in a key
+    that must not, and for a place that cannot be read.
     """
     root = checkpoint_root(config, run_dir)
-    found = _newest(root) if resume == "auto" else _named(root, resume)
-    if found is None:
-        return None
-    saved = read_origin(found.folder).recipe
+    with _within_reach(root if resume == "auto" else resume):
+        found = _newest(root) if resume == "auto" else _named(root, resume)
+        if found is None:
+            return None
+        saved = read_origin(found.folder).recipe
     changed = tuple(_changes(saved, recipe_of(config))) if saved else ()
     return Resumption(folder=found.folder, state=found.state, notes=(*found.notes, *changed))
 
 
 def claim_root(config: RunConfig, run_dir: Path, *, overwrite: bool) -> None:
     """Make sure that a new run's [checkpoint] path holds no earlier run; `overwrite` clears it."""
+    if not config.checkpoint.path:
+        return
     root = checkpoint_root(config, run_dir)
-    steps = list_steps(root) if config.checkpoint.path else []
-    if steps and not overwrite:
-        raise UserError(
-            f"[checkpoint] path = {config.checkpoint.path!r} holds checkpoints of an earlier run (step_{steps[-1]}). "
-            "Go on with it by --resume auto, write over it by --overwrite, or choose another path."
-        )
-    for step in steps:
-        (root / f"step_{step}").remove()
+    with _within_reach(root):
+        steps = list_steps(root)
+        if steps and not overwrite:
+            raise UserError(
+                f"[checkpoint] path = {config.checkpoint.path!r} holds checkpoints of an earlier run "
+                f"(step_{steps[-1]}). Go on with it by --resume auto, write over it by --overwrite, or choose another "
+                "path."
+            )
+        for step in steps:
+            (root / f"step_{step}").remove()
 
 
 def recipe_of(config: RunConfig) -> dict[str, Any]:
     """The resolved recipe as JSON, section by section, as a checkpoint keeps it: with the keys that are not set."""
     return config.model_dump(mode="json")
+
+
+@contextmanager
+def _within_reach(place: Folder | str) -> Iterator[None]:
+    """Raise UserError where a store or disk does not answer."""
+    try:
+        yield
+    except store_errors() as error:
+        raise UserError(
+            f"checkpoints in {place} cannot be reached: {error}. Check [checkpoint] path, the network and the keys."
+        ) from error
 
 
 def _newest(root: Folder) -> Resumption | None:

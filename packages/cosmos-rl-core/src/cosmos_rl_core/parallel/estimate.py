@@ -111,9 +111,8 @@ class _Rank:
         kept, logits, backward = self._microbatch()
         gathered, reduction = self._passing()
         memory = policy.memory
-        host = (weights + gradients + optimizer if memory.parameter_offload else 0) + (
-            kept if memory.activation_offload else 0
-        )
+        offloaded = memory.parameter_offload and self.dims.world_size > 1
+        host = (weights + gradients + optimizer if offloaded else 0) + (kept if memory.activation_offload else 0)
         return MemoryEstimate(
             parameters=weights,
             gradients=gradients,

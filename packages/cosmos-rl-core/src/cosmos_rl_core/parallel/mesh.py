@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.types import Share
@@ -37,12 +38,16 @@ class ReplicaMesh:
 
     @classmethod
     def build(cls, dims: ParallelDims, *, device: torch.device) -> ReplicaMesh:
-        """Make the mesh out of the default process group, which must have exactly `dims.world_size` ranks."""
+        """Make the mesh out of the default process group, which must have exactly `dims.world_size` ranks.
+
+        The groups of the axes keep the default group's timeout.
+        """
         assert dist.get_world_size() == dims.world_size, f"{dist.get_world_size()} ranks for {dims.describe()}"
         world = init_device_mesh(device.type, dims.shape, mesh_dim_names=AXES)
         shards = world["dp_shard", "cp"]._flatten("dp_shard_cp")
         tokens = world["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
         spread = tokens._unflatten(0, (tokens.size() // dims.ep, dims.ep), ("efsdp", "ep"))
+        _keep_time(world, shards, tokens, spread, device=device)
         if dims.dp_replicate == 1:
             return cls(dims, world, shards, spread, device)
         both = DeviceMesh._concatenate([world["dp_replicate"], shards])
@@ -72,14 +77,16 @@ class ReplicaMesh:
         """Place on the pipeline, 0 first."""
         return self.dims.coordinates(self.rank)["pp"]
 
-    def sum_over_shares(self, value: Tensor) -> Tensor:
-        """Return the sum over the ranks that train on different samples; in place. All of them must call it."""
-        for name in ("dp_replicate", "dp_shard"):
-            if (mesh := self.axis(name)) is not None:
-                dist.all_reduce(value, group=mesh.get_group())
-        return value
-
     def sum_over_all(self, value: Tensor) -> Tensor:
         """Return the sum over all ranks of the replica; in place."""
         dist.all_reduce(value)
         return value
+
+
+def _keep_time(*meshes: DeviceMesh, device: torch.device) -> None:
+    """Give the meshes' groups the timeout of the default group; torch gives new groups one of its own."""
+    default = dist.distributed_c10d._get_default_group()
+    timeout = default._get_backend(device).options._timeout
+    for mesh in meshes:
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(timeout, group)

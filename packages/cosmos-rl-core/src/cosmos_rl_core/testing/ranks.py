@@ -107,7 +107,7 @@ def _run(
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
     try:
         figures = _load_function(file, name)(rank, num_ranks, **arguments) or {}
-        np.savez(f"{folder}/{rank}.npz", **{key: np.asarray(value) for key, value in figures.items()})
+        np.savez(f"{folder}/{rank}.npz", **{key: np.asarray(value) for key, value in figures.items()})  # type: ignore[arg-type]
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

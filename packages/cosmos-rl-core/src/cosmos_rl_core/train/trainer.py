@@ -66,6 +66,7 @@ class Trainer:
         """Add the gradients of the batch's microbatches."""
         assert self._batch is not None, "begin(batch) comes first"
         self.policy.forward_backward(microbatches, loss=self._loss, with_entropy=self._objective.needs_entropy)
+        self.progress += len(microbatches)  # in every rank of a pipeline, of which the last alone takes the loss
 
     def _loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
         """The weighted sum of all loss terms over a microbatch; adds to the step's metrics."""
@@ -83,7 +84,6 @@ class Trainer:
         mask = terms.loss_mask
         for name, values in metrics.items():
             self._add(name, (mask * values).sum() / max(1, self._batch.num_terms))
-        self.progress += 1
         return total
 
     def optim_step(self) -> StepResult:

@@ -49,10 +49,6 @@ class PolicyLearner:
     def version(self) -> int:
         return self.trainer.version
 
-    @property
-    def progress(self) -> int:
-        return self.trainer.progress
-
     async def forward_backward(self, batch: TrainBatch) -> None:
         if self._skipped > self._max_skipped_steps:
             raise UserError(

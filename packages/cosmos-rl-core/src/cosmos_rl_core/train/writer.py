@@ -6,6 +6,8 @@ object store  step_12/ in all ranks          -> manifest.json, whose presence ma
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -20,7 +22,7 @@ from cosmos_rl_core.train.snapshot import Snapshot
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written, by at least one rank; nothing of it is left. Says which and why."""
+    """A checkpoint could not be written, by at least one rank; none is left. Says which and why."""
 
 
 class CheckpointWriter:
@@ -43,7 +45,8 @@ class CheckpointWriter:
             self._together(lambda: self._complete(target, final, snapshot, digests) if self._ranks.leads else {})
         except SaveFailed:
             if self._ranks.leads:
-                target.remove()
+                with contextlib.suppress(*store_errors()):  # out of reach; without a manifest it is no checkpoint
+                    target.remove()
             raise
         return self.root / final
 
@@ -59,7 +62,12 @@ class CheckpointWriter:
         return {file: target.write(file, snapshot.bytes_of(file)) for file in snapshot.files}
 
     def _complete(self, target: Folder, final: str, snapshot: Snapshot, digests: dict[str, str]) -> dict[str, str]:
-        """Add the files there is one of, and make it a checkpoint."""
+        """Add the files there is one of, and make it a checkpoint; the files of all ranks must be here."""
+        if missing := sorted(set(digests) - set(target.walk())):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{missing[0]} is not in {target}: [checkpoint] path must be a folder that all ranks reach",
+            )
         for name, data in self._beside.items():
             digests[f"policy/{name}"] = target.write(f"policy/{name}", [data])
         digests[CONTENTS] = target.write(CONTENTS, [msgspec.json.encode(snapshot.contents)])

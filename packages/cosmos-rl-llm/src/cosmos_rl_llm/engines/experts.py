@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cosmos_rl_core.parallel.expert import combine, dispatch
-from cosmos_rl_llm.experts import is_experts
+from cosmos_rl_llm.experts import is_experts, run_experts
 from cosmos_rl_llm.linear import MIN_ROWS, product
 
 
@@ -27,19 +27,13 @@ def use_steady_experts(model: nn.Module) -> None:
 
 def _forward(module: nn.Module, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
     """hidden [N, H], experts and gates [N, k] -> [N, H]."""
-    family = cast(Any, module)  # carries what transformers' `use_experts_implementation` notes about it
-    rows, ends, exchange = dispatch(hidden, experts, num_experts=family.num_experts, axis=None)
+    num_experts = cast(Any, module).num_experts
+    rows, ends, exchange = dispatch(hidden, experts, num_experts=num_experts, axis=None)
     sizes = ends.diff(prepend=ends.new_zeros(1)).tolist()
-    if family.has_gate:
-        rows = family._apply_gate(_linear(module, "gate_up_proj", rows, sizes))
-    else:
-        rows = family.act_fn(_linear(module, "up_proj", rows, sizes))
-    rows = _linear(module, "down_proj", rows, sizes)
-    rows = family.post_expert_norm(rows) if family.has_post_expert_norm else rows
-    return combine(rows, gates, exchange)
+    return combine(run_experts(module, rows, partial(_linear, module, sizes)), gates, exchange)
 
 
-def _linear(module: nn.Module, name: str, rows: Tensor, sizes: list[int]) -> Tensor:
+def _linear(module: nn.Module, sizes: list[int], name: str, rows: Tensor) -> Tensor:
     """rows [R, in], `sizes` of them for each expert in order -> [R, out]."""
     family = cast(Any, module)
     weight = module.get_parameter(name)
