@@ -57,7 +57,7 @@ def waits_in_vain(rank, world_size, **sizes):
         started = time.monotonic()
         if rank == 0:
             with pytest.raises(RuntimeError, match="Timed out"):
-                dist.all_reduce(torch.ones(1), group=mesh.axis(axis).get_group())
+                dist.all_reduce(torch.ones(1), group=mesh.world[axis].get_group())
             waited[axis] = time.monotonic() - started
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=60))
     return waited
