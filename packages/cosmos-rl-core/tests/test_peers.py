@@ -1,7 +1,8 @@
-"""How idle a worker was, from its heartbeats."""
+"""How idle a worker was, from its heartbeats; and a word to one that is leaving."""
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.wire import ConnectionClosed
 
 
 class NoConnection:
@@ -28,3 +29,15 @@ def test_without_a_new_heartbeat_the_last_figure_stands():
     peer.beat(beat(1, 1.0), now=102.0)
     assert peers.metrics()["policy_idle_fraction"] == 0.5
     assert peers.metrics()["policy_idle_fraction"] == 0.5
+
+
+class Closing:
+    """A connection whose other side has gone while nobody here has noticed."""
+
+    def post(self, message):
+        raise ConnectionClosed("closed by the peer")
+
+
+def test_a_word_to_a_worker_that_has_just_left_disturbs_nobody():
+    peer = Peer(name="policy-0", role="policy", connection=Closing(), heard_at=100.0)
+    peer.post(p.Stop(reason="the run is over"))

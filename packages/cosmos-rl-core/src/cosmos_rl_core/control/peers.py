@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.events import Role
-from cosmos_rl_core.control.wire import Connection
+from cosmos_rl_core.control.wire import Connection, ConnectionClosed
 
 
 @dataclass(slots=True, kw_only=True)
@@ -53,7 +54,7 @@ class Peer:
 
     def post(self, message: p.ToWorker) -> None:
         """Send, unless the connection has ended: then the ledger hears of it anyway."""
-        if not self.connection.closed.is_set():
+        with contextlib.suppress(ConnectionClosed):
             self.connection.post(message)
 
 
