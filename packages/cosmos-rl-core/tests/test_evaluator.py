@@ -12,6 +12,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.evaluator import Evaluator
 from cosmos_rl_core.control.payload import encode_group
 from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.wire import ConnectionClosed
 from cosmos_rl_core.rollout.source import PromptSource
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
@@ -26,6 +27,8 @@ class Wire:
     closed: asyncio.Event = field(default_factory=asyncio.Event)
 
     def post(self, message):
+        if self.closed.is_set():
+            raise ConnectionClosed("closed by the peer")
         self.posted.append(message)
 
     @property
