@@ -9,10 +9,11 @@ import torch
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.remat import checkpoint_activations
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
 from cosmos_rl_llm.collate import collate
 from cosmos_rl_llm.engines.torch import TorchEngine
-from cosmos_rl_llm.model import make_model
+from cosmos_rl_llm.model import decoder_layers, make_model
 from cosmos_rl_llm.packing import PackedLayout, install_attention
 from cosmos_rl_llm.policy import CausalLMPolicy
 from cosmos_rl_llm.routing import ExpertLoad, RouteRecorder, install_replay, routers
@@ -201,8 +202,7 @@ def test_recomputed_layers_see_the_routes_of_their_own_pass():
         model = tiny()
         install_replay(model)
         if checkpointed:
-            model.train()
-            model.activation_checkpointing_enable({"use_reentrant": False})
+            checkpoint_activations(decoder_layers(model), "full")
         first = torch.tensor([0, 1]).expand(LENGTH, 2, 2)
         one, two = hidden_states(model, first), hidden_states(model, first + 2)
         one.square().sum().backward()  # while the routes that were heard last are those of `two`

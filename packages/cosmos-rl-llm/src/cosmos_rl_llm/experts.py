@@ -103,7 +103,8 @@ def run_experts(module: nn.Module, rows: Tensor, linear: Callable[[str, Tensor],
     else:
         rows = family.act_fn(linear("up_proj", rows))
     rows = linear("down_proj", rows)
-    return family.post_expert_norm(rows) if family.has_post_expert_norm else rows
+    # Noted since the first family that has one came, in transformers 5.23.
+    return family.post_expert_norm(rows) if vars(module).get("has_post_expert_norm") else rows
 
 
 def _linear(module: nn.Module, ends: Tensor, name: str, rows: Tensor) -> Tensor:

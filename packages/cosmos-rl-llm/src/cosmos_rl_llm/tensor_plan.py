@@ -39,6 +39,9 @@ _CUT = {"colwise": cut_columns, "rowwise": cut_rows, "per_head": cut_vectors}
 _FOLLOWS = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 """Styles of what is whole in a region: nothing to do."""
 
+_VOCABULARY = ("embed_tokens", "embedding_rowwise")
+"""What `_spread_vocabulary` does; transformers before 5.20 has it in the plan of every model with a tied head."""
+
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _LATENT_ATTENTION = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
 _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
@@ -84,7 +87,8 @@ def check_sizes(config: PreTrainedConfig, *, tp: int) -> None:
 
 def _styles(model: PreTrainedModel) -> Styles:
     config = model.config.get_text_config()
-    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if ".experts" not in name}
+    named = (config.base_model_tp_plan or {}).items()
+    plan = {name: style for name, style in named if ".experts" not in name and (name, style) != _VOCABULARY}
     plan |= _LEFT_OUT.get(config.model_type, {})
     unknown = sorted({style for style in plan.values() if style not in _CUT and style not in _FOLLOWS})
     if unknown or not plan:

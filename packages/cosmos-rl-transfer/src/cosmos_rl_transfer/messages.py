@@ -1,12 +1,14 @@
 """What a subscriber and a publisher say to each other on their connection, in this order.
 
 subscriber                                   publisher
-Hello                                     -> Welcome          what the publisher holds, and how
+Hello                                     -> Welcome          what the publisher holds, and how it is reached
 Join(target, rank, plan digest)           -> Joined           or Refused: the plans differ
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
                                              Announce(version)
-Borrow(version)                           -> Lent             a lease on the slot, with hashes; or Overtaken
-ReadBucket(lease, bucket) (tcp only)      -> Data + raw bytes, or Overtaken
+Borrow(version)                           -> Lent             a lease on the version; or Overtaken
+ReadBucket(lease, bucket, free slot)      -> Data, and what the transport sends behind it; or Overtaken
+  ... at most two of them unanswered
+Free(slot)                                                    no answer
 Return(lease)                             -> Returned         was the lease valid all the time?
 """
 
@@ -16,7 +18,7 @@ import msgspec
 
 from cosmos_rl_transfer.layout import Manifest
 
-PROTOCOL = 1
+PROTOCOL = 2
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -30,14 +32,20 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
     """The publisher's own."""
     wire_dtype: str | None
     bucket_bytes: int
-    segments: tuple[dict[str, str], ...]
-    """Per slot, how a process on the same host maps it; empty dicts where it cannot."""
+    transport: str
+    """Name of the transport that the publisher's outlet is of."""
+    offer: dict[str, str]
+    """How the outlet is reached."""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
     target: Manifest
     rank: int
     plan_digest: str
+    position: int = 0
+    """Place of this replica among the rollout replicas: it turns the choice among equal owners."""
+    transport: str = "tcp"
+    """The one the subscriber has chosen: the publisher's own, or tcp, which always works."""
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -62,15 +70,12 @@ class Announce(msgspec.Struct, tag=True, frozen=True):
 
 class Borrow(msgspec.Struct, tag=True, frozen=True):
     version: int
+    keep: bool = False
+    """Whether the lease outlives the next version: for a reader that was overtaken before."""
 
 
 class Lent(msgspec.Struct, tag=True, frozen=True):
     lease: int
-    slot: int
-    bucket_hashes: tuple[int, ...]
-    """xxh3-64 of each bucket of the stream."""
-    tensor_sums: dict[str, int]
-    """By tensor: the additive hash of what this publisher sends of it."""
 
 
 class Overtaken(msgspec.Struct, tag=True, frozen=True):
@@ -80,11 +85,27 @@ class Overtaken(msgspec.Struct, tag=True, frozen=True):
 class ReadBucket(msgspec.Struct, tag=True, frozen=True):
     lease: int
     bucket: int
+    free: int = -1
+    """A slot the subscriber has done with, -1 for none."""
+
+
+class Free(msgspec.Struct, tag=True, frozen=True):
+    slot: int
 
 
 class Data(msgspec.Struct, tag=True, frozen=True):
+    """Head of a bucket."""
+
+    bucket: int
     num_bytes: int
-    """Raw bytes that follow this message."""
+    hash: int
+    """xxh3-64 of its pieces' bytes, one after the other, without padding."""
+    sums: tuple[int, ...]
+    """Additive hash of each piece."""
+    slot: int = -1
+    """Where it lies, -1 where it comes straight out of live memory."""
+    runs: tuple[tuple[int, int, int], ...] = ()
+    """`Outlet.locate`'s."""
 
 
 class Return(msgspec.Struct, tag=True, frozen=True):
@@ -95,5 +116,5 @@ class Returned(msgspec.Struct, tag=True, frozen=True):
     valid: bool
 
 
-Request = Hello | Join | Await | Borrow | ReadBucket | Return
+Request = Hello | Join | Await | Borrow | ReadBucket | Free | Return
 Reply = Welcome | Joined | Refused | Waiting | Announce | Lent | Overtaken | Data | Returned

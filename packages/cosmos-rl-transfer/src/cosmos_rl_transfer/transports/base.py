@@ -1,68 +1,114 @@
-"""The seam between what is transferred and how its bytes travel."""
+"""The seam between what is transferred and how its bytes travel: one packed bucket at a time.
+
+    publisher (an `Outlet`)                              subscriber (an `Inlet`)
+    outlet = transport.open(bucket_bytes, num_slots)
+    Welcome carries outlet.offer            ------->     inlet = transport.attach(link, offer=..., ...)
+                                            <-------     ReadBucket
+    packs into a free slot, or finds that
+    the bucket lies ready in live memory
+    Data(slot, runs=outlet.locate(runs))    ------->     inlet.receive(data, out=...)
+    outlet.send(link, runs, num_bytes)      =======>
+    the slot is free after `send`, or (`keeps_slot`)
+    when the subscriber says so             <-------     ReadBucket(free=slot) or Free(slot)
+
+Hashes are the caller's: a transport may deliver torn or wrong bytes of a slot that was taken away from it, but must
+never wait for ever: everything ends by the link's deadline, or as soon as the peer's death is known.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
-from cosmos_rl_transfer.arena import Arena
 from cosmos_rl_transfer.digest import Raw
 from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Lent
-from cosmos_rl_transfer.plan import Bucket
+from cosmos_rl_transfer.messages import Data
 
 
-class Segment(Protocol):
-    """One snapshot slot's memory, owned by the publisher."""
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Bytes that lie side by side, and where they go in the packed bucket."""
 
-    memory: Raw
-    """uint8 [num_bytes], zero at first, page faults taken."""
-    offer: dict[str, str]
-    """How another process on this host maps it; empty if it cannot."""
+    data: Raw
+    """uint8 [n], contiguous."""
+    at: int
+    """First byte in the packed bucket."""
 
-    def close(self) -> None:
-        """Give the memory back once nobody maps it. May be called twice."""
+
+class Outlet(Protocol):
+    """A publisher's end, shared by all its subscribers. Several threads call it, each with a link of its own."""
+
+    slots: Sequence[Raw]
+    """uint8 [bucket_bytes] each, page faults taken: where buckets are packed. Reused for ever."""
+    keeps_slot: bool
+    """Whether a slot must stay as it is until the subscriber has read it (shared memory, RDMA)."""
+    direct: bool
+    """Whether `runs` may lie outside the slots, in memory given to `expose`."""
+    offer: Mapping[str, str]
+    """What a subscriber needs to reach it; empty where the link is enough."""
+
+    def expose(self, memory: Sequence[Raw]) -> None:
+        """Make further contiguous memory readable, such as live weights; replaces what was exposed before.
+
+        Called before buckets out of it are sent, never while one is. Does nothing where `direct` is false or where no
+        preparation is needed.
+        """
         ...
 
+    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+        """Return (address, place in the bucket, bytes) of each run, for subscribers that read by themselves, or ()."""
+        ...
 
-class Reader(Protocol):
-    """One subscriber's way to one publisher's slots."""
+    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+        """Hand a bucket over, after its `Data` was sent; does nothing where subscribers read by themselves.
 
-    def read(self, bucket: Bucket, *, lent: Lent, out: Raw) -> None:
-        """Fill `out` uint8 [bucket.num_bytes] with the packed bytes of a bucket. Several threads may call.
-
-        Raises Superseded when the lease was revoked and the transport can tell, PeerLost when the publisher
-        is gone or silent. The caller checks hashes; the reader does not.
+        Runs ascend and may leave gaps (padding); what a subscriber finds there means nothing. Raises PeerLost.
         """
         ...
 
     def close(self) -> None:
-        """Unmap. May be called twice."""
+        """Give everything back. May be called twice."""
+        ...
+
+
+class Inlet(Protocol):
+    """A subscriber's end of one publisher. One thread calls it at a time."""
+
+    anywhere: bool
+    """Whether `out` may lie anywhere (in the `staging` given to `attach`, for one); else only in `buffers`."""
+    buffers: Sequence[Raw]
+    """uint8 [bucket_bytes] each, to receive into; empty where `receive` returns a view of the publisher's slot."""
+
+    def receive(self, data: Data, *, out: Raw | None) -> Raw:
+        """Return the packed bytes uint8 [data.num_bytes] that `data` announced.
+
+        That is `out` [data.num_bytes], filled, or (with no buffers) a read-only view of the publisher's slot, good until
+        the slot is given back. Raises PeerLost when the publisher is gone or silent past the link's deadline.
+        """
+        ...
+
+    def close(self) -> None:
+        """Unmap, deregister. May be called twice. The link is not the inlet's to close."""
         ...
 
 
 class Transport(Protocol):
-    """How packed buckets get from a publisher's slot to a subscriber.
-
-        publisher                                     subscriber
-        segment = transport.allocate(n)   (x 2)
-        server sends segment.offer         ------->   reader = transport.attach(link, arena=..., offers=...)
-        packs a version into segment.memory
-        grants a lease on the slot         ------->   reader.read(bucket, lent=..., out=...)
-        rewrites the slot when leases end             reader.close()
-        segment.close()
-
-    A publisher serves `ReadBucket` over the link whatever its transport, so a subscriber can always fall back
-    to tcp.
-    """
+    """How packed buckets get from a publisher's slot to a subscriber."""
 
     name: str
 
-    def allocate(self, num_bytes: int) -> Segment:
-        """Make a slot. Raises TransportUnavailable with the reason where this machine cannot."""
+    def open(self, *, bucket_bytes: int, num_slots: int) -> Outlet:
+        """Make a publisher's end. Raises TransportUnavailable with the reason where this machine cannot."""
         ...
 
-    def attach(self, link: Link, *, arena: Arena, offers: tuple[dict[str, str], ...]) -> Reader:
-        """Reach the publisher's slots, laid out by `arena`. Raises TransportUnavailable with the reason."""
+    def attach(
+        self, link: Link, *, offer: Mapping[str, str], bucket_bytes: int, num_buffers: int, staging: Raw | None
+    ) -> Inlet:
+        """Reach the publisher behind `link`. Raises TransportUnavailable with the reason where it cannot.
+
+        `offer` is that of the publisher's outlet. `staging`: memory that buckets may be received into directly.
+        """
         ...
 
 
