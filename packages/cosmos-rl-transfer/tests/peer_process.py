@@ -29,17 +29,18 @@ async def follow_one(address, transport):
 
 
 class Stalling(SharedMemory):
-    """Tells that a read has begun and never ends it."""
+    """Tells that a bucket has come and never takes it."""
 
-    def attach(self, link, *, arena, offers):
+    def attach(self, link, *, offer, memory):
+        self.inlet, self.views = super().attach(link, offer=offer, memory=memory), True
         return self
 
-    def read(self, bucket, *, lent, out):
+    def receive(self, data, *, out):
         print("reading", flush=True)
         threading.Event().wait()
 
     def close(self):
-        pass
+        self.inlet.close()
 
 
 async def stall(address):
@@ -49,9 +50,10 @@ async def stall(address):
 
 async def publish(*transports):
     """Publish version 0 over each transport, tell the addresses, and wait for the end."""
-    publishers = [Publisher(weights_at(0), token=TOKEN, transport=transport) for transport in transports]
+    weights = weights_at(0)
+    publishers = [Publisher(weights, token=TOKEN, transport=transport) for transport in transports]
     for publisher in publishers:
-        await publisher.publish(0, weights_at(0))
+        await publisher.publish(0, weights)
         print(publisher.address, flush=True)
     await asyncio.Event().wait()
 

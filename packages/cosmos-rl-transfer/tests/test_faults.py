@@ -56,43 +56,85 @@ def test_lasting_corruption_raises_and_leaves_the_live_tensors_alone(transport):
 
 
 class Stalling:
-    """A shared-memory reader that stops in the middle of a bucket until it is let go."""
+    """A transport whose subscriber stops in the middle of a bucket until it is let go."""
 
-    name = "stalling shm"
-
-    def __init__(self):
-        self.inner = SharedMemory()
+    def __init__(self, inner):
+        self.inner, self.name = inner, inner.name
         self.reading, self.go_on = threading.Event(), threading.Event()
 
-    def attach(self, link, *, arena, offers):
-        self.reader = self.inner.attach(link, arena=arena, offers=offers)
+    def attach(self, link, *, offer, memory):
+        self.inlet = self.inner.attach(link, offer=offer, memory=memory)
+        self.views = self.inlet.views
         return self
 
-    def read(self, bucket, *, lent, out):
+    def receive(self, data, *, out):
         self.reading.set()
         assert self.go_on.wait(20)
-        self.reader.read(bucket, lent=lent, out=out)
+        return self.inlet.receive(data, out=out)
 
     def close(self):
-        self.reader.close()
+        self.inlet.close()
 
 
-def test_a_slow_reader_holds_the_publisher_up_for_its_patience_only_and_then_takes_the_newest():
+async def stalled(pair, stalling):
+    """Publish version 0 and return the stage of a subscriber that stands still in it."""
+    await pair.publish(0)
+    staging = asyncio.create_task(pair.subscriber.stage(after=-1))
+    assert await asyncio.to_thread(stalling.reading.wait, 10)
+    return staging
+
+
+@pytest.mark.parametrize("transport", [SharedMemory, Tcp])
+def test_a_slow_reader_holds_the_fence_for_its_patience_and_gets_its_version_all_the_same(transport):
     async def main():
-        stalling = Stalling()
-        async with Pair("shm", reading=stalling, patience_s=0.3) as pair:
-            await pair.publish(0)
-            staging = asyncio.create_task(pair.subscriber.stage(after=-1))
-            assert await asyncio.to_thread(stalling.reading.wait, 10)
+        stalling = Stalling(transport())
+        async with Pair(transport.name, reading=stalling, patience_s=0.3) as pair:
+            staging = await stalled(pair, stalling)
             started = time.monotonic()
-            await pair.publish(1)
-            assert time.monotonic() - started < 0.3  # the other slot was free
-            await pair.publish(2)
+            metrics = await pair.publisher.fence()
             assert 0.3 <= time.monotonic() - started < 3
+            assert 0 < metrics["sync_copied_bytes"] <= sum(t.nbytes for t in pair.live.values()) + 1024
+            for tensor in pair.trained.values():
+                tensor.zero_()
+            stalling.go_on.set()
+            assert await staging == 0
+            pair.subscriber.apply()
+            assert_version(pair.live, 0)
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", [SharedMemory, Tcp])
+def test_a_reader_that_is_overtaken_takes_the_newest_instead(transport):
+    async def main():
+        stalling = Stalling(transport())
+        async with Pair(transport.name, reading=stalling, patience_s=0.05) as pair:
+            staging = await stalled(pair, stalling)
+            for version in (1, 2):
+                await pair.publish(version)
             stalling.go_on.set()
             assert await staging == 2
             pair.subscriber.apply()
             assert_version(pair.live, 2)
+
+    asyncio.run(main())
+
+
+def test_a_reader_that_stands_still_does_not_keep_others_from_reading():
+    async def main():
+        stalling = Stalling(SharedMemory())
+        async with Pair("shm", reading=stalling, patience_s=0.1) as pair:
+            staging = await stalled(pair, stalling)
+            live = blank()
+            other = Subscriber(pair.publisher.address, live, token=TOKEN)
+            assert await other.stage(after=-1) == 0
+            other.apply()
+            assert_version(live, 0)
+            stalling.go_on.set()
+            assert await staging == 0  # its slots were taken away: what it read was wrong and was fetched again
+            pair.subscriber.apply()
+            assert_version(pair.live, 0)
+            await other.close()
 
     asyncio.run(main())
 
@@ -188,12 +230,12 @@ def test_a_hundred_versions_reach_another_process_bit_exact_over_each_transport(
         publishers = [Publisher(weights, token=TOKEN, transport=name, bucket_bytes=2048) for name in TRANSPORTS]
         with Child("follow", *(p.address for p in publishers)) as child:
             for version in range(100):
+                for publisher in publishers:
+                    await publisher.fence()
                 for name, tensor in weights_at(version).items():
                     weights[name].copy_(tensor)
                 for publisher in publishers:
                     await publisher.publish(version, weights)
-                for tensor in weights.values():
-                    tensor.zero_()
                 heard = {await asyncio.to_thread(child.line) for _ in publishers}
                 assert heard == {f"shm exact {version}", f"tcp exact {version}"}
         for publisher in publishers:
@@ -211,6 +253,7 @@ def test_a_subscriber_killed_while_it_reads_does_not_hold_the_publisher_up():
             child.process.kill()
             started = time.monotonic()
             for version in range(1, 5):
+                await publisher.fence()
                 await publisher.publish(version, weights_at(version))
             assert time.monotonic() - started < 2
         await publisher.close()

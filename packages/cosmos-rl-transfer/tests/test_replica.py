@@ -11,7 +11,7 @@ from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import LayoutError, Manifest
 from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.layout import Shard
-from cosmos_rl_transfer.replica import merge, own_part
+from cosmos_rl_transfer.replica import own_part
 
 TOKEN = b"the run's token of 32 bytes....."
 SHAPES = {"embed": (7, 6), "proj": (8, 10), "norm": (5,), "scalar": (1,), "first": (4, 3), "last": (3, 4)}
@@ -104,11 +104,11 @@ def test_what_ranks_hold_is_joined_into_one_manifest():
         Manifest(tuple(type(x)(x.spec, {r: box for r, box in x.boxes.items() if r == rank}) for x in known.layouts))
         for rank in range(3)
     ]
-    assert merge(parts) == known
+    assert Manifest.merge(parts) == known
     assert own_part({"b": torch.zeros(4)}, rank=2) == Manifest.whole(specs[1:], rank=2)
 
 
 def test_ranks_that_disagree_on_a_tensor_are_told():
     wide, narrow = (WeightSpec(name="a", shape=(4,), dtype=dtype) for dtype in ("float32", "bfloat16"))
     with pytest.raises(LayoutError, match=r"a: float32 \[4\] on one rank, bfloat16 \[4\] on another"):
-        merge([Manifest.whole([wide]), Manifest.whole([narrow], rank=1)])
+        Manifest.merge([Manifest.whole([wide]), Manifest.whole([narrow], rank=1)])

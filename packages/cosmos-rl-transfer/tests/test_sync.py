@@ -62,13 +62,12 @@ def test_stage_takes_the_newest_version():
 @pytest.mark.parametrize("transport", TRANSPORTS)
 def test_every_version_seen_is_whole_while_the_trainer_publishes_and_changes_weights(transport):
     async def train(pair):
-        weights = weights_at(0)
         for version in range(60):
-            for name, tensor in weights_at(version).items():
-                weights[name].copy_(tensor)
-            await pair.publisher.publish(version, weights)
-            for tensor in weights.values():
-                tensor.zero_()  # what the optimizer may do as soon as publish has returned
+            await pair.publisher.fence()
+            for tensor in pair.trained.values():
+                tensor.zero_()  # what an optimizer may do as soon as the fence is down
+            await pair.publish(version)
+            await asyncio.sleep(0.002)
 
     async def main():
         async with Pair(transport) as pair:
@@ -80,6 +79,50 @@ def test_every_version_seen_is_whole_while_the_trainer_publishes_and_changes_wei
                 seen += 1
             await training
             assert seen > 1
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("transport", TRANSPORTS)
+def test_a_subscriber_without_a_shadow_pulls_into_its_live_tensors(transport):
+    async def main():
+        async with Pair(transport, staging="in_place") as pair:
+            for version in range(3):
+                await pair.publish(version)
+                assert await pair.subscriber.stage(after=version - 1) == version
+                changing = asyncio.create_task(pair.publisher.fence())  # waits for the borrowed version
+                await asyncio.to_thread(pair.subscriber.apply)
+                assert (await changing)["sync_copied_bytes"] == 0
+                assert_version(pair.live, version)
+
+    asyncio.run(main())
+
+
+def test_a_version_borrowed_in_place_outlives_the_fence():
+    async def main():
+        async with Pair("shm", staging="in_place", patience_s=0.05) as pair:
+            await pair.publish(0)
+            await pair.subscriber.stage(after=-1)
+            metrics = await pair.publish(1)
+            assert metrics["sync_copied_bytes"] >= sum(t.nbytes for t in pair.live.values())
+            pair.subscriber.apply()
+            assert_version(pair.live, 0)
+
+    asyncio.run(main())
+
+
+def test_large_tensors_travel_without_a_copy_and_small_ones_packed():
+    async def main():
+        weights = {"large": torch.randn(1024, 1024), "cast": torch.randn(300, 400).T, "small": torch.randn(9)}
+        live = {name: torch.zeros(tensor.shape) for name, tensor in weights.items()}
+        publisher = Publisher(weights, token=TOKEN, transport="tcp", bucket_bytes=1 << 20)
+        subscriber = Subscriber(publisher.address, live, token=TOKEN)
+        await publisher.publish(0, weights)
+        await subscriber.stage(after=-1)
+        subscriber.apply()
+        assert all(torch.equal(live[name], weights[name]) for name in weights)
+        await subscriber.close()
+        await publisher.close()
 
     asyncio.run(main())
 

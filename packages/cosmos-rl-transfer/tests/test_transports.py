@@ -1,16 +1,19 @@
 import asyncio
+import logging
 import socket
-from contextlib import contextmanager
+from dataclasses import dataclass
 
+import numpy as np
 import pytest
 
-from cosmos_rl_transfer.arena import Arena
-from cosmos_rl_transfer.errors import AuthenticationError, PeerLost
+from cosmos_rl_transfer.conformance import CHECKS, Ends
+from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
 from cosmos_rl_transfer.link import Link
+from cosmos_rl_transfer.messages import Data
 from cosmos_rl_transfer.publisher import Publisher
-from cosmos_rl_transfer.testing import CHECKS, weights_at
-from cosmos_rl_transfer.transports.base import TransportUnavailable
-from cosmos_rl_transfer.transports.select import allocate, attach, candidates
+from cosmos_rl_transfer.testing import weights_at
+from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.transports.select import attach, open_outlet, preference
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 
@@ -18,35 +21,163 @@ from cosmos_rl_transfer.transports.tcp import Tcp
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 @pytest.mark.parametrize("transport", [SharedMemory, Tcp])
 def test_conformance(transport, check):
-    check(transport())
+    check(Ends.of(transport))
 
 
-@contextmanager
-def loopback_link():
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        yield Link(ours, timeout_s=1, side="subscriber")
+class WrongPlace(Tcp):
+    """Sends every bucket shifted by one byte."""
+
+    def open(self, *, bucket_bytes, num_slots):
+        outlet = super().open(bucket_bytes=bucket_bytes, num_slots=num_slots)
+        send = outlet.send
+        outlet.send = lambda link, runs, *, num_bytes: send(
+            link, [Run(np.roll(run.data, 1), run.at) for run in runs], num_bytes=num_bytes
+        )
+        return outlet
 
 
-def test_auto_prefers_shared_memory_and_falls_back_to_tcp():
-    assert [kind.name for kind in candidates("auto")] == ["shm", "tcp"]
-    (segment,) = allocate("auto", num_bytes=10, count=1)
-    assert "path" in segment.offer
-    segment.close()
-    with loopback_link() as link:
-        reader = attach("auto", link, arena=Arena({}, 0), offers=({}, {}))
-        assert type(reader) is type(Tcp().attach(link, arena=Arena({}, 0), offers=()))
+class OneSlot(SharedMemory):
+    """Packs every bucket into the same slot."""
+
+    def open(self, *, bucket_bytes, num_slots):
+        outlet = super().open(bucket_bytes=bucket_bytes, num_slots=num_slots)
+        outlet.slots = [outlet.slots[0]] * num_slots
+        return outlet
 
 
-def test_shared_memory_refuses_what_it_cannot_map_and_says_why():
-    refused = pytest.raises(TransportUnavailable, match="shm: the publisher's slots are not in shared memory")
-    with loopback_link() as link, refused:
-        attach("shm", link, arena=Arena({}, 0), offers=({},))
+@pytest.mark.parametrize("broken", [WrongPlace, OneSlot])
+def test_the_suite_finds_a_broken_transport(broken):
+    failed = set()
+    for check in CHECKS:
+        if check.__name__ in ("slots_arrive_whole", "a_bucket_stays_until_it_is_given_back"):
+            try:
+                check(Ends.of(broken))
+            except AssertionError:
+                failed.add(check.__name__)
+    assert failed
+
+
+@pytest.fixture
+def ends():
+    """Two links, not authenticated."""
+    near, far = socket.socketpair()
+    links = Link(near, timeout_s=2, side="subscriber"), Link(far, timeout_s=2, side="publisher")
+    yield links
+    for link in links:
+        link.close()
+
+
+def reached(transport, link, offered, offer):
+    name, inlet = attach(transport, link, offered=offered, offer=offer, memory=[])
+    inlet.close()
+    return name
+
+
+def test_auto_offers_the_fastest_that_can_be_opened_and_says_so_in_one_line(caplog):
+    with caplog.at_level(logging.INFO):
+        name, outlet = open_outlet("auto", bucket_bytes=10, num_slots=1)
+    outlet.close()
+    assert name == preference()[0] == "shm"  # of a machine without GPU and InfiniBand
+    assert [record.message for record in caplog.records] == ["offer weights over shm"]
+
+
+def test_auto_reads_what_is_offered(ends):
+    name, outlet = open_outlet("auto", bucket_bytes=10, num_slots=1)
+    assert reached("auto", ends[0], name, outlet.offer) == name
+    outlet.close()
+
+
+def test_auto_falls_back_to_the_link_and_says_why(ends, caplog):
+    with caplog.at_level(logging.INFO):
+        assert reached("auto", ends[0], "shm", {"slots": "/proc/1/fd/none", "nonce": "00"}) == "tcp"
+    (line,) = (record.message for record in caplog.records)
+    assert line.startswith("read weights over tcp (not over shm: the publisher's memory cannot be opened:")
+
+
+@pytest.mark.parametrize("offered", ["carrier pigeon", "os:system"])
+def test_auto_loads_nothing_that_is_not_installed_here(ends, offered):
+    assert reached("auto", ends[0], offered, {}) == "tcp"
+
+
+def test_another_transport_than_the_publishers_is_refused_with_what_it_offers(ends):
+    with pytest.raises(TransportUnavailable, match="the publisher offers nixl and tcp; name the same on both sides"):
+        reached("shm", ends[0], "nixl", {})
+    assert reached("tcp", ends[0], "nixl", {}) == "tcp"
 
 
 def test_an_unknown_transport_lists_the_known_ones():
-    with pytest.raises(ValueError, match='"carrier pigeon" is not known; choose one of auto, shm, tcp'):
-        candidates("carrier pigeon")
+    with pytest.raises(ValueError, match="'carrier pigeon'.*known: auto, collective, nixl, shm, tcp"):
+        open_outlet("carrier pigeon", bucket_bytes=10, num_slots=1)
+
+
+@dataclass
+class Homing(Tcp):
+    """A transport of somebody else's."""
+
+    name = "homing"
+
+
+def test_a_transport_of_ones_own_is_taken_as_it_is(ends):
+    name, outlet = open_outlet(Homing(), bucket_bytes=10, num_slots=1)
+    assert (name, reached(Homing(), ends[0], name, outlet.offer)) == ("homing", "homing")
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (lambda offer: {**offer, "nonce": "00" * 16}, "is not the one it offered"),
+        (lambda offer: {**offer, "slots": "/proc/self/exe"}, "is not the one it offered"),
+        (lambda offer: {**offer, "slots": "/nowhere"}, "cannot be opened"),
+        (lambda offer: {}, "not in shared memory"),
+    ],
+)
+def test_shared_memory_refuses_what_is_not_the_publishers_and_says_why(ends, change, reason):
+    outlet = SharedMemory().open(bucket_bytes=100, num_slots=1)
+    with pytest.raises(TransportUnavailable, match=reason):
+        SharedMemory().attach(ends[0], offer=change(outlet.offer), memory=[])
+    outlet.close()
+
+
+@pytest.mark.parametrize("data", [Data(0, 101, 0, (), slot=0), Data(0, 100, 0, (), slot=1), Data(0, 1, 0, (), slot=-1)])
+def test_a_slot_that_is_not_shared_is_an_error(ends, data):
+    outlet = SharedMemory().open(bucket_bytes=100, num_slots=1)
+    inlet = SharedMemory().attach(ends[0], offer=outlet.offer, memory=[])
+    with pytest.raises(TransferError, match="which is not shared"):
+        inlet.receive(data, out=None)
+    outlet.close()
+
+
+def test_a_mapped_slot_cannot_be_written(ends):
+    outlet = SharedMemory().open(bucket_bytes=100, num_slots=1)
+    inlet = SharedMemory().attach(ends[0], offer=outlet.offer, memory=[])
+    with pytest.raises(ValueError, match="read-only"):
+        inlet.receive(Data(0, 100, 0, (), slot=0), out=None)[0] = 1
+    outlet.close()
+
+
+def test_more_runs_than_one_system_call_takes_arrive_in_order(ends):
+    near, far = ends
+    runs = [Run(np.full(3, i % 251 + 1, np.uint8), 5 * i) for i in range(5000)]
+    out = np.full(25_007, 0xEE, np.uint8)
+    Tcp().open(bucket_bytes=1, num_slots=0).send(far, runs, num_bytes=out.nbytes)
+    Tcp().attach(near, offer={}, memory=[]).receive(Data(0, out.nbytes, 0, ()), out=out)
+    wanted = np.zeros_like(out)
+    for run in runs:
+        wanted[run.at : run.at + 3] = run.data
+    assert np.array_equal(out, wanted)
+
+
+def test_a_hang_up_is_seen_behind_bytes_that_nobody_has_read(ends):
+    near, far = ends
+    near.check()
+    far.send_parts([memoryview(b"unread")])
+    near.check()
+    far.close()
+    with pytest.raises(PeerLost, match="the publisher is gone: closed"):
+        near.check()
+    near.close()
+    with pytest.raises(PeerLost):
+        near.check()
 
 
 @pytest.fixture

@@ -31,6 +31,8 @@ _SHIPPED: dict[str, dict[str, _Shipped]] = {
     "cosmos_rl.transports": {
         "shm": _Shipped("cosmos_rl_transfer.transports.shm:SharedMemory", "cosmos-rl-transfer"),
         "tcp": _Shipped("cosmos_rl_transfer.transports.tcp:Tcp", "cosmos-rl-transfer"),
+        "nixl": _Shipped("cosmos_rl_transfer.transports.nixl:Nixl", "cosmos-rl-transfer"),
+        "collective": _Shipped("cosmos_rl_transfer.transports.collective:Collective", "cosmos-rl-transfer"),
     },
 }
 

@@ -6,7 +6,7 @@ Publisher and subscriber run in processes that know the run's token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from cosmos_rl_core.types import WeightSpec
 
@@ -17,11 +17,20 @@ if TYPE_CHECKING:
 class WeightPublisher(Protocol):
     """The trainer's side of a weight sync.
 
-    await publisher.publish(version, weights)   # returns when the trainer may change the weights again
+    await publisher.publish(version, weights)   # engines read them from here on, while the next batch is computed
+    ...
+    await publisher.fence()                     # the trainer may change them now
     """
 
     async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Make `version` available to subscribers and return metrics (`sync_bytes`, `sync_s`)."""
+        """Make `version` available to subscribers and return metrics (`sync_bytes`, `sync_s`).
+
+        The tensors may not change before `fence` has returned.
+        """
+        ...
+
+    async def fence(self) -> Mapping[str, float]:
+        """Return, with metrics (`sync_stall_s`), when the published tensors may change; bounded, whatever readers do."""
         ...
 
     @property
@@ -52,6 +61,20 @@ class WeightSubscriber(Protocol):
         ...
 
     async def close(self) -> None: ...
+
+
+@runtime_checkable
+class OwnsSubscriber(Protocol):
+    """An engine whose live weights are in other processes, so that it has no tensors for `WeightSync.subscriber`."""
+
+    async def subscriber(
+        self, address: str, *, backend: str, token: bytes, transport: str, timeout_s: float
+    ) -> WeightSubscriber:
+        """Return what keeps those weights up to date from `address`; options as for `WeightSync.subscriber`.
+
+        backend: the [sync] backend that publishes. Raises UserError for one this engine cannot read from.
+        """
+        ...
 
 
 class RankExchange(Protocol):

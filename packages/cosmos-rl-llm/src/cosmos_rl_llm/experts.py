@@ -103,7 +103,7 @@ def run_experts(module: nn.Module, rows: Tensor, linear: Callable[[str, Tensor],
     else:
         rows = family.act_fn(linear("up_proj", rows))
     rows = linear("down_proj", rows)
-    # Noted since the first family that has one came, in transformers 5.23.
+    # transformers 5.19 knows no family with such a norm and does not note it.
     return family.post_expert_norm(rows) if vars(module).get("has_post_expert_norm") else rows
 
 

@@ -40,7 +40,7 @@ _FOLLOWS = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
 """Styles of what is whole in a region: nothing to do."""
 
 _VOCABULARY = ("embed_tokens", "embedding_rowwise")
-"""What `_spread_vocabulary` does; transformers before 5.20 has it in the plan of every model with a tied head."""
+"""What `_spread_vocabulary` does; until 5.20 transformers plans it for every model with a tied head."""
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _LATENT_ATTENTION = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}

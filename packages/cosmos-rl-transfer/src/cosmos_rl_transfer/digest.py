@@ -63,6 +63,24 @@ def run_sum(run: Raw, start: int) -> int:
     return total & _MASK
 
 
+def sum_change(positions: Raw, old: Raw, new: Raw) -> int:
+    """Return what H gains where some elements of a tensor change.
+
+    `positions`: int64 [k], row-major in the whole tensor. `old`, `new`: their values, unsigned integers [k].
+    """
+    if not len(positions):
+        return 0
+    lanes = 8 // new.itemsize
+    word = positions // lanes
+    gain = new.astype(np.uint64) - old.astype(np.uint64)  # wraps, and so does H
+    gain <<= ((positions & (lanes - 1)) * (64 // lanes)).view(np.uint64)
+    gain *= _TABLE[word & (_BLOCK - 1)]
+    word //= _BLOCK
+    first, last = int(word.min()), int(word.max())
+    gain *= _block_factors(first, last - first + 1)[word - first]
+    return int(gain.sum(dtype=np.uint64))
+
+
 def add(left: int, right: int) -> int:
     """Add two parts of H."""
     return (left + right) & _MASK

@@ -6,13 +6,17 @@ Its module takes seconds to import and no DTensor can exist before that, so it i
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, TypeGuard
 
 from torch import Tensor
 
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_transfer.box import Box, whole_box
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout import Placement, Replicate, Shard, TensorLayout, shard_box, whole_box
+from cosmos_rl_transfer.layout import TensorLayout
+from cosmos_rl_transfer.placement import Placement, Replicate, Shard, StridedShard, shard_box
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
@@ -30,23 +34,72 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if _is_dtensor(tensor) else tensor
 
 
+def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names whose memory was listed before, and under which name: {alias: first name}."""
+    first: dict[object, str] = {}
+    owners = ((name, first.setdefault(_memory(name, local(tensor)), name)) for name, tensor in weights.items())
+    return {name: owner for name, owner in owners if name != owner}
+
+
+def _memory(name: str, tensor: Tensor) -> object:
+    """What tells one tensor's memory from another's; a tensor without memory is its own."""
+    if not tensor.numel() or tensor.is_meta:
+        return name
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
 def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
     """Return the layout of a tensor over all ranks of its mesh; a plain tensor lies whole on `rank`.
 
-    Raises LayoutError for a placement that is not a plain Shard or Replicate.
+    Raises LayoutError for a tensor that holds partial sums, and for cuts that give a rank several boxes.
     """
     spec = WeightSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor))
     if not _is_dtensor(tensor):
         return TensorLayout(spec, {rank: whole_box(spec.shape)})
+    placements = tuple(_placement(name, placement) for placement in tensor.placements)
     mesh = tensor.device_mesh.mesh
-    placements = [_placement(name, placement) for placement in tensor.placements]
+    try:
+        boxes = _boxes(spec.shape, tuple(mesh.shape), placements, tuple(mesh.reshape(-1).tolist()))
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
+    _check_local(name, tensor, boxes, placements)
+    return TensorLayout(spec, boxes)
+
+
+@lru_cache(maxsize=1024)
+def _boxes(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], ranks: tuple[int, ...]
+) -> dict[int, Box]:
+    """Boxes by rank; tensors placed alike share the dict."""
     boxes = {
-        int(mesh[tuple(at)]): shard_box(
-            spec.shape, mesh_shape=tuple(mesh.shape), placements=placements, coordinate=tuple(at)
-        )
-        for at in (mesh == mesh).nonzero().tolist()
+        rank: shard_box(shape, mesh_shape=mesh_shape, placements=placements, coordinate=_unravel(i, mesh_shape))
+        for i, rank in enumerate(ranks)
     }
-    return TensorLayout(spec, {r: boxes[r] for r in sorted(boxes) if boxes[r].numel})
+    return {rank: boxes[rank] for rank in sorted(boxes) if boxes[rank].numel}
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate of the index-th place of a row-major mesh."""
+    places = []
+    for size in reversed(shape):
+        index, place = divmod(index, size)
+        places.append(place)
+    return tuple(reversed(places))
+
+
+def _check_local(name: str, tensor: DTensor, boxes: Mapping[int, Box], placements: Sequence[Placement]) -> None:
+    """Torch's two ways to cut a dim unevenly with a strided shard differ; trust the memory that is there."""
+    if not any(isinstance(placement, StridedShard) for placement in placements):
+        return
+    from torch.distributed import get_rank
+
+    box = boxes.get(get_rank())
+    here = tensor.to_local()
+    if here.numel() != (box.numel if box else 0) or (box and tuple(here.shape) != box.shape):
+        raise LayoutError(
+            f"{name}: this rank holds {tuple(here.shape)} of {tuple(tensor.shape)}, but {tuple(tensor.placements)} "
+            f"should give it {box.shape if box else 'nothing'}; make the dim divisible by its cuts"
+        )
 
 
 def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
@@ -55,12 +108,14 @@ def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
 
 
 def _placement(name: str, placement: TorchPlacement) -> Placement:
-    from torch.distributed import tensor as torch_tensor
+    from torch.distributed.tensor import placement_types as torch_placements
 
-    if type(placement) is torch_tensor.Shard:
+    if type(placement) is torch_placements.Shard:
         return Shard(placement.dim)
-    if type(placement) is torch_tensor.Replicate:
+    if type(placement) is torch_placements.Replicate:
         return Replicate()
+    if type(placement) is torch_placements._StridedShard:
+        return StridedShard(placement.dim, int(placement.split_factor))
     raise LayoutError(
         f"{name}: a tensor placed as {placement} cannot be transferred; redistribute it to Shard or Replicate"
     )

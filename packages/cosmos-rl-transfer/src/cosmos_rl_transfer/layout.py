@@ -1,6 +1,6 @@
 """Who holds which part of which tensor, in checkpoint coordinates.
 
-    Manifest            one per side: trainer, rollout replica
+    Manifest            one per side: trainer, rollout replicas
       TensorLayout      one per tensor: its WeightSpec and the box each rank holds
         Box             offset and shape inside the whole tensor
 
@@ -10,19 +10,33 @@ A rank holds at most one box of a tensor. Any cut is allowed: nothing has to div
 from __future__ import annotations
 
 import hashlib
-import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_transfer.box import Box, whole_box
 from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.placement import Placement, Replicate, Shard, StridedShard, shard_box
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+__all__ = [
+    "ITEM_BYTES",
+    "Box",
+    "Manifest",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "StridedShard",
+    "TensorLayout",
+    "is_floating",
+    "shard_box",
+    "whole_box",
+]
 
 ITEM_BYTES = {
     "float64": 8, "float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1,
@@ -37,121 +51,23 @@ def is_floating(dtype: str) -> bool:
 
 
 @dataclass(frozen=True, slots=True)
-class Box:
-    """A rectangular part of a tensor."""
-
-    offset: tuple[int, ...]
-    """Index of the first element, one a dim."""
-    shape: tuple[int, ...]
-
-    @property
-    def numel(self) -> int:
-        return math.prod(self.shape)
-
-    @property
-    def end(self) -> tuple[int, ...]:
-        """One past the last index, one a dim."""
-        return tuple(o + n for o, n in zip(self.offset, self.shape))
-
-    def intersect(self, other: Box) -> Box | None:
-        """Return the common part, or None where there is none."""
-        low = tuple(map(max, self.offset, other.offset))
-        high = tuple(map(min, self.end, other.end))
-        if any(a >= b for a, b in zip(low, high)):
-            return None
-        return Box(low, tuple(b - a for a, b in zip(low, high)))
-
-    def contains(self, other: Box) -> bool:
-        """Say whether every element of `other` lies in this box."""
-        starts = all(a <= b for a, b in zip(self.offset, other.offset))
-        return starts and all(a >= b for a, b in zip(self.end, other.end))
-
-    def within(self, parent: Box) -> Box:
-        """Return the same elements in the coordinates of `parent`."""
-        return Box(tuple(a - b for a, b in zip(self.offset, parent.offset)), self.shape)
-
-    def run_length(self, shape: Sequence[int]) -> int:
-        """Return how many elements lie side by side in a row-major tensor of `shape` before the first gap."""
-        run = 1
-        for mine, whole in zip(reversed(self.shape), reversed(shape)):
-            run *= mine
-            if mine != whole:
-                break
-        return run
-
-    def is_contiguous(self, shape: Sequence[int]) -> bool:
-        """Say whether the box is one run of a row-major tensor of `shape`."""
-        return self.run_length(shape) == self.numel
-
-    def start(self, shape: Sequence[int]) -> int:
-        """Return the flat index of the first element in a row-major tensor of `shape`."""
-        flat = 0
-        for offset, size in zip(self.offset, shape):
-            flat = flat * size + offset
-        return flat
-
-    def slices(self) -> tuple[slice, ...]:
-        """Return the indices that cut this box out of an array in the same coordinates."""
-        return tuple(slice(a, b) for a, b in zip(self.offset, self.end))
-
-
-def whole_box(shape: Sequence[int]) -> Box:
-    """Return the box that covers a tensor of `shape`."""
-    return Box((0,) * len(shape), tuple(shape))
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """A mesh axis cuts `dim` by torch.chunk's rule."""
-
-    dim: int
-
-
-@dataclass(frozen=True, slots=True)
-class Replicate:
-    """A mesh axis holds copies."""
-
-
-Placement = Shard | Replicate
-
-
-def shard_box(
-    shape: Sequence[int],
-    *,
-    mesh_shape: Sequence[int],
-    placements: Sequence[Placement],
-    coordinate: Sequence[int],
-) -> Box:
-    """Return the box at `coordinate` of the mesh, cutting left to right over the axes as DTensor does.
-
-    Chunks have ceil(size / parts) elements; the last ones are smaller or empty (torch.chunk).
-    """
-    offset, size = [0] * len(shape), list(shape)
-    for parts, placement, index in zip(mesh_shape, placements, coordinate):
-        if isinstance(placement, Shard):
-            dim = placement.dim % len(shape)
-            chunk = -(-size[dim] // parts)
-            low = min(index * chunk, size[dim])
-            high = min(low + chunk, size[dim])
-            offset[dim] += low
-            size[dim] = high - low
-    return Box(tuple(offset), tuple(size))
-
-
-@dataclass(frozen=True, slots=True)
 class TensorLayout:
     """One tensor and the part of it each rank holds."""
 
     spec: WeightSpec
     boxes: dict[int, Box]
-    """By rank, ascending. Ranks without a part are left out."""
+    """By rank, ascending. Ranks without a part are left out. Tensors cut alike may share the dict."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Manifest:
     """Everything one side holds."""
 
     layouts: tuple[TensorLayout, ...]
+    tied: dict[str, str] = field(default_factory=dict)
+    """Further names of tensors in `layouts`: {"lm_head.weight": "model.embed_tokens.weight"}."""
+    replicas: tuple[tuple[int, ...], ...] = ()
+    """Ranks that hold one whole copy together, a replica each; empty: all ranks are one replica."""
 
     @classmethod
     def whole(cls, specs: Sequence[WeightSpec], rank: int = 0) -> Manifest:
@@ -173,32 +89,92 @@ class Manifest:
         """
         coordinates = list(product(*(range(n) for n in mesh_shape)))
         everywhere = (Replicate(),) * len(mesh_shape)
+        made: dict[tuple[object, ...], dict[int, Box]] = {}
         layouts = []
         for spec in specs:
-            chosen = placements.get(spec.name, everywhere)
+            chosen = tuple(placements.get(spec.name, everywhere))
             if len(chosen) != len(mesh_shape):
                 raise LayoutError(f"{spec.name}: {len(chosen)} placements for a mesh of shape {tuple(mesh_shape)}")
-            found = (
-                shard_box(spec.shape, mesh_shape=mesh_shape, placements=chosen, coordinate=at) for at in coordinates
-            )
-            layouts.append(TensorLayout(spec, {first_rank + i: b for i, b in enumerate(found) if b.numel}))
+            key = (spec.shape, chosen)
+            if key not in made:
+                found = (
+                    shard_box(spec.shape, mesh_shape=mesh_shape, placements=chosen, coordinate=at) for at in coordinates
+                )
+                made[key] = {first_rank + i: box for i, box in enumerate(found) if box.numel}
+            layouts.append(TensorLayout(spec, made[key]))
         return cls(tuple(layouts))
 
     @classmethod
     def from_tensors(cls, weights: Mapping[str, Tensor], *, rank: int = 0) -> Manifest:
-        """Describe live tensors: DTensors by their mesh and placements, others as whole tensors on `rank`."""
-        from cosmos_rl_transfer.dtensor import describe
+        """Describe live tensors: DTensors by their mesh and placements, others as whole tensors on `rank`.
 
-        return cls(tuple(describe(name, tensor, rank=rank) for name, tensor in weights.items()))
+        A tensor listed under several names is described once, under the first; the others become `tied`.
+        """
+        from cosmos_rl_transfer.dtensor import describe, ties
 
-    @property
+        tied = ties(weights)
+        return cls(tuple(describe(n, t, rank=rank) for n, t in weights.items() if n not in tied), tied)
+
+    @classmethod
+    def merge(cls, parts: Iterable[Manifest]) -> Manifest:
+        """Join what several ranks, or sets of ranks, hold: tensors as they first appear, ranks ascending.
+
+        Raises LayoutError where two parts disagree on a tensor's shape or dtype, or on what a name is tied to.
+        """
+        parts = list(parts)
+        tied: dict[str, str] = {}
+        for alias, name in (pair for part in parts for pair in part.tied.items()):
+            if tied.setdefault(alias, name) != name:
+                raise LayoutError(f"{alias} is tied to {tied[alias]} on one rank, to {name} on another")
+        specs: dict[str, WeightSpec] = {}
+        boxes: dict[str, dict[int, Box]] = {}
+        for layout in (layout for part in parts for layout in part.layouts):
+            if layout.spec.name in tied:
+                _check_empty(layout, tied)
+                continue
+            spec = specs.setdefault(layout.spec.name, layout.spec)
+            if spec != layout.spec:
+                raise LayoutError(
+                    f"{spec.name}: {spec.dtype} {list(spec.shape)} on one rank, "
+                    f"{layout.spec.dtype} {list(layout.spec.shape)} on another"
+                )
+            boxes.setdefault(spec.name, {}).update(layout.boxes)
+        layouts = (TensorLayout(spec, dict(sorted(boxes[name].items()))) for name, spec in specs.items())
+        return cls(tuple(layouts), tied, tuple(replica for part in parts for replica in part.replicas))
+
+    @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that hold anything, ascending."""
-        return tuple(sorted({rank for layout in self.layouts for rank in layout.boxes}))
+        return tuple(sorted({rank for cut in self.cuts[1] for rank in cut}))
 
     @property
+    def copies(self) -> tuple[tuple[int, ...], ...]:
+        """Ranks by replica; all ranks where `replicas` is empty."""
+        return self.replicas or (self.ranks,)
+
+    @cached_property
     def specs(self) -> dict[str, WeightSpec]:
         return {layout.spec.name: layout.spec for layout in self.layouts}
+
+    @cached_property
+    def cuts(self) -> tuple[list[int], list[dict[int, Box]]]:
+        """For each layout the number of its cut, and the distinct cuts: boxes by rank."""
+        by_identity: dict[int, int] = {}
+        by_value: dict[tuple[tuple[int, Box], ...], int] = {}
+        numbers, distinct = [], []
+        for layout in self.layouts:
+            number = by_identity.get(id(layout.boxes))
+            if number is None:
+                number = by_value.setdefault(tuple(layout.boxes.items()), len(distinct))
+                by_identity[id(layout.boxes)] = number
+                if number == len(distinct):
+                    distinct.append(layout.boxes)
+            numbers.append(number)
+        return numbers, distinct
+
+    def canonical(self, name: str) -> str:
+        """Return the name a tensor has in `layouts`, itself where it is not tied."""
+        return self.tied.get(name, name)
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightSpec, Box]]:
         """Yield what `rank` holds, in order."""
@@ -207,15 +183,26 @@ class Manifest:
                 yield layout.spec, layout.boxes[rank]
 
     def encode(self) -> bytes:
-        """Return the manifest as msgpack; equal manifests give equal bytes."""
-        return msgspec.msgpack.encode(self)
+        """Return the manifest as msgpack, each distinct cut once; equal manifests give equal bytes."""
+        from cosmos_rl_transfer.manifest_wire import encode
+
+        return encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Read what `encode` wrote. Raises msgspec.DecodeError on anything else."""
-        return msgspec.msgpack.decode(data, type=cls)
+        from cosmos_rl_transfer.manifest_wire import decode
 
-    @property
+        return decode(data)
+
+    @cached_property
     def digest(self) -> str:
         """SHA-256 of the encoded manifest."""
         return hashlib.sha256(self.encode()).hexdigest()
+
+
+def _check_empty(layout: TensorLayout, tied: Mapping[str, str]) -> None:
+    """A rank that holds nothing of a tensor cannot see that it is tied; one that holds a part can."""
+    name = layout.spec.name
+    if layout.boxes:
+        raise LayoutError(f"{name} is a tensor of its own on ranks {list(layout.boxes)}, tied to {tied[name]} on others")

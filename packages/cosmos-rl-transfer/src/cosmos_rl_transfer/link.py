@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import hmac
 import os
+import select
 import socket
 import struct
+import sys
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Literal
 
@@ -23,6 +26,9 @@ from cosmos_rl_transfer.messages import Reply, Request
 _MAGIC = b"cosmos-rl-transfer/1\n"
 _NONCE_BYTES = 32
 _MAX_FRAME_BYTES = 1 << 30
+_MAX_PARTS = 1024
+"""IOV_MAX: parts of one sendmsg."""
+_HUNG_UP = select.POLLRDHUP if sys.platform == "linux" else 0
 _REQUESTS = msgspec.msgpack.Decoder(Request)
 _REPLIES = msgspec.msgpack.Decoder(Reply)
 
@@ -62,6 +68,11 @@ class Link:
         self._timeout_s, self._idle_s = timeout_s, idle_s
         self._set_timeout(timeout_s)
 
+    @property
+    def timeout_s(self) -> float:
+        """How long a transfer may stand still."""
+        return self._timeout_s
+
     def authenticate(self, token: bytes) -> None:
         """Prove the token to each other. Raises AuthenticationError, PeerLost on a broken connection."""
         mine = os.urandom(_NONCE_BYTES)
@@ -88,6 +99,33 @@ class Link:
         self._send(struct.pack("<I", len(body)) + body)
         if raw is not None:
             self._send(raw)
+
+    def send_parts(self, parts: Iterable[memoryview]) -> None:
+        """Send raw bytes that lie in several places, one after the other, without a copy."""
+        left = [part for part in parts if part.nbytes]
+        while left:
+            try:
+                sent = self._socket.sendmsg(left[:_MAX_PARTS])
+            except OSError as error:
+                raise self._lost(error) from error
+            whole = 0
+            while whole < len(left) and sent >= left[whole].nbytes:
+                sent -= left[whole].nbytes
+                whole += 1
+            del left[:whole]
+            if sent:
+                left[0] = left[0][sent:]
+
+    def check(self) -> None:
+        """Raise PeerLost if the other side has hung up; does not wait and reads nothing."""
+        try:
+            polled = select.poll()
+            polled.register(self._socket, _HUNG_UP)
+            gone = polled.poll(0)
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from error  # closed by another thread
+        if gone:
+            raise self._lost("closed")
 
     def receive(self) -> Any:
         """Receive one message of the kind the other side sends."""

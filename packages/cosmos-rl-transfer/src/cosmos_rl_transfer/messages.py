@@ -6,9 +6,9 @@ Join(target, rank, plan digest)           -> Joined           or Refused: the pl
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
                                              Announce(version)
 Borrow(version)                           -> Lent             a lease on the version; or Overtaken
-ReadBucket(lease, bucket, free slot)      -> Data, and what the transport sends behind it; or Overtaken
+ReadBucket(lease, bucket)                 -> Data, and what the transport sends behind it; or Overtaken
   ... at most two of them unanswered
-Free(slot)                                                    no answer
+Taken(bucket)                                its slot may be used again; no answer
 Return(lease)                             -> Returned         was the lease valid all the time?
 """
 
@@ -85,12 +85,10 @@ class Overtaken(msgspec.Struct, tag=True, frozen=True):
 class ReadBucket(msgspec.Struct, tag=True, frozen=True):
     lease: int
     bucket: int
-    free: int = -1
-    """A slot the subscriber has done with, -1 for none."""
 
 
-class Free(msgspec.Struct, tag=True, frozen=True):
-    slot: int
+class Taken(msgspec.Struct, tag=True, frozen=True):
+    bucket: int
 
 
 class Data(msgspec.Struct, tag=True, frozen=True):
@@ -116,5 +114,36 @@ class Returned(msgspec.Struct, tag=True, frozen=True):
     valid: bool
 
 
-Request = Hello | Join | Await | Borrow | ReadBucket | Free | Return
-Reply = Welcome | Joined | Refused | Waiting | Announce | Lent | Overtaken | Data | Returned
+class Enlist(msgspec.Struct, tag=True, frozen=True):
+    """A rank of a replica, to the replica's own process (two_phase.py); its answers are Staged, Committed, Failed."""
+
+    rank: int
+
+
+class Staged(msgspec.Struct, tag=True, frozen=True):
+    version: int
+
+
+class Committed(msgspec.Struct, tag=True, frozen=True):
+    version: int
+
+
+class Failed(msgspec.Struct, tag=True, frozen=True):
+    version: int
+    reason: str
+
+
+class Stage(msgspec.Struct, tag=True, frozen=True):
+    """An order: pull and verify this version or a newer one."""
+
+    version: int
+
+
+class Commit(msgspec.Struct, tag=True, frozen=True):
+    """An order: write the staged version into the live tensors."""
+
+    version: int
+
+
+Request = Hello | Join | Await | Borrow | ReadBucket | Taken | Return | Enlist | Staged | Committed | Failed
+Reply = Welcome | Joined | Refused | Waiting | Announce | Lent | Overtaken | Data | Returned | Stage | Commit

@@ -1,284 +1,291 @@
 """Which rank sends which box to which rank, and in which buckets. Pure: two manifests in, a plan out.
 
-    for each tensor (once for all tensors cut alike): for each box a target holds
-        cut it at the edges of the source's boxes                       -> units, each with its owners
-    largest unit first: give it to the owner with the fewest bytes so far, ties to the lowest rank
-    for each (source rank, target rank): pack its units, tensors in order, into buckets
+    match       tensors by name, grouped into classes that are cut alike          match.py
+    rings       target ranks that want the same boxes, where relaying pays        relay.py
+    a plan for each rollout replica, made without looking at the others           replica_plan.py
+    the whole   their union: bytes, bounds, digest
 
-Every byte a target needs is sent exactly once, so bytes are at their lower bound by construction; the busiest
-source is compared with a lower bound in `Plan.egress_bound`.
+Every byte a target rank holds travels to it exactly once, so that bytes are at their lower bound by construction; the
+busiest NIC is within 1 % of the least possible (bounds.py), or as near as whole units of 64 KiB allow.
 """
 
 from __future__ import annotations
 
 import hashlib
-import math
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import pairwise, product
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
 
-import msgspec
-
-from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_transfer.bounds import Owners, balance
+from cosmos_rl_transfer.bucket import ALIGN, Bucket, Piece, aligned, pack
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout import ITEM_BYTES, Box, Manifest, TensorLayout, is_floating
+from cosmos_rl_transfer.explain import explain
+from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.match import Match, check_match, wire_dtype_of
+from cosmos_rl_transfer.relay import Relay, pays, rings, successor
+from cosmos_rl_transfer.replica_plan import ReplicaPlan, demand
+from cosmos_rl_transfer.topology import Topology
 
-ALIGN = 64
-"""Pieces start at multiples of this, in buckets and in arenas, so that a run of whole tensors is one copy."""
+__all__ = ["ALIGN", "Bucket", "Piece", "Plan", "aligned", "check_match", "pack", "plan", "wire_dtype_of"]
 
-
-def aligned(num_bytes: int) -> int:
-    """Round up to the alignment of pieces."""
-    return -(-num_bytes // ALIGN) * ALIGN
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """A box of one tensor inside a bucket."""
-
-    name: str
-    box: Box
-    """In checkpoint coordinates."""
-    at: int
-    """First byte inside the bucket."""
+BUCKETS_IN_FLIGHT = 2
+"""A rank packs one while another travels."""
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
-    """Packed bytes that travel together from one source rank to one target rank."""
-
-    source: int
-    target: int
-    index: int
-    """Place among the buckets of the same source and target."""
-    pieces: tuple[Piece, ...]
-    num_bytes: int
-    """With padding between pieces."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """The outcome: buckets by (source rank, target rank) and what they cost."""
+    """The outcome: who sends what, and what it costs. Streams are made when they are asked for."""
 
-    streams: Mapping[tuple[int, int], tuple[Bucket, ...]]
-    wire_dtypes: Mapping[str, str]
-    """By tensor: the dtype its bytes travel in."""
-    bytes_out: Mapping[int, int]
-    """By source rank: bytes it sends, without padding."""
-    bytes_in: Mapping[int, int]
-    """By target rank: bytes it receives, without padding."""
-    lower_bound: int
-    """Fewest bytes that can travel in all: what the targets hold, once each."""
-    egress_bound: int
-    """Fewest bytes the busiest source can send: the largest, over sets of owners, of what only they hold
-    divided by how many they are."""
-    digest: str
-    """SHA-256 over the buckets; equal on both sides or the sync does not start."""
+    replicas: tuple[ReplicaPlan, ...]
+    """One each rollout replica; where ranks relay, one each set of rings."""
+    source: Manifest
+    topology: Topology
+    wire_dtype: str | None
+    bucket_bytes: int
+    relay: bool
+    """Whether target ranks that want the same boxes pass them on (relay.py); the trainers then send them once."""
+    relay_reason: str
+
+    def stream(self, source: int, target: int) -> tuple[Bucket, ...]:
+        """Return the buckets of what `target` gets of `source`, empty if nothing; made once.
+
+        Where ranks relay, all members of a ring have the same buckets, and `relay.predecessor` says whom a member
+        reads each one from.
+        """
+        part = self._part_of.get(target)
+        return part.stream(source, target) if part else ()
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(source rank, target rank) of the streams that exist, ascending."""
+        found = (
+            (source, rank)
+            for part in self.replicas
+            for rank, slot in part.slot_of.items()
+            for source in part.sources.get(slot, ())
+        )
+        return tuple(sorted(found))
+
+    @property
+    def streams(self) -> Mapping[tuple[int, int], tuple[Bucket, ...]]:
+        """All streams by (source rank, target rank), each made when it is looked at."""
+        return _Streams(self)
+
+    def ring(self, target: int) -> tuple[int, ...]:
+        """Return the ranks that pass buckets on to one another, in order, with `target` among them."""
+        part = self._part_of[target]
+        return part.members[part.slot_of[target]]
+
+    @cached_property
+    def wire_dtypes(self) -> Mapping[str, str]:
+        """By tensor, under the target's names and the source's: the dtype its bytes travel in."""
+        merged = {s.name: wire_dtype_of(s, self.wire_dtype) for s in self.source.specs.values()}
+        for part in self.replicas:
+            merged.update(part.match.wire_dtypes)
+        return merged
+
+    @cached_property
+    def bytes_out(self) -> Mapping[int, int]:
+        """By source rank: bytes it sends, without padding."""
+        sent = sum((part.bytes_out for part in self.replicas), Counter[int]())
+        return {rank: sent[rank] for rank in self.source.ranks}
+
+    @cached_property
+    def bytes_in(self) -> Mapping[int, int]:
+        """By target rank: bytes it receives, without padding."""
+        received = {rank: size for part in self.replicas for rank, size in part.bytes_in.items()}
+        return dict(sorted(received.items()))
+
+    @cached_property
+    def relay_bytes_out(self) -> Mapping[int, int]:
+        """By target rank: bytes it passes on. Makes one stream a ring and source."""
+        passed = dict.fromkeys(self.bytes_in, 0)
+        for part in self.replicas:
+            for slot, ring in part.members.items():
+                for bucket in (b for source in part.sources.get(slot, ()) for b in part.stream(source, ring[0])):
+                    size = sum(p.box.numel * ITEM_BYTES[self.wire_dtypes[p.name]] for p in bucket.pieces)
+                    for position, rank in enumerate(ring):
+                        passed[rank] += size if successor(bucket.index, position, len(ring)) is not None else 0
+        return passed
 
     @property
     def total_bytes(self) -> int:
+        """Bytes that arrive at the targets."""
         return sum(self.bytes_in.values())
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Fewest bytes that can arrive: what the targets hold, once each."""
+        return sum(
+            box.numel * kind.item_bytes * len(kind.tensors) * len(part.members[slot])
+            for part in self.replicas
+            for kind in part.classes
+            for slot, box in kind.wanted.items()
+            if slot in part.members
+        )
+
+    @cached_property
+    def egress_bound(self) -> int:
+        """Fewest bytes the busiest source can send: the largest, over sets of ranks, of what only they hold divided by
+        how many they are. Where NICs differ, at the speed of the fastest. A ring counts as one target."""
+        wanted = sum((demand(part.live, part.classes) for part in self.replicas), Counter[Owners]())
+        speeds = {rank: self.topology.source(rank).egress for rank in self.source.ranks}
+        return ceil(balance(wanted, speeds).busiest * max(speeds.values(), default=1))
+
+    @property
+    def ingress_bound(self) -> int:
+        """Fewest bytes the busiest target can receive: what it holds. Where NICs differ, at the speed of the fastest."""
+        return self._busiest(self.bytes_in, {r: self.topology.target(r).ingress for r in self.bytes_in})
 
     @property
     def ratio(self) -> float:
         """Busiest source's bytes over `egress_bound`: 1.0 is perfect balance."""
-        return max(self.bytes_out.values(), default=0) / self.egress_bound if self.egress_bound else 1.0
+        busiest = self._busiest(self.bytes_out, {r: self.topology.source(r).egress for r in self.bytes_out})
+        return busiest / self.egress_bound if self.egress_bound else 1.0
+
+    @property
+    def peak_extra_bytes(self) -> int:
+        """Memory a rank needs beside its weights, each direction: what is in flight."""
+        return BUCKETS_IN_FLIGHT * self.bucket_bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over classes, lots and who sends them; equal on both sides or the sync does not start."""
+        return hashlib.sha256("".join(part.digest for part in self.replicas).encode()).hexdigest()
 
     def explain(self) -> str:
         """Return the plan as a few lines of text for people."""
-        buckets = [b for stream in self.streams.values() for b in stream]
-        lines = [
-            f"{self.total_bytes:,} bytes in {len(buckets)} buckets, lower bound {self.lower_bound:,}",
-            f"busiest source {max(self.bytes_out.values(), default=0):,} bytes, "
-            f"lower bound {self.egress_bound:,} ({self.ratio:.3f}x)",
-        ]
-        lines += [f"source {rank} sends {size:,} bytes" for rank, size in self.bytes_out.items()]
-        lines += [f"target {rank} receives {size:,} bytes" for rank, size in self.bytes_in.items()]
-        return "\n".join([*lines, f"digest {self.digest}"])
+        return explain(self)
+
+    def join(self, replica: Manifest) -> Plan:
+        """Return the plan with one more rollout replica, whose ranks are new. All streams so far stay what they are.
+
+        Raises LayoutError for ranks that are in the plan, and as `plan`.
+        """
+        if known := sorted(set(replica.ranks) & self.bytes_in.keys()):
+            raise LayoutError(f"target ranks {known} are in the plan; a replica that joins brings ranks of its own")
+        match = Match.of(self.source, replica, self.wire_dtype)
+        kept, fresh = _into_rings(self.replicas, replica, match) if self.relay else (self.replicas, replica.ranks)
+        if fresh:
+            part = ReplicaPlan.of(
+                match,
+                members={rank: (rank,) for rank in fresh},
+                position=1 + max((part.position for part in self.replicas), default=-1),
+                bucket_bytes=self.bucket_bytes,
+                topology=self.topology,
+            )
+            kept = (*kept, part)
+        return replace(self, replicas=kept)
+
+    def leave(self, ranks: Iterable[int]) -> Plan:
+        """Return the plan without these target ranks. All other streams stay what they are."""
+        gone = frozenset(ranks)
+        if unknown := sorted(gone - self.bytes_in.keys()):
+            raise LayoutError(f"target ranks {unknown} are not in the plan")
+        kept = (part.without(gone) if gone & part.slot_of.keys() else part for part in self.replicas)
+        return replace(self, replicas=tuple(part for part in kept if part.members))
+
+    @cached_property
+    def _part_of(self) -> dict[int, ReplicaPlan]:
+        return {rank: part for part in self.replicas for rank in part.slot_of}
+
+    def _busiest(self, sizes: Mapping[int, int], speeds: Mapping[int, int]) -> int:
+        fastest = max(speeds.values(), default=1)
+        return max((-(-size * fastest // speeds[rank]) for rank, size in sizes.items()), default=0)
 
 
-def plan(source: Manifest, target: Manifest, *, bucket_bytes: int, wire_dtype: str | None = None) -> Plan:
+class _Streams(Mapping[tuple[int, int], tuple[Bucket, ...]]):
+    """A plan's streams, looked up one by one."""
+
+    def __init__(self, made: Plan) -> None:
+        self._made = made
+        self._pairs = frozenset(made.pairs)
+
+    def __getitem__(self, pair: tuple[int, int]) -> tuple[Bucket, ...]:
+        if pair not in self._pairs:
+            raise KeyError(pair)
+        return self._made.stream(*pair)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._made.pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+
+def plan(
+    source: Manifest,
+    target: Manifest,
+    topology: Topology | None = None,
+    *,
+    relay: Relay = "auto",
+    bucket_bytes: int,
+    wire_dtype: str | None = None,
+    position: int = 0,
+) -> Plan:
     """Plan the transfer of everything `target` holds out of what `source` holds.
 
-    `wire_dtype` replaces the source's dtype of floating tensors on the way. Raises LayoutError with tensor,
-    shapes and ranks, where names, shapes or dtypes do not match or nobody holds a part of a target's box.
+    target: one rollout replica, or several with their ranks in `Manifest.replicas`; the plan for several is the union
+    of what each plans alone at `position`, `position` + 1, ... wire_dtype: replaces the source's dtype of floating
+    tensors on the way. relay: whether equal target ranks pass buckets on; "auto": where their NICs are faster together
+    than the source's. Raises LayoutError with tensor, shapes and ranks, where names, shapes or dtypes do not match or
+    nobody holds a part of a target's box.
     """
     if bucket_bytes < max(ITEM_BYTES.values()):
         raise LayoutError(f"bucket_bytes = {bucket_bytes} is smaller than one element")
-    check_match(source, target)
-    wire = {s.name: wire_dtype_of(s, wire_dtype) for s in source.specs.values()}
-    by_name = {layout.spec.name: layout for layout in source.layouts}
-    pairs = [(by_name[layout.spec.name], layout) for layout in target.layouts]
-    copies = list(_copies(pairs, wire))
-    chosen, bytes_out = _assign(copies, source.ranks)
-    streams = _buckets(copies, chosen, wire, bucket_bytes)
-    bytes_in = dict.fromkeys(target.ranks, 0)
-    for copy in copies:
-        bytes_in[copy.target] += copy.num_bytes
-    held = sum(box.numel * ITEM_BYTES[wire[t.spec.name]] for _, t in pairs for box in t.boxes.values())
+    topology = topology or Topology()
+    match = Match.of(source, target, wire_dtype)
+    groups = rings(target)
+    out = sum(topology.source(rank).egress for rank in source.ranks)
+    into = sum(topology.target(rank).ingress for rank in target.ranks)
+    relays = pays(relay, groups, trainer_speed=out, rollout_speed=into)
+    parts = (
+        ReplicaPlan.of(match, members=members, position=place, bucket_bytes=bucket_bytes, topology=topology)
+        for place, members in enumerate(_slots(target, groups, relays), position)
+    )
     return Plan(
-        streams=streams,
-        wire_dtypes=wire,
-        bytes_out=bytes_out,
-        bytes_in=bytes_in,
-        lower_bound=held,
-        egress_bound=_egress_bound(copies),
-        digest=_digest(streams, wire),
+        replicas=tuple(parts),
+        source=source,
+        topology=topology,
+        wire_dtype=wire_dtype,
+        bucket_bytes=bucket_bytes,
+        relay=relays,
+        relay_reason=_reason(relay, relays, groups, out / 1e9, into / 1e9),
     )
 
 
-def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
-    """Return the dtype a tensor travels in."""
-    dtype = wire_dtype if wire_dtype and is_floating(spec.dtype) else spec.dtype
-    if dtype not in ITEM_BYTES:
-        raise LayoutError(f"{spec.name}: dtype {dtype} cannot be transferred; known: {', '.join(ITEM_BYTES)}")
-    return dtype
+def _slots(
+    target: Manifest, groups: list[tuple[int, ...]], relays: bool
+) -> Iterator[dict[int, tuple[int, ...]]]:
+    """For each replica that plans: its ranks, with those that get the same bytes through them."""
+    leaders = {group[0]: group for group in groups} if relays else {rank: (rank,) for rank in target.ranks}
+    for ranks in target.copies:
+        if members := {rank: leaders[rank] for rank in ranks if rank in leaders}:
+            yield members
 
 
-def check_match(source: Manifest, target: Manifest) -> None:
-    """Raise LayoutError unless both sides name the same tensors with equal shapes and compatible dtypes."""
-    ours, theirs = source.specs, target.specs
-    if missing := [name for name in theirs if name not in ours]:
-        raise LayoutError(f"the source lacks {_first(missing)} of the target; it has {_first(list(ours))}")
-    if unexpected := [name for name in ours if name not in theirs]:
-        raise LayoutError(f"the target lacks {_first(unexpected)} of the source")
-    ranks = f"source ranks {list(source.ranks)}, target ranks {list(target.ranks)}"
-    for name, spec in ours.items():
-        other = theirs[name]
-        if spec.shape != other.shape:
-            raise LayoutError(f"{name}: shape {spec.shape} at the source, {other.shape} at the target ({ranks})")
-        if spec.dtype != other.dtype and not (is_floating(spec.dtype) and is_floating(other.dtype)):
-            raise LayoutError(f"{name}: dtype {spec.dtype} at the source, {other.dtype} at the target ({ranks})")
+def _into_rings(
+    parts: tuple[ReplicaPlan, ...], replica: Manifest, match: Match
+) -> tuple[tuple[ReplicaPlan, ...], tuple[int, ...]]:
+    """Add ranks to the rings that hold the same boxes; return the changed parts and the ranks that found no ring."""
+    left = list(replica.ranks)
+    changed = []
+    for part in parts:
+        members = dict(part.members)
+        for slot, ring in part.members.items():
+            found = [rank for rank in left if match.held_by(rank) == part.match.held_by(slot)]
+            members[slot] = (*ring, *found)
+            left = [rank for rank in left if rank not in found]
+        changed.append(part.with_members(members) if members != part.members else part)
+    return tuple(changed), tuple(left)
 
 
-def _first(names: Sequence[str], most: int = 5) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
-@dataclass(frozen=True, slots=True)
-class _Unit:
-    """A box one target rank needs and the ranks that hold all of it."""
-
-    box: Box
-    owners: tuple[int, ...]
-    target: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Copy:
-    tensor: int
-    name: str
-    unit: _Unit
-    num_bytes: int
-
-    @property
-    def target(self) -> int:
-        return self.unit.target
-
-
-def _copies(pairs: Sequence[tuple[TensorLayout, TensorLayout]], wire: Mapping[str, str]) -> Iterator[_Copy]:
-    """All units of all tensors; tensors of the same shape and cuts share one overlay."""
-    classes: dict[tuple[object, ...], list[_Unit]] = {}
-    for tensor, (ours, theirs) in enumerate(pairs):
-        key = (ours.spec.shape, tuple(ours.boxes.items()), tuple(theirs.boxes.items()))
-        if key not in classes:
-            classes[key] = list(_overlay(ours, theirs))
-        name = ours.spec.name
-        for unit in classes[key]:
-            yield _Copy(tensor, name, unit, unit.box.numel * ITEM_BYTES[wire[name]])
-
-
-def _overlay(source: TensorLayout, target: TensorLayout) -> Iterator[_Unit]:
-    owners: defaultdict[Box, list[int]] = defaultdict(list)
-    for rank, box in sorted(source.boxes.items()):
-        owners[box].append(rank)
-    for rank, wanted in sorted(target.boxes.items()):
-        if not wanted.numel:
-            continue
-        parts = [part for box in owners if (part := box.intersect(wanted))]
-        for cell in _cells(wanted, parts):
-            holders = sorted(r for box, ranks in owners.items() if box.contains(cell) for r in ranks)
-            if not holders:
-                raise LayoutError(
-                    f"{source.spec.name} {source.spec.shape}: no source rank of {sorted(source.boxes)} holds "
-                    f"offset {cell.offset} shape {cell.shape}, which target rank {rank} needs"
-                )
-            yield _Unit(cell, tuple(holders), rank)
-
-
-def _cells(box: Box, parts: Sequence[Box]) -> Iterator[Box]:
-    """Cut `box` at every edge of `parts`."""
-    intervals = []
-    for dim, (low, high) in enumerate(zip(box.offset, box.end)):
-        cuts = sorted({low, high, *(p.offset[dim] for p in parts), *(p.end[dim] for p in parts)})
-        intervals.append(list(pairwise(cuts)))
-    for cell in product(*intervals):
-        yield Box(tuple(low for low, _ in cell), tuple(high - low for low, high in cell))
-
-
-def _assign(copies: Sequence[_Copy], ranks: Sequence[int]) -> tuple[list[int], dict[int, int]]:
-    """Return each copy's sender and the bytes each rank sends: largest first, to the least loaded owner."""
-    load = dict.fromkeys(ranks, 0)
-    chosen = [0] * len(copies)
-    for i in sorted(range(len(copies)), key=lambda i: (-copies[i].num_bytes, i)):
-        chosen[i] = min(copies[i].unit.owners, key=lambda rank: (load[rank], rank))
-        load[chosen[i]] += copies[i].num_bytes
-    return chosen, load
-
-
-def _egress_bound(copies: Sequence[_Copy]) -> int:
-    only: defaultdict[frozenset[int], int] = defaultdict(int)
-    for copy in copies:
-        only[frozenset(copy.unit.owners)] += copy.num_bytes
-    sets = {*only, frozenset().union(*only)} if only else set()
-    return max((-(-sum(n for s, n in only.items() if s <= group) // len(group)) for group in sets), default=0)
-
-
-def _buckets(
-    copies: Sequence[_Copy], chosen: Sequence[int], wire: Mapping[str, str], bucket_bytes: int
-) -> dict[tuple[int, int], tuple[Bucket, ...]]:
-    streams: defaultdict[tuple[int, int], list[tuple[str, Box, int]]] = defaultdict(list)
-    for copy, source in zip(copies, chosen):
-        item = ITEM_BYTES[wire[copy.name]]
-        parts = streams[source, copy.target]
-        parts.extend((copy.name, box, box.numel * item) for box in _split(copy.unit.box, item, bucket_bytes))
-    return {key: _pack(key, streams[key], bucket_bytes) for key in sorted(streams)}
-
-
-def _split(box: Box, item: int, bucket_bytes: int) -> Iterator[Box]:
-    """Cut a box larger than a bucket along its first dims: whole rows, multiples of ALIGN if possible."""
-    if box.numel * item <= bucket_bytes:
-        yield box
-        return
-    dim = next(d for d, n in enumerate(box.shape) if n > 1)
-    row = math.prod(box.shape[dim + 1 :]) * item
-    step = max(1, bucket_bytes // row)
-    even = ALIGN // math.gcd(row, ALIGN)
-    step = step // even * even or step
-    for low in range(0, box.shape[dim], step):
-        offset, shape = list(box.offset), list(box.shape)
-        offset[dim] += low
-        shape[dim] = min(step, box.shape[dim] - low)
-        yield from _split(Box(tuple(offset), tuple(shape)), item, bucket_bytes)
-
-
-def _pack(key: tuple[int, int], parts: Sequence[tuple[str, Box, int]], bucket_bytes: int) -> tuple[Bucket, ...]:
-    buckets: list[Bucket] = []
-    pieces: list[Piece] = []
-    end = 0
-    for name, box, size in parts:
-        if pieces and aligned(end) + size > bucket_bytes:
-            buckets.append(Bucket(*key, len(buckets), tuple(pieces), end))
-            pieces, end = [], 0
-        pieces.append(Piece(name, box, aligned(end)))
-        end = aligned(end) + size
-    if pieces:
-        buckets.append(Bucket(*key, len(buckets), tuple(pieces), end))
-    return tuple(buckets)
-
-
-def _digest(streams: Mapping[tuple[int, int], tuple[Bucket, ...]], wire: Mapping[str, str]) -> str:
-    content = msgspec.msgpack.encode([sorted(wire.items()), [b for key in sorted(streams) for b in streams[key]]])
-    return hashlib.sha256(content).hexdigest()
+def _reason(relay: Relay, relays: bool, groups: list[tuple[int, ...]], out: float, into: float) -> str:
+    if relay != "auto":
+        return f"asked to be {relay}"
+    if all(len(group) == 1 for group in groups):
+        return "no two target ranks want the same boxes"
+    compared = f"{into:,.0f} GB/s into the targets, {out:,.0f} GB/s out of the sources"
+    return compared if relays else f"it would not be faster: {compared}"

@@ -1,40 +1,36 @@
 """The trainer's side.
 
-publish(version, weights)
-    take the slot that does not hold the newest version     waits for its readers, at most `patience_s`
-    pack all tensors into it, casting and hashing            the trainer may not change the weights meanwhile
-    make it the newest version                               subscribers that wait are told
+publish(version, weights)     the version can be read, where it lies; returns at once
+... forward, backward ...     subscribers pull it meanwhile, bucket by bucket
+fence()                       waits for who still reads, at most `patience_s`, then copies what they have not read
+... the optimizer writes ...
 """
 
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
-from cosmos_rl_transfer.arena import Arena
-from cosmos_rl_transfer.layout import Manifest
-from cosmos_rl_transfer.pack import Packer
+from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.live import LiveWeights
 from cosmos_rl_transfer.plan import wire_dtype_of
-from cosmos_rl_transfer.server import Server, Source
-from cosmos_rl_transfer.snapshot import Slot, Snapshots
+from cosmos_rl_transfer.proof import Form
+from cosmos_rl_transfer.ring import Ring
+from cosmos_rl_transfer.server import Server
+from cosmos_rl_transfer.supply import Supply
 from cosmos_rl_transfer.transports.base import Transport
-from cosmos_rl_transfer.transports.select import allocate
+from cosmos_rl_transfer.transports.select import open_outlet
+from cosmos_rl_transfer.transports.tcp import Tcp
+from cosmos_rl_transfer.versions import Versions
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT_BUCKET_BYTES = 8 << 20
+DEFAULT_BUCKET_BYTES = 4 << 20
 """Small enough to be hashed in the last-level cache after the copy."""
 NUM_SLOTS = 2
-
-
-def num_threads() -> int:
-    """Threads worth using for copies: they soon saturate memory."""
-    return min(4, len(os.sched_getaffinity(0)))
 
 
 class Publisher:
@@ -51,36 +47,40 @@ class Publisher:
         bind: str = "127.0.0.1",
         manifest: Manifest | None = None,
         rank: int = 0,
-        patience_s: float = 2.0,
+        patience_s: float = 0.5,
         timeout_s: float = 30.0,
     ) -> None:
-        """Allocate two slots of the weights' size and start to listen.
+        """Allocate two slots of a bucket each and start to listen.
 
         token: the run's secret. wire_dtype: what floating tensors travel in ("bfloat16"); None: their own.
         bind: address to listen on. manifest, rank: what all ranks that publish together hold, and which of them
         this is; `weights` are then this rank's parts. None: read off the tensors, whole ones or DTensors.
-        patience_s: how long a reader of the older slot may hold up `publish`. timeout_s: how long a send may
-        stand still.
+        patience_s: how long `fence` waits for readers before it copies, and how long a reader may keep a slot that
+        others wait for. timeout_s: how long a send may stand still.
         """
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
-        wire_dtypes = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
-        arena = Arena.of(manifest, rank=rank, wire_dtypes=wire_dtypes)
-        self._snapshots = Snapshots(allocate(transport, num_bytes=arena.num_bytes, count=NUM_SLOTS))
-        self._packer = Packer(manifest, arena)
-        self._packer.check(weights)
-        self._num_bytes = sum(place.num_bytes for place in arena.places.values())
+        wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
+        self._memory = LiveWeights(manifest, rank=rank, wire_dtypes=wire)
+        self._memory.check(weights)
+        self._versions = Versions()
+        self._num_bytes = sum(box.numel * ITEM_BYTES[wire[spec.name]] for spec, box in manifest.held_by(rank))
         self._patience_s = patience_s
-        self._turn = asyncio.Lock()
-        self._pool = ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="weights-pack")
-        source = Source(
+        chosen, self._outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
+        forms = {spec.name: Form(spec.shape, ITEM_BYTES[wire[spec.name]]) for spec in manifest.specs.values()}
+        supply = Supply(
             manifest=manifest,
             rank=rank,
-            arena=arena,
             wire_dtype=wire_dtype,
             bucket_bytes=bucket_bytes,
-            snapshots=self._snapshots,
+            forms=forms | {alias: forms[name] for alias, name in manifest.tied.items()},
+            memory=self._memory,
+            versions=self._versions,
+            ring=Ring(NUM_SLOTS, patience_s=max(patience_s, 0.5)),
+            outlet=self._outlet,
+            transport=chosen,
+            link_outlet=Tcp().open(bucket_bytes=bucket_bytes, num_slots=0),
         )
-        self._server = Server(source, token=token, bind=bind, timeout_s=timeout_s, pool=self._pool)
+        self._server = Server(supply, token=token, bind=bind, timeout_s=timeout_s)
 
     @property
     def address(self) -> str:
@@ -88,30 +88,30 @@ class Publisher:
         return self._server.address
 
     async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
-        """Make `version` available and return `sync_bytes` and `sync_s`.
+        """Let subscribers read `version` out of these tensors until `fence`; return `sync_bytes` and `sync_s`.
 
-        Returns when the trainer may change the weights again. Raises ValueError unless versions rise and
-        LayoutError if the weights are other tensors than at the start. If cancelled, nothing is published.
+        Raises ValueError unless versions rise and LayoutError if the weights are other tensors than at the start.
         """
         started = time.perf_counter()
-        async with self._turn:
-            if version <= self._snapshots.newest:
-                raise ValueError(f"version {version} is not newer than the published {self._snapshots.newest}")
-            self._packer.check(weights)
-            work = asyncio.get_running_loop().run_in_executor(None, self._pack, weights)
-            try:
-                slot = await asyncio.shield(work)
-            except asyncio.CancelledError:
-                await asyncio.wait([work])  # the weights must not change under it
-                work.exception()  # cancelled work's error is nobody's news
-                raise
-            self._snapshots.commit(slot, version)
+        if version <= self._versions.newest:
+            raise ValueError(f"version {version} is not newer than the published {self._versions.newest}")
+        await self.fence()  # a publish without a fence before it: nobody may read the old tensors any more
+        self._memory.check(weights)
+        self._memory.bind(weights)
+        self._outlet.expose(self._memory.exposable())
+        self._versions.publish(version)
         return {"sync_bytes": float(self._num_bytes), "sync_s": time.perf_counter() - started}
 
-    def _pack(self, weights: Mapping[str, Tensor]) -> Slot:
-        slot = self._snapshots.begin(patience_s=self._patience_s)
-        slot.tensor_sums = self._packer.pack(weights, slot.segment.memory, pool=self._pool)
-        return slot
+    async def fence(self) -> Mapping[str, float]:
+        """Wait until the tensors may change; return `sync_stall_s` and `sync_copied_bytes`.
+
+        Readers that are not through after `patience_s` get a copy of what they have not read. From here until the next
+        `publish` nothing can be borrowed.
+        """
+        if not self._versions.is_open:
+            return {"sync_stall_s": 0.0, "sync_copied_bytes": 0.0}
+        done = await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
+        return {"sync_stall_s": done.waited_s, "sync_copied_bytes": float(done.copied_bytes)}
 
     async def close(self) -> None:
         """Disconnect all subscribers and free the slots. May be called twice."""
@@ -119,6 +119,4 @@ class Publisher:
 
     def _close(self) -> None:
         self._server.close()
-        self._pool.shutdown()
-        for slot in self._snapshots.slots:
-            slot.segment.close()
+        self._outlet.close()

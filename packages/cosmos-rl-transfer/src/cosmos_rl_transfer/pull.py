@@ -1,107 +1,153 @@
-"""Read one version out of borrowed slots into staging, and prove it.
+"""Read one version out of borrowed leases, prove it, and land it.
 
-each bucket, several at a time:  read -> xxh3 as lent? else read once more -> additive sums -> scatter
-at the end:                      each tensor's sums, added up, as lent?
+one feed      ask for two buckets; receive one, while the one before is verified and landed; ask for the next
+several       two at a time, each with one buffer
+each bucket   hashes as told? else once more, alone; wrong again is an error
 """
 
 from __future__ import annotations
 
 import logging
-import threading
-from collections import Counter
-from collections.abc import Sequence
-from concurrent.futures import FIRST_EXCEPTION, Executor, wait
+from collections import deque
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 import numpy as np
 
-from cosmos_rl_transfer.arena import Arena
-from cosmos_rl_transfer.digest import Raw, add, bucket_hash, tensor_sum
-from cosmos_rl_transfer.errors import WeightMismatch
+from cosmos_rl_transfer import messages as m
+from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.errors import Superseded, WeightMismatch
 from cosmos_rl_transfer.feed import Feed
-from cosmos_rl_transfer.messages import Lent
+from cosmos_rl_transfer.landing import Landing
 from cosmos_rl_transfer.plan import Bucket
+from cosmos_rl_transfer.proof import Form, packed_pieces, prove
 
 log = logging.getLogger(__name__)
 
+NUM_BUFFERS = 2
+"""Buckets a rank receives into, whatever it pulls."""
+
+
+@dataclass(slots=True)
+class Pulled:
+    """What a pull did."""
+
+    num_bytes: int = 0
+    repaired: list[tuple[int, int]] = field(default_factory=list)
+    """(source rank, bucket) of buckets that were fetched again."""
+
 
 class Puller:
-    """Reads versions into one rank's staging memory."""
+    """Fills one rank's landing."""
 
-    def __init__(self, arena: Arena, *, rank: int) -> None:
-        self.arena = arena
-        self.memory: Raw = np.empty(arena.num_bytes, np.uint8)
-        self.memory.fill(0)  # takes the page faults now
+    def __init__(self, landing: Landing, *, rank: int, bucket_bytes: int, forms: Mapping[str, Form]) -> None:
+        self.landing = landing
+        self.buffers = [np.zeros(bucket_bytes, np.uint8) for _ in range(NUM_BUFFERS)]
         self._rank = rank
-        self._scratch = threading.local()
+        self._forms = forms
 
-    def pull(self, borrowed: Sequence[tuple[Feed, Lent]], *, version: int, pool: Executor) -> None:
-        """Fill `memory` with `version`. Returns or raises after the last thread has stopped reading.
+    @property
+    def memory(self) -> list[Raw]:
+        """Everything buckets are received into."""
+        return [*self.buffers, self.landing.memory]
 
-        Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong twice or a tensor's
-        hash differs, and what the readers raise.
+    def pull(self, leased: Sequence[tuple[Feed, int]], *, version: int, pool: Executor) -> Pulled:
+        """Fetch every bucket of every feed. Returns or raises after the last thread has stopped.
+
+        Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong twice, and what feeds raise.
         """
-        work = [
-            pool.submit(self._fetch, feed, lent, bucket, version) for feed, lent in borrowed for bucket in feed.buckets
-        ]
-        _, rest = wait(work, return_when=FIRST_EXCEPTION)
-        for future in rest:
-            future.cancel()
-        wait(rest)
-        for future in work:
-            if not future.cancelled():
-                future.result()
-        found: Counter[str] = Counter()
-        lent_sums: Counter[str] = Counter()
-        for future in work:
-            _add_up(found, future.result())
-        for _, lent in borrowed:
-            _add_up(lent_sums, lent.tensor_sums)
-        for name in self.arena.places:
-            if found[name] != lent_sums[name]:
-                ranks = [feed.welcome.rank for feed, _ in borrowed]
-                raise WeightMismatch(
-                    f"{name} of version {version} arrived at rank {self._rank} with hash {found[name]:016x}, "
-                    f"source ranks {ranks} published {lent_sums[name]:016x}"
-                )
+        done = Pulled()
+        if len(leased) == 1:
+            self._pull_feed(*leased[0], self.buffers, version, pool, done)
+            return done
+        work = deque(leased)
 
-    def _fetch(self, feed: Feed, lent: Lent, bucket: Bucket, version: int) -> dict[str, int]:
-        """Read one bucket to its place and return the additive hashes of its pieces by tensor."""
-        start = self.arena.flat_start(bucket)
-        if start is None:
-            data = self._scratch_bytes(bucket.num_bytes)
-        else:
-            data = self.memory[start : start + bucket.num_bytes]
-        self._read(feed, lent, bucket, data, version)
-        sums: Counter[str] = Counter()
-        for piece in bucket.pieces:
-            part = tensor_sum(self.arena.packed(data, piece), piece.box, self.arena.places[piece.name].shape)
-            _add_up(sums, {piece.name: part})
-        if start is None:
-            self.arena.scatter(data, bucket, self.memory)
-        return sums
+        def lane(buffer: Raw) -> None:
+            while work:
+                try:
+                    feed, lease = work.popleft()
+                except IndexError:
+                    return
+                self._pull_feed(feed, lease, [buffer], version, pool, done)
 
-    def _read(self, feed: Feed, lent: Lent, bucket: Bucket, data: Raw, version: int) -> None:
-        assert feed.reader is not None, "a feed is joined before it is read"
-        for _ in range(2):
-            feed.reader.read(bucket, lent=lent, out=data)
-            if bucket_hash(data) == lent.bucket_hashes[bucket.index]:
-                return
-            log.warning("bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source)
-        names = [piece.name for piece in bucket.pieces]
-        more = f" or one of {len(names) - 1} more" if len(names) > 1 else ""
-        raise WeightMismatch(
-            f"{names[0]}{more} of version {version} arrived wrong twice from rank {bucket.source} at rank "
-            f"{bucket.target} (bucket {bucket.index})"
-        )
+        with ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="weights-pull") as lanes:
+            running = [lanes.submit(lane, buffer) for buffer in self.buffers]
+            for future in running:
+                if future.exception() is not None:
+                    work.clear()
+        for future in running:
+            future.result()
+        return done
 
-    def _scratch_bytes(self, size: int) -> Raw:
-        """Return this thread's scratch, kept from bucket to bucket."""
-        held: Raw | None = getattr(self._scratch, "data", None)
-        if held is None or held.size < size:
-            held = self._scratch.data = np.zeros(size, np.uint8)
-        return held[:size]
+    def _pull_feed(
+        self, feed: Feed, lease: int, buffers: Sequence[Raw], version: int, pool: Executor, done: Pulled
+    ) -> None:
+        wrong: list[Bucket] = []
+        for bucket, good in self._stream(feed, lease, feed.buckets, buffers, pool):
+            done.num_bytes += bucket.num_bytes
+            if not good:
+                log.warning("bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source)
+                wrong.append(bucket)
+        for bucket, good in self._stream(feed, lease, wrong, buffers[:1], pool):
+            done.num_bytes += bucket.num_bytes
+            done.repaired.append((bucket.source, bucket.index))
+            if not good:
+                raise _mismatch(bucket, version)
+
+    def _stream(
+        self, feed: Feed, lease: int, buckets: Sequence[Bucket], buffers: Sequence[Raw], pool: Executor
+    ) -> list[tuple[Bucket, bool]]:
+        """Fetch buckets in order; returns each with whether its hashes were right."""
+        window = len(buffers)
+        landing: deque[tuple[Bucket, Future[bool]]] = deque()
+        finished: list[tuple[Bucket, bool]] = []
+        asked = deque(buckets[:window])
+        for bucket in asked:
+            feed.ask(lease, bucket)
+        try:
+            for i, bucket in enumerate(buckets):
+                if i >= window:  # the buffer of the bucket `window` places before is free
+                    before, future = landing.popleft()
+                    finished.append((before, future.result()))
+                    feed.ask(lease, bucket)
+                    asked.append(bucket)
+                out = self._out(feed, bucket, buffers[i % window])
+                data, packed = feed.receive(asked.popleft(), out=out)
+                landing.append((bucket, pool.submit(self._land, feed, bucket, data, packed)))
+            while landing:
+                bucket, future = landing.popleft()
+                finished.append((bucket, future.result()))
+        except Superseded:
+            for bucket in asked:  # their answers are on the way
+                with suppress(Superseded):
+                    feed.receive(bucket, out=self._out(feed, bucket, buffers[0]))
+            raise
+        finally:
+            wait([future for _, future in landing])
+        return finished
+
+    def _out(self, feed: Feed, bucket: Bucket, buffer: Raw) -> Raw | None:
+        assert feed.inlet is not None, "a feed is joined before it is read"
+        if feed.inlet.views:
+            return None
+        place = self.landing.place(bucket)
+        return buffer[: bucket.num_bytes] if place is None else place
+
+    def _land(self, feed: Feed, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
+        """Verify and write a bucket and let its slot go; false if it is not what was sent."""
+        proof = prove(packed_pieces(bucket, packed, self._forms), self._forms)
+        good = (proof.hash, proof.sums) == (data.hash, data.sums)
+        if good:
+            self.landing.write(bucket, packed)
+        feed.done_with(bucket)
+        return good
 
 
-def _add_up(total: Counter[str], parts: dict[str, int]) -> None:
-    for name, part in parts.items():
-        total[name] = add(total[name], part)
+def _mismatch(bucket: Bucket, version: int) -> WeightMismatch:
+    more = f" or one of {len(bucket.pieces) - 1} more" if len(bucket.pieces) > 1 else ""
+    return WeightMismatch(
+        f"{bucket.pieces[0].name}{more} of version {version} arrived wrong twice from rank {bucket.source} at rank "
+        f"{bucket.target} (bucket {bucket.index})"
+    )

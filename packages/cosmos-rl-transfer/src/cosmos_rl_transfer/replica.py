@@ -10,13 +10,12 @@ spreads the load. Stages of a pipeline simply hold different tensors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.weight_sync import RankExchange
-from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout import ITEM_BYTES, Box, Manifest, TensorLayout
+from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest, TensorLayout
 from cosmos_rl_transfer.plan import wire_dtype_of
 from cosmos_rl_transfer.publisher import Publisher
 
@@ -37,12 +36,14 @@ class RankPublisher:
 
         `options` are those of `Publisher`. Raises LayoutError, in all ranks, where two describe a tensor differently.
         """
-        manifest = merge([Manifest.decode(data) for data in ranks.gather(own_part(weights, rank=ranks.rank).encode())])
+        manifest = Manifest.merge(
+            [Manifest.decode(data) for data in ranks.gather(own_part(weights, rank=ranks.rank).encode())]
+        )
         self._publisher: Publisher | None = None
         if ranks.rank in manifest.ranks:
             self._publisher = Publisher(weights, wire_dtype=wire_dtype, manifest=manifest, rank=ranks.rank, **options)
-        mine = self._publisher.address if self._publisher else ""
-        self._address = SEPARATOR.join(filter(None, (data.decode() for data in ranks.gather(mine.encode()))))
+        own = self._publisher.address if self._publisher else ""
+        self._address = SEPARATOR.join(filter(None, (data.decode() for data in ranks.gather(own.encode()))))
         self._num_bytes = sum(_num_bytes(spec, wire_dtype) for spec in manifest.specs.values())
 
     @property
@@ -57,6 +58,10 @@ class RankPublisher:
         metrics = await self._publisher.publish(version, weights)
         return {**metrics, "sync_bytes": float(self._num_bytes)}
 
+    async def fence(self) -> Mapping[str, float]:
+        """As `Publisher.fence`: this rank's parts may change afterwards."""
+        return {} if self._publisher is None else await self._publisher.fence()
+
     async def close(self) -> None:
         """As `Publisher.close`."""
         if self._publisher is not None:
@@ -65,27 +70,9 @@ class RankPublisher:
 
 def own_part(weights: Mapping[str, Tensor], *, rank: int) -> Manifest:
     """Describe what this rank itself holds."""
-    layouts = Manifest.from_tensors(weights, rank=rank).layouts
-    return Manifest(tuple(TensorLayout(x.spec, {rank: x.boxes[rank]} if rank in x.boxes else {}) for x in layouts))
-
-
-def merge(parts: Iterable[Manifest]) -> Manifest:
-    """Join what ranks hold into one manifest: tensors as they first appear, ranks ascending.
-
-    Raises LayoutError where two ranks disagree on a tensor's shape or dtype.
-    """
-    specs: dict[str, WeightSpec] = {}
-    boxes: dict[str, dict[int, Box]] = {}
-    for part in parts:
-        for layout in part.layouts:
-            spec = specs.setdefault(layout.spec.name, layout.spec)
-            if spec != layout.spec:
-                raise LayoutError(
-                    f"{spec.name}: {spec.dtype} {list(spec.shape)} on one rank, "
-                    f"{layout.spec.dtype} {list(layout.spec.shape)} on another"
-                )
-            boxes.setdefault(spec.name, {}).update(layout.boxes)
-    return Manifest(tuple(TensorLayout(spec, dict(sorted(boxes[name].items()))) for name, spec in specs.items()))
+    whole = Manifest.from_tensors(weights, rank=rank)
+    held = (TensorLayout(x.spec, {rank: x.boxes[rank]} if rank in x.boxes else {}) for x in whole.layouts)
+    return Manifest(tuple(held), whole.tied)
 
 
 def _num_bytes(spec: WeightSpec, wire_dtype: str | None) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from typing import Any
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.config.run import RunConfig
@@ -12,7 +13,7 @@ from cosmos_rl_core.control.client import ControllerClient, RemoteDesk
 from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.launch.assignment import Assignment
 from cosmos_rl_core.rollout.worker import RolloutWorker
-from cosmos_rl_core.weight_sync import WeightSubscriber
+from cosmos_rl_core.weight_sync import OwnsSubscriber, WeightSubscriber
 
 
 class RolloutRole:
@@ -39,7 +40,7 @@ class RolloutRole:
             address = await self._client.sync_address.get()
             if address is None:
                 return
-            subscriber = await asyncio.to_thread(self._subscriber, address, engine)
+            subscriber = await self._subscriber(address, engine)
             parts.push_async_callback(subscriber.close)
             self._worker = RolloutWorker(
                 engine,
@@ -56,15 +57,13 @@ class RolloutRole:
         with self._at.context.timeline.span("build"):
             return assemble.build_engine(self._at.config, self._at.domain)
 
-    def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:
-        section = self._at.config.sync
-        return assemble.build_sync(self._at.config).subscriber(
-            address,
-            engine.weights(),
-            token=self._at.context.token,
-            transport=section.transport,
-            timeout_s=section.timeout_s,
-        )
+    async def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:
+        section, token = self._at.config.sync, self._at.context.token
+        options: dict[str, Any] = {"token": token, "transport": section.transport, "timeout_s": section.timeout_s}
+        if isinstance(engine, OwnsSubscriber):
+            return await engine.subscriber(address, backend=section.backend, **options)
+        sync = assemble.build_sync(self._at.config)
+        return await asyncio.to_thread(sync.subscriber, address, engine.weights(), **options)
 
 
 def groups_in_flight(config: RunConfig) -> int:

@@ -66,6 +66,9 @@ class FilePublisher:
             writer.write(f"{version}\n".encode())
         return {"sync_bytes": float(sum(t.numel() * t.element_size() for t in tensors.values()))}
 
+    async def fence(self) -> Mapping[str, float]:
+        return {}
+
     async def close(self) -> None:
         if self._server is not None:
             self._server.close()

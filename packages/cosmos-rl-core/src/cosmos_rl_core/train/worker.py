@@ -44,6 +44,8 @@ class PolicyLearner:
         self._timeline = timeline
         self._max_skipped_steps = max_skipped_steps
         self._skipped = 0
+        self._fenced: Mapping[str, float] = {}
+        """What the last wait for the engines cost."""
 
     @property
     def version(self) -> int:
@@ -59,6 +61,9 @@ class PolicyLearner:
         await self.in_compute_thread(lambda: self._forward_backward(batch))
 
     async def optim_step(self) -> StepResult:
+        if self._publisher is not None:
+            with self._timeline.span("fence", step=self.version):
+                self._fenced = await self._publisher.fence()
         with self._timeline.span("optim_step", step=self.version):
             result = await self.in_compute_thread(self.trainer.optim_step)
         self._skipped = self._skipped + 1 if result.skipped else 0
@@ -68,7 +73,9 @@ class PolicyLearner:
         if self._publisher is None:
             return {}
         with self._timeline.span("publish", step=self.version):
-            return await self._publisher.publish(self.version, self.trainer.policy.weights())
+            published = await self._publisher.publish(self.version, self.trainer.policy.weights())
+        stall = self._fenced.get("sync_stall_s", 0.0)
+        return {**self._fenced, **published, "sync_s": published.get("sync_s", 0.0) + stall}
 
     async def in_compute_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)

@@ -2,14 +2,14 @@
 
     publisher (an `Outlet`)                              subscriber (an `Inlet`)
     outlet = transport.open(bucket_bytes, num_slots)
-    Welcome carries outlet.offer            ------->     inlet = transport.attach(link, offer=..., ...)
+    Welcome carries outlet.offer            ------->     inlet = transport.attach(link, offer=..., memory=...)
                                             <-------     ReadBucket
     packs into a free slot, or finds that
     the bucket lies ready in live memory
     Data(slot, runs=outlet.locate(runs))    ------->     inlet.receive(data, out=...)
     outlet.send(link, runs, num_bytes)      =======>
     the slot is free after `send`, or (`keeps_slot`)
-    when the subscriber says so             <-------     ReadBucket(free=slot) or Free(slot)
+    when the subscriber says so             <-------     Taken(bucket)
 
 Hashes are the caller's: a transport may deliver torn or wrong bytes of a slot that was taken away from it, but must
 never wait for ever: everything ends by the link's deadline, or as soon as the peer's death is known.
@@ -75,21 +75,20 @@ class Outlet(Protocol):
 class Inlet(Protocol):
     """A subscriber's end of one publisher. One thread calls it at a time."""
 
-    anywhere: bool
-    """Whether `out` may lie anywhere (in the `staging` given to `attach`, for one); else only in `buffers`."""
-    buffers: Sequence[Raw]
-    """uint8 [bucket_bytes] each, to receive into; empty where `receive` returns a view of the publisher's slot."""
+    views: bool
+    """Whether `receive` returns a view of the publisher's slot and wants no `out`."""
 
     def receive(self, data: Data, *, out: Raw | None) -> Raw:
         """Return the packed bytes uint8 [data.num_bytes] that `data` announced.
 
-        That is `out` [data.num_bytes], filled, or (with no buffers) a read-only view of the publisher's slot, good until
-        the slot is given back. Raises PeerLost when the publisher is gone or silent past the link's deadline.
+        That is `out` [data.num_bytes], filled, which lies in the memory given to `attach`; or, with `views`, a read-only
+        view of the publisher's slot, good until the slot is given back. Raises PeerLost when the publisher is gone or
+        silent past the link's deadline.
         """
         ...
 
     def close(self) -> None:
-        """Unmap, deregister. May be called twice. The link is not the inlet's to close."""
+        """Unmap, deregister. May be called twice. Neither the link nor the memory is the inlet's to close."""
         ...
 
 
@@ -99,15 +98,14 @@ class Transport(Protocol):
     name: str
 
     def open(self, *, bucket_bytes: int, num_slots: int) -> Outlet:
-        """Make a publisher's end. Raises TransportUnavailable with the reason where this machine cannot."""
+        """Make a publisher's end; `num_slots` may be 0. Raises TransportUnavailable with the reason where it cannot."""
         ...
 
-    def attach(
-        self, link: Link, *, offer: Mapping[str, str], bucket_bytes: int, num_buffers: int, staging: Raw | None
-    ) -> Inlet:
+    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> Inlet:
         """Reach the publisher behind `link`. Raises TransportUnavailable with the reason where it cannot.
 
-        `offer` is that of the publisher's outlet. `staging`: memory that buckets may be received into directly.
+        offer: that of the publisher's outlet. memory: what buckets will be received into, for transports that have to
+        prepare it.
         """
         ...
 

@@ -1,54 +1,85 @@
-"""Choose a transport: by name, or the fastest that works between two processes."""
+"""Choose a transport: by name, or the fastest that works between two processes.
+
+    publisher     opens one outlet; whatever it is, it serves TCP over the link as well
+    subscriber    takes what the publisher offers if that works between the two, else TCP
+
+Transports are plug-ins of the group `cosmos_rl.transports`, imported when they are named or tried.
+"""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeVar
 
-from cosmos_rl_core.errors import UserError
-from cosmos_rl_transfer.arena import Arena
+from cosmos_rl_core import plugins
+from cosmos_rl_transfer.digest import Raw
 from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.transports.base import Reader, Segment, Transport, TransportUnavailable
-from cosmos_rl_transfer.transports.shm import SharedMemory
-from cosmos_rl_transfer.transports.tcp import Tcp
+from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport, TransportUnavailable
 
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 
-BY_NAME: dict[str, type[SharedMemory] | type[Tcp]] = {"shm": SharedMemory, "tcp": Tcp}
-"""Fastest first."""
+GROUP = "cosmos_rl.transports"
+AUTO = "auto"
+OVER_LINK = "tcp"
+"""What every publisher serves beside its outlet."""
+_INFINIBAND = Path("/sys/class/infiniband")
 
 
-def candidates(transport: str | Transport) -> list[Transport]:
-    """Return the transports to try in order: all for "auto", else the one named or given."""
+def open_outlet(transport: str | Transport, *, bucket_bytes: int, num_slots: int) -> tuple[str, Outlet]:
+    """Open a publisher's end with the first transport that can; return its name and the end.
+
+    Raises UserError for a name nobody offers, TransportUnavailable with every reason if none can.
+    """
+    kinds = _candidates(transport, auto=preference())
+    return _first(kinds, lambda kind: kind.open(bucket_bytes=bucket_bytes, num_slots=num_slots), to="offer")
+
+
+def attach(
+    transport: str | Transport, link: Link, *, offered: str, offer: Mapping[str, str], memory: Sequence[Raw]
+) -> tuple[str, Inlet]:
+    """Reach a publisher by what it offers, or by TCP over the link; return what was chosen and the end.
+
+    offered, offer: name and address of the publisher's outlet. memory: what buckets will be received into.
+    Raises UserError for a name nobody offers, TransportUnavailable with every reason if none works.
+    """
+
+    def reach(kind: Transport) -> Inlet:
+        if kind.name not in (offered, OVER_LINK):
+            raise TransportUnavailable(f"the publisher offers {offered} and {OVER_LINK}; name the same on both sides")
+        return kind.attach(link, offer=offer, memory=memory)
+
+    auto = [name for name in plugins.names(GROUP) if name == offered != OVER_LINK]  # a publisher names no module here
+    return _first(_candidates(transport, auto=[*auto, OVER_LINK]), reach, to="read")
+
+
+def preference() -> list[str]:
+    """Return what "auto" tries for a publisher, fastest first: RDMA where there may be any, else shared memory."""
+    import torch  # slow to import: only where a publisher chooses
+
+    has_rdma = torch.cuda.is_available() or (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()))
+    return ["nixl", "shm", OVER_LINK] if has_rdma else ["shm", OVER_LINK]
+
+
+def _candidates(transport: str | Transport, *, auto: Sequence[str]) -> Iterator[Transport]:
     if not isinstance(transport, str):
-        return [transport]
-    if transport == "auto":
-        return [kind() for kind in BY_NAME.values()]
-    if transport not in BY_NAME:
-        raise UserError(f'transport = "{transport}" is not known; choose one of auto, {", ".join(BY_NAME)}')
-    return [BY_NAME[transport]()]
+        yield transport
+        return
+    for name in auto if transport == AUTO else [transport]:
+        plugins.locate(GROUP, name, beside=(AUTO,))  # names "auto" among the known ones where this one is not
+        yield plugins.load(GROUP, name)()
 
 
-def allocate(transport: str | Transport, *, num_bytes: int, count: int) -> list[Segment]:
-    """Make the publisher's slots with the first transport that can."""
-    return _first(transport, lambda kind: [kind.allocate(num_bytes) for _ in range(count)])
-
-
-def attach(transport: str | Transport, link: Link, *, arena: Arena, offers: tuple[dict[str, str], ...]) -> Reader:
-    """Reach a publisher's slots with the first transport that can."""
-    return _first(transport, lambda kind: kind.attach(link, arena=arena, offers=offers))
-
-
-def _first(transport: str | Transport, attempt: Callable[[Transport], T]) -> T:
+def _first(kinds: Iterable[Transport], attempt: Callable[[Transport], T], *, to: str) -> tuple[str, T]:
     reasons = []
-    for kind in candidates(transport):
+    for kind in kinds:
         try:
-            result = attempt(kind)
+            end = attempt(kind)
         except TransportUnavailable as error:
             reasons.append(f"{kind.name}: {error}")
             continue
-        log.info("weights travel by %s%s", kind.name, f" ({'; '.join(reasons)})" if reasons else "")
-        return result
+        log.info("%s weights over %s%s", to, kind.name, f" (not over {'; '.join(reasons)})" if reasons else "")
+        return kind.name, end
     raise TransportUnavailable("; ".join(reasons))

@@ -1,4 +1,4 @@
-"""Shared memory on one host: the subscriber maps the publisher's slots and copies out of them.
+"""Shared memory on one host: the publisher packs into slots that the subscriber has mapped.
 
 A slot is a memfd: it has no name to leak, does not count against the size of /dev/shm, and the kernel frees
 it when the last process that maps it ends, however it ends. The subscriber opens it through the publisher's
@@ -11,15 +11,15 @@ from __future__ import annotations
 import mmap
 import os
 import sys
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cosmos_rl_transfer.arena import Arena
 from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Lent
-from cosmos_rl_transfer.plan import Bucket
-from cosmos_rl_transfer.transports.base import TransportUnavailable
+from cosmos_rl_transfer.messages import Data
+from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 
 _NONCE_BYTES = 16
 
@@ -29,67 +29,100 @@ class SharedMemory:
 
     name = "shm"
 
-    def allocate(self, num_bytes: int) -> _Segment:
-        """Make a slot in a memfd with its pages present."""
+    def open(self, *, bucket_bytes: int, num_slots: int) -> _Outlet:
+        """Make slots in memfds with their pages present."""
         if sys.platform != "linux":
             raise TransportUnavailable(f"shared memory needs Linux's memfd, this is {sys.platform}")
-        return _Segment(num_bytes)
+        return _Outlet(bucket_bytes, num_slots)
 
-    def attach(self, link: Link, *, arena: Arena, offers: tuple[dict[str, str], ...]) -> _Reader:
+    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
         """Map the publisher's slots."""
-        return _Reader(arena, [_map(offer, arena.num_bytes) for offer in offers])
+        if "slots" not in offer:
+            raise TransportUnavailable("the publisher's slots are not in shared memory")
+        nonce = bytes.fromhex(offer["nonce"])
+        return _Inlet([_map(path, nonce) for path in offer["slots"].split()])
 
 
-class _Segment:
-    def __init__(self, num_bytes: int) -> None:
+class _Outlet:
+    keeps_slot = True
+    direct = False
+
+    def __init__(self, bucket_bytes: int, num_slots: int) -> None:
         nonce = os.urandom(_NONCE_BYTES)
-        self._fd = os.memfd_create("cosmos-rl-weights", os.MFD_CLOEXEC)
-        os.ftruncate(self._fd, num_bytes + _NONCE_BYTES)
-        # MAP_POPULATE: a first touch of a page costs ten times a copy into it
-        mapped = mmap.mmap(self._fd, num_bytes + _NONCE_BYTES, mmap.MAP_SHARED | mmap.MAP_POPULATE)
-        whole = np.frombuffer(mapped, np.uint8)
-        whole[num_bytes:] = np.frombuffer(nonce, np.uint8)
-        self.memory: Raw = whole[:num_bytes]
-        self.offer = {"path": f"/proc/{os.getpid()}/fd/{self._fd}", "nonce": nonce.hex()}
+        self._fds: list[int] = []
+        self.slots: list[Raw] = []
+        try:
+            for _ in range(num_slots):
+                self._fds.append(os.memfd_create("cosmos-rl-weights", os.MFD_CLOEXEC))
+                self.slots.append(_create(self._fds[-1], bucket_bytes, nonce))
+        except OSError as error:
+            self.close()
+            raise TransportUnavailable(f"cannot allocate {num_slots} slots of {bucket_bytes} bytes: {error}") from error
+        paths = " ".join(f"/proc/{os.getpid()}/fd/{fd}" for fd in self._fds)
+        self.offer: Mapping[str, str] = {"slots": paths, "nonce": nonce.hex()}
+
+    def expose(self, memory: Sequence[Raw]) -> None:
+        """Do nothing: only slots are shared."""
+
+    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+        """Return (): the number of the slot is enough."""
+        return ()
+
+    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+        """Do nothing: the subscriber sees the slot."""
 
     def close(self) -> None:
-        """Drop the file; the mapping goes with its last view."""
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
-            self.memory = np.empty(0, np.uint8)
+        """Drop the files; a mapping goes with its last view."""
+        for fd in self._fds:
+            os.close(fd)
+        self._fds, self.slots = [], []
 
 
-class _Reader:
-    def __init__(self, arena: Arena, slots: list[Raw]) -> None:
-        self._arena = arena
+class _Inlet:
+    views = True
+
+    def __init__(self, slots: list[Raw]) -> None:
         self._slots = slots
 
-    def read(self, bucket: Bucket, *, lent: Lent, out: Raw) -> None:
-        """Pack a bucket straight out of the mapping."""
-        self._arena.gather(self._slots[lent.slot], bucket, out)
+    def receive(self, data: Data, *, out: Raw | None) -> Raw:
+        """View the slot's bytes."""
+        if not 0 <= data.slot < len(self._slots) or data.num_bytes > self._slots[data.slot].nbytes:
+            raise TransferError(
+                f"the publisher announced {data.num_bytes} bytes in slot {data.slot}, which it does not share"
+            )
+        return self._slots[data.slot][: data.num_bytes]
 
     def close(self) -> None:
         """Forget the mappings; they go with their last view."""
         self._slots = []
 
 
-def _map(offer: dict[str, str], num_bytes: int) -> Raw:
-    if "path" not in offer:
-        raise TransportUnavailable("the publisher's slots are not in shared memory")
+def _create(fd: int, num_bytes: int, nonce: bytes) -> Raw:
+    os.ftruncate(fd, num_bytes + _NONCE_BYTES)
+    # MAP_POPULATE: a first touch of a page costs ten times a copy into it
+    mapped = mmap.mmap(fd, num_bytes + _NONCE_BYTES, mmap.MAP_SHARED | mmap.MAP_POPULATE)
+    whole = np.frombuffer(mapped, np.uint8)
+    whole[num_bytes:] = np.frombuffer(nonce, np.uint8)
+    return whole[:num_bytes]
+
+
+def _map(path: str, nonce: bytes) -> Raw:
     try:
-        fd = os.open(offer["path"], os.O_RDONLY | os.O_CLOEXEC)
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
         raise TransportUnavailable(
             f"cannot open the publisher's memory, is it another host or user? {error}"
         ) from error
     try:
-        if os.fstat(fd).st_size != num_bytes + _NONCE_BYTES:
-            raise TransportUnavailable("the publisher's memory has another size: it is on another host")
+        num_bytes = os.fstat(fd).st_size - _NONCE_BYTES
+        if num_bytes < 0:
+            raise TransportUnavailable("the publisher's memory is not the one it offered: it is on another host")
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         whole = np.frombuffer(mmap.mmap(fd, num_bytes + _NONCE_BYTES, flags, mmap.PROT_READ), np.uint8)
+    except OSError as error:
+        raise TransportUnavailable(f"cannot map the publisher's memory: {error}") from error
     finally:
         os.close(fd)
-    if whole[num_bytes:].tobytes().hex() != offer["nonce"]:
+    if whole[num_bytes:].tobytes() != nonce:
         raise TransportUnavailable("the publisher's memory is not the one it offered: it is on another host")
     return whole[:num_bytes]

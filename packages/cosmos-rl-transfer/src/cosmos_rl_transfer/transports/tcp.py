@@ -1,17 +1,21 @@
-"""TCP: the subscriber asks for a bucket on its link and receives it into preallocated memory."""
+"""TCP: the publisher sends each bucket over the subscriber's link, out of a slot or straight out of live memory.
+
+Authentication and deadlines are the link's. Socket buffers are left to the kernel, which grows them as needed: sizes
+that are set by hand stop that and were no faster.
+"""
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from cosmos_rl_transfer.arena import Arena
 from cosmos_rl_transfer.digest import Raw
-from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Data, Lent, Overtaken, ReadBucket
-from cosmos_rl_transfer.plan import Bucket
+from cosmos_rl_transfer.messages import Data
+from cosmos_rl_transfer.transports.base import Run
+
+_ZEROS = memoryview(bytes(4096))
 
 
 class Tcp:
@@ -19,42 +23,67 @@ class Tcp:
 
     name = "tcp"
 
-    def allocate(self, num_bytes: int) -> _Segment:
-        """Make a slot in private memory."""
-        return _Segment(num_bytes)
+    def open(self, *, bucket_bytes: int, num_slots: int) -> _Outlet:
+        """Make slots in private memory."""
+        return _Outlet(bucket_bytes, num_slots)
 
-    def attach(self, link: Link, *, arena: Arena, offers: tuple[dict[str, str], ...]) -> _Reader:
-        """Read over the link itself."""
-        return _Reader(link)
+    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
+        """Receive over the link itself."""
+        return _Inlet(link)
 
 
-class _Segment:
-    def __init__(self, num_bytes: int) -> None:
-        self.memory: Raw = np.empty(num_bytes, np.uint8)
-        self.memory.fill(0)  # takes the page faults now
-        self.offer: dict[str, str] = {}
+class _Outlet:
+    keeps_slot = False
+    direct = True
+
+    def __init__(self, bucket_bytes: int, num_slots: int) -> None:
+        self.offer: Mapping[str, str] = {}
+        self.slots: list[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(num_slots)]  # full takes the faults
+
+    def expose(self, memory: Sequence[Raw]) -> None:
+        """Do nothing: the kernel reads any memory."""
+
+    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+        """Return (): the bytes follow their announcement."""
+        return ()
+
+    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+        """Send the runs with zeros between them, `num_bytes` in all, without a copy."""
+        link.send_parts(_parts(runs, num_bytes))
 
     def close(self) -> None:
-        """Drop the memory."""
-        self.memory = np.empty(0, np.uint8)
+        """Drop the slots."""
+        self.slots = []
 
 
-class _Reader:
+class _Inlet:
+    views = False
+
     def __init__(self, link: Link) -> None:
         self._link = link
-        self._turn = threading.Lock()
-        """One exchange at a time; while one thread receives, others hash what they have."""
 
-    def read(self, bucket: Bucket, *, lent: Lent, out: Raw) -> None:
-        """Ask for a bucket and receive it."""
-        with self._turn:
-            self._link.send(ReadBucket(lent.lease, bucket.index))
-            reply = self._link.receive()
-            if isinstance(reply, Overtaken):
-                raise Superseded(f"the slot was given to version {reply.newest}")
-            if not isinstance(reply, Data) or reply.num_bytes != out.nbytes:
-                raise TransferError(f"bucket {bucket.index}: expected {out.nbytes} bytes, the publisher sent {reply}")
-            self._link.receive_into(out)
+    def receive(self, data: Data, *, out: Raw | None) -> Raw:
+        """Fill `out` from the link."""
+        assert out is not None and out.nbytes == data.num_bytes, "TCP receives into the caller's memory"
+        self._link.receive_into(out)
+        return out
 
     def close(self) -> None:
-        """The link is not the reader's to close."""
+        """Do nothing: the link is the caller's."""
+
+
+def _parts(runs: Sequence[Run], num_bytes: int) -> Iterator[memoryview]:
+    """Yield the runs and what fills the gaps before, between and behind them."""
+    end = 0
+    for run in runs:
+        yield from _zeros(run.at - end)
+        yield run.data.data
+        end = run.at + run.data.nbytes
+    yield from _zeros(num_bytes - end)
+
+
+def _zeros(count: int) -> Iterator[memoryview]:
+    while count > 0:
+        part = _ZEROS[:count]
+        yield part
+        count -= len(part)

@@ -1,0 +1,69 @@
+"""Figure 4: the memory both sides take beside the weights, in buckets, for two sizes of a model."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from _figures import Figure
+from _move_speed import TOKEN
+
+from cosmos_rl_transfer.follower import Follower, Following, SampleModel
+from cosmos_rl_transfer.publisher import Publisher
+
+BUCKET_BYTES = 16 << 20
+SYNCS = 4
+
+
+def figures(sizes: tuple[int, int]) -> list[Figure]:
+    """Return the peaks of both sides over shared memory and TCP, in buckets."""
+    found = []
+    for transport in ("shm", "tcp"):
+        for mib in sizes:
+            source, target = asyncio.run(_peaks(mib, transport))
+            for side, peak in (("trainer", source), ("rollout", target)):
+                name = f"4 {transport}, {mib} MiB: {side}'s extra memory"
+                found.append(Figure(figure=name, value=peak / BUCKET_BYTES, unit="buckets", target="<= 2.2", note=NOTE))
+    return found
+
+
+NOTE = (
+    "growth of VmHWM, in buckets of 16 MiB, from before the publisher or subscriber is made until after four syncs in "
+    "place: two buckets of data, and threads, tables of buckets and the allocator's own"
+)
+
+
+async def _peaks(mib: int, transport: str) -> tuple[int, int]:
+    """Return by how many bytes the peaks of the publisher's and the subscriber's processes grew."""
+    model = SampleModel(mib)
+    weights = model.tensors()
+    here = _Peak("self")
+    publisher = Publisher(weights, token=TOKEN, transport=transport, bucket_bytes=BUCKET_BYTES)
+    follower = Follower(Following(publisher.address, TOKEN, model, transport=transport, staging="in_place"))
+    there = _Peak(str(follower.pid))
+    for version in range(SYNCS):
+        await publisher.publish(version, weights)
+        await asyncio.to_thread(follower.sync)
+        await publisher.fence()
+    grown = here.growth(), there.growth()
+    follower.close()
+    await publisher.close()
+    return grown
+
+
+class _Peak:
+    """How far a process's resident memory rises above what it is now."""
+
+    def __init__(self, pid: str) -> None:
+        self._folder = Path("/proc") / pid
+        (self._folder / "clear_refs").write_text("5")  # resets the peak
+        self._before = self._read("VmRSS")
+
+    def growth(self) -> int:
+        """Return bytes."""
+        return self._read("VmHWM") - self._before
+
+    def _read(self, key: str) -> int:
+        lines = (self._folder / "status").read_text().splitlines()
+        (line,) = (line for line in lines if line.startswith(f"{key}:"))
+        return int(line.split()[1]) << 10

@@ -1,0 +1,169 @@
+"""Figure 3: a sync over each transport, beside memcpy, a raw TCP stream, gloo and torchstore, in turn."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack, closing
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal, Protocol
+
+import numpy as np
+from _figures import Figure
+from _move_peer import Gloo, NixlTcp, RawSocket
+from _torchstore import torchstore_seconds
+
+from cosmos_rl_transfer.follower import Follower, Following, SampleModel
+from cosmos_rl_transfer.publisher import Publisher
+from cosmos_rl_transfer.transports.base import TransportUnavailable
+
+TOKEN = b"benchmark"
+WARM_UP = 2
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to sync."""
+
+    name: str
+    transport: str
+    staging: Literal["shadow", "in_place"] = "shadow"
+    column_ranks: int = 1
+    wire_dtype: str | None = None
+
+
+WAYS = (
+    Way("shm", "shm"),
+    Way("shm, columns cut over 2", "shm", column_ranks=2),
+    Way("shm, in place", "shm", "in_place"),
+    Way("shm, bfloat16", "shm", wire_dtype="bfloat16"),
+    Way("tcp", "tcp"),
+    Way("nixl", "nixl"),
+)
+
+
+class Side(Protocol):
+    """Something to stand beside."""
+
+    def seconds(self) -> float: ...
+
+    def close(self) -> None: ...
+
+
+class Memcpy:
+    """One or two copies in this process, one thread."""
+
+    def __init__(self, num_bytes: int, *, copies: int) -> None:
+        self._copies = copies
+        self._from = np.ones(num_bytes, np.uint8)
+        self._to = [np.ones(num_bytes, np.uint8) for _ in range(copies)]
+
+    def seconds(self) -> float:
+        """Copy, and copy the copy."""
+        started = time.perf_counter()
+        source = self._from
+        for target in self._to:
+            np.copyto(target, source)
+            source = target
+        return time.perf_counter() - started
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self._to.clear()
+
+
+class Sync:
+    """A publisher here and a follower in another process."""
+
+    def __init__(self, way: Way, mib: int) -> None:
+        model = SampleModel(mib, way.column_ranks)
+        self._weights = model.tensors()
+        self._publisher = Publisher(
+            self._weights, token=TOKEN, transport=way.transport, wire_dtype=way.wire_dtype, timeout_s=60
+        )
+        self._follower = Follower(
+            Following(self._publisher.address, TOKEN, model, transport=way.transport, staging=way.staging)
+        )
+        self._in_place = way.staging == "in_place"
+        self._version = -1
+        self.apply_s: list[float] = []
+
+    def seconds(self) -> float:
+        """Publish, and let it be pulled, verified and, in place, landed; then fence."""
+        return asyncio.run(self._sync())
+
+    async def _sync(self) -> float:
+        self._version += 1
+        published = (await self._publisher.publish(self._version, self._weights))["sync_s"]
+        synced = self._follower.sync()
+        await self._publisher.fence()
+        self.apply_s.append(synced.apply_s)
+        return published + synced.stage_s + (synced.apply_s if self._in_place else 0.0)
+
+    def close(self) -> None:
+        """End both sides."""
+        self._follower.close()
+        asyncio.run(self._publisher.close())
+
+
+def figures(mib: int, rounds: int, *, install: bool) -> list[Figure]:
+    """Return seconds of every way and every side, and their ratios."""
+    sides: dict[str, Side] = {}
+    missing: dict[str, str] = {}
+    size = mib << 20
+    makers = {
+        "memcpy": lambda: Memcpy(size, copies=1),
+        "two memcpys": lambda: Memcpy(size, copies=2),
+        "raw recv_into": lambda: RawSocket(size),
+        "gloo send and recv": lambda: Gloo(size),
+        "NIXL over TCP": lambda: NixlTcp(size),
+        **{way.name: (lambda way=way: Sync(way, mib)) for way in WAYS},
+    }
+    with ExitStack() as stack:
+        for name, make in makers.items():
+            try:
+                sides[name] = stack.enter_context(closing(make()))
+            except TransportUnavailable as error:
+                missing[name] = str(error)
+        times: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(WARM_UP + rounds):
+            for name, side in sides.items():
+                times[name].append(side.seconds())
+        applied = {name: side.apply_s[WARM_UP:] for name, side in sides.items() if isinstance(side, Sync)}
+    times = {name: row[WARM_UP:] for name, row in times.items()}
+    torchstore = torchstore_seconds(size, rounds, install=install)
+    return [
+        *(Figure(figure=f"3 {name}", value=median(row), unit="s", note=NOTE) for name, row in times.items()),
+        *(Figure(figure=f"3 {name}", value=math.nan, unit="s", note=f"{name}: {why}") for name, why in missing.items()),
+        Figure(figure="3 torchstore", value=torchstore.seconds, unit="s", note=torchstore.note),
+        Figure(figure="3 shm: apply, in the pause", value=median(applied["shm"]), unit="s"),
+        *_ratios(times),
+    ]
+
+
+NOTE = (
+    "publish, pull and verify on the other side (xxh3 of every bucket, additive hash of every tensor); 'in place' with "
+    "the landing in the live tensors; sides take turns, medians over rounds, ratios within a round"
+)
+
+
+def _ratios(times: dict[str, list[float]]) -> list[Figure]:
+    pairs: Sequence[tuple[str, str, str]] = (
+        ("shm", "two memcpys", "<= 1.2"),
+        ("shm, columns cut over 2", "two memcpys", "<= 1.5"),
+        ("shm, in place", "two memcpys", "<= 1.2"),
+        ("nixl", "memcpy", "<= 1.3"),
+    )
+    faster = (("tcp", "raw recv_into", ">= 0.9"), ("tcp", "NIXL over TCP", ">= 3"), ("tcp", "gloo send and recv", ""))
+    return [
+        *(_ratio(f"3 {a} / {b}", times.get(a), times.get(b), target) for a, b, target in pairs),
+        *(_ratio(f"3 speed of {a} / {b}", times.get(b), times.get(a), target) for a, b, target in faster),
+    ]
+
+
+def _ratio(name: str, above: list[float] | None, below: list[float] | None, target: str) -> Figure:
+    value = median(a / b for a, b in zip(above, below)) if above and below else math.nan
+    return Figure(figure=name, value=value, unit="x", target=target)

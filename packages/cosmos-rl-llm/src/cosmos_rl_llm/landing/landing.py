@@ -1,0 +1,193 @@
+"""A live vLLM model as the target of weight transfers.
+
+    landing = landing_of(model, specs, vllm_config=..., rank=...)     in a worker, after loading
+    Subscriber(..., landing.views, manifest=..., rank=...)            writes the views, the engine paused
+    landing.settle()                                                  after each commit, still paused
+
+A view is a part of a live parameter wherever vLLM left the parameter as it was loaded. Parameters that it repacked or
+quantised take their boxes in host memory, and `settle` passes them through the model's own `load_weights` and vLLM's
+layerwise reload, which keeps the addresses that captured graphs know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_llm.landing.chart import Chart, How, chart_of
+from cosmos_rl_llm.landing.place import Place
+from cosmos_rl_llm.landing.twin import acting_as, twin
+from cosmos_rl_transfer.layout import Manifest, TensorLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_KEPT_EXPERTS = ("TRITON", "BATCHED_TRITON")
+"""Kernels of unquantised experts that read the weights as they were loaded."""
+_UNPROCESSED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+
+
+def landing_of(
+    model: nn.Module, specs: Sequence[WeightSpec], *, vllm_config: VllmConfig, rank: int, how: How = "table"
+) -> Landing:
+    """Find where the tensors of a checkpoint land in a loaded model.
+
+    `specs` are what will be delivered, by checkpoint name; `rank` is this worker's in its replica. Builds the model
+    once more without memory. Raises ValueError if the delivered tensors cannot make up the model.
+    """
+    return Landing(model, chart_of(twin(vllm_config), specs, how=how), vllm_config=vllm_config, rank=rank)
+
+
+def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec], *, how: How = "table") -> Manifest:
+    """Describe what all ranks of a replica need, in a process without workers: rank = pp_rank * tp_size + tp_rank."""
+    parallel = vllm_config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if parallel.data_parallel_size > 1:
+        raise ValueError("a replica is one engine: set data_parallel_size to 1 and run more replicas")
+    parts = []
+    for rank in range(tp * pp):
+        with acting_as(rank, tp=tp, pp=pp):
+            parts.append(chart_of(twin(vllm_config), specs, how=how).layouts(rank))
+    return Manifest(tuple(_merged(layouts) for layouts in zip(*parts)))
+
+
+def _merged(layouts: Sequence[TensorLayout]) -> TensorLayout:
+    boxes = {rank: box for layout in layouts for rank, box in layout.boxes.items()}
+    specs = [layout.spec for layout in layouts if layout.boxes] or [layouts[0].spec]
+    return TensorLayout(specs[0], boxes)
+
+
+class Landing:
+    """What one worker needs of each version, where it is written, and what makes it take effect."""
+
+    def __init__(self, model: nn.Module, chart: Chart, *, vllm_config: VllmConfig, rank: int) -> None:
+        self._model: Any = model
+        self._chart = chart
+        self._config = vllm_config
+        self._live = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
+        self.manifest = Manifest(chart.layouts(rank))
+        """This rank's boxes, every tensor named; specs have the dtypes of the engine."""
+        self.reloaded = self._reasons()
+        """By name, why a tensor goes through the model's loader and not straight into a parameter."""
+        self.views: dict[str, Tensor] = {}
+        """By name, the memory a box is written to, shaped like it; tensors of other ranks are left out."""
+        self.untouched = self._untouched()
+        """Parameters that no tensor lands in: they keep the values they were loaded with."""
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        self._check()
+        self._bind()
+
+    def settle(self) -> None:
+        """Make the engine compute with what was written to the views. Call after each commit, before resuming."""
+        from vllm.config import set_current_vllm_config
+
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            for copy, original in self._copies:
+                copy.copy_(original)
+            if self.reloaded:
+                self._reload()
+            for layer in self._model.modules():
+                if _is_a(layer, "MLAAttention"):  # keeps products of kv_b_proj
+                    layer.process_weights_after_loading(self._config.model_config.dtype)
+
+    def _bind(self) -> None:
+        for name, spec in self._chart.specs.items():
+            box = self._chart.box(name)
+            if box is None:
+                continue
+            if name in self.reloaded:
+                self.views[name] = torch.zeros(box.shape, dtype=getattr(torch, spec.dtype), device="cpu")
+                continue
+            first, *others = (place for place in self._chart.places[name] if place.box.numel)
+            self.views[name] = first.view(self._live[first.parameter])
+            self._copies += [(place.view(self._live[place.parameter]), self.views[name]) for place in others]
+
+    def _reasons(self) -> dict[str, str]:
+        """Find the tensors that have no live view; a layer with one is reloaded as a whole."""
+        reasons = dict(self._chart.refused)
+        if reasons:  # where they land is not known: every layer goes through the loader
+            why = f"{next(iter(reasons))} must go through the loader, in which layer is not known"
+            return reasons | {name: why for name, found in self._chart.places.items() if found and name not in reasons}
+        layers: dict[str, str] = {}
+        for places in self._chart.places.values():
+            for place in places:
+                if why := self._why_not_live(place):
+                    layers.setdefault(_layer(place), f"{place.parameter}: {why}")
+        for name, places in self._chart.places.items():
+            if found := [layers[_layer(place)] for place in places if _layer(place) in layers]:
+                reasons[name] = found[0]
+        return reasons
+
+    def _why_not_live(self, place: Place) -> str | None:
+        live, dtype = self._live.get(place.parameter), getattr(torch, self._chart.specs[place.name].dtype)
+        layer = self._model.get_submodule(_layer(place))
+        method = getattr(layer, "quant_method", None)
+        if method is not None and not any(_is_a(method, name) for name in _UNPROCESSED):
+            return f"{type(method).__name__} processes it after loading"
+        if live is None or (tuple(live.shape), live.stride()) != self._chart.strides[place.parameter]:
+            return "vLLM keeps it in another layout"
+        if live.dtype != dtype:
+            return f"vLLM keeps it as {live.dtype}"
+        if _is_a(method, "UnquantizedFusedMoEMethod") and method.unquantized_backend.name not in _KEPT_EXPERTS:
+            return f"{method.unquantized_backend.value} kernels keep experts in another layout"
+        if vars(layer).get("cpu_linear", F.linear) is not F.linear:
+            return "vLLM computes with a packed copy on CPU"
+        return None
+
+    def _untouched(self) -> tuple[str, ...]:
+        landed = {place.parameter for places in self._chart.places.values() for place in places}
+        return tuple(name for name, _ in self._model.named_parameters() if name not in landed)
+
+    def _check(self) -> None:
+        """Raise ValueError if two tensors share memory in the engine, or a layer would be reloaded in part."""
+        owners: dict[tuple[int, int], str] = {}
+        for places in self._chart.places.values():
+            for place in places:
+                live = self._live.get(place.parameter)
+                if live is None or not live.numel():
+                    continue
+                owner = owners.setdefault((live.untyped_storage()._cdata, live.storage_offset()), place.parameter)
+                if owner != place.parameter:
+                    raise ValueError(
+                        f"{place.parameter} and {owner} share memory in the engine but are trained apart: the engine "
+                        "found them equal when it loaded them; set tie_word_embeddings in the model's config.json"
+                    )
+        reloaded = {_layer(place) for name in self.reloaded for place in self._chart.places.get(name, ())}
+        for name in self.untouched:
+            if name.rpartition(".")[0] in reloaded:
+                raise ValueError(f"{name} is not among the delivered tensors, and its layer can only be loaded whole")
+
+    def _reload(self) -> None:
+        """Pass the written boxes through vLLM's layerwise reload."""
+        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+        names = [name for name in self._chart.specs if name in self.reloaded]
+        paths = {_layer(place) for name in names for place in self._chart.places.get(name, ())}
+        layers = [self._model] if self._chart.refused else [self._model.get_submodule(path) for path in sorted(paths)]
+        for layer in layers:
+            initialize_layerwise_reload(layer)
+        self._model.load_weights(self._whole(names))
+        for layer in layers:
+            finalize_layerwise_reload(layer, self._config.model_config)
+
+    def _whole(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors of which the box this rank needs is filled: the loader cuts it out again."""
+        for name in names:
+            spec, box = self._chart.specs[name], self._chart.box(name)
+            whole = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+            if box is not None:
+                whole[box.slices()] = self.views[name]
+            yield name, whole
+
+
+def _layer(place: Place) -> str:
+    return place.parameter.rpartition(".")[0]
+
+
+def _is_a(value: object, name: str) -> bool:
+    return any(kind.__name__ == name for kind in type(value).__mro__)

@@ -1,0 +1,102 @@
+"""Strided parts of a checkpoint tensor on strided parts of a parameter, and how several join into one box."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+from torch import Tensor
+
+from cosmos_rl_transfer.layout import Box
+
+
+@dataclass(frozen=True, slots=True)
+class Region:
+    """One copy: equally shaped strided parts of a row-major tensor and of a parameter."""
+
+    first: int
+    """Flat index of the first element in the tensor."""
+    start: int
+    """Elements from the parameter's first to the region's first."""
+    steps: tuple[tuple[int, int, int], ...]
+    """(size, stride in the tensor, stride in the parameter) of each dim with more than one index."""
+
+    @classmethod
+    def between(cls, source: Tensor, destination: Tensor, *, start: int) -> Region:
+        """Describe a copy of `source`, a view of the whole tensor, over `destination`."""
+        steps = zip(destination.shape, source.stride(), destination.stride())
+        return cls(int(source.storage_offset()), start, tuple(step for step in steps if step[0] > 1))
+
+    def boxed(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
+        """Return the box in a tensor of `shape` and the parameter's stride in each of its dims, 0 for dims of size 1.
+
+        None if the part is no box: a dim with gaps, or two dims taken as one.
+        """
+        rest, offset, sizes, strides = self.first, [], [], []
+        steps = {step: (size, stride) for size, step, stride in self.steps}
+        used = 0
+        for dim in range(len(shape)):
+            below = 1
+            for size in shape[dim + 1 :]:
+                below *= size
+            size, stride = steps.get(below, (1, 0)) if shape[dim] > 1 else (1, 0)
+            used += size > 1
+            offset.append(rest // below)
+            sizes.append(size)
+            strides.append(stride)
+            rest %= below
+        if used < len(self.steps) or any(o + n > whole for o, n, whole in zip(offset, sizes, shape)):
+            return None
+        return Box(tuple(offset), tuple(sizes)), tuple(strides)
+
+
+Landed = tuple[Box, tuple[int, ...], int]
+"""A box, the parameter's stride in each of its dims, and where its first element lies."""
+
+
+def join(regions: list[Region], shape: tuple[int, ...]) -> list[Landed] | None:
+    """Return the boxes that regions of one tensor in one parameter make up, several only if they are equal copies.
+
+    None if they are no box, or do not lie in the parameter at equal strides.
+    """
+    parts: list[Landed] = []
+    for region in regions:
+        boxed = region.boxed(shape)
+        if boxed is None:
+            return None
+        parts.append((*boxed, region.start))
+    if all(box == parts[0][0] for box, _, _ in parts):
+        return parts
+    for dim in reversed(range(len(shape))):
+        parts = _join_along(parts, dim)
+    return parts if all(box == parts[0][0] for box, _, _ in parts) else None
+
+
+def _join_along(parts: list[Landed], dim: int) -> list[Landed]:
+    """Join runs of boxes that are neighbours along `dim` and lie at equal distances in the parameter."""
+    rows: dict[object, list[Landed]] = {}
+    for part in parts:
+        box, strides, _ = part
+        others = (_without(box.offset, dim), _without(box.shape, dim), _without(strides, dim))
+        rows.setdefault(others, []).append(part)
+    return [joined for row in rows.values() for joined in _join_row(sorted(row, key=lambda p: p[0].offset[dim]), dim)]
+
+
+def _join_row(row: list[Landed], dim: int) -> list[Landed]:
+    """Join boxes of one row, sorted by offset; those that do not fit are returned as they are."""
+    if len(row) == 1:
+        return row
+    touching = all(a[0].end[dim] == b[0].offset[dim] for a, b in pairwise(row))
+    steps = {part[1][dim] for part in row if part[0].shape[dim] > 1}
+    gaps = [(b[2] - a[2], a[0].shape[dim]) for a, b in pairwise(row)]
+    steps |= {distance // size if distance % size == 0 else -1 for distance, size in gaps}
+    if not touching or len(steps) != 1 or -1 in steps:
+        return row
+    box, strides, start = row[0]
+    size = sum(part[0].shape[dim] for part in row)
+    shape = (*box.shape[:dim], size, *box.shape[dim + 1 :])
+    return [(Box(box.offset, shape), (*strides[:dim], steps.pop(), *strides[dim + 1 :]), start)]
+
+
+def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
+    return values[:dim] + values[dim + 1 :]

@@ -1,0 +1,103 @@
+"""The command `python -m cosmos_rl_transfer`. A command imports what it needs when it runs."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Annotated, Literal
+
+import typer
+
+app = typer.Typer(
+    name="python -m cosmos_rl_transfer",
+    help="Weights from any trainer layout to any rollout layout.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+LAYOUT = "such as fsdp8, 'pp2 hsdp4x8 tp2 ep8' or 'tp4 x 2' (2 replicas)"
+AsJson = Annotated[bool, typer.Option("--json", help="Write JSON instead of a table.")]
+
+
+@app.command()
+def plan(
+    *,
+    source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help=f"The trainers, {LAYOUT}.")],
+    target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="The rollouts, likewise.")],
+    shapes: Annotated[
+        str, typer.Option(metavar="MODEL", help="A preset such as llama-8b, or a safetensors index, file or config.json.")
+    ],
+    wire: Annotated[str | None, typer.Option(metavar="DTYPE", help="Floats travel in this, such as bfloat16.")] = None,
+    bucket_bytes: Annotated[int, typer.Option(help="Bytes that travel together.")] = 32 << 20,
+    relay: Annotated[
+        Literal["auto", "on", "off"], typer.Option(help="Whether rollout replicas pass buckets on to one another.")
+    ] = "auto",
+    ranks_per_host: Annotated[
+        int, typer.Option(min=1, help="Ranks of a machine; trainers and rollouts are on different ones.")
+    ] = 8,
+    gbit: Annotated[float, typer.Option(min=0.001, help="Speed of a rank's network card, Gbit/s each way.")] = 400.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a sync between two layouts moves, and how far that is from the least possible. Starts nothing."""
+    from cosmos_rl_transfer.forecast import forecast
+    from cosmos_rl_transfer.layout_text import parse_side
+    from cosmos_rl_transfer.shapes import read_shapes
+
+    found = forecast(
+        read_shapes(shapes),
+        parse_side(source),
+        parse_side(target),
+        wire_dtype=wire,
+        bucket_bytes=bucket_bytes,
+        relay=relay,
+        ranks_per_host=ranks_per_host,
+        gbit=gbit,
+    )
+    typer.echo(json.dumps(found.as_json(), indent=2) if as_json else found)
+
+
+@app.command()
+def doctor() -> None:
+    """Say which transports work on this machine, and how fast, measured between two processes."""
+    from cosmos_rl_transfer.doctor import diagnose, render
+
+    typer.echo(render(diagnose()))
+
+
+@app.command()
+def bench(
+    *,
+    mib: Annotated[int, typer.Option(min=1, help="Size of the model.")] = 256,
+    transport: Annotated[
+        list[str] | None, typer.Option(help="shm, tcp, nixl; may be given several times. Without it shm and tcp.")
+    ] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="Syncs that are measured.")] = 7,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a sync between two processes here, beside a memcpy of the same bytes."""
+    from dataclasses import asdict
+
+    from cosmos_rl_core.errors import UserError
+    from cosmos_rl_transfer.bench import bench as measure
+    from cosmos_rl_transfer.bench import render
+    from cosmos_rl_transfer.transports.base import TransportUnavailable
+
+    try:
+        timings = measure(transport or ["shm", "tcp"], mib=mib, rounds=rounds)
+    except TransportUnavailable as error:
+        raise UserError(str(error)) from error
+    typer.echo(json.dumps([asdict(timing) for timing in timings], indent=2) if as_json else render(timings))
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: exit code 2 with one message for a user's error."""
+    from cosmos_rl_core.errors import UserError
+    from cosmos_rl_transfer.errors import LayoutError
+
+    try:
+        app(arguments)
+    except (LayoutError, UserError) as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)

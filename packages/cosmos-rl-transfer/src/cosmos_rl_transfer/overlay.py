@@ -1,0 +1,61 @@
+"""The atomic units of a tensor: a target's box cut at the edges of the source's boxes, each part with its owners."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from itertools import pairwise, product
+
+import numpy as np
+
+from cosmos_rl_transfer.bounds import Owners
+from cosmos_rl_transfer.box import Box
+from cosmos_rl_transfer.bucket import split
+
+
+class Overlay:
+    """The boxes of one tensor's source ranks, ready to be laid over wanted boxes."""
+
+    def __init__(self, boxes: Mapping[int, Box]) -> None:
+        """Take the boxes by source rank."""
+        owners: defaultdict[Box, list[int]] = defaultdict(list)
+        for rank, box in boxes.items():
+            if box.numel:
+                owners[box].append(rank)
+        self._owners = [tuple(sorted(ranks)) for ranks in owners.values()]
+        self._low = np.array([box.offset for box in owners], np.int64)  # [distinct boxes, dims]
+        self._high = np.array([box.end for box in owners], np.int64)
+        self._found: dict[Box, list[tuple[Box, Owners]]] = {}
+
+    def units(self, wanted: Box) -> list[tuple[Box, Owners]]:
+        """Return disjoint parts that cover `wanted`, row-major, each with the ranks that hold all of it, maybe none."""
+        if wanted not in self._found:
+            self._found[wanted] = list(self._cut(wanted))
+        return self._found[wanted]
+
+    def _cut(self, wanted: Box) -> Iterator[tuple[Box, Owners]]:
+        if not self._owners:
+            yield wanted, ()
+            return
+        low, high = np.maximum(self._low, wanted.offset), np.minimum(self._high, wanted.end)
+        touching = (low < high).all(axis=1)
+        places = np.flatnonzero(touching)
+        intervals = [
+            list(pairwise(sorted({first, last, *low[touching, dim].tolist(), *high[touching, dim].tolist()})))
+            for dim, (first, last) in enumerate(zip(wanted.offset, wanted.end))
+        ]
+        for cell in product(*intervals):
+            box = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
+            holds = ((low[touching] <= box.offset) & (high[touching] >= box.end)).all(axis=1)
+            yield box, tuple(sorted(rank for i in places[holds].tolist() for rank in self._owners[i]))
+
+
+def split_units(
+    units: list[tuple[Box, Owners]], item_bytes: int, most_bytes: int | None
+) -> Iterator[tuple[Box, Owners]]:
+    """Yield the units, those above `most_bytes` that several ranks hold in parts of whole rows."""
+    for box, owners in units:
+        if most_bytes is None or len(owners) == 1:
+            yield box, owners
+        else:
+            yield from ((part, owners) for part in split(box, item_bytes, most_bytes))

@@ -1,0 +1,223 @@
+"""One subscriber's requests, one after the other.
+
+    session's thread     receives requests, packs and hashes buckets
+    a second thread      sends them, so that one bucket is packed while the one before travels
+
+With a transport whose subscribers read a slot by themselves (`keeps_slot`), a request that finds no slot free waits
+beside the session, not in it: the message that frees one comes over the same link.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any
+
+import numpy as np
+
+from cosmos_rl_transfer import messages as m
+from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.errors import LayoutError, Superseded
+from cosmos_rl_transfer.link import Link
+from cosmos_rl_transfer.plan import Bucket, Piece
+from cosmos_rl_transfer.proof import Proof, packed_pieces, prove, run_pieces
+from cosmos_rl_transfer.supply import Supply
+from cosmos_rl_transfer.transports.base import Outlet, Run
+from cosmos_rl_transfer.versions import Lease
+
+HEARTBEAT_S = 0.5
+
+
+class Session:
+    """Answers one subscriber until it leaves."""
+
+    def __init__(self, supply: Supply, link: Link) -> None:
+        self._supply, self._link = supply, link
+        self._outlet: Outlet = supply.link_outlet
+        self._buckets: tuple[Bucket, ...] = ()
+        self._leases: dict[int, Lease] = {}
+        self._waiting: deque[m.ReadBucket] = deque()
+        """Requests for which no slot was free."""
+        self._in_hand: dict[int, tuple[Lease, int]] = {}
+        """Buckets the subscriber reads by itself at this moment: lease, and slot or -1 for live memory."""
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-send")
+        self._sending: Future[None] | None = None
+
+    def run(self) -> None:
+        """Answer until the connection ends. Raises TransferError with the reason."""
+        try:
+            while True:
+                self._answer(self._link.receive())
+                self._serve_waiting()
+        finally:
+            for lease in self._leases.values():
+                self._supply.versions.give_back(lease)
+            self._link.close()  # wakes the sender
+            self._sender.shutdown()
+            self._supply.ring.leave(self)
+
+    def _answer(self, request: Any) -> None:
+        match request:
+            case m.Hello(protocol):
+                self._link.send(self._welcome(protocol))
+            case m.Join():
+                self._link.send(self._join(request))
+            case m.Await(after):
+                self._announce(after)
+            case m.Borrow():
+                self._link.send(self._lend(request))
+            case m.ReadBucket():
+                self._waiting.append(request)
+            case m.Taken(bucket):
+                self._take_back(bucket)
+            case m.Return(lease):
+                self._flush()
+                for bucket in list(self._in_hand):
+                    self._take_back(bucket)
+                ended = self._leases.pop(lease, None)
+                self._link.send(m.Returned(ended is not None and self._supply.versions.give_back(ended)))
+
+    def _welcome(self, protocol: int) -> m.Welcome | m.Refused:
+        if protocol != m.PROTOCOL:
+            return m.Refused(f"the publisher speaks protocol {m.PROTOCOL}, the subscriber {protocol}")
+        s = self._supply
+        return m.Welcome(s.manifest, s.rank, s.wire_dtype, s.bucket_bytes, s.transport, dict(s.outlet.offer))
+
+    def _join(self, request: m.Join) -> m.Joined | m.Refused:
+        supply = self._supply
+        try:
+            made = supply.plans.get(supply, request.target, request.position)
+        except LayoutError as error:
+            return m.Refused(str(error))
+        if made.digest != request.plan_digest:
+            return m.Refused(
+                f"the plans differ: {made.digest[:12]} at the publisher, {request.plan_digest[:12]} at "
+                "the subscriber; install the same cosmos-rl-transfer on both sides"
+            )
+        self._buckets = made.stream(supply.rank, request.rank)
+        self._outlet = supply.outlet if request.transport == supply.transport else supply.link_outlet
+        return m.Joined()
+
+    def _announce(self, after: int) -> None:
+        versions = self._supply.versions
+        while (version := versions.wait_newer(after, timeout_s=HEARTBEAT_S)) is None:
+            self._link.send(m.Waiting())
+        self._link.send(m.Announce(version))
+
+    def _lend(self, request: m.Borrow) -> m.Lent | m.Overtaken:
+        versions, buckets = self._supply.versions, self._buckets
+        lease = versions.lend(
+            request.version,
+            buckets=len(buckets),
+            keep=request.keep,
+            copy=lambda index: self._supply.copy(buckets[index]),
+        )
+        if lease is None:
+            return m.Overtaken(versions.newest)
+        self._leases[lease.number] = lease
+        return m.Lent(lease.number)
+
+    def _take_back(self, bucket: int) -> None:
+        """The subscriber has a bucket: what it was read from may be used again."""
+        if bucket in self._in_hand:
+            lease, slot = self._in_hand.pop(bucket)
+            self._supply.versions.read(lease, bucket)
+            self._supply.ring.free(slot, self)
+
+    def _serve_waiting(self) -> None:
+        while self._waiting and self._serve(self._waiting[0]):
+            self._waiting.popleft()
+
+    def _serve(self, request: m.ReadBucket) -> bool:
+        """Answer a read; false if it has to wait for a slot."""
+        lease, index = self._leases.get(request.lease), request.bucket
+        try:
+            if lease is None or not 0 <= index < len(self._buckets):
+                raise Superseded("not a lease, or not a bucket, of this session")
+            return self._serve_direct(lease, index) or self._serve_packed(lease, index)
+        except Superseded:
+            self._send_later(lambda: self._link.send(m.Overtaken(self._supply.versions.newest)))
+            return True
+
+    def _serve_direct(self, lease: Lease, index: int) -> bool:
+        """Hand a bucket over out of live memory, if it lies there as it travels."""
+        if not self._outlet.direct:
+            return False
+        with ExitStack() as guard:
+            copied = guard.enter_context(self._supply.versions.reading(lease, index))
+            runs = self._supply.memory.runs(self._buckets[index]) if copied is None else None
+            if runs is None:
+                return False
+            held = guard.pop_all()  # until it is sent: no fence comes in between
+            self._send_later(lambda: self._send_runs(lease, index, runs, held), held=held)
+        return True
+
+    def _serve_packed(self, lease: Lease, index: int) -> bool:
+        """Pack a bucket into a slot and hand that over; false if none is free."""
+        ring, keeps = self._supply.ring, self._outlet.keeps_slot
+        slot = ring.take(self, wait=not keeps or not ring.holds(self))
+        if slot is None:
+            return False
+        out = self._supply.outlet.slots[slot][: self._buckets[index].num_bytes]
+        try:
+            with self._supply.versions.reading(lease, index) as copied:
+                if copied is None:
+                    self._supply.memory.pack(self._buckets[index], out)
+                else:
+                    np.copyto(out, copied)
+        except Superseded:
+            ring.free(slot, self)
+            raise
+        self._supply.versions.read(lease, index)
+        if keeps:
+            self._in_hand[index] = lease, slot
+        proof = self._proof(lease, index, packed_pieces(self._buckets[index], out, self._supply.forms))
+        self._send_later(lambda: self._send_slot(index, proof, slot, out))
+        return True
+
+    def _proof(self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]]) -> Proof:
+        supply, bucket = self._supply, self._buckets[index]
+        proof = supply.proofs.get(lease.version, bucket)
+        if proof is None:
+            proof = prove(pieces, supply.forms)
+            supply.proofs.keep(lease.version, bucket, proof)
+        return proof
+
+    def _send_slot(self, index: int, proof: Proof, slot: int, out: Raw) -> None:
+        """In the sender."""
+        self._hand_over(index, proof, [Run(out, 0)], slot)
+        if not self._outlet.keeps_slot:
+            self._supply.ring.free(slot, self)
+
+    def _send_runs(self, lease: Lease, index: int, runs: list[Run], held: ExitStack) -> None:
+        """In the sender."""
+        with held:
+            pieces = run_pieces(self._buckets[index], [run.data for run in runs], self._supply.forms)
+            proof = self._proof(lease, index, pieces)
+            if self._outlet.keeps_slot:
+                self._in_hand[index] = lease, -1
+            self._hand_over(index, proof, runs, -1)
+        if not self._outlet.keeps_slot:
+            self._supply.versions.read(lease, index)
+
+    def _hand_over(self, index: int, proof: Proof, runs: list[Run], slot: int) -> None:
+        num_bytes = self._buckets[index].num_bytes
+        self._link.send(m.Data(index, num_bytes, proof.hash, proof.sums, slot, self._outlet.locate(runs)))
+        self._outlet.send(self._link, runs, num_bytes=num_bytes)
+
+    def _send_later(self, work: Callable[[], None], *, held: ExitStack | None = None) -> None:
+        """Queue something for the sender, which closes `held`; what it raised before is raised here."""
+        with ExitStack() as on_error:
+            if held is not None:
+                on_error.push(held)
+            if self._sending is not None and self._sending.done():
+                self._sending.result()
+            self._sending = self._sender.submit(work)
+            on_error.pop_all()
+
+    def _flush(self) -> None:
+        """Wait until all is sent."""
+        if self._sending is not None:
+            self._sending.result()

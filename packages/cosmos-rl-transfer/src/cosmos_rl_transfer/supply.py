@@ -1,0 +1,82 @@
+"""What a publisher serves, and how: shared by the sessions of all its subscribers."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.layout import Manifest
+from cosmos_rl_transfer.plan import Bucket, Plan, plan
+from cosmos_rl_transfer.proof import Form, Proofs
+from cosmos_rl_transfer.ring import Ring
+from cosmos_rl_transfer.transports.base import Outlet, Run
+from cosmos_rl_transfer.versions import Versions
+
+
+class Memory(Protocol):
+    """Where one rank's parts lie."""
+
+    def runs(self, bucket: Bucket) -> list[Run] | None:
+        """Return the bucket's bytes where they lie, or None where they have to be packed."""
+        ...
+
+    def pack(self, bucket: Bucket, out: Raw) -> None:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Supply:
+    """Everything a session needs."""
+
+    manifest: Manifest
+    """All ranks of the publishing side."""
+    rank: int
+    wire_dtype: str | None
+    bucket_bytes: int
+    forms: Mapping[str, Form]
+    memory: Memory
+    versions: Versions
+    ring: Ring
+    outlet: Outlet
+    transport: str
+    """Name of the transport that `outlet` is of."""
+    link_outlet: Outlet
+    """For subscribers that cannot use the other: over the link, out of the other's slots."""
+    proofs: Proofs = field(default_factory=Proofs)
+    plans: PlanCache = field(default_factory=lambda: PlanCache())
+
+    def copy(self, bucket: Bucket) -> Raw:
+        """Return a bucket's bytes in memory of their own."""
+        out = np.empty(bucket.num_bytes, np.uint8)
+        self.memory.pack(bucket, out)
+        return out
+
+
+class PlanCache:
+    """Plans of the last few targets: the ranks of a replica, and replicas alike, ask for the same."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._most = most
+        self._guard = threading.Lock()
+        self._known: dict[tuple[str, int], Plan] = {}
+
+    def get(self, supply: Supply, target: Manifest, position: int) -> Plan:
+        """Return the plan for a target. Raises LayoutError as `plan` does."""
+        key = (target.digest, position)
+        with self._guard:
+            if key not in self._known:
+                self._known[key] = plan(
+                    supply.manifest,
+                    target,
+                    bucket_bytes=supply.bucket_bytes,
+                    wire_dtype=supply.wire_dtype,
+                )
+                while len(self._known) > self._most:
+                    del self._known[next(iter(self._known))]
+            return self._known[key]

@@ -1,0 +1,157 @@
+"""torch.distributed: buckets are sent and received between two ranks of a process group that exists already.
+
+For jobs that have such a group and no other path. It is two-sided and static: a transport object knows one peer, so
+a publisher serves one subscriber with it. Once a rank has died or fallen silent the group must not be used any more:
+what waits inside it cannot be cancelled and ends by a time-out only. The link notices a death at once, so the caller
+does not wait for that.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping, Sequence
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+
+from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.errors import PeerLost, TransferError
+from cosmos_rl_transfer.link import Link
+from cosmos_rl_transfer.messages import Data
+from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup, Work
+
+_TAG = 0x5EED
+_CHECK_S = 0.1
+"""How often a wait looks whether the link still stands."""
+
+
+class Collective:
+    """Send and receive between two ranks of a process group (gloo, NCCL)."""
+
+    name = "collective"
+
+    def __init__(self, group: ProcessGroup | None = None, *, peer: int | None = None, device: str = "cpu") -> None:
+        """Talk to rank `peer` of `group`.
+
+        group: None for the default group. peer: None for the other one of two. device: where the group's tensors have
+        to lie ("cuda" for NCCL: buckets are copied there and back).
+        """
+        self._group, self._peer, self._device = group, peer, device
+
+    def open(self, *, bucket_bytes: int, num_slots: int) -> _Outlet:
+        """Make slots in private memory. Raises TransportUnavailable without a group or with too many ranks in it."""
+        return _Outlet(self._pair(), bucket_bytes, num_slots)
+
+    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
+        """Receive from the publisher, which has to be the peer."""
+        pair = self._pair()
+        if offer.get("group") != pair.key(pair.peer, pair.rank):
+            raise TransportUnavailable(
+                f"rank {pair.peer} of the process group is not the publisher, which offers {dict(offer)}"
+            )
+        return _Inlet(pair, link)
+
+    def _pair(self) -> _Pair:
+        group = self._group
+        if group is None and dist.is_available() and dist.is_initialized():
+            group = dist.group.WORLD
+        if group is None:
+            raise TransportUnavailable("torch.distributed has no process group here; call init_process_group first")
+        if self._peer is None and group.size() != 2:
+            raise TransportUnavailable(f"the process group has {group.size()} ranks: say which is the other, peer=...")
+        peer = 1 - group.rank() if self._peer is None else self._peer
+        return _Pair(group, peer, torch.device(self._device))
+
+
+class _Pair:
+    """This rank and its peer."""
+
+    def __init__(self, group: ProcessGroup, peer: int, device: torch.device) -> None:
+        self.rank, self.peer = group.rank(), peer
+        self._group, self._device = group, device
+
+    def key(self, publisher: int, subscriber: int) -> str:
+        """Name a publisher and its subscriber."""
+        return f"{publisher}>{subscriber}/{self._group.size()}"
+
+    def send(self, runs: Sequence[Raw], link: Link) -> None:
+        """Send runs of bytes, one message each."""
+        tensors = [torch.from_numpy(run).to(self._device) for run in runs]
+        self._wait([self._group.send([tensor], self.peer, _TAG) for tensor in tensors], link)
+
+    def receive(self, runs: Sequence[Raw], link: Link) -> None:
+        """Receive as many runs of the same lengths."""
+        outs = [torch.from_numpy(run) for run in runs]
+        tensors = [torch.empty_like(out, device=self._device) for out in outs] if self._device.type != "cpu" else outs
+        self._wait([self._group.recv([tensor], self.peer, _TAG) for tensor in tensors], link)
+        for out, tensor in zip(outs, tensors):
+            if tensor is not out:
+                out.copy_(tensor)
+
+    def _wait(self, works: Sequence[Work], link: Link) -> None:
+        """Wait in a thread of its own: gloo neither tells when it is done nor can be asked to wait a short while."""
+        done = threading.Event()
+        failures: list[RuntimeError] = []
+
+        def wait() -> None:
+            try:
+                for work in works:
+                    work.wait(timedelta(seconds=link.timeout_s))
+            except RuntimeError as error:
+                failures.append(error)
+            done.set()
+
+        threading.Thread(target=wait, name="weights-collective", daemon=True).start()
+        while not done.wait(_CHECK_S):
+            link.check()
+        if failures:
+            raise PeerLost(f"rank {self.peer} of the process group is gone: {failures[0]}") from failures[0]
+
+
+class _Outlet:
+    keeps_slot = False
+    direct = True
+
+    def __init__(self, pair: _Pair, bucket_bytes: int, num_slots: int) -> None:
+        self._pair = pair
+        self.offer: Mapping[str, str] = {"group": pair.key(pair.rank, pair.peer)}
+        self.slots: list[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(num_slots)]  # full takes the faults
+
+    def expose(self, memory: Sequence[Raw]) -> None:
+        """Do nothing: the group reads any memory."""
+
+    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+        """Return (0, place, bytes) of each run: each is a message."""
+        return tuple((0, run.at, run.data.nbytes) for run in runs)
+
+    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+        """Send each run."""
+        self._pair.send([run.data for run in runs], link)
+
+    def close(self) -> None:
+        """Drop the slots. The group is the caller's."""
+        self.slots = []
+
+
+class _Inlet:
+    views = False
+
+    def __init__(self, pair: _Pair, link: Link) -> None:
+        self._pair, self._link = pair, link
+
+    def receive(self, data: Data, *, out: Raw | None) -> Raw:
+        """Receive each run to its place in `out`."""
+        assert out is not None and out.nbytes == data.num_bytes, "a group receives into the caller's memory"
+        if any(at < 0 or size < 0 or at + size > out.nbytes for _, at, size in data.runs):
+            raise TransferError(f"bucket {data.bucket}: the publisher named bytes outside its {out.nbytes}")
+        self._pair.receive([out[at : at + size] for _, at, size in data.runs], self._link)
+        return out
+
+    def close(self) -> None:
+        """Do nothing: link and group are the caller's."""

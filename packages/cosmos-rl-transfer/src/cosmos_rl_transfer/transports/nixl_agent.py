@@ -1,0 +1,180 @@
+"""This process's NIXL agents: one for what it publishes, one for what it subscribes to, however many ends use them.
+
+An agent takes half a second to make and runs a thread, so ends share it; it goes with its last user. Peers are
+counted for the same reason: two inlets may read from one publisher. Memory may be registered several times over.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from importlib.util import find_spec, module_from_spec
+from typing import Any, Literal
+from weakref import WeakValueDictionary
+
+from cosmos_rl_transfer.errors import PeerLost
+from cosmos_rl_transfer.link import Link
+from cosmos_rl_transfer.transports.base import TransportUnavailable
+
+INSTALL = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
+_PROGRESS_US = 1000
+"""How long NIXL's thread sleeps when nothing comes. Its own Python wrapper says 0, which keeps a core busy."""
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
+
+Region = tuple[int, int]
+"""Address and number of bytes."""
+Move = tuple[int, int, int]
+"""Address at the peer, address here, number of bytes."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """An agent of another process that this one can read from."""
+
+    name: str
+    users: int = 1
+    turn: threading.RLock = field(default_factory=threading.RLock)
+    """Held while reading: what is known of the peer must not be replaced meanwhile."""
+
+
+class Agent:
+    """A NIXL agent with the UCX back end. All methods may be called from any thread."""
+
+    def __init__(self, bindings: Any, role: str) -> None:
+        """Start it. Raises TransportUnavailable where UCX does not start."""
+        self._nixl = bindings
+        kinds = (getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
+        self._errors: tuple[type[Exception], ...] = tuple(kinds)
+        config = bindings.nixlAgentConfig()
+        config.useProgThread, config.useListenThread = True, False
+        config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
+        config.pthrDelay = _PROGRESS_US
+        try:
+            self._agent = bindings.nixlAgent(f"{role}-{os.getpid()}-{os.urandom(8).hex()}", config)
+            self._agent.createBackend("UCX", {})
+        except self._errors as error:
+            raise TransportUnavailable(f"NIXL's UCX back end does not start: {error}") from error
+        self._lock = threading.Lock()
+        self._peers: dict[str, Peer] = {}
+
+    def register(self, regions: Sequence[Region]) -> None:
+        """Make memory readable by peers, or able to be read into. Raises TransportUnavailable."""
+        try:
+            self._agent.registerMem(self._registrations(regions), [])
+        except self._errors as error:
+            raise TransportUnavailable(f"NIXL cannot register {len(regions)} pieces of memory: {error}") from error
+
+    def deregister(self, regions: Sequence[Region]) -> None:
+        """Take that back."""
+        self._agent.deregisterMem(self._registrations(regions), [])
+
+    def metadata(self) -> bytes:
+        """Return what a peer has to know: how to connect and what is registered."""
+        return self._agent.getLocalMD()
+
+    def meet(self, metadata: bytes) -> Peer:
+        """Get to know a peer. Raises TransportUnavailable."""
+        with self._lock:
+            try:
+                name = self._agent.loadRemoteMD(metadata).decode()
+            except self._errors as error:
+                raise TransportUnavailable(f"NIXL cannot reach the publisher: {error}") from error
+            if name in self._peers:
+                self._peers[name].users += 1
+            else:
+                self._peers[name] = Peer(name)
+            return self._peers[name]
+
+    def relearn(self, peer: Peer, metadata: bytes) -> None:
+        """Replace what is known of a peer's memory."""
+        with peer.turn:
+            self._agent.invalidateRemoteMD(peer.name)
+            self._agent.loadRemoteMD(metadata)
+
+    def leave(self, peer: Peer, *, lost: bool = False) -> None:
+        """Forget a peer once nobody uses it, or at once if it is lost: that ends what it still has in flight."""
+        with self._lock:
+            peer.users -= 1
+            if self._peers.get(peer.name) is peer and (lost or not peer.users):
+                del self._peers[peer.name]
+                with suppress(*self._errors):  # NIXL forgot a dead peer by itself
+                    self._agent.invalidateRemoteMD(peer.name)
+
+    def read(self, peer: Peer, moves: Sequence[Move], *, link: Link, timeout_s: float) -> None:
+        """Read registered memory of a peer into registered memory here, and wait for it without spinning.
+
+        Raises PeerLost when the peer is gone, `link` to it is closed or `timeout_s` is over.
+        """
+        here = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(local, size, 0) for _, local, size in moves])
+        there = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(remote, size, 0) for remote, _, size in moves])
+        with peer.turn:
+            try:
+                request = self._agent.createXferReq(self._nixl.NIXL_READ, here, there, peer.name, b"", [])
+                try:
+                    self._wait(request, link, timeout_s)
+                finally:
+                    self._release(request)
+            except self._errors as error:
+                raise PeerLost(f"the publisher cannot be read: {error}") from error
+
+    def _wait(self, request: int, link: Link, timeout_s: float) -> None:
+        deadline, pause = time.monotonic() + timeout_s, _FIRST_WAIT_S
+        state = self._agent.postXferReq(request, b"")
+        while state == self._nixl.NIXL_IN_PROG:
+            if time.monotonic() > deadline:
+                raise PeerLost(f"the publisher's bytes did not come within {timeout_s:g} s")
+            link.check()
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_WAIT_S)
+            state = self._agent.getXferStatus(request)
+        if state != self._nixl.NIXL_SUCCESS:
+            raise PeerLost(f"the publisher cannot be read: {state}")
+
+    def _release(self, request: int) -> None:
+        with suppress(*self._errors):  # one in flight that cannot be cancelled ends when the peer is left
+            self._agent.releaseXferReq(request)
+
+    def _registrations(self, regions: Sequence[Region]) -> Any:
+        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "") for address, size in regions])
+
+
+_agents: WeakValueDictionary[tuple[int, str], Agent] = WeakValueDictionary()
+_agents_lock = threading.Lock()
+
+
+def agent_of(role: Literal["publisher", "subscriber"]) -> Agent:
+    """Return this process's agent for a role. Raises TransportUnavailable where NIXL is not installed."""
+    key = (os.getpid(), role)  # an agent's threads do not survive a fork
+    with _agents_lock:
+        agent = _agents.get(key)
+        if agent is None:
+            _agents[key] = agent = Agent(_bindings(), role)
+        return agent
+
+
+def _bindings() -> Any:
+    """Load the bindings alone: importing NIXL's package closes every logging handler of the process."""
+    reasons = []
+    for package in ("nixl_cu12", "nixl_cu13"):
+        name = f"{package}._bindings"
+        if name in sys.modules:
+            return sys.modules[name]
+        found = find_spec(package)
+        spec = found and PathFinder.find_spec(name, found.submodule_search_locations)
+        if spec is None or spec.loader is None:
+            continue
+        try:
+            module = sys.modules[name] = module_from_spec(spec)
+            spec.loader.exec_module(module)
+        except ImportError as error:
+            sys.modules.pop(name, None)
+            reasons.append(f"{package} cannot be loaded: {error}")
+            continue
+        return module
+    raise TransportUnavailable("; ".join(reasons) or f"NIXL is not installed; {INSTALL}")

@@ -1,0 +1,131 @@
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from cosmos_rl_transfer.errors import Superseded
+from cosmos_rl_transfer.ring import Ring
+from cosmos_rl_transfer.versions import Versions
+
+
+def copy(bucket):
+    return np.full(4, bucket, np.uint8)
+
+
+def lend(versions, version, *, keep=False):
+    return versions.lend(version, buckets=3, keep=keep, copy=copy)
+
+
+def test_only_the_open_version_is_lent():
+    versions = Versions()
+    assert lend(versions, 0) is None
+    versions.publish(0)
+    assert lend(versions, 0) is not None
+    assert lend(versions, 1) is None
+    versions.fence(patience_s=0)
+    assert lend(versions, 0) is None
+
+
+def test_a_fence_without_readers_returns_at_once():
+    versions = Versions()
+    versions.publish(0)
+    assert versions.fence(patience_s=60).copied_bytes == 0
+
+
+def test_a_fence_waits_for_a_reader_that_is_nearly_done():
+    versions = Versions()
+    versions.publish(0)
+    lease = lend(versions, 0)
+    fenced = []
+    thread = threading.Thread(target=lambda: fenced.append(versions.fence(patience_s=30)))
+    thread.start()
+    for bucket in range(3):
+        with versions.reading(lease, bucket) as copied:
+            assert copied is None
+        versions.read(lease, bucket)
+    thread.join(10)
+    assert fenced and fenced[0].copied_bytes == 0
+
+
+def test_what_is_unread_after_the_patience_is_copied_and_nothing_else():
+    versions = Versions()
+    versions.publish(0)
+    lease = lend(versions, 0)
+    versions.read(lease, 1)
+    assert versions.fence(patience_s=0.01).copied_bytes == 8
+    for bucket in (0, 2):
+        with versions.reading(lease, bucket) as copied:
+            assert copied is not None and copied.tolist() == [bucket] * 4
+    with pytest.raises(Superseded), versions.reading(lease, 1):
+        pass
+    assert versions.give_back(lease)
+
+
+def test_a_fence_waits_for_who_is_inside_live_memory():
+    versions = Versions()
+    versions.publish(0)
+    lease = lend(versions, 0)
+    with versions.reading(lease, 0):
+        started = time.monotonic()
+        versions.fence(patience_s=0.05)
+        assert time.monotonic() - started >= 0.05
+
+
+def test_copies_are_dropped_for_the_next_version_unless_they_are_to_be_kept():
+    versions = Versions()
+    versions.publish(0)
+    dropped, kept = lend(versions, 0), lend(versions, 0, keep=True)
+    versions.fence(patience_s=0)
+    versions.publish(1)
+    with pytest.raises(Superseded), versions.reading(dropped, 0):
+        pass
+    with versions.reading(kept, 0) as copied:
+        assert copied is not None
+    assert not versions.give_back(dropped)
+    assert versions.give_back(kept)
+
+
+def test_a_version_written_without_a_fence_revokes_its_leases():
+    versions = Versions()
+    versions.publish(0)
+    lease = lend(versions, 0, keep=True)
+    versions.publish(1)
+    with pytest.raises(Superseded), versions.reading(lease, 0):
+        pass
+    assert not versions.give_back(lease)
+
+
+def test_who_waits_for_a_version_is_woken_by_it_and_by_the_end():
+    versions = Versions()
+    assert versions.wait_newer(-1, timeout_s=0.01) is None
+    threading.Timer(0.05, versions.publish, [3]).start()
+    assert versions.wait_newer(-1, timeout_s=10) == 3
+    threading.Timer(0.05, versions.close).start()
+    assert versions.wait_newer(3, timeout_s=10) is None
+
+
+def test_a_fenced_version_is_not_announced():
+    versions = Versions()
+    versions.publish(0)
+    versions.fence(patience_s=0)
+    assert versions.wait_newer(-1, timeout_s=0.01) is None
+
+
+def test_a_ring_hands_out_its_slots_and_waits_for_one():
+    ring, one, other = Ring(2, patience_s=60), object(), object()
+    assert {ring.take(one, wait=True), ring.take(one, wait=True)} == {0, 1}
+    assert ring.take(other, wait=False) is None
+    threading.Timer(0.05, ring.free, [1, one]).start()
+    assert ring.take(other, wait=True) == 1
+    assert (ring.holds(one), ring.holds(other)) == (1, 1)
+    ring.leave(one)
+    assert ring.take(other, wait=False) == 0
+
+
+def test_a_slot_that_is_kept_too_long_goes_to_the_next_and_stays_there():
+    ring, slow, other = Ring(1, patience_s=0.05), object(), object()
+    assert ring.take(slow, wait=True) == 0
+    assert ring.take(other, wait=True) == 0
+    ring.free(0, slow)
+    assert ring.holds(other) == 1
