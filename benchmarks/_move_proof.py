@@ -12,6 +12,9 @@ from cosmos_rl_transfer.testing import BitFlips, Pair, assert_version
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 
+NUM_BUCKETS = 5
+"""Of `testing.Pair`'s tensors, at least."""
+
 
 def figures(versions: int, flips: int) -> list[Figure]:
     """Compare all tensors after each of `versions` syncs, and inject `flips` errors of one bit."""
@@ -19,10 +22,10 @@ def figures(versions: int, flips: int) -> list[Figure]:
     exact = asyncio.run(_exact(versions))
     seconds = time.perf_counter() - started
     repaired = asyncio.run(_repaired(flips))
-    note = f"five tensors in three dtypes, shm and tcp in turn, each compared with what was published; {seconds:.1f} s"
+    note = f"tensors of three dtypes, shm and tcp in turn, each compared with what was published; {seconds:.1f} s"
     return [
         Figure(figure="5 versions", value=versions, unit=""),
-        Figure(figure="5 versions that arrived to the bit", value=exact / versions, unit="of all", target=">= 1", note=note),
+        Figure(figure="5 arrived to the bit", value=exact / versions, unit="of all", target=">= 1", note=note),
         Figure(figure="5 bits flipped", value=flips, unit=""),
         Figure(
             figure="5 flips found and mended by one bucket more",
@@ -51,10 +54,6 @@ async def _exact(versions: int) -> int:
 async def _repaired(flips: int) -> int:
     """Return how many of so many flips cost one more bucket and nothing else."""
     draw, repaired = random.Random(0), 0
-    async with Pair("shm") as sound:
-        await sound.publish(0)
-        await sound.subscriber.stage(after=-1)
-        clean = sound.subscriber.pulled
     for trial in range(flips):
         name, kind = (("shm", SharedMemory), ("tcp", Tcp))[trial % 2]
         bucket = draw.randrange(NUM_BUCKETS)
@@ -64,9 +63,4 @@ async def _repaired(flips: int) -> int:
             await asyncio.to_thread(pair.subscriber.apply)
             assert_version(pair.live, trial)
             repaired += pair.subscriber.pulled.repaired == [(0, bucket)]
-    assert not clean.repaired, "no flip, no repair"
     return repaired
-
-
-NUM_BUCKETS = 5
-"""Of `testing.Pair`'s tensors, at least."""

@@ -13,11 +13,12 @@ from typing import Literal, Protocol
 
 import numpy as np
 from _figures import Figure
-from _move_peer import Gloo, NixlTcp, RawSocket
+from _move_peer import Gloo, RawSocket
 from _torchstore import torchstore_seconds
 
 from cosmos_rl_transfer.follower import Follower, Following, SampleModel
 from cosmos_rl_transfer.publisher import Publisher
+from cosmos_rl_transfer.speed import MEMCPY, NIXL_OVER_TCP, RAW_STREAM, compare
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 
 TOKEN = b"benchmark"
@@ -79,7 +80,7 @@ class Sync:
     """A publisher here and a follower in another process."""
 
     def __init__(self, way: Way, mib: int) -> None:
-        model = SampleModel(mib, way.column_ranks)
+        model = SampleModel(mib, column_ranks=way.column_ranks)
         self._weights = model.tensors()
         self._publisher = Publisher(
             self._weights, token=TOKEN, transport=way.transport, wire_dtype=way.wire_dtype, timeout_s=60
@@ -119,7 +120,6 @@ def figures(mib: int, rounds: int, *, install: bool) -> list[Figure]:
         "two memcpys": lambda: Memcpy(size, copies=2),
         "raw recv_into": lambda: RawSocket(size),
         "gloo send and recv": lambda: Gloo(size),
-        "NIXL over TCP": lambda: NixlTcp(size),
         **{way.name: (lambda way=way: Sync(way, mib)) for way in WAYS},
     }
     with ExitStack() as stack:
@@ -141,6 +141,7 @@ def figures(mib: int, rounds: int, *, install: bool) -> list[Figure]:
         Figure(figure="3 torchstore", value=torchstore.seconds, unit="s", note=torchstore.note),
         Figure(figure="3 shm: apply, in the pause", value=median(applied["shm"]), unit="s"),
         *_ratios(times),
+        *_alone(mib, rounds),
     ]
 
 
@@ -157,11 +158,34 @@ def _ratios(times: dict[str, list[float]]) -> list[Figure]:
         ("shm, in place", "two memcpys", "<= 1.2"),
         ("nixl", "memcpy", "<= 1.3"),
     )
-    faster = (("tcp", "raw recv_into", ">= 0.9"), ("tcp", "NIXL over TCP", ">= 3"), ("tcp", "gloo send and recv", ""))
+    faster = (("tcp", "raw recv_into", ">= 0.9"), ("tcp", "gloo send and recv", ""))
     return [
         *(_ratio(f"3 {a} / {b}", times.get(a), times.get(b), target) for a, b, target in pairs),
         *(_ratio(f"3 speed of {a} / {b}", times.get(b), times.get(a), target) for a, b, target in faster),
     ]
+
+
+def _alone(mib: int, rounds: int) -> list[Figure]:
+    """The transports by themselves: the same buckets again and again, nothing hashed, nothing packed."""
+    pairs = (
+        ("tcp", RAW_STREAM, ">= 0.9"),
+        ("tcp", NIXL_OVER_TCP, ">= 3"),
+        ("nixl", MEMCPY, ">= 0.77"),
+        ("shm", MEMCPY, ""),
+    )
+    names = dict.fromkeys(name for pair in pairs for name in pair[:2])
+    try:
+        found = compare(list(names), mib=mib, rounds=rounds)
+    except TransportUnavailable as error:
+        return [Figure(figure="3 transports alone", value=math.nan, unit="", note=str(error))]
+    times = {name: list(speed.seconds) for name, speed in found.items()}
+    return [
+        *(Figure(figure=f"3 {n} alone", value=s.gigabytes_per_s, unit="GB/s", note=ALONE) for n, s in found.items()),
+        *(_ratio(f"3 speed of {a} alone / {b}", times[b], times[a], target) for a, b, target in pairs),
+    ]
+
+
+ALONE = "alone: buckets between two processes without packing, hashes and landing; 0.77 is 1 / 1.3"
 
 
 def _ratio(name: str, above: list[float] | None, below: list[float] | None, target: str) -> Figure:

@@ -2,8 +2,8 @@
 
     python _torchstore.py NUM_BYTES ROUNDS      there: put and get one tensor, seconds of each round on a line
 
-Its wheel pins torch 2.9.0 and torchmonarch 0.1.2, which wants CUDA's libcuda.so.1 even to be imported. So it is installed
-without its dependencies, beside our torch and the first monarch that is content without a GPU.
+Its wheel pins torch 2.9.0 and torchmonarch 0.1.2, which wants CUDA's libcuda.so.1 even to be imported. So it is
+installed without its dependencies, beside our torch and a monarch that is content without a GPU.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from statistics import median
 
 PINS = ("torchstore==0.1.2", "torchmonarch==0.7.0")
-NEEDS = "cloudpickle lark numpy opentelemetry-api pygtrie pyre-extensions pyzmq requests tabulate torchx-nightly".split()
+NEEDS = ("cloudpickle", "lark", "numpy", "opentelemetry-api", "pygtrie", "pyre-extensions", "pyzmq", "requests")
+ALSO = ("tabulate", "torchx-nightly")
 ROOT = Path(__file__).resolve().parent.parent / ".cache" / "torchstore"
 TIMEOUT_S = 120
 WARM_UP = 2
@@ -60,7 +61,7 @@ def _install() -> str:
         [sys.executable, "-m", "venv", str(ROOT)],
         [*pip, f"torch=={version('torch').partition('+')[0]}"],
         [*pip, "--no-deps", *PINS],
-        [*pip, *NEEDS],
+        [*pip, *NEEDS, *ALSO],
     ):
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode != 0:

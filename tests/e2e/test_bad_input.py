@@ -129,7 +129,7 @@ def test_a_reward_has_no_such_option(tmp_path, sums, refused):
             {"rollout__options": {"max_sequence": 3}},
             'rollout.options.max_sequence = 3: unknown key; did you mean "max_sequences"?',
         ),
-        ({"sync__transport": "rdma"}, 'transport = "rdma" is not known; choose one of auto, shm, tcp'),
+        ({"sync__transport": "rdma"}, "no transport is called 'rdma'; known: auto"),
     ],
 )
 def test_what_only_the_workers_can_know(change, said, tmp_path, sums, refused_here):

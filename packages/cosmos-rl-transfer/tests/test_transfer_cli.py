@@ -6,6 +6,9 @@ import sys
 
 import pytest
 
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.cli import main
 from cosmos_rl_transfer.forecast import forecast, manifest_of
 from cosmos_rl_transfer.layout_text import parse_side
@@ -114,6 +117,9 @@ def test_bench_measures_between_two_processes(cli):
 def test_help_loads_no_torch():
     code = """
 import sys
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.cli import main
 try:
     main(["plan", "--help"])
@@ -128,6 +134,9 @@ print("torch" in sys.modules)
 def test_a_plan_loads_no_torch():
     code = """
 import sys
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.cli import main
 try:
     main(["plan", "--from", "fsdp2", "--to", "tp2", "--shapes", "smollm2-135m"])
@@ -144,3 +153,21 @@ def test_the_module_runs_as_a_program():
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
     assert all(name in done.stdout for name in ("plan", "doctor", "bench"))
+
+
+def cost(**policy):
+    """What `cosmos-rl plan` shows of a sync to two engines."""
+    specs = read_shapes("smollm2-135m").specs
+    return TransferSync().plan(specs, settings=SyncSettings(token=b"", relay="off"), policy=policy, replicas=2)
+
+
+def test_the_cost_of_a_recipe_counts_the_ranks_of_the_policy():
+    alone, spread = cost(), cost(dp_replicate=2, dp_shard=2)
+    assert alone.received_bytes == alone.lower_bound_bytes == spread.received_bytes == 2 * 2 * 134_515_008
+    assert alone.busiest_bytes == alone.received_bytes
+    assert alone.busiest_bytes / 4 <= spread.busiest_bytes < 1.01 * alone.busiest_bytes / 4
+
+
+def test_a_recipe_that_cannot_be_spread_is_the_users_error():
+    with pytest.raises(UserError, match=r"\[policy.parallel\]: 30 layers cannot be cut into 31 stages"):
+        cost(pp=31)

@@ -23,7 +23,7 @@ from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.source import PromptSource
 from cosmos_rl_core.types import RolloutGroup, Share, TrainBatch
-from cosmos_rl_core.weight_sync import WeightSync
+from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
 
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.interfaces import Policy
@@ -234,3 +234,20 @@ def build_sync(config: RunConfig) -> WeightSync:
     """The package that moves the weights."""
     found: Any = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
     return cast(WeightSync, found() if inspect.isclass(found) else found)
+
+
+def sync_settings(config: RunConfig, *, token: bytes) -> SyncSettings:
+    """What both sides of the weight sync are told."""
+    section = config.sync
+    return SyncSettings(
+        token=token,
+        transport=section.transport,
+        dtype=section.dtype,
+        bucket_bytes=section.bucket_bytes,
+        timeout_s=section.timeout_s,
+        patience_s=section.patience_s,
+        staging=section.staging,
+        delta=section.delta,
+        full_every=section.full_every,
+        relay=section.relay,
+    )

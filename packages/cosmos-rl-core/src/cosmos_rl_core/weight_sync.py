@@ -6,12 +6,48 @@ Publisher and subscriber run in processes that know the run's token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 
 from cosmos_rl_core.types import WeightSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncSettings:
+    """What both sides of a sync are told; see [sync] for the meaning of each."""
+
+    token: bytes
+    """The run's secret."""
+    transport: str = "auto"
+    dtype: str | None = None
+    bucket_bytes: int = 8 << 20
+    timeout_s: float = 120.0
+    patience_s: float = 0.5
+    staging: Literal["shadow", "in_place"] = "shadow"
+    delta: bool = False
+    full_every: int = 100
+    relay: Literal["auto", "on", "off"] = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncCost:
+    """What one version costs on the wire."""
+
+    received_bytes: int
+    """By all engines."""
+    lower_bound_bytes: int
+    """Fewest bytes that they can receive."""
+    busiest_bytes: int
+    """Sent by the busiest rank of the policy."""
+    busiest_bound_bytes: int
+    """Fewest bytes that the busiest rank can send."""
+    extra_bytes: int
+    """Memory in flight at a rank, beside its weights and what engines stage."""
+    relay: str = ""
+    """Whether engines feed each other, and why."""
 
 
 class WeightPublisher(Protocol):
@@ -30,7 +66,7 @@ class WeightPublisher(Protocol):
         ...
 
     async def fence(self) -> Mapping[str, float]:
-        """Return, with metrics (`sync_stall_s`), when the published tensors may change; bounded, whatever readers do."""
+        """Return, with metrics (`sync_stall_s`), when the published tensors may change; soon, whatever readers do."""
         ...
 
     @property
@@ -67,10 +103,8 @@ class WeightSubscriber(Protocol):
 class OwnsSubscriber(Protocol):
     """An engine whose live weights are in other processes, so that it has no tensors for `WeightSync.subscriber`."""
 
-    async def subscriber(
-        self, address: str, *, backend: str, token: bytes, transport: str, timeout_s: float
-    ) -> WeightSubscriber:
-        """Return what keeps those weights up to date from `address`; options as for `WeightSync.subscriber`.
+    async def subscriber(self, address: str, *, backend: str, settings: SyncSettings) -> WeightSubscriber:
+        """Return what keeps those weights up to date from `address`.
 
         backend: the [sync] backend that publishes. Raises UserError for one this engine cannot read from.
         """
@@ -94,11 +128,7 @@ class WeightSync(Protocol):
         self,
         weights: Mapping[str, Tensor],
         *,
-        token: bytes,
-        transport: str,
-        dtype: str | None,
-        bucket_bytes: int,
-        timeout_s: float,
+        settings: SyncSettings,
         bind: str,
         ranks: RankExchange | None,
     ) -> WeightPublisher:
@@ -109,11 +139,15 @@ class WeightSync(Protocol):
         ...
 
     def subscriber(
-        self, address: str, weights: Mapping[str, Tensor], *, token: bytes, transport: str, timeout_s: float
+        self, address: str, weights: Mapping[str, Tensor], *, settings: SyncSettings
     ) -> WeightSubscriber: ...
 
     def plan(
-        self, specs: Sequence[WeightSpec], *, dtype: str | None, bucket_bytes: int, replicas: int
-    ) -> Mapping[str, int]:
-        """What one version costs on the wire: `bytes`, `lower_bound_bytes`, `buckets`. Starts nothing."""
+        self, specs: Sequence[WeightSpec], *, settings: SyncSettings, policy: Mapping[str, int], replicas: int
+    ) -> SyncCost:
+        """Say what one version costs, starting nothing.
+
+        policy: sizes of the axes that a policy replica is spread over, "ep" among them. replicas: engines of one rank
+        each.
+        """
         ...

@@ -43,7 +43,7 @@ def build_policy(
     if setup.mesh is not None and not in_parts:
         whole = load_model(source, dtype=dtype)
     if setup.mesh is None:
-        whole.to(own_device())
+        whole.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     if model.lora is not None:
         add_adapters(whole, model.lora, base=model.path, seed=seed)
     pipelined = setup.mesh is not None and setup.mesh.dims.pp > 1

@@ -8,10 +8,10 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from cosmos_rl_core.config.base import ConfigError
 from cosmos_rl_core.config.problems import known_tables, problems
@@ -21,12 +21,13 @@ from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBat
 from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data import load_rows
+from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
 from cosmos_rl_llm.rewards import REWARDS
 from cosmos_rl_llm.shape import read_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
-    from transformers import PreTrainedModel
+    from transformers import GenerationConfig, PreTrainedModel
 
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
@@ -34,6 +35,8 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.pipelined import PipelinedPolicy
     from cosmos_rl_llm.text_policy import TextPolicy
 
+
+Options = TypeVar("Options", bound=BaseModel)
 
 CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
@@ -45,7 +48,7 @@ class LLMDomain:
     Model = LLMModelConfig
     Data = LLMDataConfig
     rewards = tuple(REWARDS)
-    engines = ("torch",)
+    engines = ("torch", "vllm")
 
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read rows with `prompt`, `answer` and `response` beside their own columns, and their origin."""
@@ -66,7 +69,7 @@ class LLMDomain:
         return build_policy(
             model,
             source=source,
-            chat=lambda module: _chat(source, module, data, max_length=model.max_length),
+            chat=lambda module: _module_chat(source, module, data, max_length=model.max_length),
             temperature=1.0 if sampling is None else sampling.temperature,
             seed=seed,
             setup=setup,
@@ -80,9 +83,12 @@ class LLMDomain:
         Raises:
             UserError: no engine of that name, or an option it does not have.
         """
-        if name != "torch":
-            raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: torch")
-        return _torch_engine(model, data, _torch_options(options))
+        if name == "torch":
+            return _torch_engine(model, data, _options(TorchEngineOptions, options))
+        if name == "vllm":
+            return _vllm_engine(model, data, _options(VllmEngineOptions, options))
+        known = ", ".join(self.engines)
+        raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
         """Names, shapes and types from the headers of a local directory's safetensors; None for a hub's id.
@@ -134,12 +140,12 @@ class LLMDomain:
         return merge(base, dict(tensors), scaling=model.lora.alpha / model.lora.rank)
 
 
-def _torch_options(options: Mapping[str, Any]) -> TorchEngineOptions:
+def _options(kind: type[Options], given: Mapping[str, Any]) -> Options:
     try:
-        return TorchEngineOptions.model_validate(options)
+        return kind.model_validate(given)
     except ValidationError as error:
         at = "rollout.options"
-        raise ConfigError(problems(error, tables=known_tables(TorchEngineOptions, at=at), at=at)) from error
+        raise ConfigError(problems(error, tables=known_tables(kind, at=at), at=at)) from error
 
 
 def _quiet_torchao() -> None:
@@ -159,10 +165,10 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
 
     source = _checkpoint(model)
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
-    module.to(own_device())
+    module.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     if model.lora is not None:
         add_adapters(module, model.lora, base=model.path)
-    chat = _chat(source, module, data, max_length=model.max_length)
+    chat = _module_chat(source, module, data, max_length=model.max_length)
 
     def encode(prompt: Prompt) -> np.ndarray:
         return chat.encode_prompt(prompt.row, where=prompt.origin)[1]
@@ -181,15 +187,46 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     )
 
 
-def _chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_length: int | None) -> Chat:
-    """The tokenizer beside the model, with the template of [data] and the context limit."""
+def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngineOptions) -> RolloutEngine:
+    if model.lora is not None:
+        raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
+    _quiet_torchao()
+    from cosmos_rl_llm.engines.vllm import VllmEngine
+    from cosmos_rl_llm.engines.vllm_start import read_config, start
+
+    source = resolve(_checkpoint(model))
+    generation, limit = read_config(source)
+    chat = _chat(source, data, generation=generation, limit=limit, max_length=options.max_model_len or model.max_length)
+
+    def encode(prompt: Prompt) -> np.ndarray:
+        return chat.encode_prompt(prompt.row, where=prompt.origin)[1]
+
+    return VllmEngine(
+        start(source, options=options, dtype=model.dtype, max_length=chat.max_length),
+        encode=encode,
+        decode=chat.decode,
+        decode_prompt=chat.decode_prompt,
+        stop_ids=chat.end_ids,
+        recompute_kv=options.recompute_kv,
+        version=-1,  # nothing is served before the policy's weights have arrived
+    )
+
+
+def _module_chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_length: int | None) -> Chat:
+    from cosmos_rl_llm.model import context_length
+
+    return _chat(source, data, generation=module.generation_config, limit=context_length(module), max_length=max_length)
+
+
+def _chat(
+    source: str, data: LLMDataConfig, *, generation: GenerationConfig | None, limit: int | None, max_length: int | None
+) -> Chat:
+    """The tokenizer beside the model, with the template of [data] and the context limit: at most the model's own."""
     from cosmos_rl_llm.chat import Chat, find_end_ids, set_chat_template
-    from cosmos_rl_llm.model import context_length, load_tokenizer
+    from cosmos_rl_llm.model import load_tokenizer
 
     tokenizer = load_tokenizer(source)
     set_chat_template(tokenizer, data.chat_template)
-    generation = module.generation_config
-    limit = context_length(module)
     if max_length is not None and limit is not None and max_length > limit:
         raise UserError(f"model.max_length = {max_length} is above the model's own limit of {limit} tokens")
     return Chat(

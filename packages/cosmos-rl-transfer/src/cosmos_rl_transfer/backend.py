@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.types import WeightSpec
-    from cosmos_rl_core.weight_sync import RankExchange
+    from cosmos_rl_core.weight_sync import RankExchange, SyncCost, SyncSettings
     from cosmos_rl_transfer.publisher import Publisher
     from cosmos_rl_transfer.replica import RankPublisher
     from cosmos_rl_transfer.subscriber import Subscriber
@@ -22,11 +22,7 @@ class TransferSync:
         self,
         weights: Mapping[str, Tensor],
         *,
-        token: bytes,
-        transport: str,
-        dtype: str | None,
-        bucket_bytes: int,
-        timeout_s: float,
+        settings: SyncSettings,
         bind: str,
         ranks: RankExchange | None = None,
     ) -> Publisher | RankPublisher:
@@ -35,36 +31,63 @@ class TransferSync:
         from cosmos_rl_transfer.replica import RankPublisher
 
         options: dict[str, Any] = {
-            "token": token,
-            "transport": transport,
-            "bucket_bytes": bucket_bytes,
-            "timeout_s": timeout_s,
+            "token": settings.token,
+            "transport": settings.transport,
+            "wire_dtype": settings.dtype,
+            "bucket_bytes": settings.bucket_bytes,
+            "timeout_s": settings.timeout_s,
+            "patience_s": settings.patience_s,
+            "delta": settings.delta,
+            "full_every": settings.full_every,
             "bind": bind,
         }
-        if ranks is None:
-            return Publisher(weights, wire_dtype=dtype, **options)
-        return RankPublisher(weights, ranks=ranks, wire_dtype=dtype, **options)
+        return Publisher(weights, **options) if ranks is None else RankPublisher(weights, ranks=ranks, **options)
 
-    def subscriber(
-        self, address: str, weights: Mapping[str, Tensor], *, token: bytes, transport: str, timeout_s: float
-    ) -> Subscriber:
+    def subscriber(self, address: str, weights: Mapping[str, Tensor], *, settings: SyncSettings) -> Subscriber:
         """Make the subscriber that keeps these live weights up to date from `address`, of one rank or of several."""
         from cosmos_rl_transfer.replica import SEPARATOR
         from cosmos_rl_transfer.subscriber import Subscriber
 
-        return Subscriber(address.split(SEPARATOR), weights, token=token, transport=transport, timeout_s=timeout_s)
+        return Subscriber(
+            address.split(SEPARATOR),
+            weights,
+            token=settings.token,
+            transport=settings.transport,
+            timeout_s=settings.timeout_s,
+            staging=settings.staging,
+        )
 
     def plan(
-        self, specs: Sequence[WeightSpec], *, dtype: str | None, bucket_bytes: int, replicas: int
-    ) -> Mapping[str, int]:
-        """Return what one version costs on the wire, for one trainer and `replicas` engines of one rank each."""
+        self, specs: Sequence[WeightSpec], *, settings: SyncSettings, policy: Mapping[str, int], replicas: int
+    ) -> SyncCost:
+        """Return what one version costs from a policy replica of these axes to `replicas` engines of one rank each.
+
+        Raises UserError where the model cannot be spread so.
+        """
+        from cosmos_rl_core.errors import UserError
+        from cosmos_rl_core.weight_sync import SyncCost
+        from cosmos_rl_transfer import layouts
+        from cosmos_rl_transfer.errors import LayoutError
         from cosmos_rl_transfer.layout import Manifest
         from cosmos_rl_transfer.plan import plan
 
-        whole = Manifest.whole(specs)
-        made = plan(whole, whole, bucket_bytes=bucket_bytes, wire_dtype=dtype)
-        return {
-            "bytes": replicas * made.total_bytes,
-            "lower_bound_bytes": replicas * made.lower_bound,
-            "buckets": replicas * sum(len(buckets) for buckets in made.streams.values()),
-        }
+        axes: dict[str, Any] = dict(policy)
+        try:
+            trainers = layouts.mesh(specs, **axes)
+        except LayoutError as error:
+            raise UserError(f"[policy.parallel]: {error}") from error
+        made = plan(
+            trainers,
+            layouts.replicas(Manifest.whole(specs), replicas),
+            relay=settings.relay,
+            bucket_bytes=settings.bucket_bytes,
+            wire_dtype=settings.dtype,
+        )
+        return SyncCost(
+            received_bytes=made.total_bytes,
+            lower_bound_bytes=made.lower_bound,
+            busiest_bytes=max(made.bytes_out.values(), default=0),
+            busiest_bound_bytes=made.egress_bound,
+            extra_bytes=made.peak_extra_bytes,
+            relay=f"{'yes' if made.relay else 'no'}, {made.relay_reason}",
+        )

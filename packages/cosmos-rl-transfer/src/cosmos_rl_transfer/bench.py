@@ -1,10 +1,10 @@
 """`python -m cosmos_rl_transfer bench`: a sync between two processes of this machine, beside memcpy.
 
-    round    memcpy of the same bytes        in this process, one thread
-             publish                         here: subscribers may read
-             stage                           there: pull and verify beside the live tensors
-             apply                           there: write the live tensors
-             fence                           here: nobody reads any more
+round    memcpy of the same bytes        in this process, one thread
+         publish                         here: subscribers may read
+         stage                           there: pull and verify beside the live tensors
+         apply                           there: write the live tensors
+         fence                           here: nobody reads any more
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -20,8 +20,7 @@ def aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGN) * ALIGN
 
 
-@dataclass(frozen=True, slots=True)
-class Piece:
+class Piece(NamedTuple):
     """A box of one tensor inside a bucket."""
 
     name: str
@@ -63,7 +62,13 @@ def split(box: Box, item_bytes: int, most_bytes: int) -> Iterator[Box]:
 
 
 def pack(
-    names: Sequence[str], boxes: Sequence[Box], sizes: np.ndarray[Any, Any], *, source: int, target: int, most_bytes: int
+    names: Sequence[str],
+    boxes: Sequence[Box],
+    sizes: np.ndarray[Any, Any],
+    *,
+    source: int,
+    target: int,
+    most_bytes: int,
 ) -> tuple[Bucket, ...]:
     """Put boxes into buckets, in order, each as full as the next box allows.
 

@@ -27,7 +27,8 @@ def plan(
     source: Annotated[str, typer.Option("--from", metavar="LAYOUT", help=f"The trainers, {LAYOUT}.")],
     target: Annotated[str, typer.Option("--to", metavar="LAYOUT", help="The rollouts, likewise.")],
     shapes: Annotated[
-        str, typer.Option(metavar="MODEL", help="A preset such as llama-8b, or a safetensors index, file or config.json.")
+        str,
+        typer.Option(metavar="MODEL", help="A preset such as llama-8b, or a safetensors index, file or config.json."),
     ],
     wire: Annotated[str | None, typer.Option(metavar="DTYPE", help="Floats travel in this, such as bfloat16.")] = None,
     bucket_bytes: Annotated[int, typer.Option(help="Bytes that travel together.")] = 32 << 20,

@@ -12,7 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -145,21 +145,19 @@ def silence_ends_by_the_deadline(ends: Ends) -> None:
 def a_killed_publisher_is_noticed(ends: Ends) -> None:
     """SIGKILL of the publisher's process in the middle of a bucket is noticed by who waits for it."""
     publisher, transport = ends.start()
-    try:
-        reader = SampleReader(publisher.connect(timeout_s=_TIMEOUT_S), transport, bucket_bytes=BUCKET_BYTES)
-        _read_many(reader, Serve.SLOT, 8)
-        reader.ask(Serve.SILENT, 8)
-        data = reader.announced()
-        waiting = threading.Thread(target=_whole_or_lost, args=(reader, data))
-        waiting.start()
-        waiting.join(_SHORT_S)
-        publisher.kill()
-        with _at_most(LONGEST_WAIT_S):
-            waiting.join()
-            _assert_lost(reader)
-        reader.close()
-    finally:
-        publisher.kill()
+    with closing(publisher):
+        link = publisher.connect(timeout_s=_TIMEOUT_S)
+        with closing(SampleReader(link, transport, bucket_bytes=BUCKET_BYTES)) as reader:
+            _read_many(reader, Serve.SLOT, 8)
+            reader.ask(Serve.SILENT, 8)
+            data = reader.announced()
+            waiting = threading.Thread(target=_whole_or_lost, args=(reader, data))
+            waiting.start()
+            waiting.join(_SHORT_S)
+            publisher.close()
+            with _at_most(LONGEST_WAIT_S):
+                waiting.join()
+                _assert_lost(reader)
 
 
 def a_reader_that_leaves_is_noticed(ends: Ends) -> None:
@@ -182,15 +180,12 @@ def closing_twice_does_nothing(ends: Ends) -> None:
 
 def a_foreign_offer_is_refused_with_a_reason(ends: Ends) -> None:
     """A publisher of another kind is TransportUnavailable, with a reason; or no offer is needed."""
-    ours, theirs = socket.socketpair()
-    link = Link(ours, timeout_s=1, side="subscriber")
-    try:
-        ends.subscriber.attach(link, offer={"postcode": "90210"}, memory=[]).close()
-    except TransportUnavailable as error:
-        assert str(error)
-    finally:
-        link.close()
-        theirs.close()
+    near, far = socket.socketpair()
+    with far, closing(Link(near, timeout_s=1, side="subscriber")) as link:
+        try:
+            ends.subscriber.attach(link, offer={"postcode": "90210"}, memory=[]).close()
+        except TransportUnavailable as error:
+            assert str(error)
 
 
 def memory_does_not_grow(ends: Ends) -> None:
@@ -228,31 +223,30 @@ def _pair(ends: Ends) -> Iterator[SampleReader]:
 @contextmanager
 def _opened(ends: Ends) -> Iterator[SamplePublisher]:
     publisher = SamplePublisher(ends.publisher, bucket_bytes=BUCKET_BYTES, num_readers=ends.max_readers)
-    try:
+    with closing(publisher):
         yield publisher
-    finally:
-        publisher.close()
 
 
 @contextmanager
-def _served(ends: Ends, publisher: SamplePublisher, reader: int = 0) -> Iterator[SampleReader]:
+def _served(ends: Ends, publisher: SamplePublisher, number: int = 0) -> Iterator[SampleReader]:
     """A reader, and the thread that answers it, which has to end when the reader leaves."""
-    ours, theirs = socket.socketpair()
-    link = Link(theirs, timeout_s=_TIMEOUT_S, side="publisher")
-    thread = threading.Thread(target=publisher.serve, args=(link, reader))
+    near, far = socket.socketpair()
+    link = Link(far, timeout_s=_TIMEOUT_S, side="publisher")
+    thread = threading.Thread(target=publisher.serve, args=(link, number))
     thread.start()
-    near = Link(ours, timeout_s=_TIMEOUT_S, side="subscriber")
+    with closing(link), _ending(thread), closing(Link(near, timeout_s=_TIMEOUT_S, side="subscriber")) as ours:
+        reader = SampleReader(ours, ends.subscriber, bucket_bytes=BUCKET_BYTES)
+        with closing(reader):
+            yield reader
+
+
+@contextmanager
+def _ending(thread: threading.Thread) -> Iterator[None]:
     try:
-        made = SampleReader(near, ends.subscriber, bucket_bytes=BUCKET_BYTES)
-        try:
-            yield made
-        finally:
-            made.close()
+        yield
     finally:
-        near.close()
         with _at_most(LONGEST_WAIT_S):
             thread.join()
-        link.close()
 
 
 def _read_many(reader: SampleReader, serve: Serve, how_many: int, *, first: int = 0) -> None:

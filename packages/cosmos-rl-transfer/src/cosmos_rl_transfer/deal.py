@@ -29,9 +29,7 @@ def deal(count: int, size: int, room: Sequence[int], *, turn: int) -> list[int]:
     return counts
 
 
-def deal_near(
-    count: int, size: int, room: Sequence[int], distance: Sequence[int], *, turn: int
-) -> list[int]:
+def deal_near(count: int, size: int, room: Sequence[int], distance: Sequence[int], *, turn: int) -> list[int]:
     """As `deal`, but whole copies that fit into the room of nearer owners go there first."""
     counts = [0] * len(room)
     for near in sorted(set(distance))[:-1]:

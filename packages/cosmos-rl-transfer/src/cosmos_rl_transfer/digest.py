@@ -18,13 +18,14 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.lib.stride_tricks import sliding_window_view
 
 from cosmos_rl_transfer.layout import Box
 
 _BLOCK = 1 << 15
 """Words under one R: a table T of 256 KiB stays in the second-level cache."""
 _MASK = (1 << 64) - 1
-_GATHER_WORDS = 1 << 16
+_GATHER_WORDS = 1 << 15
 _LONG_RUN_BYTES = 8192
 
 Raw = np.ndarray[Any, Any]
@@ -136,10 +137,10 @@ def _rows(array: Raw, box: Box, shape: tuple[int, ...]) -> tuple[Raw, Raw]:
 
 
 def _gathered_sum(rows: Raw, starts: Raw) -> int:
-    """H of many short runs: element by element, or word by word where all runs start and end on a word."""
+    """H of many short runs: word by word where all runs start and end on a word, else element by element."""
     lanes = 8 // rows.itemsize
     if rows.shape[1] % lanes == 0 and not (starts % np.uint64(lanes)).any():
-        rows, starts, lanes = rows.view(np.uint64), starts // np.uint64(lanes), 1
+        return _word_rows_sum(rows.view(np.uint64), (starts // np.uint64(lanes)).astype(np.int64))
     total, step = 0, max(1, _GATHER_WORDS // rows.shape[1])
     column = np.arange(rows.shape[1], dtype=np.uint64)
     for i in range(0, len(rows), step):
@@ -150,6 +151,28 @@ def _gathered_sum(rows: Raw, starts: Raw) -> int:
         mixed *= rows[i : i + step].astype(np.uint64) << lane_bits
         total += int(mixed.sum(dtype=np.uint64))
     return total & _MASK
+
+
+def _word_rows_sum(rows: Raw, first: Raw) -> int:
+    """sum_k mix(k) * w_k over rows of words uint64 [rows, width]; `first`: int64 [rows], k of each row's first word.
+
+    A row within one block is a dot product with a window of T, then one factor R; a row across an edge goes alone.
+    """
+    width = rows.shape[1]
+    at, block = first & (_BLOCK - 1), first // _BLOCK
+    inside = at + width <= _BLOCK
+    total = sum(_words_sum(row, int(k)) for row, k in zip(rows[~inside], first[~inside]))
+    if not inside.all():
+        rows, at, block = rows[inside], at[inside], block[inside]
+    if not len(rows):
+        return total & _MASK
+    windows, sums = sliding_window_view(_TABLE, width), np.empty(len(rows), np.uint64)
+    step = max(1, _GATHER_WORDS // width)
+    for i in range(0, len(rows), step):
+        sums[i : i + step] = np.einsum("rw,rw->r", rows[i : i + step], windows[at[i : i + step]])
+    lowest = int(block.min())
+    factors = _block_factors(lowest, int(block.max()) - lowest + 1)[block - lowest]
+    return (total + int(np.dot(sums, factors))) & _MASK
 
 
 def _odd(index: Raw) -> Raw:

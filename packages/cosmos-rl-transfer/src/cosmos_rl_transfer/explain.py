@@ -15,13 +15,14 @@ def explain(made: Plan) -> str:
     """Return a few lines: bytes, bounds and ratios, busiest ranks, relay and why, memory, digest."""
     ratio = made.total_bytes / made.lower_bound if made.lower_bound else 1.0
     classes = sum(len(part.classes) for part in made.replicas)
+    busiest_out, busiest_in = (max(sizes.values(), default=0) for sizes in (made.bytes_out, made.bytes_in))
     lines = [
         f"bytes     {readable(made.total_bytes)} to {len(made.bytes_in)} target ranks, lower bound "
         f"{readable(made.lower_bound)} ({ratio:.3f}x)",
-        f"sources   the busiest of {len(made.bytes_out)} sends {readable(max(made.bytes_out.values(), default=0))}, lower "
-        f"bound {readable(made.egress_bound)} at the fastest NIC ({made.ratio:.3f}x)",
+        f"sources   the busiest of {len(made.bytes_out)} sends {readable(busiest_out)}, lower bound "
+        f"{readable(made.egress_bound)} ({made.ratio:.3f}x)",
         f"          busiest: {_busiest(made.bytes_out)}",
-        f"targets   the busiest receives {readable(max(made.bytes_in.values(), default=0))}, which it holds",
+        f"targets   the busiest receives {readable(busiest_in)}, as much as it holds",
         f"time      at best {_seconds(made):.3g} s at NIC speed",
         f"relay     {'yes' if made.relay else 'no'}: {made.relay_reason}",
         f"memory    at most {readable(made.peak_extra_bytes)} beside the weights, a rank and direction",

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import numpy as np
+
 from cosmos_rl_transfer import messages as m
 from cosmos_rl_transfer.digest import Raw
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
@@ -51,11 +53,15 @@ class Feed:
         position: int,
         transport: str | Transport,
         memory: Sequence[Raw],
+        sources: tuple[int, ...] = (),
     ) -> None:
-        """Choose the transport and agree on the plan. Raises LayoutError if the publisher refuses."""
+        """Choose the transport and agree on the plan. Raises LayoutError if the publisher refuses.
+
+        sources: the source ranks that the plan was made over, () for all.
+        """
         source = self.welcome
         chosen, self.inlet = attach(transport, self.link, offered=source.transport, offer=source.offer, memory=memory)
-        self.link.send(m.Join(target, rank, made.digest, position, chosen))
+        self.link.send(m.Join(target, rank, made.digest, position, chosen, sources))
         _expect(self.link.receive(), m.Joined)
         self.buckets = made.stream(source.rank, rank)
 
@@ -66,28 +72,47 @@ class Feed:
             pass
         return _expect(reply, m.Announce).version
 
-    def borrow(self, version: int, *, keep: bool) -> int:
-        """Lease a version and return the lease. Raises Superseded when there is a newer one."""
-        self.link.send(m.Borrow(version, keep))
+    def holds(self, version: int, address: str) -> None:
+        """Tell that this subscriber serves a version at `address`."""
+        self.link.send(m.Holds(version, address))
+
+    def who_holds(self, after: int) -> m.Holders:
+        """Ask who serves a version newer than `after` beside the publishers."""
+        self.link.send(m.WhoHolds(after))
+        return _expect(self.link.receive(), m.Holders)
+
+    def borrow(self, version: int, *, keep: bool, held: int) -> int:
+        """Lease a version and return the lease. Raises Superseded when there is a newer one.
+
+        `held`: the version that deltas may start from, -1 for none.
+        """
+        self.link.send(m.Borrow(version, keep, held))
         return _expect(self.link.receive(), m.Lent).lease
 
-    def ask(self, lease: int, bucket: Bucket) -> None:
+    def ask(self, lease: int, bucket: Bucket, *, want: m.Want) -> None:
         """Ask for a bucket."""
         with self._sending:
-            self.link.send(m.ReadBucket(lease, bucket.index))
+            self.link.send(m.ReadBucket(lease, bucket.index, want))
 
     def done_with(self, bucket: Bucket) -> None:
         """Tell that a bucket's slot may be used again. Any thread may call."""
         with self._sending:
             self.link.send(m.Taken(bucket.index))
 
-    def receive(self, bucket: Bucket, *, out: Raw | None) -> tuple[m.Data, Raw]:
-        """Receive the oldest bucket that was asked for: its head and its packed bytes. Raises Superseded."""
-        assert self.inlet is not None, "a feed is joined before it is read"
+    def head(self, bucket: Bucket) -> m.Data:
+        """Receive the head of the oldest bucket that was asked for. Raises Superseded."""
         data = _expect(self.link.receive(), m.Data)
-        if (data.bucket, data.num_bytes, len(data.sums)) != (bucket.index, bucket.num_bytes, len(bucket.pieces)):
+        fits = 0 <= data.num_bytes <= bucket.num_bytes if data.delta else data.num_bytes == bucket.num_bytes
+        if not fits or (data.bucket, len(data.sums)) != (bucket.index, len(bucket.pieces)):
             raise TransferError(f"bucket {bucket.index} of {bucket.num_bytes} bytes was asked for, {data} came")
-        return data, self.inlet.receive(data, out=out)
+        return data
+
+    def body(self, data: m.Data, *, out: Raw | None) -> Raw:
+        """Receive the bytes that belong to a head."""
+        if not data.num_bytes:
+            return np.empty(0, np.uint8)
+        assert self.inlet is not None, "a feed is joined before it is read"
+        return self.inlet.receive(data, out=out)
 
     def give_back(self, lease: int) -> bool:
         """End the lease; returns whether it held all the time."""

@@ -1,11 +1,11 @@
 """A subscriber in a process of its own, for measurements: `python -m cosmos_rl_transfer.follower`.
 
-    leader                                    follower
-    Following as a line of JSON    ------->   makes live tensors
-                                   <-------   an empty line; it connects with the first stage
-    an empty line                  ------->   stage, apply
-                                   <-------   Synced as a line of JSON
-    end of input                   ------->   leaves
+leader                                    follower
+Following as a line of JSON    ------->   makes live tensors
+                               <-------   an empty line; it connects with the first stage
+an empty line                  ------->   stage, apply
+                               <-------   Synced as a line of JSON
+end of input                   ------->   leaves
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import msgspec
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import PeerLost
-from cosmos_rl_transfer.layout import Manifest, Shard
+from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest, Shard
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,23 +31,24 @@ NUM_MATRICES = 32
 
 
 class SampleModel(msgspec.Struct, frozen=True):
-    """Equal float32 matrices [rows, WIDTH] and one odd vector, so that one rank receives `mib` MiB."""
+    """Equal matrices [rows, WIDTH] and one odd vector, so that one rank receives `mib` MiB."""
 
     mib: int
+    dtype: str = "float32"
     column_ranks: int = 1
     """Ranks of the receiving replica, which cut the columns; the model is as many times larger."""
 
     def specs(self) -> list[WeightSpec]:
         """Return the whole tensors."""
-        rows = (self.mib << 20) * self.column_ranks // (4 * WIDTH * NUM_MATRICES)
-        matrices = [WeightSpec(name=f"layer{i}", shape=(rows, WIDTH), dtype="float32") for i in range(NUM_MATRICES)]
-        return [*matrices, WeightSpec(name="bias", shape=(7,), dtype="float32")]
+        rows = (self.mib << 20) * self.column_ranks // (ITEM_BYTES[self.dtype] * WIDTH * NUM_MATRICES)
+        matrices = [WeightSpec(name=f"layer{i}", shape=(rows, WIDTH), dtype=self.dtype) for i in range(NUM_MATRICES)]
+        return [*matrices, WeightSpec(name="bias", shape=(7,), dtype=self.dtype)]
 
     def tensors(self) -> dict[str, Tensor]:
         """Return random weights, whole."""
         import torch
 
-        return {spec.name: torch.rand(spec.shape) for spec in self.specs()}
+        return {spec.name: torch.rand(spec.shape, dtype=getattr(torch, spec.dtype)) for spec in self.specs()}
 
     def target(self) -> Manifest:
         """Return the cuts of the receiving replica."""
@@ -59,7 +60,8 @@ class SampleModel(msgspec.Struct, frozen=True):
         """Return ones where `rank` of that replica receives, page faults taken."""
         import torch
 
-        return {spec.name: torch.ones(box.shape) for spec, box in self.target().held_by(rank)}
+        dtype = getattr(torch, self.dtype)
+        return {spec.name: torch.ones(box.shape, dtype=dtype) for spec, box in self.target().held_by(rank)}
 
 
 class Following(msgspec.Struct, frozen=True):
@@ -73,11 +75,13 @@ class Following(msgspec.Struct, frozen=True):
 
 
 class Synced(msgspec.Struct, frozen=True):
-    """One sync, seconds."""
+    """One sync."""
 
     version: int
     stage_s: float
     apply_s: float
+    num_bytes: int
+    """Received."""
 
 
 class Follower:
@@ -135,7 +139,7 @@ async def follow(following: Following) -> None:
         version = await subscriber.stage(after=version)
         staged = time.perf_counter()
         await asyncio.to_thread(subscriber.apply)
-        done = Synced(version, staged - started, time.perf_counter() - staged)
+        done = Synced(version, staged - started, time.perf_counter() - staged, subscriber.pulled.num_bytes)
         _answer(msgspec.json.encode(done))
     await subscriber.close()
 

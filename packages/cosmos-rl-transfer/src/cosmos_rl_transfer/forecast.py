@@ -141,7 +141,8 @@ def forecast(
 
 def manifest_of(shapes: Shapes, side: Side) -> Manifest:
     """Describe all ranks of one side. Raises LayoutError where the model cannot be cut so."""
-    one = layouts.mesh(shapes.specs, **dict(side), ep=side.ep, kv_heads=shapes.kv_heads)
+    sizes: dict[str, Any] = {**dict(side), "ep": side.ep}
+    one = layouts.mesh(shapes.specs, **sizes, kv_heads=shapes.kv_heads)
     return layouts.replicas(one, side.replicas)
 
 

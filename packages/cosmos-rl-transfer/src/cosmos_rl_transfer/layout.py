@@ -10,6 +10,7 @@ A rank holds at most one box of a tensor. Any cut is allowed: nothing has to div
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,6 +20,7 @@ from typing import TYPE_CHECKING
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.box import Box, whole_box
 from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.overlay import Overlay
 from cosmos_rl_transfer.placement import Placement, Replicate, Shard, StridedShard, shard_box
 
 if TYPE_CHECKING:
@@ -68,6 +70,16 @@ class Manifest:
     """Further names of tensors in `layouts`: {"lm_head.weight": "model.embed_tokens.weight"}."""
     replicas: tuple[tuple[int, ...], ...] = ()
     """Ranks that hold one whole copy together, a replica each; empty: all ranks are one replica."""
+
+    def __post_init__(self) -> None:
+        """Raises LayoutError for two tensors of one name, and for a tie to a tensor that is not here."""
+        names = {layout.spec.name for layout in self.layouts}
+        if len(names) != len(self.layouts):
+            name, count = Counter(layout.spec.name for layout in self.layouts).most_common(1)[0]
+            raise LayoutError(f"{name} is listed {count} times")
+        for alias, name in self.tied.items():
+            if alias in names or name not in names:
+                raise LayoutError(f"{alias} is tied to {name}: the manifest must list the second and not the first")
 
     @classmethod
     def whole(cls, specs: Sequence[WeightSpec], rank: int = 0) -> Manifest:
@@ -145,7 +157,7 @@ class Manifest:
     @cached_property
     def ranks(self) -> tuple[int, ...]:
         """Ranks that hold anything, ascending."""
-        return tuple(sorted({rank for cut in self.cuts[1] for rank in cut}))
+        return tuple(sorted({rank for boxes in self.cuts for rank in boxes}))
 
     @property
     def copies(self) -> tuple[tuple[int, ...], ...]:
@@ -156,12 +168,31 @@ class Manifest:
     def specs(self) -> dict[str, WeightSpec]:
         return {layout.spec.name: layout.spec for layout in self.layouts}
 
+    @property
+    def cuts(self) -> list[dict[int, Box]]:
+        """The distinct ways tensors are cut, boxes by rank, as they first appear."""
+        return self._cuts[0]
+
+    @property
+    def cut_numbers(self) -> list[int]:
+        """By place in `layouts`: the place of a tensor's cut in `cuts`."""
+        return self._cuts[1]
+
     @cached_property
-    def cuts(self) -> tuple[list[int], list[dict[int, Box]]]:
-        """For each layout the number of its cut, and the distinct cuts: boxes by rank."""
-        by_identity: dict[int, int] = {}
+    def cut_of(self) -> dict[str, int]:
+        """By tensor: the place of its cut in `cuts`."""
+        return dict(zip(self.specs, self.cut_numbers))
+
+    @cached_property
+    def overlays(self) -> list[Overlay]:
+        """One for each of `cuts`, to lay over what a target wants."""
+        return [Overlay(boxes) for boxes in self.cuts]
+
+    @cached_property
+    def _cuts(self) -> tuple[list[dict[int, Box]], list[int]]:
+        by_identity: dict[int, int] = {}  # tensors cut alike mostly share the dict
         by_value: dict[tuple[tuple[int, Box], ...], int] = {}
-        numbers, distinct = [], []
+        distinct, numbers = [], []
         for layout in self.layouts:
             number = by_identity.get(id(layout.boxes))
             if number is None:
@@ -170,11 +201,21 @@ class Manifest:
                 if number == len(distinct):
                     distinct.append(layout.boxes)
             numbers.append(number)
-        return numbers, distinct
+        return distinct, numbers
 
     def canonical(self, name: str) -> str:
-        """Return the name a tensor has in `layouts`, itself where it is not tied."""
-        return self.tied.get(name, name)
+        """Return the name a tensor has in `layouts`: its own if it stands there, else the one it is tied to."""
+        return name if name in self.specs else self.tied.get(name, name)
+
+    def box(self, name: str, rank: int) -> Box | None:
+        """Return what `rank` holds of a tensor, None if nothing."""
+        return self.cuts[self.cut_of[name]].get(rank)
+
+    def only(self, ranks: Iterable[int]) -> Manifest:
+        """Return what these ranks hold, as one replica: all tensors, the others' boxes left out."""
+        chosen = frozenset(ranks)
+        kept = [{rank: box for rank, box in boxes.items() if rank in chosen} for boxes in self.cuts]
+        return Manifest(tuple(TensorLayout(x.spec, kept[self.cut_of[x.spec.name]]) for x in self.layouts), self.tied)
 
     def held_by(self, rank: int) -> Iterator[tuple[WeightSpec, Box]]:
         """Yield what `rank` holds, in order."""
@@ -205,4 +246,6 @@ def _check_empty(layout: TensorLayout, tied: Mapping[str, str]) -> None:
     """A rank that holds nothing of a tensor cannot see that it is tied; one that holds a part can."""
     name = layout.spec.name
     if layout.boxes:
-        raise LayoutError(f"{name} is a tensor of its own on ranks {list(layout.boxes)}, tied to {tied[name]} on others")
+        raise LayoutError(
+            f"{name} is a tensor of its own on ranks {list(layout.boxes)}, tied to {tied[name]} on others"
+        )

@@ -6,7 +6,8 @@
     tp            matrices are cut by `Rules`                         ... and tp innermost
     ep            experts go to neighbours among the dp_shard x cp x tp ranks; the other ranks cut them (FSDP2)
 
-A tensor is an expert's if its name holds "experts.N."; one that holds all experts, "experts.", has them in dim 0.
+A tensor is an expert's if its name holds "experts.N."; one that holds all experts, "experts.", has them in dim 0 and is
+cut by ep alone: fused gate and up projections would give a tp rank two boxes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Rules:
     heads: str = r"(k|v)_proj\.(weight|bias)$"
     """Cut along dim 0 by whole KV heads; with more ranks than heads, neighbours hold the same one."""
     kv_heads: int | None = None
-    """None: as many as divide well."""
+    """None: at least as many as ranks."""
 
     def placement(self, name: str, tp: int) -> Placement:
         """Return how an axis of `tp` ranks places a tensor."""
@@ -199,9 +200,8 @@ def _strided(first: int, step: int) -> Callable[[dict[int, Box]], dict[int, Box]
 
 def _mapped(manifest: Manifest, change: Callable[[dict[int, Box]], dict[int, Box]]) -> tuple[TensorLayout, ...]:
     """Change every distinct cut once."""
-    numbers, cuts = manifest.cuts
-    changed = [change(boxes) for boxes in cuts]
-    return tuple(TensorLayout(layout.spec, changed[number]) for layout, number in zip(manifest.layouts, numbers))
+    changed = [change(boxes) for boxes in manifest.cuts]
+    return tuple(TensorLayout(layout.spec, changed[manifest.cut_of[layout.spec.name]]) for layout in manifest.layouts)
 
 
 def _in_order(specs: Sequence[WeightSpec], parts: Iterable[Manifest]) -> Manifest:
@@ -209,5 +209,3 @@ def _in_order(specs: Sequence[WeightSpec], parts: Iterable[Manifest]) -> Manifes
     found = {layout.spec.name: layout for part in parts for layout in part.layouts}
     assert len(found) == len(specs), "names are unique, and every tensor is in one stage"
     return Manifest(tuple(found[spec.name] for spec in specs))
-
-

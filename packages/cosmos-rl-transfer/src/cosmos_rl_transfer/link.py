@@ -73,6 +73,11 @@ class Link:
         """How long a transfer may stand still."""
         return self._timeout_s
 
+    @property
+    def local_host(self) -> str:
+        """Address of this host on the connection: others who come the same way reach it there."""
+        return self._socket.getsockname()[0]
+
     def authenticate(self, token: bytes) -> None:
         """Prove the token to each other. Raises AuthenticationError, PeerLost on a broken connection."""
         mine = os.urandom(_NONCE_BYTES)
@@ -129,9 +134,8 @@ class Link:
 
     def receive(self) -> Any:
         """Receive one message of the kind the other side sends."""
-        self._set_timeout(self._idle_s)
+        self._await_readable()
         (size,) = struct.unpack("<I", self._receive(4))
-        self._set_timeout(self._timeout_s)
         if size > _MAX_FRAME_BYTES:
             raise TransferError(f"a message of {size} bytes was announced; at most {_MAX_FRAME_BYTES} are allowed")
         return self._decoder.decode(self._receive(size))
@@ -147,6 +151,17 @@ class Link:
             if not count:
                 raise self._lost("closed")
             done += count
+
+    def _await_readable(self) -> None:
+        """Wait for the next message; the socket's own timeout belongs to the thread that sends meanwhile."""
+        try:
+            polled = select.poll()
+            polled.register(self._socket, select.POLLIN)
+            ready = polled.poll(None if self._idle_s is None else self._idle_s * 1e3)
+        except (OSError, ValueError) as error:
+            raise self._lost(error) from error  # closed by another thread
+        if not ready:
+            raise self._lost("timed out")
 
     def close(self) -> None:
         """Close the connection; a thread blocked in it gets PeerLost. May be called twice."""

@@ -6,6 +6,7 @@ import msgspec
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.box import Box
+from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout import Manifest, TensorLayout
 
 
@@ -19,9 +20,8 @@ class _Wire(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
 
 def encode(manifest: Manifest) -> bytes:
     """Return the manifest as msgpack; equal manifests give equal bytes."""
-    numbers, cuts = manifest.cuts
-    tensors = [(layout.spec, number) for layout, number in zip(manifest.layouts, numbers)]
-    return msgspec.msgpack.encode(_Wire(cuts, tensors, sorted(manifest.tied.items()), manifest.replicas))
+    tensors = [(layout.spec, number) for layout, number in zip(manifest.layouts, manifest.cut_numbers)]
+    return msgspec.msgpack.encode(_Wire(manifest.cuts, tensors, sorted(manifest.tied.items()), manifest.replicas))
 
 
 def decode(data: bytes) -> Manifest:
@@ -30,4 +30,7 @@ def decode(data: bytes) -> Manifest:
     if not all(0 <= number < len(wire.cuts) for _, number in wire.tensors):
         raise msgspec.ValidationError("a tensor names a cut that the manifest does not hold")
     layouts = tuple(TensorLayout(spec, wire.cuts[number]) for spec, number in wire.tensors)
-    return Manifest(layouts, dict(wire.tied), wire.replicas)
+    try:
+        return Manifest(layouts, dict(wire.tied), wire.replicas)
+    except LayoutError as error:
+        raise msgspec.ValidationError(str(error)) from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -18,52 +19,65 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorClass:
-    """Tensors of one element size, cut alike on both sides: planned once."""
+    """Tensors that travel in one dtype and are cut alike on both sides: planned once."""
 
     source_cut: int
-    """Place in `Match.source_cuts`."""
-    item_bytes: int
+    """Place among the source's `cuts`."""
+    dtype: str
+    """What the tensors travel in."""
     wanted: Mapping[int, Box]
     """What each target rank holds."""
     tensors: Ints
     """[n]: places in `Match.names`, ascending."""
 
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Match:
     """The tensors of the target, in its order, each with what the source has of it."""
 
+    source: Manifest
+    target: Manifest
     names: list[str]
     """The target's."""
-    source_cuts: list[dict[int, Box]]
-    """Boxes by source rank: the distinct ones."""
-    target_cuts: list[dict[int, Box]]
+    origins: list[str]
+    """The source's name of each."""
+    dtypes: list[str]
+    """What tensors travel in: the distinct ones."""
     tensors: Ints
-    """[T, 3]: places in source_cuts and target_cuts, and bytes of an element."""
-    wire_dtypes: Mapping[str, str]
-    """By name, of the target's tensors and the source's: the dtype its bytes travel in."""
+    """[T, 3]: place of its cut among the source's, and among the target's; place in `dtypes`."""
 
     @classmethod
     def of(cls, source: Manifest, target: Manifest, wire_dtype: str | None) -> Match:
         """Match two manifests. Raises LayoutError as `check_match`."""
         check_match(source, target)
-        wire = {name: wire_dtype_of(spec, wire_dtype) for name, spec in source.specs.items()}
-        source_numbers, source_cuts = source.cuts
-        cut_of = dict(zip(source.specs, source_numbers))
-        names, rows = [], []
-        for layout, target_cut in zip(target.layouts, target.cuts[0]):
-            name = layout.spec.name
-            origin = name if name in cut_of else source.tied[name]
-            wire[name] = wire[origin]
-            names.append(name)
-            rows.append((cut_of[origin], target_cut, ITEM_BYTES[wire[origin]]))
-        return cls(
-            names=names,
-            source_cuts=source_cuts,
-            target_cuts=target.cuts[1],
-            tensors=np.array(rows, np.int64).reshape(-1, 3),
-            wire_dtypes=wire,
+        names = list(target.specs)
+        origins = [source.canonical(name) for name in names] if source.tied else names
+        samples = {spec.dtype: spec for spec in source.specs.values()}
+        travels = {dtype: wire_dtype_of(spec, wire_dtype) for dtype, spec in samples.items()}
+        dtypes = list(dict.fromkeys(travels.values()))
+        place = {dtype: dtypes.index(wire) for dtype, wire in travels.items()}
+        columns = (
+            [source.cut_of[name] for name in origins],
+            target.cut_numbers,
+            [place[source.specs[name].dtype] for name in origins],
         )
+        return cls(
+            source=source,
+            target=target,
+            names=names,
+            origins=origins,
+            dtypes=dtypes,
+            tensors=np.array(columns, np.int64).T,
+        )
+
+    @cached_property
+    def wire_dtypes(self) -> dict[str, str]:
+        """By target's name: the dtype a tensor travels in."""
+        return dict(zip(self.names, map(self.dtypes.__getitem__, self.tensors[:, 2].tolist())))
 
     def classes(self, ranks: Iterable[int]) -> list[TensorClass]:
         """Group the tensors that some of the target's `ranks` hold, by all that the plan for these ranks depends on."""
@@ -71,32 +85,38 @@ class Match:
         values: dict[tuple[tuple[int, Box], ...], int] = {}
         numbers = [
             values.setdefault(tuple((r, cut[r]) for r in chosen if r in cut and cut[r].numel), len(values))
-            for cut in self.target_cuts
+            for cut in self.target.cuts
         ]
         wanted = [dict(value) for value in values]
-        keys = self.tensors.copy()
-        keys[:, 1] = np.array(numbers, np.int64)[keys[:, 1]]
-        found, first, inverse = np.unique(keys, axis=0, return_index=True, return_inverse=True)
-        members = np.split(np.argsort(inverse, kind="stable"), np.cumsum(np.bincount(inverse, minlength=len(found)))[:-1])
+        number = np.array(numbers, np.int64)[self.tensors[:, 1]]
+        keys = (self.tensors[:, 0] * len(wanted) + number) * len(self.dtypes) + self.tensors[:, 2]
+        first, sizes, order = _groups(keys)
         return [
             TensorClass(
-                source_cut=int(found[i, 0]),
-                item_bytes=int(found[i, 2]),
-                wanted=wanted[found[i, 1]],
-                tensors=members[i],
+                source_cut=int(self.tensors[i, 0]),
+                dtype=self.dtypes[self.tensors[i, 2]],
+                wanted=wanted[number[i]],
+                tensors=members,
             )
-            for i in np.argsort(first).tolist()
-            if wanted[found[i, 1]]
+            for i, members in sorted(zip(first.tolist(), np.split(order, np.cumsum(sizes)[:-1])))
+            if wanted[number[i]]
         ]
 
-    def held_by(self, rank: int) -> tuple[object, ...]:
+    def held_by(self, rank: int) -> object:
         """Return what a target rank holds: equal for two ranks, of this match or another, that want the same bytes."""
         numbers: dict[Box | None, int] = {}
-        by_cut = np.array([numbers.setdefault(cut.get(rank), len(numbers)) for cut in self.target_cuts], np.int64)
+        by_cut = np.array([numbers.setdefault(cut.get(rank), len(numbers)) for cut in self.target.cuts], np.int64)
         boxes = list(numbers)
         used, first, places = np.unique(by_cut[self.tensors[:, 1]], return_index=True, return_inverse=True)
         order = np.argsort(first)
         return [boxes[i] for i in used[order]], np.argsort(order)[places].tobytes(), self.names
+
+
+def _groups(keys: Ints) -> tuple[Ints, Ints, Ints]:
+    """First place and size of each group of equal keys, and all places, group by group, ascending within each."""
+    order = np.argsort(keys, kind="stable")
+    starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    return order[starts], np.diff(starts, append=len(keys)), order
 
 
 def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
@@ -110,29 +130,30 @@ def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
 def check_match(source: Manifest, target: Manifest) -> None:
     """Raise LayoutError unless the source has every tensor of the target, with equal shapes and compatible dtypes.
 
-    A tensor is looked for under its own name, then under those the source ties to it. One that the target does not
-    know under any of its names is an error too; an alias alone is not.
+    A tensor is looked for under its own name, then under the one the source ties it to. One of the source that the
+    target knows under none of its names is an error too; an alias alone is not.
     """
     ours, theirs = source.specs, target.specs
-    if missing := [name for name in theirs if name not in ours and source.canonical(name) not in ours]:
-        raise LayoutError(f"the source lacks {_first(missing)} of the target; it has {_first(list(ours))}")
-    known = {*theirs, *target.tied, *(source.tied[name] for name in theirs if name in source.tied)}
-    if unexpected := [name for name in ours if name not in known]:
-        raise LayoutError(f"the target lacks {_first(unexpected)} of the source")
+    if list(ours) != list(theirs):
+        _check_names(source, target)
     for name, other in theirs.items():
-        spec = ours.get(name) or ours[source.tied[name]]
+        spec = ours[name] if name in ours else ours[source.tied[name]]
+        if spec.shape == other.shape and spec.dtype == other.dtype:
+            continue
+        ranks = f"source ranks {list(source.ranks)}, target ranks {list(target.ranks)}"
         if spec.shape != other.shape:
-            raise LayoutError(
-                f"{name}: shape {spec.shape} at the source, {other.shape} at the target ({_ranks(source, target)})"
-            )
-        if spec.dtype != other.dtype and not (is_floating(spec.dtype) and is_floating(other.dtype)):
-            raise LayoutError(
-                f"{name}: dtype {spec.dtype} at the source, {other.dtype} at the target ({_ranks(source, target)})"
-            )
+            raise LayoutError(f"{name}: shape {spec.shape} at the source, {other.shape} at the target ({ranks})")
+        if not (is_floating(spec.dtype) and is_floating(other.dtype)):
+            raise LayoutError(f"{name}: dtype {spec.dtype} at the source, {other.dtype} at the target ({ranks})")
 
 
-def _ranks(source: Manifest, target: Manifest) -> str:
-    return f"source ranks {list(source.ranks)}, target ranks {list(target.ranks)}"
+def _check_names(source: Manifest, target: Manifest) -> None:
+    ours, theirs = source.specs, target.specs
+    if missing := [name for name in theirs if source.canonical(name) not in ours]:
+        raise LayoutError(f"the source lacks {_first(missing)} of the target; it has {_first(list(ours))}")
+    used = {source.canonical(name) for name in theirs}
+    if unexpected := [name for name in ours if name not in used and name not in target.tied]:
+        raise LayoutError(f"the target lacks {_first(unexpected)} of the source")
 
 
 def _first(names: Sequence[str], most: int = 5) -> str:

@@ -10,15 +10,23 @@ ReadBucket(lease, bucket)                 -> Data, and what the transport sends 
   ... at most two of them unanswered
 Taken(bucket)                                its slot may be used again; no answer
 Return(lease)                             -> Returned         was the lease valid all the time?
+Holds(version, address)                      it serves this version itself (peers.py); no answer
+WhoHolds(after)                           -> Holders          of the newest version, if newer than `after`
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 
 from cosmos_rl_transfer.layout import Manifest
 
-PROTOCOL = 2
+PROTOCOL = 3
+
+
+Want = Literal["any", "dense", "delta"]
+"""How a bucket may come: "dense" is all of it; who wants a "delta" gets `Data` of 0 bytes where there is none."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -46,6 +54,8 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     """Place of this replica among the rollout replicas: it turns the choice among equal owners."""
     transport: str = "tcp"
     """The one the subscriber has chosen: the publisher's own, or tcp, which always works."""
+    sources: tuple[int, ...] = ()
+    """Source ranks that the plan was made over, the others being gone; () for all."""
 
 
 class Joined(msgspec.Struct, tag=True, frozen=True):
@@ -72,6 +82,8 @@ class Borrow(msgspec.Struct, tag=True, frozen=True):
     version: int
     keep: bool = False
     """Whether the lease outlives the next version: for a reader that was overtaken before."""
+    held: int = -1
+    """The version this subscriber has, -1 for none: what changed since may come as deltas."""
 
 
 class Lent(msgspec.Struct, tag=True, frozen=True):
@@ -85,6 +97,7 @@ class Overtaken(msgspec.Struct, tag=True, frozen=True):
 class ReadBucket(msgspec.Struct, tag=True, frozen=True):
     lease: int
     bucket: int
+    want: Want = "any"
 
 
 class Taken(msgspec.Struct, tag=True, frozen=True):
@@ -97,13 +110,15 @@ class Data(msgspec.Struct, tag=True, frozen=True):
     bucket: int
     num_bytes: int
     hash: int
-    """xxh3-64 of its pieces' bytes, one after the other, without padding."""
+    """xxh3-64 of its pieces' bytes, one after the other, without padding; of a delta's bytes."""
     sums: tuple[int, ...]
     """Additive hash of each piece."""
     slot: int = -1
     """Where it lies, -1 where it comes straight out of live memory."""
     runs: tuple[tuple[int, int, int], ...] = ()
     """`Outlet.locate`'s."""
+    delta: bool = False
+    """Whether the bytes are a delta (delta.py) on the version that was held."""
 
 
 class Return(msgspec.Struct, tag=True, frozen=True):
@@ -112,6 +127,32 @@ class Return(msgspec.Struct, tag=True, frozen=True):
 
 class Returned(msgspec.Struct, tag=True, frozen=True):
     valid: bool
+
+
+class Holder(msgspec.Struct, frozen=True):
+    """A subscriber that serves what it has staged."""
+
+    layout: str
+    """Digest of its replica's manifest."""
+    rank: int
+    """Its own in that manifest."""
+    address: str
+
+
+class Holds(msgspec.Struct, tag=True, frozen=True):
+    version: int
+    address: str
+
+
+class WhoHolds(msgspec.Struct, tag=True, frozen=True):
+    after: int
+
+
+class Holders(msgspec.Struct, tag=True, frozen=True):
+    version: int
+    """-1 for none."""
+    holders: tuple[Holder, ...]
+    """Least asked first."""
 
 
 class Enlist(msgspec.Struct, tag=True, frozen=True):
@@ -145,5 +186,19 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
     version: int
 
 
-Request = Hello | Join | Await | Borrow | ReadBucket | Taken | Return | Enlist | Staged | Committed | Failed
-Reply = Welcome | Joined | Refused | Waiting | Announce | Lent | Overtaken | Data | Returned | Stage | Commit
+Request = (
+    Hello
+    | Join
+    | Await
+    | Borrow
+    | ReadBucket
+    | Taken
+    | Return
+    | Holds
+    | WhoHolds
+    | Enlist
+    | Staged
+    | Committed
+    | Failed
+)
+Reply = Welcome | Joined | Refused | Waiting | Announce | Lent | Overtaken | Data | Returned | Holders | Stage | Commit

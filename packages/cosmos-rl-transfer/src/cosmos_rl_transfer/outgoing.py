@@ -20,13 +20,14 @@ import numpy as np
 from cosmos_rl_transfer.arena import Arena, raw_view
 from cosmos_rl_transfer.changes import Comparison, Found
 from cosmos_rl_transfer.delta import Change, Extent, encode, encoded_bytes, widen
-from cosmos_rl_transfer.digest import Raw, add, sum_change, tensor_sum
+from cosmos_rl_transfer.digest import Raw, add, tensor_sum
 from cosmos_rl_transfer.dtensor import local
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout import Manifest
 from cosmos_rl_transfer.live import DIRECT_BYTES
 from cosmos_rl_transfer.plan import Bucket, Piece
 from cosmos_rl_transfer.positions import inward, outward, row_strides
+from cosmos_rl_transfer.proof import Form, gain
 from cosmos_rl_transfer.transports.base import Run
 
 if TYPE_CHECKING:
@@ -129,11 +130,13 @@ class Outgoing:
         self._wait(bucket)
         self.arena.gather(self.memory, bucket, out)
 
-    def delta(self, bucket: Bucket) -> Delta | None:
-        """Return what the newest version changed in a bucket since `base`; None where the whole bucket is better."""
+    def delta(self, bucket: Bucket, *, base: int, version: int) -> Delta | None:
+        """Return what `version` changed in a bucket since `base`; None if that is not known or the bucket is shorter.
+
+        Raises Superseded if the copy went on to another version meanwhile.
+        """
         self._wait(bucket)
-        version = self.version
-        if self.base < 0:
+        if base < 0 or (base, version) != (self.base, self.version):
             return None
         extents = [Extent(p.box.numel, self.arena.places[p.name].item_bytes) for p in bucket.pieces]
         selected: list[_Selected] = []
@@ -197,9 +200,9 @@ class Outgoing:
         return sums
 
     def _gain(self, piece: Piece, found: _Selected) -> int:
-        shape = self.arena.places[piece.name].shape
-        at = outward(found.positions, piece.box.shape, row_strides(shape), piece.box.start(shape))
-        return sum_change(at, found.old, self._flat(piece.name)[found.at])
+        place = self.arena.places[piece.name]
+        new = self._flat(piece.name)[found.at]
+        return gain(piece, Form(place.shape, place.item_bytes), found.positions, old=found.old, new=new)
 
     def _sum(self, piece: Piece) -> int:
         return tensor_sum(self.arena.piece(self.memory, piece), piece.box, self.arena.places[piece.name].shape)

@@ -10,7 +10,6 @@ import numpy as np
 
 from cosmos_rl_transfer.bounds import Owners
 from cosmos_rl_transfer.box import Box
-from cosmos_rl_transfer.bucket import split
 
 
 class Overlay:
@@ -38,24 +37,19 @@ class Overlay:
             yield wanted, ()
             return
         low, high = np.maximum(self._low, wanted.offset), np.minimum(self._high, wanted.end)
-        touching = (low < high).all(axis=1)
-        places = np.flatnonzero(touching)
+        touching = np.flatnonzero((low < high).all(axis=1))
+        low, high = low[touching], high[touching]
         intervals = [
-            list(pairwise(sorted({first, last, *low[touching, dim].tolist(), *high[touching, dim].tolist()})))
+            list(pairwise(sorted({first, last, *low[:, dim].tolist(), *high[:, dim].tolist()})))
             for dim, (first, last) in enumerate(zip(wanted.offset, wanted.end))
         ]
-        for cell in product(*intervals):
-            box = Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell))
-            holds = ((low[touching] <= box.offset) & (high[touching] >= box.end)).all(axis=1)
-            yield box, tuple(sorted(rank for i in places[holds].tolist() for rank in self._owners[i]))
-
-
-def split_units(
-    units: list[tuple[Box, Owners]], item_bytes: int, most_bytes: int | None
-) -> Iterator[tuple[Box, Owners]]:
-    """Yield the units, those above `most_bytes` that several ranks hold in parts of whole rows."""
-    for box, owners in units:
-        if most_bytes is None or len(owners) == 1:
-            yield box, owners
-        else:
-            yield from ((part, owners) for part in split(box, item_bytes, most_bytes))
+        cells = [Box(tuple(a for a, _ in cell), tuple(b - a for a, b in cell)) for cell in product(*intervals)]
+        first = np.array([cell.offset for cell in cells], np.int64)[:, None]  # [cells, 1, dims]
+        last = np.array([cell.end for cell in cells], np.int64)[:, None]
+        holds = np.logical_and.reduce((low <= first) & (high >= last), axis=2)  # [cells, boxes that touch]
+        for cell, row in zip(cells, holds):
+            found = touching[row].tolist()
+            if len(found) == 1:
+                yield cell, self._owners[found[0]]
+            else:
+                yield cell, tuple(sorted(rank for i in found for rank in self._owners[i]))

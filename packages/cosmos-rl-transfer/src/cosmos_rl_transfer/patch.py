@@ -42,6 +42,10 @@ class Patch:
             values=values.to(device=live.device, dtype=live.dtype).view(width),
         )
 
+    def before(self, dtype: torch.dtype) -> Tensor:
+        """Return what is there now, on the host [k]; `dtype` is the live tensor's."""
+        return self.memory.gather(0, self.index).view(dtype).cpu()
+
     def write(self) -> None:
         """Store the values. May be repeated."""
         self.memory.scatter_(0, self.index, self.values)

@@ -19,16 +19,17 @@ from functools import cached_property
 from math import ceil
 
 from cosmos_rl_transfer.bounds import Owners, balance
-from cosmos_rl_transfer.bucket import ALIGN, Bucket, Piece, aligned, pack
+from cosmos_rl_transfer.bucket import ALIGN, Bucket, Piece, aligned
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.explain import explain
 from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.lot import demand
 from cosmos_rl_transfer.match import Match, check_match, wire_dtype_of
 from cosmos_rl_transfer.relay import Relay, pays, rings, successor
-from cosmos_rl_transfer.replica_plan import ReplicaPlan, demand
+from cosmos_rl_transfer.replica_plan import ReplicaPlan
 from cosmos_rl_transfer.topology import Topology
 
-__all__ = ["ALIGN", "Bucket", "Piece", "Plan", "aligned", "check_match", "pack", "plan", "wire_dtype_of"]
+__all__ = ["ALIGN", "Bucket", "Piece", "Plan", "aligned", "check_match", "plan", "wire_dtype_of"]
 
 BUCKETS_IN_FLIGHT = 2
 """A rank packs one while another travels."""
@@ -130,13 +131,13 @@ class Plan:
     def egress_bound(self) -> int:
         """Fewest bytes the busiest source can send: the largest, over sets of ranks, of what only they hold divided by
         how many they are. Where NICs differ, at the speed of the fastest. A ring counts as one target."""
-        wanted = sum((demand(part.live, part.classes) for part in self.replicas), Counter[Owners]())
+        wanted = sum((demand(part.live) for part in self.replicas), Counter[Owners]())
         speeds = {rank: self.topology.source(rank).egress for rank in self.source.ranks}
         return ceil(balance(wanted, speeds).busiest * max(speeds.values(), default=1))
 
     @property
     def ingress_bound(self) -> int:
-        """Fewest bytes the busiest target can receive: what it holds. Where NICs differ, at the speed of the fastest."""
+        """Fewest bytes the busiest target can receive: what it holds; at the fastest's speed where NICs differ."""
         return self._busiest(self.bytes_in, {r: self.topology.target(r).ingress for r in self.bytes_in})
 
     @property
@@ -256,9 +257,7 @@ def plan(
     )
 
 
-def _slots(
-    target: Manifest, groups: list[tuple[int, ...]], relays: bool
-) -> Iterator[dict[int, tuple[int, ...]]]:
+def _slots(target: Manifest, groups: list[tuple[int, ...]], relays: bool) -> Iterator[dict[int, tuple[int, ...]]]:
     """For each replica that plans: its ranks, with those that get the same bytes through them."""
     leaders = {group[0]: group for group in groups} if relays else {rank: (rank,) for rank in target.ranks}
     for ranks in target.copies:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from cosmos_rl_transfer.digest import Raw, tensor_sum
+from cosmos_rl_transfer.digest import Raw, sum_change, tensor_sum
 from cosmos_rl_transfer.plan import Bucket, Piece
+from cosmos_rl_transfer.positions import outward, row_strides
 
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
@@ -55,6 +56,12 @@ def prove(pieces: Iterable[tuple[Piece, Raw]], forms: Mapping[str, Form]) -> Pro
     return Proof(state.intdigest(), tuple(sums))
 
 
+def gain(piece: Piece, form: Form, positions: Raw, *, old: Raw, new: Raw) -> int:
+    """Return what a piece's additive hash gains where elements at int64 `positions` [k] in its box change."""
+    at = outward(positions, piece.box.shape, row_strides(form.shape), piece.box.start(form.shape))
+    return sum_change(at, old, new)
+
+
 class Proofs:
     """Those of one version, kept for subscribers that want the same buckets. Any thread may call."""
 
@@ -67,6 +74,11 @@ class Proofs:
         """Return what was kept for these pieces of a version."""
         with self._guard:
             return self._known.get(bucket.pieces) if version == self._version else None
+
+    def forget(self) -> None:
+        """Drop all: versions may be counted anew."""
+        with self._guard:
+            self._version, self._known = -1, {}
 
     def keep(self, version: int, bucket: Bucket, proof: Proof) -> None:
         """Keep a proof; those of older versions go."""

@@ -11,10 +11,12 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.live import LiveWeights
+from cosmos_rl_transfer.outgoing import Outgoing
 from cosmos_rl_transfer.plan import wire_dtype_of
 from cosmos_rl_transfer.proof import Form
 from cosmos_rl_transfer.ring import Ring
@@ -23,7 +25,7 @@ from cosmos_rl_transfer.supply import Supply
 from cosmos_rl_transfer.transports.base import Transport
 from cosmos_rl_transfer.transports.select import open_outlet
 from cosmos_rl_transfer.transports.tcp import Tcp
-from cosmos_rl_transfer.versions import Versions
+from cosmos_rl_transfer.versions import Fenced, Versions
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -31,6 +33,7 @@ if TYPE_CHECKING:
 DEFAULT_BUCKET_BYTES = 4 << 20
 """Small enough to be hashed in the last-level cache after the copy."""
 NUM_SLOTS = 2
+DEFAULT_FULL_EVERY = 100
 
 
 class Publisher:
@@ -49,6 +52,8 @@ class Publisher:
         rank: int = 0,
         patience_s: float = 0.5,
         timeout_s: float = 30.0,
+        delta: bool = False,
+        full_every: int = DEFAULT_FULL_EVERY,
     ) -> None:
         """Allocate two slots of a bucket each and start to listen.
 
@@ -56,16 +61,27 @@ class Publisher:
         bind: address to listen on. manifest, rank: what all ranks that publish together hold, and which of them
         this is; `weights` are then this rank's parts. None: read off the tensors, whole ones or DTensors.
         patience_s: how long `fence` waits for readers before it copies, and how long a reader may keep a slot that
-        others wait for. timeout_s: how long a send may stand still.
+        others wait for. timeout_s: how long a send may stand still. delta: send only what changed to whoever has the
+        version before, where that is shorter. Costs a copy of the weights in host memory, out of which versions are
+        read. full_every: after so many versions one is sent whole.
         """
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         self._memory = LiveWeights(manifest, rank=rank, wire_dtypes=wire)
         self._memory.check(weights)
         self._versions = Versions()
+        self._outgoing: Outgoing | None = None
+        if delta:
+            self._outgoing = Outgoing(manifest, rank=rank, wire_dtypes=wire, full_every=full_every)
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
+        self._copying: Future[Fenced] | None = None
+        """The pass that copies a version out of the live tensors, with deltas on."""
         self._num_bytes = sum(box.numel * ITEM_BYTES[wire[spec.name]] for spec, box in manifest.held_by(rank))
         self._patience_s = patience_s
+        self._newest = -1
         chosen, self._outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
+        if self._outgoing is not None:
+            self._outlet.expose([self._outgoing.memory])
         forms = {spec.name: Form(spec.shape, ITEM_BYTES[wire[spec.name]]) for spec in manifest.specs.values()}
         supply = Supply(
             manifest=manifest,
@@ -73,14 +89,21 @@ class Publisher:
             wire_dtype=wire_dtype,
             bucket_bytes=bucket_bytes,
             forms=forms | {alias: forms[name] for alias, name in manifest.tied.items()},
-            memory=self._memory,
+            memory=self._outgoing or self._memory,
+            outgoing=self._outgoing,
             versions=self._versions,
             ring=Ring(NUM_SLOTS, patience_s=max(patience_s, 0.5)),
             outlet=self._outlet,
             transport=chosen,
             link_outlet=Tcp().open(bucket_bytes=bucket_bytes, num_slots=0),
         )
+        self._sent = supply.sent
         self._server = Server(supply, token=token, bind=bind, timeout_s=timeout_s)
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of buckets that were handed over so far."""
+        return self._sent.num_bytes
 
     @property
     def address(self) -> str:
@@ -93,30 +116,47 @@ class Publisher:
         Raises ValueError unless versions rise and LayoutError if the weights are other tensors than at the start.
         """
         started = time.perf_counter()
-        if version <= self._versions.newest:
-            raise ValueError(f"version {version} is not newer than the published {self._versions.newest}")
+        if version <= self._newest:
+            raise ValueError(f"version {version} is not newer than the published {self._newest}")
         await self.fence()  # a publish without a fence before it: nobody may read the old tensors any more
         self._memory.check(weights)
         self._memory.bind(weights)
-        self._outlet.expose(self._memory.exposable())
-        self._versions.publish(version)
+        self._newest = version
+        if self._outgoing is not None:
+            self._copying = self._copier.submit(self._copy_out, self._outgoing, version, weights)
+        else:
+            self._outlet.expose(self._memory.exposable())
+            self._versions.publish(version)
         return {"sync_bytes": float(self._num_bytes), "sync_s": time.perf_counter() - started}
 
     async def fence(self) -> Mapping[str, float]:
         """Wait until the tensors may change; return `sync_stall_s` and `sync_copied_bytes`.
 
         Readers that are not through after `patience_s` get a copy of what they have not read. From here until the next
-        `publish` nothing can be borrowed.
+        `publish` nothing can be borrowed. With deltas on it waits only until the version is copied, whoever reads.
         """
-        if not self._versions.is_open:
+        if self._copying is not None:
+            started, copying, self._copying = time.perf_counter(), self._copying, None
+            done = await asyncio.to_thread(copying.result)
+            return {"sync_stall_s": time.perf_counter() - started, "sync_copied_bytes": float(done.copied_bytes)}
+        if self._outgoing is not None or not self._versions.is_open:
             return {"sync_stall_s": 0.0, "sync_copied_bytes": 0.0}
         done = await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
         return {"sync_stall_s": done.waited_s, "sync_copied_bytes": float(done.copied_bytes)}
+
+    def _copy_out(self, outgoing: Outgoing, version: int, weights: Mapping[str, Tensor]) -> Fenced:
+        """In a thread: copy a version, while it is read as far as it is copied."""
+        done = self._versions.fence(patience_s=self._patience_s)
+        outgoing.begin(version)
+        self._versions.publish(version)
+        outgoing.refresh(weights)
+        return done
 
     async def close(self) -> None:
         """Disconnect all subscribers and free the slots. May be called twice."""
         await asyncio.to_thread(self._close)
 
     def _close(self) -> None:
+        self._copier.shutdown()
         self._server.close()
         self._outlet.close()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -17,7 +17,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from cosmos_rl_transfer import messages as m
-from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.delta import Extent, decode
+from cosmos_rl_transfer.digest import Raw, bucket_hash
 from cosmos_rl_transfer.errors import Superseded, WeightMismatch
 from cosmos_rl_transfer.feed import Feed
 from cosmos_rl_transfer.landing import Landing
@@ -35,8 +36,16 @@ class Pulled:
     """What a pull did."""
 
     num_bytes: int = 0
+    """That came, deltas as they are."""
+    num_deltas: int = 0
+    """Buckets that came as deltas."""
     repaired: list[tuple[int, int]] = field(default_factory=list)
     """(source rank, bucket) of buckets that were fetched again."""
+
+    def count(self, data: m.Data) -> None:
+        """Add what came."""
+        self.num_bytes += data.num_bytes
+        self.num_deltas += data.delta and data.num_bytes > 0
 
 
 class Puller:
@@ -44,24 +53,53 @@ class Puller:
 
     def __init__(self, landing: Landing, *, rank: int, bucket_bytes: int, forms: Mapping[str, Form]) -> None:
         self.landing = landing
+        self.held = -1
+        """The version in the landing, -1 for none. Whoever pulls sets it when it is sure."""
         self.buffers = [np.zeros(bucket_bytes, np.uint8) for _ in range(NUM_BUFFERS)]
         self._rank = rank
         self._forms = forms
+
+    @property
+    def base(self) -> int:
+        """The version that deltas may start from, -1 for none."""
+        return self.held if self.landing.takes_deltas else -1
 
     @property
     def memory(self) -> list[Raw]:
         """Everything buckets are received into."""
         return [*self.buffers, self.landing.memory]
 
-    def pull(self, leased: Sequence[tuple[Feed, int]], *, version: int, pool: Executor) -> Pulled:
-        """Fetch every bucket of every feed. Returns or raises after the last thread has stopped.
+    def stage_deltas(self, leased: Sequence[tuple[Feed, int]], *, pool: Executor) -> Pulled:
+        """Fetch what comes as deltas for a landing that keeps them until `apply`; `pull` fetches the rest.
+
+        Raises what feeds raise.
+        """
+        done = Pulled()
+
+        def fetch(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
+            for _, data, _ in self._stream(feed, lease, feed.buckets, buffers, pool, want="delta"):
+                done.count(data)
+
+        self.landing.begin(self.base)
+        self._each(leased, fetch)
+        return done
+
+    def pull(self, leased: Sequence[tuple[Feed, int]], *, version: int, pool: Executor, done: Pulled) -> Pulled:
+        """Fetch every bucket of every feed and add to `done`. Returns or raises after the last thread has stopped.
 
         Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong twice, and what feeds raise.
         """
-        done = Pulled()
+        if not self.landing.keeps_deltas:
+            self.landing.begin(self.base)
+        self.held = -1
+        self._each(leased, lambda feed, lease, buffers: self._pull_feed(feed, lease, buffers, version, pool, done))
+        return done
+
+    def _each(self, leased: Sequence[tuple[Feed, int]], fetch: Callable[[Feed, int, Sequence[Raw]], None]) -> None:
+        """Do something with every feed: one after the other, in as many lanes as there are buffers."""
         if len(leased) == 1:
-            self._pull_feed(*leased[0], self.buffers, version, pool, done)
-            return done
+            fetch(*leased[0], self.buffers)
+            return
         work = deque(leased)
 
         def lane(buffer: Raw) -> None:
@@ -70,7 +108,7 @@ class Puller:
                     feed, lease = work.popleft()
                 except IndexError:
                     return
-                self._pull_feed(feed, lease, [buffer], version, pool, done)
+                fetch(feed, lease, [buffer])
 
         with ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="weights-pull") as lanes:
             running = [lanes.submit(lane, buffer) for buffer in self.buffers]
@@ -79,75 +117,86 @@ class Puller:
                     work.clear()
         for future in running:
             future.result()
-        return done
 
     def _pull_feed(
         self, feed: Feed, lease: int, buffers: Sequence[Raw], version: int, pool: Executor, done: Pulled
     ) -> None:
         wrong: list[Bucket] = []
-        for bucket, good in self._stream(feed, lease, feed.buckets, buffers, pool):
-            done.num_bytes += bucket.num_bytes
+        missing = [bucket for bucket in feed.buckets if not self.landing.has(bucket)]
+        for bucket, data, good in self._stream(feed, lease, missing, buffers, pool, want="any"):
+            done.count(data)
             if not good:
                 log.warning("bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source)
                 wrong.append(bucket)
-        for bucket, good in self._stream(feed, lease, wrong, buffers[:1], pool):
-            done.num_bytes += bucket.num_bytes
+        for bucket, data, good in self._stream(feed, lease, wrong, buffers[:1], pool, want="dense"):
+            done.count(data)
             done.repaired.append((bucket.source, bucket.index))
             if not good:
                 raise _mismatch(bucket, version)
 
     def _stream(
-        self, feed: Feed, lease: int, buckets: Sequence[Bucket], buffers: Sequence[Raw], pool: Executor
-    ) -> list[tuple[Bucket, bool]]:
-        """Fetch buckets in order; returns each with whether its hashes were right."""
+        self, feed: Feed, lease: int, buckets: Sequence[Bucket], buffers: Sequence[Raw], pool: Executor, *, want: m.Want
+    ) -> list[tuple[Bucket, m.Data, bool]]:
+        """Fetch buckets in order; returns each with its head and whether its hashes were right."""
         window = len(buffers)
-        landing: deque[tuple[Bucket, Future[bool]]] = deque()
-        finished: list[tuple[Bucket, bool]] = []
+        landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
+        finished: list[tuple[Bucket, m.Data, bool]] = []
         asked = deque(buckets[:window])
         for bucket in asked:
-            feed.ask(lease, bucket)
+            feed.ask(lease, bucket, want=want)
         try:
             for i, bucket in enumerate(buckets):
                 if i >= window:  # the buffer of the bucket `window` places before is free
-                    before, future = landing.popleft()
-                    finished.append((before, future.result()))
-                    feed.ask(lease, bucket)
+                    before, head, future = landing.popleft()
+                    finished.append((before, head, future.result()))
+                    feed.ask(lease, bucket, want=want)
                     asked.append(bucket)
-                out = self._out(feed, bucket, buffers[i % window])
-                data, packed = feed.receive(asked.popleft(), out=out)
-                landing.append((bucket, pool.submit(self._land, feed, bucket, data, packed)))
+                data = feed.head(asked.popleft())
+                packed = feed.body(data, out=self._out(feed, bucket, data, buffers[i % window]))
+                landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
             while landing:
-                bucket, future = landing.popleft()
-                finished.append((bucket, future.result()))
+                before, head, future = landing.popleft()
+                finished.append((before, head, future.result()))
         except Superseded:
             for bucket in asked:  # their answers are on the way
                 with suppress(Superseded):
-                    feed.receive(bucket, out=self._out(feed, bucket, buffers[0]))
+                    data = feed.head(bucket)
+                    feed.body(data, out=self._out(feed, bucket, data, buffers[0]))
             raise
         finally:
-            wait([future for _, future in landing])
+            wait([future for _, _, future in landing])
         return finished
 
-    def _out(self, feed: Feed, bucket: Bucket, buffer: Raw) -> Raw | None:
+    def _out(self, feed: Feed, bucket: Bucket, data: m.Data, buffer: Raw) -> Raw | None:
         assert feed.inlet is not None, "a feed is joined before it is read"
         if feed.inlet.views:
             return None
-        place = self.landing.place(bucket)
-        return buffer[: bucket.num_bytes] if place is None else place
+        place = None if data.delta else self.landing.place(bucket)
+        return buffer[: data.num_bytes] if place is None else place
 
     def _land(self, feed: Feed, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
         """Verify and write a bucket and let its slot go; false if it is not what was sent."""
-        proof = prove(packed_pieces(bucket, packed, self._forms), self._forms)
-        good = (proof.hash, proof.sums) == (data.hash, data.sums)
-        if good:
-            self.landing.write(bucket, packed)
+        if not data.num_bytes:
+            return False  # there is no delta
+        if data.delta:
+            good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)
+        else:
+            proof = prove(packed_pieces(bucket, packed, self._forms), self._forms)
+            good = (proof.hash, proof.sums) == (data.hash, data.sums)
+            if good:
+                self.landing.write(bucket, packed, data.sums)
         feed.done_with(bucket)
         return good
 
+    def _land_delta(self, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
+        extents = [Extent(piece.box.numel, self._forms[piece.name].item_bytes) for piece in bucket.pieces]
+        return self.landing.write_delta(bucket, decode(packed, extents), data.sums)
+
 
 def _mismatch(bucket: Bucket, version: int) -> WeightMismatch:
-    more = f" or one of {len(bucket.pieces) - 1} more" if len(bucket.pieces) > 1 else ""
+    first, *others = (piece.name for piece in bucket.pieces)
+    more = f" or one of {len(others)} more" if others else ""
     return WeightMismatch(
-        f"{bucket.pieces[0].name}{more} of version {version} arrived wrong twice from rank {bucket.source} at rank "
+        f"{first}{more} of version {version} arrived wrong twice from rank {bucket.source} at rank "
         f"{bucket.target} (bucket {bucket.index})"
     )

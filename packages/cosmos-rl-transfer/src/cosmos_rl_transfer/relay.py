@@ -2,8 +2,8 @@
 
     ring of R members, bucket k:     trainer -> member k mod R -> the next -> ... -> the one before member k mod R
 
-Each byte leaves the trainers once, and each member's NIC sends and receives every byte at most once. That pays where the
-rollouts' NICs together are faster than the trainers'; otherwise reading from the trainers directly is already as fast.
+Each byte leaves the trainers once, and each member's NIC sends and receives every byte at most once. That pays where
+the rollouts' NICs together are faster than the trainers'; otherwise reading from the trainers is already as fast.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Relay = Literal["auto", "on", "off"]
 
 
 def predecessor(bucket_index: int, position: int, ring_size: int) -> int | None:
-    """Return the position that hands bucket `bucket_index` of a stream to `position`; None: it is read from the trainer."""
+    """Return the position that hands bucket `bucket_index` of a stream to `position`; None: the trainer does."""
     return None if bucket_index % ring_size == position else (position - 1) % ring_size
 
 
@@ -31,10 +31,9 @@ def successor(bucket_index: int, position: int, ring_size: int) -> int | None:
 
 def rings(target: Manifest) -> list[tuple[int, ...]]:
     """Return the ranks of `target` grouped by what they hold, each rank in one group, ascending."""
-    cuts = target.cuts[1]
     groups: defaultdict[tuple[Box | None, ...], list[int]] = defaultdict(list)
     for rank in target.ranks:
-        groups[tuple(boxes.get(rank) for boxes in cuts)].append(rank)
+        groups[tuple(boxes.get(rank) for boxes in target.cuts)].append(rank)
     return [tuple(group) for group in groups.values()]
 
 

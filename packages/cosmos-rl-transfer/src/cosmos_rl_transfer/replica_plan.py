@@ -1,7 +1,7 @@
 """The plan for one copy of the weights: what one rollout replica reads, planned without looking at the others.
 
     classes   tensors cut alike                            one overlay for all of them
-    lots      a unit of a class at one target rank         n equal copies, one a tensor, and the ranks that own them
+    lots      a unit of a class for one target rank        n equal copies, and the ranks that own them (lot.py)
     shares    bytes each owner sends of what it owns       the fairest possible (bounds.py)
     deal      biggest lots first, to who has most room     counts by owner, a few integers a lot
     stream    buckets of one source and target rank        made when somebody asks: usually one rank's own
@@ -25,33 +25,12 @@ from cosmos_rl_transfer.bounds import Balance, Owners, balance
 from cosmos_rl_transfer.box import Box
 from cosmos_rl_transfer.bucket import Bucket, pack, split
 from cosmos_rl_transfer.deal import deal, deal_near, interleave
-from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.lot import LEAST_SPLIT_BYTES, Lot, cut_lots, demand, loads, split_shared
 from cosmos_rl_transfer.match import Ints, Match, TensorClass
-from cosmos_rl_transfer.overlay import Overlay, split_units
 from cosmos_rl_transfer.topology import Topology
 
 TOLERANCE = 1.01
 """Busiest NIC over its bound, above which units are split among their owners."""
-LEAST_SPLIT_BYTES = 64 << 10
-"""Smaller runs cost more than balance gains."""
-
-
-@dataclass(slots=True, kw_only=True)
-class Lot:
-    """n equal copies: a unit of every tensor of a class, for one target rank."""
-
-    kind: int
-    """Place of the class."""
-    box: Box
-    num_bytes: int
-    """Of one copy."""
-    slot: int
-    """The target rank."""
-    owners: Owners
-    counts: list[int] = field(default_factory=list)
-    """How many copies each owner sends."""
-    turn: int = 0
-    """Where the owners' sequence over the tensors begins."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -80,16 +59,19 @@ class ReplicaPlan:
     ) -> ReplicaPlan:
         """Plan for the slots of `members`. Raises LayoutError where nobody holds what a slot wants."""
         classes = match.classes(members)
-        overlays = [Overlay(boxes) for boxes in match.source_cuts]
-        most_bytes: int | None = None
-        while True:
-            lots = list(_lots(match, classes, overlays, most_bytes))
-            fair = balance(demand(lots, classes), _speeds(lots, topology))
-            _deal_all(lots, classes, fair, topology, position)
-            limit = _finer(lots, classes, fair, topology, most_bytes)
-            if limit is None:
+        whole = cut_lots(match, classes)
+        wanted = demand(whole)
+        speed = {rank: topology.source(rank).egress for owners in wanted for rank in owners}
+        fair = balance(wanted, speed)
+        sole, shared = [lot for lot in whole if lot.counts], [lot for lot in whole if not lot.counts]
+        forced, lots = loads(sole), whole
+        for most_bytes in _limits(shared):
+            parts = list(split_shared(shared, most_bytes))
+            _deal_all(parts, fair, topology, position)
+            lots = sole + parts
+            sent = forced + loads(parts)
+            if all(size <= TOLERANCE * float(fair.busiest) * speed[rank] for rank, size in sent.items()):
                 break
-            most_bytes = limit
         return cls(
             match=match, classes=classes, lots=lots, bucket_bytes=bucket_bytes, position=position, members=members
         )
@@ -114,7 +96,7 @@ class ReplicaPlan:
         """By target rank."""
         wanted = Counter[int]()
         for lot in self.live:
-            wanted[lot.slot] += lot.num_bytes * sum(lot.counts)
+            wanted[lot.slot] += lot.num_bytes * lot.copies
         return {rank: wanted[slot] for rank, slot in self.slot_of.items()}
 
     @cached_property
@@ -180,87 +162,38 @@ class ReplicaPlan:
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over all that the streams are a function of; not over the streams, which may be millions of pieces."""
+        """SHA-256 over all that the streams are a function of, not over their pieces, which may be millions."""
         content = (
-            [self.bucket_bytes, self.match.names, [self.match.wire_dtypes[name] for name in self.match.names]],
-            [(kind.item_bytes, kind.tensors.tobytes()) for kind in self.classes],
-            [(lot.kind, lot.box, lot.num_bytes, lot.slot, lot.owners, lot.counts, lot.turn) for lot in self.lots],
+            [self.bucket_bytes, self.match.names],
+            [(kind.dtype, kind.tensors.tobytes()) for kind in self.classes],
+            self.lots,
             sorted(self.members.items()),
         )
         return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
 
 
-def demand(lots: Sequence[Lot], classes: Sequence[TensorClass]) -> Counter[Owners]:
-    """Bytes by the ranks that may send them."""
-    total = Counter[Owners]()
-    for lot in lots:
-        total[lot.owners] += lot.num_bytes * len(classes[lot.kind].tensors)
-    return total
+def _limits(shared: Sequence[Lot]) -> Iterator[int | None]:
+    """Sizes above which units are split, tried in turn: none, then ever smaller ones."""
+    yield None
+    limit = max((lot.num_bytes for lot in shared), default=0) // 2
+    while limit >= LEAST_SPLIT_BYTES:
+        yield limit
+        limit //= 2
 
 
-def loads(lots: Sequence[Lot]) -> Counter[int]:
-    """Bytes each source rank sends."""
-    sent = Counter[int]()
-    for lot in lots:
-        for owner, count in zip(lot.owners, lot.counts):
-            sent[owner] += count * lot.num_bytes
-    return sent
-
-
-def _speeds(lots: Sequence[Lot], topology: Topology) -> dict[int, int]:
-    return {rank: topology.source(rank).egress for lot in lots for rank in lot.owners}
-
-
-def _lots(
-    match: Match, classes: Sequence[TensorClass], overlays: Sequence[Overlay], most_bytes: int | None
-) -> Iterator[Lot]:
-    for number, kind in enumerate(classes):
-        for slot, wanted in kind.wanted.items():
-            units = overlays[kind.source_cut].units(wanted)
-            for box, owners in split_units(units, kind.item_bytes, most_bytes):
-                if not owners:
-                    raise LayoutError(
-                        f"{match.names[kind.tensors[0]]}: no source rank of {sorted(match.source_cuts[kind.source_cut])} "
-                        f"holds offset {box.offset} shape {box.shape}, which target rank {slot} needs"
-                    )
-                yield Lot(kind=number, box=box, num_bytes=box.numel * kind.item_bytes, slot=slot, owners=owners)
-
-
-def _deal_all(
-    lots: Sequence[Lot], classes: Sequence[TensorClass], fair: Balance, topology: Topology, position: int
-) -> None:
+def _deal_all(lots: Sequence[Lot], fair: Balance, topology: Topology, position: int) -> None:
     """Set the lots' counts: biggest copies first."""
     room = {owners: dict(shares) for owners, shares in fair.shares.items()}
     dealt = Counter[tuple[int, Owners]]()
     for lot in sorted(lots, key=lambda lot: -lot.num_bytes):
-        count = len(classes[lot.kind].tensors)
-        if len(lot.owners) == 1:
-            lot.counts = [count]
-            continue
         free = room[lot.owners]
         left = [free[rank] for rank in lot.owners]
         lot.turn = position + lot.kind + dealt[lot.kind, lot.owners]  # classes and units begin with other owners
         distance = [topology.distance(rank, lot.slot) for rank in lot.owners] if topology.targets else [0]
         if len(set(distance)) == 1:
-            lot.counts = deal(count, lot.num_bytes, left, turn=lot.turn)
+            lot.counts = tuple(deal(lot.copies, lot.num_bytes, left, turn=lot.turn))
         else:
-            lot.counts = deal_near(count, lot.num_bytes, left, distance, turn=lot.turn)
+            lot.counts = tuple(deal_near(lot.copies, lot.num_bytes, left, distance, turn=lot.turn))
         dealt[lot.kind, lot.owners] += 1
         for rank, number in zip(lot.owners, lot.counts):
             free[rank] -= number * lot.num_bytes
-
-
-def _finer(
-    lots: Sequence[Lot],
-    classes: Sequence[TensorClass],
-    fair: Balance,
-    topology: Topology,
-    most_bytes: int | None,
-) -> int | None:
-    """Return the size above which shared units should be split; None where the busiest NIC is busy enough."""
-    busiest = max((size / topology.source(rank).egress for rank, size in loads(lots).items()), default=0.0)
-    if busiest <= TOLERANCE * float(fair.busiest):
-        return None
-    biggest = max((lot.num_bytes for lot in lots if len(lot.owners) > 1), default=0)
-    limit = (min(most_bytes, biggest) if most_bytes else biggest) // 2
-    return limit if limit >= LEAST_SPLIT_BYTES else None

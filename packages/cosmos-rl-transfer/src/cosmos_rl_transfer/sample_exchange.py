@@ -13,7 +13,7 @@ import secrets
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import IntEnum
 from itertools import count
 
@@ -32,6 +32,7 @@ WINDOW = 2
 """Buckets asked for at a time, and slots for each reader."""
 _GAP_BYTES = 100
 _TIMEOUT_S = 30.0
+_ADDRESS = "serving at "
 
 
 class Serve(IntEnum):
@@ -109,7 +110,8 @@ class SamplePublisher:
             memory[:size] = content(request.bucket, size)
         runs = [Run(memory[at : at + length], at) for at, length in places(serve, size)]
         located = self.outlet.locate(runs)
-        link.send(Data(request.bucket, size, 0, (), slot if from_slot else -1, located))
+        number = slot if from_slot else -1
+        link.send(Data(bucket=request.bucket, num_bytes=size, hash=0, sums=(), slot=number, runs=located))
         if serve is Serve.VANISH:
             self.close()
             link.close()
@@ -120,9 +122,12 @@ class SamplePublisher:
 class SampleReader:
     """A link with an inlet."""
 
-    def __init__(self, link: Link, transport: Transport, *, bucket_bytes: int) -> None:
+    def __init__(
+        self, link: Link, transport: Transport, *, bucket_bytes: int, memory: Sequence[Raw] | None = None
+    ) -> None:
+        """Say hello and attach. memory: what will be received into, if not two buffers of its own."""
         self.link = link
-        self.buffers: list[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(WINDOW)]
+        self.buffers = memory or [np.full(bucket_bytes, 0, np.uint8) for _ in range(WINDOW)]
         link.send(Hello(PROTOCOL))
         self.welcome: Welcome = link.receive()
         self.inlet: Inlet = transport.attach(link, offer=self.welcome.offer, memory=self.buffers)
@@ -135,9 +140,10 @@ class SampleReader:
         """Wait for the head of the oldest bucket that was asked for."""
         return self.link.receive()
 
-    def receive(self, data: Data) -> Raw:
-        """Receive the bytes of an announced bucket."""
-        out = self.buffers[data.bucket % WINDOW][: data.num_bytes]
+    def receive(self, data: Data, *, out: Raw | None = None) -> Raw:
+        """Receive the bytes of an announced bucket, into a buffer if not into `out`."""
+        if out is None:
+            out = self.buffers[data.bucket % WINDOW][: data.num_bytes]
         return self.inlet.receive(data, out=None if self.inlet.views else out)
 
     def close(self) -> None:
@@ -171,16 +177,21 @@ class PublisherProcess:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(self._token.hex() + "\n")
         self._process.stdin.flush()
-        address = self._process.stdout.readline().strip()
-        if not address:
-            words = self._process.communicate()[1].strip().splitlines()
-            raise TransportUnavailable(words[-1] if words else "the publisher's process ended without a word")
-        return Link.connect(address, token=self._token, timeout_s=timeout_s)
+        for line in self._process.stdout:  # libraries write there too
+            if line.startswith(_ADDRESS):
+                return Link.connect(line.removeprefix(_ADDRESS).strip(), token=self._token, timeout_s=timeout_s)
+        words = self._process.communicate()[1].strip().splitlines()
+        raise TransportUnavailable(words[-1] if words else "the publisher's process ended without a word")
 
-    def kill(self) -> None:
+    @property
+    def pid(self) -> int:
+        """Number of the process."""
+        return self._process.pid
+
+    def close(self) -> None:
         """End it at once (SIGKILL). May be called twice."""
         self._process.kill()
-        self._process.communicate()
+        self._process.communicate()  # waits, and closes the pipes
 
 
 def serve_process(transport: Transport, *, bucket_bytes: int) -> None:
@@ -188,7 +199,7 @@ def serve_process(transport: Transport, *, bucket_bytes: int) -> None:
     publisher = SamplePublisher(transport, bucket_bytes=bucket_bytes)
     token = bytes.fromhex(sys.stdin.readline())
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        sys.stdout.write(f"127.0.0.1:{listener.getsockname()[1]}\n")
+        sys.stdout.write(f"{_ADDRESS}127.0.0.1:{listener.getsockname()[1]}\n")
         sys.stdout.flush()
         link = Link(listener.accept()[0], timeout_s=_TIMEOUT_S, side="publisher")
     link.authenticate(token)
@@ -198,4 +209,7 @@ def serve_process(transport: Transport, *, bucket_bytes: int) -> None:
 
 
 if __name__ == "__main__":
-    serve_process(plugins.load(GROUP, sys.argv[1])(), bucket_bytes=int(sys.argv[2]))
+    try:
+        serve_process(plugins.load(GROUP, sys.argv[1])(), bucket_bytes=int(sys.argv[2]))
+    except TransportUnavailable as error:
+        sys.exit(str(error))

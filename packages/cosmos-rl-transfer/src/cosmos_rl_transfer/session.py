@@ -18,9 +18,10 @@ from typing import Any
 import numpy as np
 
 from cosmos_rl_transfer import messages as m
-from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.digest import Raw, bucket_hash
 from cosmos_rl_transfer.errors import LayoutError, Superseded
 from cosmos_rl_transfer.link import Link
+from cosmos_rl_transfer.outgoing import Delta
 from cosmos_rl_transfer.plan import Bucket, Piece
 from cosmos_rl_transfer.proof import Proof, packed_pieces, prove, run_pieces
 from cosmos_rl_transfer.supply import Supply
@@ -36,10 +37,15 @@ class Session:
     def __init__(self, supply: Supply, link: Link) -> None:
         self._supply, self._link = supply, link
         self._outlet: Outlet = supply.link_outlet
+        self._joined: m.Join | None = None
         self._buckets: tuple[Bucket, ...] = ()
         self._leases: dict[int, Lease] = {}
         self._waiting: deque[m.ReadBucket] = deque()
         """Requests for which no slot was free."""
+        self._held: dict[int, int] = {}
+        """By lease: the version the subscriber has."""
+        self._deltas: dict[int, Delta] = {}
+        """Of requests for which no slot was free, by bucket."""
         self._in_hand: dict[int, tuple[Lease, int]] = {}
         """Buckets the subscriber reads by itself at this moment: lease, and slot or -1 for live memory."""
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-send")
@@ -57,6 +63,7 @@ class Session:
             self._link.close()  # wakes the sender
             self._sender.shutdown()
             self._supply.ring.leave(self)
+            self._supply.holders.leave(self)
 
     def _answer(self, request: Any) -> None:
         match request:
@@ -66,6 +73,11 @@ class Session:
                 self._link.send(self._join(request))
             case m.Await(after):
                 self._announce(after)
+            case m.Holds(version, address) if self._joined is not None:
+                holder = m.Holder(self._joined.target.digest, self._joined.rank, address)
+                self._supply.holders.enter(self, version, holder)
+            case m.WhoHolds(after):
+                self._link.send(self._supply.holders.find(after))
             case m.Borrow():
                 self._link.send(self._lend(request))
             case m.ReadBucket():
@@ -76,6 +88,8 @@ class Session:
                 self._flush()
                 for bucket in list(self._in_hand):
                     self._take_back(bucket)
+                self._deltas.clear()
+                self._held.pop(lease, None)
                 ended = self._leases.pop(lease, None)
                 self._link.send(m.Returned(ended is not None and self._supply.versions.give_back(ended)))
 
@@ -88,7 +102,7 @@ class Session:
     def _join(self, request: m.Join) -> m.Joined | m.Refused:
         supply = self._supply
         try:
-            made = supply.plans.get(supply, request.target, request.position)
+            made = supply.plans.get(supply, request.target, position=request.position, sources=request.sources)
         except LayoutError as error:
             return m.Refused(str(error))
         if made.digest != request.plan_digest:
@@ -96,6 +110,7 @@ class Session:
                 f"the plans differ: {made.digest[:12]} at the publisher, {request.plan_digest[:12]} at "
                 "the subscriber; install the same cosmos-rl-transfer on both sides"
             )
+        self._joined = request
         self._buckets = made.stream(supply.rank, request.rank)
         self._outlet = supply.outlet if request.transport == supply.transport else supply.link_outlet
         return m.Joined()
@@ -116,7 +131,7 @@ class Session:
         )
         if lease is None:
             return m.Overtaken(versions.newest)
-        self._leases[lease.number] = lease
+        self._leases[lease.number], self._held[lease.number] = lease, request.held
         return m.Lent(lease.number)
 
     def _take_back(self, bucket: int) -> None:
@@ -136,7 +151,12 @@ class Session:
         try:
             if lease is None or not 0 <= index < len(self._buckets):
                 raise Superseded("not a lease, or not a bucket, of this session")
-            return self._serve_direct(lease, index) or self._serve_packed(lease, index)
+            delta = None if request.want == "dense" else self._delta(lease, index)
+            if delta is None and request.want == "delta":
+                none = m.Data(index, 0, 0, (0,) * len(self._buckets[index].pieces), delta=True)
+                self._send_later(lambda: self._link.send(none))
+                return True
+            return (delta is None and self._serve_direct(lease, index)) or self._serve_packed(lease, index, delta)
         except Superseded:
             self._send_later(lambda: self._link.send(m.Overtaken(self._supply.versions.newest)))
             return True
@@ -154,28 +174,53 @@ class Session:
             self._send_later(lambda: self._send_runs(lease, index, runs, held), held=held)
         return True
 
-    def _serve_packed(self, lease: Lease, index: int) -> bool:
-        """Pack a bucket into a slot and hand that over; false if none is free."""
+    def _delta(self, lease: Lease, index: int) -> Delta | None:
+        """Return a bucket as a delta on what the subscriber has, if there is one and it pays."""
+        outgoing = self._supply.outgoing
+        if outgoing is None or self._held[lease.number] < 0:
+            return None
+        if index not in self._deltas:
+            with self._supply.versions.reading(lease, index) as copied:
+                base, version = self._held[lease.number], lease.version
+                made = outgoing.delta(self._buckets[index], base=base, version=version) if copied is None else None
+            if made is None:
+                return None
+            self._deltas[index] = made
+        return self._deltas[index]
+
+    def _serve_packed(self, lease: Lease, index: int, delta: Delta | None) -> bool:
+        """Put a bucket into a slot and hand that over; false if none is free."""
         ring, keeps = self._supply.ring, self._outlet.keeps_slot
         slot = ring.take(self, wait=not keeps or not ring.holds(self))
         if slot is None:
             return False
-        out = self._supply.outlet.slots[slot][: self._buckets[index].num_bytes]
+        num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
+        out = self._supply.outlet.slots[slot][:num_bytes]
         try:
-            with self._supply.versions.reading(lease, index) as copied:
-                if copied is None:
-                    self._supply.memory.pack(self._buckets[index], out)
-                else:
-                    np.copyto(out, copied)
+            self._fill(out, lease, index, delta)
         except Superseded:
             ring.free(slot, self)
             raise
         self._supply.versions.read(lease, index)
         if keeps:
             self._in_hand[index] = lease, slot
-        proof = self._proof(lease, index, packed_pieces(self._buckets[index], out, self._supply.forms))
-        self._send_later(lambda: self._send_slot(index, proof, slot, out))
+        if delta is None:
+            proof = self._proof(lease, index, packed_pieces(self._buckets[index], out, self._supply.forms))
+        else:
+            proof = Proof(bucket_hash(out), delta.sums)
+        self._send_later(lambda: self._send_slot(index, proof, slot, out, delta=delta is not None))
         return True
+
+    def _fill(self, out: Raw, lease: Lease, index: int, delta: Delta | None) -> None:
+        if delta is not None:
+            np.copyto(out, delta.data)
+            del self._deltas[index]
+            return
+        with self._supply.versions.reading(lease, index) as copied:
+            if copied is None:
+                self._supply.memory.pack(self._buckets[index], out)
+            else:
+                np.copyto(out, copied)
 
     def _proof(self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]]) -> Proof:
         supply, bucket = self._supply, self._buckets[index]
@@ -183,11 +228,14 @@ class Session:
         if proof is None:
             proof = prove(pieces, supply.forms)
             supply.proofs.keep(lease.version, bucket, proof)
+            if supply.outgoing is not None:
+                supply.outgoing.keep_sums(lease.version, bucket, proof.sums)
         return proof
 
-    def _send_slot(self, index: int, proof: Proof, slot: int, out: Raw) -> None:
+    def _send_slot(self, index: int, proof: Proof, slot: int, out: Raw, *, delta: bool) -> None:
         """In the sender."""
-        self._hand_over(index, proof, [Run(out, 0)], slot)
+        runs = [Run(out, 0)]
+        self._hand_over(m.Data(index, out.nbytes, proof.hash, proof.sums, slot, self._outlet.locate(runs), delta), runs)
         if not self._outlet.keeps_slot:
             self._supply.ring.free(slot, self)
 
@@ -198,14 +246,15 @@ class Session:
             proof = self._proof(lease, index, pieces)
             if self._outlet.keeps_slot:
                 self._in_hand[index] = lease, -1
-            self._hand_over(index, proof, runs, -1)
+            num_bytes = self._buckets[index].num_bytes
+            self._hand_over(m.Data(index, num_bytes, proof.hash, proof.sums, -1, self._outlet.locate(runs)), runs)
         if not self._outlet.keeps_slot:
             self._supply.versions.read(lease, index)
 
-    def _hand_over(self, index: int, proof: Proof, runs: list[Run], slot: int) -> None:
-        num_bytes = self._buckets[index].num_bytes
-        self._link.send(m.Data(index, num_bytes, proof.hash, proof.sums, slot, self._outlet.locate(runs)))
-        self._outlet.send(self._link, runs, num_bytes=num_bytes)
+    def _hand_over(self, data: m.Data, runs: list[Run]) -> None:
+        self._link.send(data)
+        self._outlet.send(self._link, runs, num_bytes=data.num_bytes)
+        self._supply.sent.add(data.num_bytes)
 
     def _send_later(self, work: Callable[[], None], *, held: ExitStack | None = None) -> None:
         """Queue something for the sender, which closes `held`; what it raised before is raised here."""
@@ -214,7 +263,14 @@ class Session:
                 on_error.push(held)
             if self._sending is not None and self._sending.done():
                 self._sending.result()
-            self._sending = self._sender.submit(work)
+            self._sending = self._sender.submit(self._closing_on_error, work)
+            on_error.pop_all()
+
+    def _closing_on_error(self, work: Callable[[], None]) -> None:
+        """Run `work`; the session's thread, which waits in the link, hears of an error by the link's end."""
+        with ExitStack() as on_error:
+            on_error.callback(self._link.close)
+            work()
             on_error.pop_all()
 
     def _flush(self) -> None:

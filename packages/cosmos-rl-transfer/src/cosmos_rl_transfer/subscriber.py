@@ -12,11 +12,13 @@ With `staging="in_place"` the order is another: `stage` borrows the version, `ap
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import islice
 from typing import TYPE_CHECKING, Literal
 
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
@@ -24,13 +26,18 @@ from cosmos_rl_transfer.feed import Feed
 from cosmos_rl_transfer.in_thread import in_thread
 from cosmos_rl_transfer.landing import InPlace, Shadow
 from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.plan import Plan, plan
+from cosmos_rl_transfer.peer_server import Offer
+from cosmos_rl_transfer.peers import MOST_TRIES, choices, open_peers
+from cosmos_rl_transfer.plan import Plan
 from cosmos_rl_transfer.proof import Form
 from cosmos_rl_transfer.pull import Pulled, Puller
-from cosmos_rl_transfer.transports.base import Transport
+from cosmos_rl_transfer.sources import Sources, agree
+from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+log = logging.getLogger(__name__)
 
 Staging = Literal["shadow", "in_place"]
 
@@ -55,6 +62,8 @@ class Subscriber:
         rank: int = 0,
         position: int = 0,
         staging: Staging = "shadow",
+        serve: bool = True,
+        bind: str | None = None,
     ) -> None:
         """Remember the live tensors; the first `stage` connects.
 
@@ -63,23 +72,28 @@ class Subscriber:
         this rank's parts. None: read off the tensors, whole ones or DTensors. position: this replica's place among
         the rollout replicas, so that they do not all ask the same owners. staging: "shadow" keeps a second copy in
         host memory and switches at the speed of memory; "in_place" needs two buckets and `apply` takes as long as
-        the transfer, and after an error in it the live tensors are of no version.
+        the transfer, and after an error in it the live tensors are of no version. serve: whether others may read
+        what is staged in the shadow (peers.py). bind: address to listen on for them; None: the one that publishers are
+        reached from.
         """
-        self._addresses = [address] if isinstance(address, str) else list(address)
+        self._sources = Sources(address, token=token, timeout_s=timeout_s, joined=self._join)
         self._weights = weights
         self._token, self._transport, self._timeout_s = token, transport, timeout_s
         self._rank, self._position, self._staging = rank, position, staging
         self._target = manifest or Manifest.from_tensors(weights, rank=rank)
+        self._offer: Offer | None = None
+        if serve and staging == "shadow":
+            self._offer = Offer(
+                self._target, rank=rank, token=token, transport=transport, bind=bind, timeout_s=timeout_s
+            )
         self._puller: Puller | None = None
         self._staged: int | None = None
         self.pulled = Pulled()
         """What the last pull did."""
         self._leased: list[tuple[Feed, int]] = []
         """Borrowed for `apply`, with staging "in_place"."""
-        self._feeds: list[Feed] = []
-        self._closed = False
-        self._guard = threading.Lock()
-        """Over `_feeds` and `_closed`: close and cancel come from another thread than stage."""
+        self._wire: Mapping[str, str] = {}
+        """By tensor: what it travels in."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-stage")
         self._pool = ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="weights-land")
 
@@ -91,149 +105,180 @@ class Subscriber:
     async def stage(self, *, after: int) -> int:
         """Wait for a version newer than `after`, pull and verify it beside the live tensors, return it.
 
-        Raises PeerLost, WeightMismatch, LayoutError or AuthenticationError; the live tensors are untouched
-        and the next call connects anew.
+        With nothing staged yet it reads from other subscribers, where any has such a version. Publishers that are gone
+        are done without, as long as the others hold everything. Raises PeerLost, WeightMismatch, LayoutError or
+        AuthenticationError; the live tensors are untouched and the next call connects anew.
         """
-        return await in_thread(self._thread, lambda: self.stage_now(after), wake=self._disconnect)
+        self._sources.resume()
+        return await in_thread(self._thread, lambda: self.stage_now(after), wake=self._sources.stop)
 
     def stage_now(self, after: int) -> int:
         """Do what `stage` does, in this thread. One thread at a time."""
+        self._staged = self._sources.attempt(lambda: self._stage(after))
+        assert self._puller is not None, "made when it was connected"
+        if self._offer is not None and isinstance(self._puller.landing, Shadow):
+            self._offer.open(self._staged, self._puller.landing, self._sources.connected, wire_dtypes=self._wire)
+        return self._staged
+
+    def _stage(self, after: int) -> int:
+        version = self._from_peers(after)
+        return self._from_publishers(after) if version is None else version
+
+    def _from_publishers(self, after: int) -> int:
         deadline, keep = time.monotonic() + self._timeout_s, self._staging == "in_place"
-        try:
-            version = agree(self._connected(), after)
-            while True:
-                try:
-                    self._take(version, keep=keep)
-                    break
-                except Superseded as error:
-                    if time.monotonic() > deadline:
-                        raise TransferError(f"every version was overtaken before it could be had: {error}") from error
-                    keep = True  # this one to its end
-                    version = agree(self._connected(), version)
-        except BaseException:
-            self._disconnect()
-            raise
-        self._staged = version
-        return version
+        version = agree(self._sources.feeds(), after)
+        while True:
+            try:
+                self._take(self._sources.feeds(), version, keep=keep)
+                return version
+            except Superseded as error:
+                if time.monotonic() > deadline:
+                    raise TransferError(f"every version was overtaken before it could be had: {error}") from error
+                keep = True  # this one to its end
+                version = agree(self._sources.feeds(), version)
+
+    def _from_peers(self, after: int) -> int | None:
+        """Take what other subscribers serve; None if there is nothing that way."""
+        if self._staged is not None or self._staging != "shadow":
+            return None
+        found = self._sources.feeds()[0].who_holds(after)
+        for addresses in islice(choices(found, layout=self._target.digest, rank=self._rank), MOST_TRIES):
+            try:
+                with ExitStack() as opened:
+                    self._take(self._join_peers(addresses, opened), found.version, keep=False)
+            except (TransferError, LayoutError, TransportUnavailable) as error:
+                if self._sources.stopped:
+                    raise
+                log.info("version %d cannot be had from %s: %s", found.version, sorted(addresses.values()), error)
+                continue
+            return found.version
+        return None
 
     def apply(self) -> None:
         """Write the staged version into the live tensors, casting where dtypes differ.
 
-        With staging "in_place" this pulls, and raises as `stage` does.
+        With staging "in_place" this pulls what did not come as deltas, and raises as `stage` does.
         """
         if self._staged is None or self._puller is None:
             raise TransferError("nothing is staged: await stage() first")
-        landing = self._puller.landing
-        if isinstance(landing, Shadow):
-            landing.apply(self._weights, pool=self._pool)
-            return
-        try:
-            leased, self._leased = self._leased, []
-            self._pull(leased, self._staged)
-        except BaseException:
-            self._disconnect()
-            raise
+        version = self._staged
+        if self._leased:
+            try:
+                leased, self._leased = self._leased, []
+                self._pull(leased, version)
+            except BaseException:
+                self._sources.disconnect()
+                raise
+        self._puller.landing.apply(pool=self._pool)
+        self._staged = version
 
     async def close(self) -> None:
         """Disconnect and stop the threads. May be called twice."""
-        with self._guard:
-            self._closed = True
-        self._disconnect()
+        self._sources.close()
         await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._pool.shutdown)
+        if self._offer is not None:
+            await asyncio.to_thread(self._offer.close)
 
-    def _disconnect(self) -> None:
-        with self._guard:
-            feeds, self._feeds = self._feeds, []
-        for feed in feeds:
-            feed.close()
-
-    def _take(self, version: int, *, keep: bool) -> None:
+    def _take(self, feeds: Sequence[Feed], version: int, *, keep: bool) -> None:
         """Borrow a version and, with a shadow, fetch it. Raises Superseded if it was overtaken, or as `Puller.pull`."""
-        leased: list[tuple[Feed, int]] = []
+        leased, self._leased = self._leased, []
+        for feed, lease in leased:  # staged and never applied
+            feed.give_back(lease)
+        leased.clear()
         try:
-            for feed in self._connected():
-                leased.append((feed, feed.borrow(version, keep=keep)))
+            for feed in feeds:
+                held = self._puller.base if self._puller is not None else -1
+                leased.append((feed, feed.borrow(version, keep=keep, held=held)))
         except Superseded:
             for feed, lease in leased:
                 feed.give_back(lease)
             raise
         if self._staging == "shadow":
             self._pull(leased, version)
-        else:
+        elif not self._stage_deltas(leased, version):
             self._leased = leased
+
+    def _stage_deltas(self, leased: Sequence[tuple[Feed, int]], version: int) -> bool:
+        """Fetch a borrowed version's deltas, to be written with `apply`; if these are all, end the leases."""
+        assert self._puller is not None, "made when it was connected"
+        self.pulled = Pulled()
+        if self._puller.base < 0:
+            return False
+        try:
+            self.pulled = self._puller.stage_deltas(leased, pool=self._pool)
+        except Superseded:
+            for feed, lease in leased:
+                feed.give_back(lease)
+            raise
+        if not all(self._puller.landing.has(bucket) for feed, _ in leased for bucket in feed.buckets):
+            return False
+        self._end(leased, version, None)
+        return True
 
     def _pull(self, leased: Sequence[tuple[Feed, int]], version: int) -> None:
         """Fetch, verify and land a borrowed version, and end the leases."""
         assert self._puller is not None, "made when it was connected"
         self._staged = None  # what was staged before is written over
+        if self._offer is not None:
+            self._offer.fence()
         overtaken: Superseded | None = None
         try:
-            self.pulled = self._puller.pull(leased, version=version, pool=self._pool)
+            so_far = self.pulled if self._staging == "in_place" else Pulled()
+            self.pulled = self._puller.pull(leased, version=version, pool=self._pool, done=so_far)
         except Superseded as error:
             overtaken = error
+        self._end(leased, version, overtaken)
+
+    def _end(self, leased: Sequence[tuple[Feed, int]], version: int, overtaken: Superseded | None) -> None:
+        """End the leases; if they held all the time the landing has the version."""
+        assert self._puller is not None, "made when it was connected"
         valid = all([feed.give_back(lease) for feed, lease in leased])
         if overtaken is not None or not valid:
             raise Superseded(f"version {version} was written over while it was read") from overtaken
-
-    def _connected(self) -> list[Feed]:
-        with self._guard:
-            if self._feeds:
-                return self._feeds
-        feeds: list[Feed] = []
-        try:
-            for address in self._addresses:
-                feeds.append(Feed.open(address, token=self._token, timeout_s=self._timeout_s))
-            self._join(feeds)
-        except BaseException:
-            for feed in feeds:
-                feed.close()
-            raise
-        with self._guard:
-            self._feeds = feeds
-            if self._closed:
-                raise TransferError("the subscriber is closed")
-        return feeds
+        self._puller.held = version
 
     def _join(self, feeds: Sequence[Feed]) -> None:
         """Plan with the publishers and make room."""
-        first = feeds[0].welcome
+        made, sources = self._sources.plan(feeds, self._target, rank=self._rank, position=self._position)
+        puller = self._puller = self._puller or self._make_puller(made, feeds[0].welcome.bucket_bytes)
+        puller.held = -1  # another publisher may count its versions anew
+        if self._leased:  # by those who are gone
+            self._leased, self._staged = [], None
         for feed in feeds:
-            if feed.welcome.source.digest != first.source.digest:
-                raise LayoutError(f"the publishers at {self._addresses} do not publish the same tensors")
-        made = plan(
-            first.source,
-            self._target,
-            bucket_bytes=first.bucket_bytes,
-            wire_dtype=first.wire_dtype,
+            self._join_one(feed, made, sources)
+        if self._offer is not None:
+            self._offer.tell(feeds)
+
+    def _join_peers(self, addresses: Mapping[int, str], opened: ExitStack) -> list[Feed]:
+        """Connect to the ranks of another replica that hold what is needed here."""
+        feeds, made = open_peers(
+            self._sources, addresses, self._target, rank=self._rank, position=self._position, opened=opened
         )
-        needed = {source for source in first.source.ranks if made.stream(source, self._rank)}
-        if missing := needed - {feed.welcome.rank for feed in feeds}:
-            raise LayoutError(f"source ranks {sorted(missing)} hold needed weights; pass their addresses too")
-        puller = self._puller = self._puller or self._make_puller(made, first.bucket_bytes)
+        if any(made.wire_dtypes[name] != self._wire[name] for name in self._target.specs):
+            raise LayoutError("it holds the weights in other dtypes than they are published in")
         for feed in feeds:
-            feed.join(
-                made,
-                target=self._target,
-                rank=self._rank,
-                position=self._position,
-                transport=self._transport,
-                memory=puller.memory,
-            )
+            self._join_one(feed, made, tuple(sorted(addresses)))
+        return feeds
+
+    def _join_one(self, feed: Feed, made: Plan, sources: tuple[int, ...]) -> None:
+        assert self._puller is not None, "made before"
+        feed.join(
+            made,
+            target=self._target,
+            rank=self._rank,
+            position=self._position,
+            transport=self._transport,
+            memory=self._puller.memory,
+            sources=sources,
+        )
 
     def _make_puller(self, made: Plan, bucket_bytes: int) -> Puller:
         rank, wire = self._rank, made.wire_dtypes
+        self._wire = wire
         forms = {name: Form(spec.shape, ITEM_BYTES[wire[name]]) for name, spec in self._target.specs.items()}
         if self._staging == "shadow":
-            landing = Shadow(self._target, rank=rank, wire_dtypes=wire)
+            landing = Shadow(self._target, self._weights, rank=rank, wire_dtypes=wire)
         else:
             landing = InPlace(self._target, self._weights, rank=rank, wire_dtypes=wire)
         return Puller(landing, rank=rank, bucket_bytes=bucket_bytes, forms=forms)
-
-
-def agree(feeds: Sequence[Feed], after: int) -> int:
-    """Return the newest version that all publishers have; they all publish the same versions."""
-    versions = [feed.newer(after) for feed in feeds]
-    while min(versions) < (newest := max(versions)):
-        versions = [v if v == newest else feed.newer(newest - 1) for feed, v in zip(feeds, versions)]
-    return newest

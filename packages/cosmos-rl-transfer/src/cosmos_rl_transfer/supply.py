@@ -10,7 +10,9 @@ from typing import Protocol
 import numpy as np
 
 from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.holders import Directory
 from cosmos_rl_transfer.layout import Manifest
+from cosmos_rl_transfer.outgoing import Outgoing
 from cosmos_rl_transfer.plan import Bucket, Plan, plan
 from cosmos_rl_transfer.proof import Form, Proofs
 from cosmos_rl_transfer.ring import Ring
@@ -48,8 +50,12 @@ class Supply:
     """Name of the transport that `outlet` is of."""
     link_outlet: Outlet
     """For subscribers that cannot use the other: over the link, out of the other's slots."""
+    outgoing: Outgoing | None = None
+    """The same as `memory` where deltas are on."""
     proofs: Proofs = field(default_factory=Proofs)
     plans: PlanCache = field(default_factory=lambda: PlanCache())
+    holders: Directory = field(default_factory=Directory)
+    sent: Sent = field(default_factory=lambda: Sent())
 
     def copy(self, bucket: Bucket) -> Raw:
         """Return a bucket's bytes in memory of their own."""
@@ -58,24 +64,39 @@ class Supply:
         return out
 
 
+class Sent:
+    """Counts what was handed over. Any thread may add."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self.num_bytes = 0
+
+    def add(self, num_bytes: int) -> None:
+        """Count a bucket."""
+        with self._guard:
+            self.num_bytes += num_bytes
+
+
 class PlanCache:
     """Plans of the last few targets: the ranks of a replica, and replicas alike, ask for the same."""
 
     def __init__(self, most: int = 4) -> None:
         self._most = most
         self._guard = threading.Lock()
-        self._known: dict[tuple[str, int], Plan] = {}
+        self._known: dict[tuple[str, int, tuple[int, ...]], Plan] = {}
 
-    def get(self, supply: Supply, target: Manifest, position: int) -> Plan:
-        """Return the plan for a target. Raises LayoutError as `plan` does."""
-        key = (target.digest, position)
+    def get(self, supply: Supply, target: Manifest, *, position: int, sources: tuple[int, ...]) -> Plan:
+        """Return the plan for a target over these ranks, () for all. Raises LayoutError as `plan` does."""
+        key = (target.digest, position, sources)
         with self._guard:
             if key not in self._known:
                 self._known[key] = plan(
-                    supply.manifest,
+                    supply.manifest.only(sources) if sources else supply.manifest,
                     target,
+                    relay="off",
                     bucket_bytes=supply.bucket_bytes,
                     wire_dtype=supply.wire_dtype,
+                    position=position,
                 )
                 while len(self._known) > self._most:
                     del self._known[next(iter(self._known))]

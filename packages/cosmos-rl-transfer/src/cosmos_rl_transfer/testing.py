@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -81,35 +81,49 @@ class Pair:
         await self.publisher.close()
 
 
-class BitFlips:
-    """A transport that flips one bit in the first `times` receptions of a bucket."""
+class Watched:
+    """A transport that shows every bucket it has received to `see`, which returns what to go on with."""
 
-    def __init__(self, inner: Transport, *, bucket: int, times: int) -> None:
+    def __init__(self, inner: Transport, see: Callable[[Data, Raw], Raw]) -> None:
         self.name = inner.name
-        self.num_reads = 0
-        """Receptions of that bucket so far."""
-        self._transport, self._bucket, self._times = inner, bucket, times
+        self._inner, self._see = inner, see
 
     def open(self, *, bucket_bytes: int, num_slots: int) -> Outlet:
-        """Make a sound end."""
-        return self._transport.open(bucket_bytes=bucket_bytes, num_slots=num_slots)
+        """Make an ordinary end."""
+        return self._inner.open(bucket_bytes=bucket_bytes, num_slots=num_slots)
 
     def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> Inlet:
-        """Receive through this."""
-        self._inlet = self._transport.attach(link, offer=offer, memory=memory)
-        self.views = self._inlet.views
-        return self
+        """Make a watched end."""
+        return _WatchedInlet(self._inner.attach(link, offer=offer, memory=memory), self._see)
+
+
+class _WatchedInlet:
+    def __init__(self, inner: Inlet, see: Callable[[Data, Raw], Raw]) -> None:
+        self.views = inner.views
+        self._inner, self._see = inner, see
 
     def receive(self, data: Data, *, out: Raw | None) -> Raw:
-        """Receive, then damage."""
-        packed = self._inlet.receive(data, out=out)
-        if data.bucket == self._bucket:
-            self.num_reads += 1
-            if self.num_reads <= self._times:
-                packed = np.array(packed) if self.views else packed
-                packed[packed.size // 2] ^= 4
-        return packed
+        """Receive, then show."""
+        return self._see(data, self._inner.receive(data, out=out))
 
     def close(self) -> None:
         """Close what is inside."""
-        self._inlet.close()
+        self._inner.close()
+
+
+class BitFlips(Watched):
+    """A transport that flips one bit in the first `times` receptions of a bucket."""
+
+    def __init__(self, inner: Transport, *, bucket: int, times: int) -> None:
+        super().__init__(inner, self._flip)
+        self.num_reads = 0
+        """Receptions of that bucket so far."""
+        self._bucket, self._times = bucket, times
+
+    def _flip(self, data: Data, packed: Raw) -> Raw:
+        if data.bucket == self._bucket:
+            self.num_reads += 1
+            if self.num_reads <= self._times:
+                packed = packed if packed.flags.writeable else np.array(packed)
+                packed[packed.size // 2] ^= 4
+        return packed

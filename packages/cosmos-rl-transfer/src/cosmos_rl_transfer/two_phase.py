@@ -30,10 +30,10 @@ import msgspec
 
 from cosmos_rl_transfer import messages as m
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.feed import Feed
 from cosmos_rl_transfer.in_thread import in_thread
 from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.subscriber import Subscriber, agree
+from cosmos_rl_transfer.sources import Sources, agree
+from cosmos_rl_transfer.subscriber import Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class ReplicaSubscriber:
         address: of every rank that publishes. timeout_s: how long publishers may be silent, and ranks may take to come,
         to stage and to commit.
         """
-        self._addresses = [address] if isinstance(address, str) else list(address)
+        self._sources = Sources(address, token=token, timeout_s=timeout_s)
         self._token, self._num_ranks, self._timeout_s = token, num_ranks, timeout_s
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         self._listener = socket.create_server((bind, 0), family=family)
@@ -67,10 +67,9 @@ class ReplicaSubscriber:
         self._members: dict[int, Link] = {}
         self._came = threading.Condition()
         """Over `_members`."""
-        self._feeds: list[Feed] = []
         self._staged: int | None = None
-        self._guard = threading.Lock()
-        """Over `_feeds`: close and cancel come from another thread than stage."""
+        self._is_new = True
+        """Whether nothing was staged yet: the ranks may then read from other replicas."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-stage")
         self._talk = ThreadPoolExecutor(max_workers=num_ranks, thread_name_prefix="replica-talk")
         self._accepting = threading.Thread(target=self._accept, name="replica-accept", daemon=True)
@@ -82,7 +81,8 @@ class ReplicaSubscriber:
         Raises PeerLost when a publisher is gone and TransferError, naming rank and reason, when a rank could not
         stage or has ended; nothing that is served was touched.
         """
-        return await in_thread(self._thread, lambda: self._stage(after), wake=self._disconnect)
+        self._sources.resume()
+        return await in_thread(self._thread, lambda: self._stage(after), wake=self._sources.stop)
 
     def apply(self) -> None:
         """Write the staged version into every rank's live tensors. An error means: do not serve any more."""
@@ -93,7 +93,7 @@ class ReplicaSubscriber:
 
     async def close(self) -> None:
         """Disconnect from publishers and ranks. May be called twice."""
-        self._disconnect()
+        self._sources.close()
         with suppress(OSError):  # closed before
             self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
@@ -102,41 +102,40 @@ class ReplicaSubscriber:
         await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._talk.shutdown)
 
-    def _disconnect(self) -> None:
-        with self._guard:
-            feeds, self._feeds = self._feeds, []
-        for feed in feeds:
-            feed.close()
-
     def _stage(self, after: int) -> int:
         self._staged = None
         self._wait_for_members()
-        try:
-            version = agree(self._connected(), after)
-        except BaseException:
-            self._disconnect()
-            raise
+        version = self._sources.attempt(lambda: self._newest(after))
         deadline = time.monotonic() + self._timeout_s
         while len(versions := set(self._order(m.Stage(version), m.Staged))) > 1:
             version = max(versions)  # some were overtaken and took a newer one
             if time.monotonic() > deadline:
                 raise TransferError(f"the ranks did not meet at one version within {self._timeout_s} s: {versions}")
         (self._staged,) = versions
+        self._is_new = False
         return self._staged
 
-    def _connected(self) -> list[Feed]:
-        with self._guard:
-            if not self._feeds:
-                for address in self._addresses:
-                    self._feeds.append(Feed.open(address, token=self._token, timeout_s=self._timeout_s))
-            return self._feeds
+    def _newest(self, after: int) -> int:
+        feeds = self._sources.feeds()
+        held = feeds[0].who_holds(after).version if self._is_new else -1
+        return held if held > after else agree(feeds, after)
 
     def _wait_for_members(self) -> None:
         with self._came:
+            self._forget_dead()
             here = self._came.wait_for(lambda: len(self._members) == self._num_ranks, self._timeout_s)
             if not here:
                 missing = sorted(set(range(self._num_ranks)) - self._members.keys())
                 raise TransferError(f"ranks {missing} of the replica did not come within {self._timeout_s} s")
+
+    def _forget_dead(self) -> None:
+        """Wait for others in place of ranks that have ended. The lock is held."""
+        for rank, link in list(self._members.items()):
+            try:
+                link.check()
+            except PeerLost:
+                link.close()
+                del self._members[rank]
 
     def _accept(self) -> None:
         """In a thread: let ranks in until the listener is closed."""

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -133,14 +133,21 @@ class Versions:
             self._changed.notify_all()
             return not lease.revoked
 
-    def fence(self, *, patience_s: float) -> Fenced:
-        """Close the version: after this the memory may be written. Copies what is unread after `patience_s`."""
+    def fence(self, *, patience_s: float, copy: bool = True) -> Fenced:
+        """Close the version: after this the memory may be written. Copies what is unread after `patience_s`.
+
+        Without `copy`, leases that are not read to the end by then are revoked.
+        """
         started = time.monotonic()
         state, copied = self._state, 0
         with self._changed:
             state.is_open = False
             self._changed.wait_for(lambda: not self._holding() and not state.reading, patience_s)
             waiting = self._holding()
+            self._end_read()
+            if not copy:
+                self._revoke(waiting)
+                waiting = []
             state.reading += 1  # this copy is a reader too
         try:
             for lease in waiting:
@@ -154,6 +161,16 @@ class Versions:
                 # who is still inside live memory stands in a send to a reader that stands still: its hash will tell
                 self._changed.wait_for(lambda: not state.reading, patience_s)
         return Fenced(time.monotonic() - started, copied)
+
+    def _end_read(self) -> None:
+        """Nothing more can be had of leases that were read to their end. The lock is held."""
+        for lease in self._state.leases.values():
+            if lease.copies is None and not lease.unread:
+                lease.copies = {}
+
+    def _revoke(self, leases: Iterable[Lease]) -> None:
+        for lease in leases:
+            lease.revoked = True
 
     def _holding(self) -> list[Lease]:
         """Leases that still need live memory. The lock is held."""

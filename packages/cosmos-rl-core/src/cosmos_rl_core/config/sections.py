@@ -137,8 +137,18 @@ class SyncSection(Strict):
     """"auto" takes shared memory on one machine; "shm" and "tcp" name one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type the weights travel in; without it their own."""
-    bucket_bytes: int = Field(default=32 * 2**20, ge=4096)
-    """Size of the pieces that weights are hashed and pulled in."""
+    bucket_bytes: int = Field(default=8 * 2**20, ge=4096)
+    """Size of the pieces that weights are hashed and pulled in; each side needs two of them."""
+    staging: Literal["shadow", "in_place"] = "shadow"
+    """Where engines receive: "shadow", a second copy in host memory, or "in_place", while generation pauses."""
+    delta: bool = False
+    """Send what changed since the version before, where that is less; costs one copy of the weights at the trainer."""
+    full_every: int = Field(default=100, ge=1)
+    """With delta: versions from one that is sent whole to the next."""
+    relay: Literal["auto", "on", "off"] = "auto"
+    """Let engines feed each other: "auto" where they are on more hosts than the trainers."""
+    patience_s: float = Field(default=0.5, ge=0)
+    """How long an optimizer step waits for engines that still read, before what they lack is copied for them."""
     timeout_s: float = Field(default=120.0, gt=0)
     """Longest wait for the other side before the sync is given up and named."""
 

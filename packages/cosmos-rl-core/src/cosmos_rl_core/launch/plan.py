@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cosmos_rl_core.assemble import build_sync, look_up_parts
+from cosmos_rl_core.assemble import build_sync, look_up_parts, sync_settings
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, written
@@ -17,6 +17,7 @@ from cosmos_rl_core.launch.terminal import table
 from cosmos_rl_core.parallel.activations import BYTES
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
+from cosmos_rl_core.weight_sync import SyncCost
 
 MOST_RANKS_SHOWN = 32
 
@@ -43,10 +44,9 @@ class Weights:
     gradient_bytes: int
     optimizer_bytes: int
     engine_bytes: int
-    """Live weights and the staged next version; 0 for supervised fine-tuning."""
-    sync_bytes: int
-    """On the wire for each version, to all rollout replicas."""
-    sync_lower_bound_bytes: int
+    """Live weights and, with `staging = "shadow"`, the next version; 0 for supervised fine-tuning."""
+    sync: SyncCost | None
+    """Of each version, to all rollout replicas; None for supervised fine-tuning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,20 +178,19 @@ def _weights(config: RunConfig) -> Weights | None:
         return None
     parameters = sum(math.prod(spec.shape) for spec in specs)
     size = BYTES[config.policy.precision.parameters]
-    sync: Mapping[str, int] = {"bytes": 0, "lower_bound_bytes": 0}
+    sync, engine_copies = None, 0
     if not config.is_sft:
-        section = config.sync
-        sync = build_sync(config).plan(
-            specs, dtype=section.dtype, bucket_bytes=section.bucket_bytes, replicas=config.rollout.replicas
-        )
+        settings = sync_settings(config, token=b"")
+        axes = _ranks(config).axes
+        sync = build_sync(config).plan(specs, settings=settings, policy=axes, replicas=config.rollout.replicas)
+        engine_copies = 1 if settings.staging == "in_place" else 2
     return Weights(
         parameters=parameters,
         policy_bytes=size * parameters,
         gradient_bytes=size * parameters,
         optimizer_bytes=size * MOMENTS[config.policy.optimizer.name] * parameters,
-        engine_bytes=0 if config.is_sft else 8 * parameters,
-        sync_bytes=sync["bytes"],
-        sync_lower_bound_bytes=sync["lower_bound_bytes"],
+        engine_bytes=4 * engine_copies * parameters,
+        sync=sync,
     )
 
 
@@ -203,13 +202,22 @@ def _weight_rows(weights: Weights) -> list[tuple[str, str]]:
             _mebibytes(weights.policy_bytes, weights.gradient_bytes, weights.optimizer_bytes),
         ),
     ]
-    if weights.sync_bytes:
-        ratio = weights.sync_bytes / weights.sync_lower_bound_bytes
-        rows += [
-            ("rollout: weights, live and staged", _mebibytes(weights.engine_bytes)),
-            ("weight sync, each version", f"{_mebibytes(weights.sync_bytes)}, {ratio:.2f} x the lower bound"),
-        ]
+    if weights.sync is not None:
+        rows += [("rollout: weights, live and staged", _mebibytes(weights.engine_bytes)), *_sync_rows(weights.sync)]
     return rows
+
+
+def _sync_rows(sync: SyncCost) -> list[tuple[str, str]]:
+    rows = [
+        ("weight sync, each version", _beside_bound(sync.received_bytes, sync.lower_bound_bytes)),
+        ("  the busiest policy rank sends", _beside_bound(sync.busiest_bytes, sync.busiest_bound_bytes)),
+        ("  in flight at a rank, at most", _mebibytes(sync.extra_bytes)),
+    ]
+    return [*rows, ("  engines feed each other", sync.relay)] if sync.relay else rows
+
+
+def _beside_bound(size: int, bound: int) -> str:
+    return f"{_mebibytes(size)}, {size / bound if bound else 1:.2f} x the lower bound"
 
 
 def _rank_tables(ranks: Ranks) -> list[str]:

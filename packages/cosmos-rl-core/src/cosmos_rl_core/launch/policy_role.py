@@ -137,11 +137,7 @@ class PolicyRole:
         return await asyncio.to_thread(
             assemble.build_sync(config).publisher,
             trainer.policy.weights(),
-            token=at.context.token,
-            transport=config.sync.transport,
-            dtype=config.sync.dtype,
-            bucket_bytes=config.sync.bucket_bytes,
-            timeout_s=config.sync.timeout_s,
+            settings=assemble.sync_settings(config, token=at.context.token),
             bind=at.context.address or config.run.bind,
             ranks=None if ranks is None else ranks.words,
         )

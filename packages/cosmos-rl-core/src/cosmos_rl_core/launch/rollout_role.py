@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
-from typing import Any
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.config.run import RunConfig
@@ -58,12 +57,12 @@ class RolloutRole:
             return assemble.build_engine(self._at.config, self._at.domain)
 
     async def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:
-        section, token = self._at.config.sync, self._at.context.token
-        options: dict[str, Any] = {"token": token, "transport": section.transport, "timeout_s": section.timeout_s}
+        config = self._at.config
+        settings = assemble.sync_settings(config, token=self._at.context.token)
         if isinstance(engine, OwnsSubscriber):
-            return await engine.subscriber(address, backend=section.backend, **options)
-        sync = assemble.build_sync(self._at.config)
-        return await asyncio.to_thread(sync.subscriber, address, engine.weights(), **options)
+            return await engine.subscriber(address, backend=config.sync.backend, settings=settings)
+        sync = assemble.build_sync(config)
+        return await asyncio.to_thread(sync.subscriber, address, engine.weights(), settings=settings)
 
 
 def groups_in_flight(config: RunConfig) -> int:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from cosmos_rl_core.parallel.gather import whole
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_core.weight_sync import RankExchange
+from cosmos_rl_core.weight_sync import RankExchange, SyncCost
 
 LOOK_AGAIN_S = 0.01
 
@@ -32,9 +32,15 @@ class FileSync:
     def subscriber(self, address: str, weights: Mapping[str, Tensor], **_: Any) -> FileSubscriber:
         return FileSubscriber(Path(address), weights)
 
-    def plan(self, specs: Sequence[WeightSpec], *, replicas: int, **_: Any) -> Mapping[str, int]:
+    def plan(self, specs: Sequence[WeightSpec], *, replicas: int, **_: Any) -> SyncCost:
         size = sum(math.prod(spec.shape) * 4 for spec in specs)
-        return {"bytes": replicas * size, "lower_bound_bytes": replicas * size, "buckets": replicas}
+        return SyncCost(
+            received_bytes=replicas * size,
+            lower_bound_bytes=replicas * size,
+            busiest_bytes=replicas * size,
+            busiest_bound_bytes=replicas * size,
+            extra_bytes=size,
+        )
 
 
 class FilePublisher:

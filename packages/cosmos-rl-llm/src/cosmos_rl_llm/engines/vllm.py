@@ -29,13 +29,13 @@ if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     from cosmos_rl_core.types import WeightSpec
+    from cosmos_rl_core.weight_sync import SyncSettings
     from cosmos_rl_transfer.two_phase import ReplicaSubscriber
 
 T = TypeVar("T")
 
 LOOK_S = 0.5
 """How often a call that waits for vLLM looks whether it still lives; vLLM leaves such calls waiting."""
-SHUTDOWN_S = 30.0
 
 
 class VllmEngine:
@@ -50,7 +50,6 @@ class VllmEngine:
         decode_prompt: Callable[[Sequence[int]], str],
         stop_ids: Collection[int],
         recompute_kv: bool = False,
-        staging: str = "shadow",
         version: int = -1,
     ) -> None:
         """Take over `llm`, made by `vllm_start.start`.
@@ -58,13 +57,12 @@ class VllmEngine:
         encode: a prompt's tokens [prompt] int32, or PromptError. decode: text of a response's tokens.
         decode_prompt: text of a prompt's tokens as people should see it. stop_ids: tokens that end a response, and
         belong to it. recompute_kv: at a switch, compute the keys and values of running sequences anew.
-        staging: where workers keep new weights until a switch (see `VllmEngineOptions.staging`).
         version: policy version of the weights as they are.
         """
         self._llm = llm
         self._encode, self._decode, self._decode_prompt = encode, decode, decode_prompt
         self._stop_ids = sorted(stop_ids)
-        self._recompute_kv, self._staging = recompute_kv, staging
+        self._recompute_kv = recompute_kv
         self._first_version = self._version = version
         self._names = count()
         self._progress = 0
@@ -136,9 +134,7 @@ class VllmEngine:
             self._version = version
             await self._call(self._llm.resume_generation())
 
-    async def subscriber(
-        self, address: str, *, backend: str, token: bytes, transport: str, timeout_s: float
-    ) -> ReplicaSubscriber:
+    async def subscriber(self, address: str, *, backend: str, settings: SyncSettings) -> ReplicaSubscriber:
         """Let vLLM's workers take new weights from `address`, all together (see `weight_sync.OwnsSubscriber`)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
@@ -148,18 +144,18 @@ class VllmEngine:
         if backend != "transfer":
             raise UserError(f'[sync] backend = {backend!r}: the vllm engine reads from "transfer" alone')
         addresses = address.split(SEPARATOR)
+        token, timeout_s = settings.token, settings.timeout_s
         specs = await asyncio.to_thread(published_specs, addresses[0], token=token, timeout_s=timeout_s)
-        replica = ReplicaSubscriber(
-            addresses, token=token, num_ranks=self._llm.vllm_config.parallel_config.world_size, timeout_s=timeout_s
-        )
+        num_ranks = self._llm.vllm_config.parallel_config.world_size
+        replica = ReplicaSubscriber(addresses, token=token, num_ranks=num_ranks, timeout_s=timeout_s)
         connection = {
             "publishers": addresses,
             "replica": replica.address,
             "token": token,
             "specs": [(spec.name, list(spec.shape), spec.dtype) for spec in specs],
-            "transport": transport,
+            "transport": settings.transport,
             "timeout_s": timeout_s,
-            "staging": self._staging,
+            "staging": settings.staging,
         }
         await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=connection)))
         return replica
@@ -168,7 +164,7 @@ class VllmEngine:
         """End vLLM's processes. Requests still waiting get a RuntimeError."""
         self._stop(RuntimeError("the engine was closed"))
         await asyncio.gather(*self._running, return_exceptions=True)
-        await asyncio.to_thread(self._llm.shutdown, SHUTDOWN_S)
+        await asyncio.to_thread(self._llm.shutdown)
 
     def _stop(self, error: BaseException) -> None:
         self._stopped = self._stopped or error

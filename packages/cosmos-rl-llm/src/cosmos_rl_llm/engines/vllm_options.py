@@ -44,8 +44,6 @@ class VllmEngineOptions(Strict):
     """Keep keys and values of prompts for later ones that begin alike, until the weights change."""
     recompute_kv: bool = False
     """Compute keys and values of running sequences anew after each change of weights, instead of keeping them."""
-    staging: Literal["shadow", "in_place"] = "shadow"
-    """"shadow" pulls new weights into host memory beside generation; "in_place" while paused, without that memory."""
     enforce_eager: bool | None = None
     """Run without compiling and graphs; without it so where there is no GPU, and compiled on one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None

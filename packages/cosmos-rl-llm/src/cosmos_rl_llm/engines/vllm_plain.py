@@ -21,7 +21,7 @@ from cosmos_rl_llm.engines.vllm_plugin import PLAIN_WEIGHTS
 class PlainLinear(UnquantizedLinearMethod):
     """A linear layer whose weight stays where it was loaded."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Multiply with the weight itself."""
         layer.cpu_linear = F.linear  # what vLLM's unquantised product calls on CPU
 
@@ -29,7 +29,7 @@ class PlainLinear(UnquantizedLinearMethod):
 class PlainEmbedding(UnquantizedEmbeddingMethod):
     """An embedding, or an output layer, whose weight stays where it was loaded."""
 
-    def process_weights_after_loading(self, layer: nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Multiply with the weight itself."""
         layer.cpu_linear = F.linear
 

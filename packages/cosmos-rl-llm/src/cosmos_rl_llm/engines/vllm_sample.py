@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -71,10 +71,11 @@ class Sample:
         return self._finish_reason == "stop" and not stopped_before and part.finish_reason is None
 
     def _grow(self, part: CompletionOutput) -> None:
-        assert part.logprobs is not None
-        for token, at in zip(part.token_ids, part.logprobs.start_indices, strict=True):
+        flat: Any = part.logprobs
+        assert flat is not None, "asked for by `parameters`, flat"
+        for token, at in zip(part.token_ids, flat.start_indices, strict=True):
             self._tokens.append(token)
-            self._logprobs.append(part.logprobs.logprobs[at])
+            self._logprobs.append(flat.logprobs[at])
             if self._stop and self._stop_seen():
                 self._finish_reason = "stop"
                 return

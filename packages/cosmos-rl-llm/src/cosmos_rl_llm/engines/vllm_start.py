@@ -9,10 +9,11 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
+from transformers import AutoConfig, GenerationConfig
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
-from cosmos_rl_llm.engines.vllm_plugin import PLAIN_WEIGHTS, WEIGHT_BACKEND
+from cosmos_rl_llm.engines.vllm_plugin import OWNER, PLAIN_WEIGHTS, WEIGHT_BACKEND
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -41,6 +42,22 @@ def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: in
         except TypeError as error:
             raise UserError(f"rollout.options.extra: vLLM does not take it: {error}") from error
         return AsyncLLM.from_engine_args(parsed)
+
+
+def read_config(source: str) -> tuple[GenerationConfig, int | None]:
+    """Return how the model of `source` generates, and the most tokens its positions reach, without loading it.
+
+    Raises UserError where there is no such model.
+    """
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=False)
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path = {source!r}: no model could be read: {error}") from error
+    try:
+        generation = GenerationConfig.from_pretrained(source)
+    except OSError:  # there is no such file, and transformers reads the model's own config instead
+        generation = GenerationConfig.from_model_config(config)
+    return generation, getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def engine_arguments(
@@ -77,6 +94,7 @@ def _defaults() -> dict[str, str]:
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
+        OWNER: str(os.getpid()),
     }
     if not torch.cuda.is_available():
         # else vLLM binds its threads to all cores, the trainer's among them

@@ -1,23 +1,19 @@
 """New weights inside a vLLM worker. vLLM imports this module through `vllm_plugin`, in each of its workers.
 
-    init_transfer_engine     where each box of a checkpoint tensor lands in this worker's parameters; what all workers
-                             hold, exchanged once; a subscriber of this part, and a thread that obeys the replica
-    that thread              Stage: pulls and verifies beside generation     Commit: writes, while vLLM is paused
-
-Tensors that no view of a parameter can take (quantised, or packed for a kernel) arrive whole beside the model, and
-the model's own `load_weights` takes them in, through vLLM's layer-wise reload.
+init_transfer_engine     where each box of a checkpoint tensor lands in this worker's parameters; what all workers
+                         hold, exchanged once; a subscriber of this part, and a member that obeys the replica
+its thread               Stage: pulls and verifies beside generation     Commit: writes, while vLLM is paused
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from vllm.config import set_current_vllm_config
 from vllm.distributed.parallel_state import get_world_group
 from vllm.distributed.weight_transfer.base import (
@@ -25,15 +21,17 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
 )
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.engines.stub_landing import Landing, landing_of
-from cosmos_rl_transfer.layout import Manifest, TensorLayout, whole_box
+from cosmos_rl_llm.landing.landing import Landing, landing_of
+from cosmos_rl_transfer.layout import Manifest
 from cosmos_rl_transfer.subscriber import Subscriber
 from cosmos_rl_transfer.two_phase import ReplicaMember
 
 log = logging.getLogger(__name__)
+
+NAMED = 3
+"""Tensors that a message names at most."""
 
 
 @dataclass
@@ -50,7 +48,7 @@ class Connection(WeightTransferInitInfo):
     """Name, shape and dtype of every tensor that is published."""
     transport: str
     timeout_s: float
-    staging: str
+    staging: Literal["shadow", "in_place"]
 
 
 @dataclass
@@ -69,40 +67,35 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
     _subscriber: Subscriber | None = None
 
     def init_transfer_engine(self, init_info: Connection) -> None:
-        """Join the replica; all its workers call this together."""
+        """Join the replica; all its workers call this together.
+
+        Raises ValueError where what is published cannot make up the model.
+        """
         self.shutdown()
         group = get_world_group()
         specs = [WeightSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in init_info.specs]
-        landing = landing_of(self.model, specs, vllm_config=self.vllm_config, rank=group.rank_in_group)
-        whole = {
-            spec.name: torch.empty(spec.shape, dtype=getattr(torch, spec.dtype))
-            for spec in specs
-            if spec.name in landing.full
-        }
-        _tell(landing, whole, rank=group.rank_in_group)
-        part = Manifest.merge([landing.manifest, _whole_part(specs, whole, rank=group.rank_in_group)])
-        parts = _exchange(part.encode(), group=group.cpu_group)
-        self._subscriber = Subscriber(
+        with set_current_vllm_config(self.vllm_config):
+            landing = landing_of(self.model, specs, vllm_config=self.vllm_config, rank=group.rank_in_group)
+        _tell(landing, rank=group.rank_in_group)
+        parts = exchange(landing.manifest.encode(), group=group.cpu_group)
+        subscriber = self._subscriber = Subscriber(
             init_info.publishers,
-            {**landing.views, **whole},
+            landing.views,
             token=init_info.token,
             transport=init_info.transport,
             timeout_s=init_info.timeout_s,
-            manifest=Manifest.merge([Manifest.decode(data) for data in parts]),
+            manifest=Manifest.merge(Manifest.decode(part) for part in parts),
             rank=group.rank_in_group,
-            staging="in_place" if init_info.staging == "in_place" else "shadow",
+            staging=init_info.staging,
         )
-        import threading
-        def make():
-            self._member = ReplicaMember(
+        self._member = ReplicaMember(
             init_info.replica,
-            self._subscriber,
+            subscriber,
             token=init_info.token,
             rank=group.rank_in_group,
             timeout_s=init_info.timeout_s,
-            commit=lambda: self._commit(landing, whole),
-            )
-        threading.Thread(target=make).start()
+            commit=lambda: self._commit(subscriber, landing),
+        )
 
     def shutdown(self) -> None:
         """Leave the replica."""
@@ -112,19 +105,15 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
             asyncio.run(self._subscriber.close())
         self._member = self._subscriber = None
 
-    def _commit(self, landing: Landing, whole: Mapping[str, Tensor]) -> None:
-        """Write what is staged, in the member's thread."""
-        assert self._subscriber is not None
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        with torch.no_grad(), set_current_vllm_config(self.vllm_config), self.device:
-            self._subscriber.apply()
-            if whole:
-                initialize_layerwise_reload(self.model)
-                self.model.load_weights(whole.items())
-                finalize_layerwise_reload(self.model, self.model_config)
+    def _commit(self, subscriber: Subscriber, landing: Landing) -> None:
+        """Write what is staged, in the member's thread, and wait until the device has it."""
+        on_gpu = self.device.type == "cuda"
+        if on_gpu:
+            torch.cuda.set_device(self.device)  # each thread has its own
+        with torch.no_grad(), self.device:
+            subscriber.apply()
             landing.settle()
-        if self.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(self.device)
 
     def start_weight_update(self) -> None:
@@ -132,35 +121,29 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
 
     def receive_weights(self, update_info: NoUpdate) -> None:
         """Refuse: nobody but the replica may write."""
-        raise RuntimeError("weights come by the orders of the replica; use the subscriber of the engine")
+        raise RuntimeError("weights come by the orders of the replica: use the subscriber of the engine")
 
     def finish_weight_update(self) -> None:
         """Nothing to end."""
 
 
-def _whole_part(specs: list[WeightSpec], whole: Mapping[str, Tensor], *, rank: int) -> Manifest:
-    return Manifest(
-        tuple(TensorLayout(spec, {rank: whole_box(spec.shape)}) for spec in specs if spec.name in whole)
-    )
-
-
-def _exchange(data: bytes, *, group: dist.ProcessGroup) -> list[bytes]:
-    """Return what every worker gave, in the order of ranks."""
-    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
+def exchange(data: bytes, *, group: dist.ProcessGroup) -> list[bytes]:
+    """Return what every rank of the group gave, in the order of ranks. All of them call it at the same time."""
+    count = dist.get_world_size(group)
+    lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
     dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
     longest = max(int(length) for length in lengths)
-    mine = torch.frombuffer(bytearray(data.ljust(longest)), dtype=torch.uint8)
-    everyones = [torch.empty_like(mine) for _ in lengths]
-    dist.all_gather(everyones, mine, group=group)
-    return [bytes(padded.numpy())[: int(length)] for padded, length in zip(everyones, lengths)]
+    padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8)
+    everyones = [torch.empty_like(padded) for _ in range(count)]
+    dist.all_gather(everyones, padded, group=group)
+    return [one.numpy().tobytes()[: int(length)] for one, length in zip(everyones, lengths)]
 
 
-def _tell(landing: Landing, whole: Mapping[str, Tensor], *, rank: int) -> None:
-    if whole:
-        log.warning(
-            "rank %d takes %d of %d tensors through load_weights: %s",
-            rank,
-            len(whole),
-            len(whole) + len(landing.views),
-            "; ".join(f"{name} ({landing.full[name]})" for name in list(whole)[:3]),
-        )
+def _tell(landing: Landing, *, rank: int) -> None:
+    """Log what does not go straight into a parameter."""
+    if reloaded := landing.reloaded:
+        some = "; ".join(f"{name}: {why}" for name, why in list(reloaded.items())[:NAMED])
+        log.warning("rank %d: %d tensors go through load_weights (%s)", rank, len(reloaded), some)
+    if landing.untouched:
+        some = ", ".join(landing.untouched[:NAMED])
+        log.warning("rank %d: nothing is published for %d parameters (%s)", rank, len(landing.untouched), some)

@@ -33,7 +33,7 @@ class Chart:
     refused: dict[str, str]
     """Why a tensor's landing cannot be said as a view of a parameter: it must be delivered whole."""
     strides: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
-    """Shape and strides of each parameter."""
+    """Shape and strides of each parameter and buffer."""
 
     def box(self, name: str) -> Box | None:
         """Return the part of a tensor this rank needs; None if it needs nothing of it."""

@@ -4,9 +4,8 @@
     Subscriber(..., landing.views, manifest=..., rank=...)            writes the views, the engine paused
     landing.settle()                                                  after each commit, still paused
 
-A view is a part of a live parameter wherever vLLM left the parameter as it was loaded. Parameters that it repacked or
-quantised take their boxes in host memory, and `settle` passes them through the model's own `load_weights` and vLLM's
-layerwise reload, which keeps the addresses that captured graphs know.
+A view is a part of a live parameter wherever vLLM left it as it was loaded. A layer that vLLM repacked or quantised is
+kept in host memory as it was before that, and `settle` lets vLLM process it again.
 """
 
 from __future__ import annotations
@@ -20,9 +19,11 @@ from torch.nn import functional as F
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.landing.chart import Chart, How, chart_of
+from cosmos_rl_llm.landing.names import is_a
 from cosmos_rl_llm.landing.place import Place
+from cosmos_rl_llm.landing.reload import load_whole, reload_layers
 from cosmos_rl_llm.landing.twin import acting_as, twin
-from cosmos_rl_transfer.layout import Manifest, TensorLayout
+from cosmos_rl_transfer.layout import Box, Manifest, TensorLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -66,46 +67,58 @@ class Landing:
     """What one worker needs of each version, where it is written, and what makes it take effect."""
 
     def __init__(self, model: nn.Module, chart: Chart, *, vllm_config: VllmConfig, rank: int) -> None:
-        self._model: Any = model
+        self._model = model
         self._chart = chart
         self._config = vllm_config
         self._live = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
         self.manifest = Manifest(chart.layouts(rank))
         """This rank's boxes, every tensor named; specs have the dtypes of the engine."""
         self.reloaded = self._reasons()
-        """By name, why a tensor goes through the model's loader and not straight into a parameter."""
-        self.views: dict[str, Tensor] = {}
-        """By name, the memory a box is written to, shaped like it; tensors of other ranks are left out."""
+        """By name, why a tensor is not written straight into a live parameter."""
         self.untouched = self._untouched()
         """Parameters that no tensor lands in: they keep the values they were loaded with."""
-        self._copies: list[tuple[Tensor, Tensor]] = []
         self._check()
-        self._bind()
+        self._staged: dict[str, Tensor] = {}
+        """Parameters of reloaded layers as vLLM creates them, in host memory."""
+        self._derived: list[Any] = [layer for layer in model.modules() if is_a(layer, "MLAAttention")]
+        """Layers that keep products of other layers' weights: kv_b_proj, split and transposed."""
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """(another place of a box, its view)"""
+        self.views = {name: self._view(name, box) for name in chart.specs if (box := chart.box(name))}
+        """By name, the memory a box is written to, shaped like it; tensors of other ranks are left out."""
 
     def settle(self) -> None:
         """Make the engine compute with what was written to the views. Call after each commit, before resuming."""
         from vllm.config import set_current_vllm_config
 
+        model_config = self._config.model_config
         with torch.no_grad(), set_current_vllm_config(self._config):
             for copy, original in self._copies:
                 copy.copy_(original)
-            if self.reloaded:
-                self._reload()
-            for layer in self._model.modules():
-                if _is_a(layer, "MLAAttention"):  # keeps products of kv_b_proj
-                    layer.process_weights_after_loading(self._config.model_config.dtype)
+            if self._chart.refused:
+                load_whole(self._model, self._whole(), model_config=model_config)
+            reload_layers(self._model, self._staged, model_config=model_config)
+            for layer in self._derived:
+                layer.process_weights_after_loading(model_config.dtype)
 
-    def _bind(self) -> None:
-        for name, spec in self._chart.specs.items():
-            box = self._chart.box(name)
-            if box is None:
-                continue
-            if name in self.reloaded:
-                self.views[name] = torch.zeros(box.shape, dtype=getattr(torch, spec.dtype), device="cpu")
-                continue
-            first, *others = (place for place in self._chart.places[name] if place.box.numel)
-            self.views[name] = first.view(self._live[first.parameter])
-            self._copies += [(place.view(self._live[place.parameter]), self.views[name]) for place in others]
+    def _view(self, name: str, box: Box) -> Tensor:
+        if self._chart.refused:
+            return torch.zeros(box.shape, dtype=self._dtype(name))
+        first, *others = (place for place in self._chart.places[name] if place.box.numel)
+        self._copies += [(place.view(self._memory(place)), first.view(self._memory(first))) for place in others]
+        return first.view(self._memory(first))
+
+    def _memory(self, place: Place) -> Tensor:
+        """The parameter a place is part of: the live one, or the one kept for reloading its layer."""
+        if place.name not in self.reloaded:
+            return self._live[place.parameter]
+        if place.parameter not in self._staged:
+            shape, strides = self._chart.strides[place.parameter]
+            self._staged[place.parameter] = torch.empty_strided(shape, strides, dtype=self._dtype(place.name)).zero_()
+        return self._staged[place.parameter]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self._chart.specs[name].dtype)
 
     def _reasons(self) -> dict[str, str]:
         """Find the tensors that have no live view; a layer with one is reloaded as a whole."""
@@ -124,16 +137,20 @@ class Landing:
         return reasons
 
     def _why_not_live(self, place: Place) -> str | None:
-        live, dtype = self._live.get(place.parameter), getattr(torch, self._chart.specs[place.name].dtype)
+        live = self._live.get(place.parameter)
         layer = self._model.get_submodule(_layer(place))
-        method = getattr(layer, "quant_method", None)
-        if method is not None and not any(_is_a(method, name) for name in _UNPROCESSED):
+        method: Any = getattr(layer, "quant_method", None)
+        if method is not None and not any(is_a(method, name) for name in _UNPROCESSED):
             return f"{type(method).__name__} processes it after loading"
         if live is None or (tuple(live.shape), live.stride()) != self._chart.strides[place.parameter]:
             return "vLLM keeps it in another layout"
-        if live.dtype != dtype:
+        if live.dtype != self._dtype(place.name):
             return f"vLLM keeps it as {live.dtype}"
-        if _is_a(method, "UnquantizedFusedMoEMethod") and method.unquantized_backend.name not in _KEPT_EXPERTS:
+        if (
+            method is not None
+            and is_a(method, "UnquantizedFusedMoEMethod")
+            and method.unquantized_backend.name not in _KEPT_EXPERTS
+        ):
             return f"{method.unquantized_backend.value} kernels keep experts in another layout"
         if vars(layer).get("cpu_linear", F.linear) is not F.linear:
             return "vLLM computes with a packed copy on CPU"
@@ -141,7 +158,7 @@ class Landing:
 
     def _untouched(self) -> tuple[str, ...]:
         landed = {place.parameter for places in self._chart.places.values() for place in places}
-        return tuple(name for name, _ in self._model.named_parameters() if name not in landed)
+        return tuple(n for n, _ in self._model.named_parameters() if n in self._chart.strides and n not in landed)
 
     def _check(self) -> None:
         """Raise ValueError if two tensors share memory in the engine, or a layer would be reloaded in part."""
@@ -151,7 +168,7 @@ class Landing:
                 live = self._live.get(place.parameter)
                 if live is None or not live.numel():
                     continue
-                owner = owners.setdefault((live.untyped_storage()._cdata, live.storage_offset()), place.parameter)
+                owner = owners.setdefault((live.untyped_storage()._cdata, int(live.storage_offset())), place.parameter)
                 if owner != place.parameter:
                     raise ValueError(
                         f"{place.parameter} and {owner} share memory in the engine but are trained apart: the engine "
@@ -162,24 +179,10 @@ class Landing:
             if name.rpartition(".")[0] in reloaded:
                 raise ValueError(f"{name} is not among the delivered tensors, and its layer can only be loaded whole")
 
-    def _reload(self) -> None:
-        """Pass the written boxes through vLLM's layerwise reload."""
-        from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
-
-        names = [name for name in self._chart.specs if name in self.reloaded]
-        paths = {_layer(place) for name in names for place in self._chart.places.get(name, ())}
-        layers = [self._model] if self._chart.refused else [self._model.get_submodule(path) for path in sorted(paths)]
-        for layer in layers:
-            initialize_layerwise_reload(layer)
-        self._model.load_weights(self._whole(names))
-        for layer in layers:
-            finalize_layerwise_reload(layer, self._config.model_config)
-
-    def _whole(self, names: Sequence[str]) -> Iterator[tuple[str, Tensor]]:
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors of which the box this rank needs is filled: the loader cuts it out again."""
-        for name in names:
-            spec, box = self._chart.specs[name], self._chart.box(name)
-            whole = torch.zeros(spec.shape, dtype=getattr(torch, spec.dtype))
+        for name in self.reloaded:
+            whole, box = torch.zeros(self._chart.specs[name].shape, dtype=self._dtype(name)), self._chart.box(name)
             if box is not None:
                 whole[box.slices()] = self.views[name]
             yield name, whole
@@ -187,7 +190,3 @@ class Landing:
 
 def _layer(place: Place) -> str:
     return place.parameter.rpartition(".")[0]
-
-
-def _is_a(value: object, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(value).__mro__)

@@ -51,9 +51,7 @@ class Names:
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._packed = {part: (fused, i) for fused, parts in packed.items() for i, part in enumerate(parts)}
-        self._experts = {
-            path: _experts(layer) for path, layer in self._modules.items() if _class_of(layer, "RoutedExperts")
-        }
+        self._experts = {path: _experts(layer) for path, layer in self._modules.items() if is_a(layer, "RoutedExperts")}
 
     def __call__(self, name: str) -> list[Target] | None:
         """Return the parameters that take the tensor, none if this rank takes none of it, None if that is not known."""
@@ -84,7 +82,7 @@ class Names:
         if shard is None and part in self._packed:
             fused, index = self._packed[part]
             path = f"{parent}.{fused}" if parent else fused
-            is_qkv = path in self._modules and _class_of(self._modules[path], "QKVParallelLinear")
+            is_qkv = path in self._modules and is_a(self._modules[path], "QKVParallelLinear")
             return self._direct(path, attribute, "qkv"[index] if is_qkv else index)
         return None
 
@@ -114,7 +112,7 @@ class Names:
         """Say whether another pipeline stage holds the tensor."""
         steps = name.split(".")
         paths = (".".join(steps[:n]) for n in range(1, len(steps)))
-        return any(_class_of(self._modules[path], "PPMissingLayer") for path in paths if path in self._modules)
+        return any(is_a(self._modules[path], "PPMissingLayer") for path in paths if path in self._modules)
 
 
 def _experts(layer: Any) -> dict[str, list[tuple[str, int, str]]]:
@@ -125,5 +123,6 @@ def _experts(layer: Any) -> dict[str, list[tuple[str, int, str]]]:
     return entries
 
 
-def _class_of(layer: nn.Module, name: str) -> bool:
-    return any(kind.__name__ == name for kind in type(layer).__mro__)
+def is_a(value: object, name: str) -> bool:
+    """Say whether a class of this name is among those of `value`: vLLM's layers, without importing them."""
+    return any(kind.__name__ == name for kind in type(value).__mro__)

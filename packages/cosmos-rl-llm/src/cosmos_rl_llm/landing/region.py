@@ -30,24 +30,23 @@ class Region:
     def boxed(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
         """Return the box in a tensor of `shape` and the parameter's stride in each of its dims, 0 for dims of size 1.
 
-        None if the part is no box: a dim with gaps, or two dims taken as one.
+        None if the part is no box.
         """
-        rest, offset, sizes, strides = self.first, [], [], []
         steps = {step: (size, stride) for size, step, stride in self.steps}
-        used = 0
-        for dim in range(len(shape)):
-            below = 1
-            for size in shape[dim + 1 :]:
-                below *= size
-            size, stride = steps.get(below, (1, 0)) if shape[dim] > 1 else (1, 0)
-            used += size > 1
-            offset.append(rest // below)
+        sizes, strides, offset = [], [], []
+        below = 1  # elements of the tensor under one index of the dim
+        for whole in reversed(shape):
+            size, stride = steps.pop(below, (1, 0)) if whole > 1 else (1, 0)
+            if size > whole and size % whole == 0:  # one dim of the copy runs through several of the tensor
+                steps[below * whole] = (size // whole, stride * whole)
+                size = whole
             sizes.append(size)
             strides.append(stride)
-            rest %= below
-        if used < len(self.steps) or any(o + n > whole for o, n, whole in zip(offset, sizes, shape)):
+            offset.append(self.first // below % whole)
+            below *= whole
+        if steps or any(o + n > whole for o, n, whole in zip(offset, sizes, reversed(shape))):
             return None
-        return Box(tuple(offset), tuple(sizes)), tuple(strides)
+        return Box(tuple(offset[::-1]), tuple(sizes[::-1])), tuple(strides[::-1])
 
 
 Landed = tuple[Box, tuple[int, ...], int]

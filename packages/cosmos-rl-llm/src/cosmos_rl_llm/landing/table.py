@@ -42,7 +42,7 @@ def column(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | Non
     """Rows are cut over the ranks."""
     tensor = target.tensor
     rows = tensor.shape[0]
-    return cut(shape, 0, layer.tp_rank * rows, rows), tensor
+    return (cut(shape, 0, layer.tp_rank * rows, rows), tensor) if shape[0] == rows * layer.tp_size else None
 
 
 def merged_column(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
@@ -51,6 +51,8 @@ def merged_column(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor
         return replicated(layer, target, shape) if layer.tp_size == 1 and target.shard is None else None
     rows = [size // layer.tp_size for size in layer.output_sizes]
     size = rows[target.shard]
+    if shape[0] != layer.output_sizes[target.shard]:
+        return None
     return cut(shape, 0, layer.tp_rank * size, size), target.tensor.narrow(0, sum(rows[: target.shard]), size)
 
 
@@ -61,6 +63,9 @@ def qkv(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
     q, k = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
     start, size = {"q": (0, q), "k": (q, k), "v": (q + k, layer.num_kv_heads * layer.v_head_size)}[target.shard]
     part = layer.tp_rank if target.shard == "q" else layer.tp_rank // layer.num_kv_head_replicas
+    parts = layer.tp_size if target.shard == "q" else layer.tp_size // layer.num_kv_head_replicas
+    if shape[0] != parts * size:
+        return None
     return cut(shape, 0, part * size, size), target.tensor.narrow(0, start, size)
 
 
@@ -70,7 +75,7 @@ def row(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
     if tensor.ndim == 1:
         return replicated(layer, target, shape)
     columns = tensor.shape[1]
-    return cut(shape, 1, layer.tp_rank * columns, columns), tensor
+    return (cut(shape, 1, layer.tp_rank * columns, columns), tensor) if shape[1] == columns * layer.tp_size else None
 
 
 def vocabulary(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -69,7 +70,7 @@ def acting_as(rank: int, *, tp: int = 1, pp: int = 1) -> Iterator[None]:
 
 
 def twin(vllm_config: VllmConfig) -> nn.Module:
-    """Build the model of a configuration on the meta device under the current parallel state.
+    """Build the model of a configuration without memory under the current parallel state.
 
     Its parameters are as before loading. Neither a live model of the same configuration nor vLLM's caches notice.
     """
@@ -83,11 +84,21 @@ def twin(vllm_config: VllmConfig) -> nn.Module:
     kept = dict(ropes)
     ropes.clear()
     try:
-        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), torch.device("meta"):
+        with set_current_vllm_config(config), set_default_torch_dtype(config.model_config.dtype), _NoMemory():
             return initialize_model(config)
     finally:
         ropes.clear()
         ropes.update(kept)
+
+
+class _NoMemory(TorchFunctionMode):
+    """Lets `torch.empty` make meta tensors; tables that layers compute, such as expert maps, keep their values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func in (torch.empty, torch.empty_strided):
+            kwargs.setdefault("device", "meta")
+        return func(*args, **kwargs)
 
 
 def detached(vllm_config: VllmConfig) -> VllmConfig:

@@ -121,7 +121,8 @@ class _Outlet:
     def __init__(self, pair: _Pair, bucket_bytes: int, num_slots: int) -> None:
         self._pair = pair
         self.offer: Mapping[str, str] = {"group": pair.key(pair.rank, pair.peer)}
-        self.slots: list[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(num_slots)]  # full takes the faults
+        # full takes the page faults now
+        self.slots: Sequence[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(num_slots)]
 
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: the group reads any memory."""

@@ -1,6 +1,6 @@
 """This process's NIXL agents: one for what it publishes, one for what it subscribes to, however many ends use them.
 
-An agent takes half a second to make and runs a thread, so ends share it; it goes with its last user. Peers are
+An agent takes half a second to make, so ends share it; it goes with its last user. Peers are
 counted for the same reason: two inlets may read from one publisher. Memory may be registered several times over.
 """
 
@@ -27,6 +27,7 @@ _PROGRESS_US = 1000
 """How long NIXL's thread sleeps when nothing comes. Its own Python wrapper says 0, which keeps a core busy."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
 
+Role = Literal["publisher", "subscriber"]
 Region = tuple[int, int]
 """Address and number of bytes."""
 Move = tuple[int, int, int]
@@ -46,13 +47,15 @@ class Peer:
 class Agent:
     """A NIXL agent with the UCX back end. All methods may be called from any thread."""
 
-    def __init__(self, bindings: Any, role: str) -> None:
+    def __init__(self, bindings: Any, role: Role) -> None:
         """Start it. Raises TransportUnavailable where UCX does not start."""
         self._nixl = bindings
         kinds = (getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         config = bindings.nixlAgentConfig()
-        config.useProgThread, config.useListenThread = True, False
+        # a reader's own calls move its transfers on; a thread beside them would fight for their lock
+        config.useProgThread = role == "publisher"
+        config.useListenThread = False
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
         config.pthrDelay = _PROGRESS_US
         try:
@@ -148,7 +151,7 @@ _agents: WeakValueDictionary[tuple[int, str], Agent] = WeakValueDictionary()
 _agents_lock = threading.Lock()
 
 
-def agent_of(role: Literal["publisher", "subscriber"]) -> Agent:
+def agent_of(role: Role) -> Agent:
     """Return this process's agent for a role. Raises TransportUnavailable where NIXL is not installed."""
     key = (os.getpid(), role)  # an agent's threads do not survive a fork
     with _agents_lock:

@@ -59,8 +59,12 @@ def preference() -> list[str]:
     """Return what "auto" tries for a publisher, fastest first: RDMA where there may be any, else shared memory."""
     import torch  # slow to import: only where a publisher chooses
 
-    has_rdma = torch.cuda.is_available() or (_INFINIBAND.is_dir() and any(_INFINIBAND.iterdir()))
-    return ["nixl", "shm", OVER_LINK] if has_rdma else ["shm", OVER_LINK]
+    return ["nixl", "shm", OVER_LINK] if infiniband() or torch.cuda.is_available() else ["shm", OVER_LINK]
+
+
+def infiniband() -> list[str]:
+    """Return this machine's RDMA devices."""
+    return sorted(device.name for device in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
 
 
 def _candidates(transport: str | Transport, *, auto: Sequence[str]) -> Iterator[Transport]:

@@ -50,11 +50,11 @@ class _Outlet:
     def __init__(self, bucket_bytes: int, num_slots: int) -> None:
         nonce = os.urandom(_NONCE_BYTES)
         self._fds: list[int] = []
-        self.slots: list[Raw] = []
+        self.slots: Sequence[Raw] = []
         try:
             for _ in range(num_slots):
                 self._fds.append(os.memfd_create("cosmos-rl-weights", os.MFD_CLOEXEC))
-                self.slots.append(_create(self._fds[-1], bucket_bytes, nonce))
+            self.slots = [_create(fd, bucket_bytes, nonce) for fd in self._fds]
         except OSError as error:
             self.close()
             raise TransportUnavailable(f"cannot allocate {num_slots} slots of {bucket_bytes} bytes: {error}") from error
@@ -87,9 +87,7 @@ class _Inlet:
     def receive(self, data: Data, *, out: Raw | None) -> Raw:
         """View the slot's bytes."""
         if not 0 <= data.slot < len(self._slots) or data.num_bytes > self._slots[data.slot].nbytes:
-            raise TransferError(
-                f"the publisher announced {data.num_bytes} bytes in slot {data.slot}, which it does not share"
-            )
+            raise TransferError(f"{data.num_bytes} bytes were announced in slot {data.slot}, which is not shared")
         return self._slots[data.slot][: data.num_bytes]
 
     def close(self) -> None:
@@ -110,9 +108,7 @@ def _map(path: str, nonce: bytes) -> Raw:
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except OSError as error:
-        raise TransportUnavailable(
-            f"cannot open the publisher's memory, is it another host or user? {error}"
-        ) from error
+        raise TransportUnavailable(f"the publisher's memory cannot be opened: another host or user? {error}") from error
     try:
         num_bytes = os.fstat(fd).st_size - _NONCE_BYTES
         if num_bytes < 0:
@@ -120,7 +116,7 @@ def _map(path: str, nonce: bytes) -> Raw:
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         whole = np.frombuffer(mmap.mmap(fd, num_bytes + _NONCE_BYTES, flags, mmap.PROT_READ), np.uint8)
     except OSError as error:
-        raise TransportUnavailable(f"cannot map the publisher's memory: {error}") from error
+        raise TransportUnavailable(f"the publisher's memory cannot be mapped: {error}") from error
     finally:
         os.close(fd)
     if whole[num_bytes:].tobytes() != nonce:

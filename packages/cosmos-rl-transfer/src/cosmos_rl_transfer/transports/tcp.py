@@ -38,7 +38,8 @@ class _Outlet:
 
     def __init__(self, bucket_bytes: int, num_slots: int) -> None:
         self.offer: Mapping[str, str] = {}
-        self.slots: list[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(num_slots)]  # full takes the faults
+        # full takes the page faults now
+        self.slots: Sequence[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(num_slots)]
 
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: the kernel reads any memory."""

@@ -1,0 +1,276 @@
+"""Landing maps of real vLLM models, tiny and on CPU, against what their own loaders do.
+
+The oracle loads tensors whose elements are numbered through the whole checkpoint, so that every element of every
+parameter says where it came from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+
+pytest.importorskip("vllm")
+
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_llm.landing.chart import chart_of
+from cosmos_rl_llm.landing.landing import Landing, manifest_for
+from cosmos_rl_llm.landing.twin import acting_as, detached, twin
+
+pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
+
+_SIZES: dict[str, Any] = dict(
+    hidden_size=64, num_hidden_layers=2, vocab_size=100, max_position_embeddings=128, dtype="float32"
+)
+_WIDE: dict[str, Any] = dict(intermediate_size=96)
+_HEADS: dict[str, Any] = dict(num_attention_heads=8, num_key_value_heads=2, head_dim=32)
+_MLA: dict[str, Any] = dict(
+    num_attention_heads=8, num_key_value_heads=8, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32,
+    qk_rope_head_dim=16, v_head_dim=32,
+)  # fmt: skip
+_ROUTED: dict[str, Any] = dict(
+    n_routed_experts=4, n_shared_experts=1, n_group=2, topk_group=1, num_experts_per_tok=2, first_k_dense_replace=1,
+    topk_method="noaux_tc", moe_intermediate_size=128,
+)  # fmt: skip
+
+FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "llama", "LlamaForCausalLM", _HEADS | _WIDE),
+    "qwen2": ("Qwen2Config", "qwen2", "Qwen2ForCausalLM", _HEADS | _WIDE | {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen3": ("Qwen3Config", "qwen3", "Qwen3ForCausalLM", _HEADS | _WIDE),
+    "qwen3_moe": (
+        "Qwen3MoeConfig", "qwen3_moe", "Qwen3MoeForCausalLM",
+        _HEADS | _WIDE | {"moe_intermediate_size": 128, "num_experts": 4, "num_experts_per_tok": 2},
+    ),
+    "gemma3": ("Gemma3TextConfig", "gemma3", "Gemma3ForCausalLM", _HEADS | _WIDE | {"sliding_window": 32}),
+    "mixtral": (
+        "MixtralConfig", "mixtral", "MixtralForCausalLM", _HEADS | {"intermediate_size": 128, "num_local_experts": 4}
+    ),
+    "deepseek_v3": ("DeepseekV3Config", "deepseek_v2", "DeepseekV3ForCausalLM", _MLA | _ROUTED | _WIDE),
+    "gpt_oss": (
+        "GptOssConfig", "gpt_oss", "GptOssForCausalLM",
+        _HEADS | {"num_key_value_heads": 4, "intermediate_size": 128, "num_local_experts": 4, "num_experts_per_tok": 2,
+                  "sliding_window": 32},
+    ),
+}  # fmt: skip
+"""Configuration, vLLM's module, class, sizes."""
+WITH_EXPERTS = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A tiny model on disk."""
+
+    path: Path
+    specs: tuple[WeightSpec, ...]
+
+    @property
+    def numbered(self) -> dict[str, Tensor]:
+        """Tensors whose elements count 1, 2, ... through the checkpoint, exact in float32."""
+        tensors, first = {}, 1
+        for spec in self.specs:
+            count = math.prod(spec.shape)
+            tensors[spec.name] = torch.arange(first, first + count, dtype=torch.float32).view(spec.shape)
+            first += count
+        assert first < 1 << 24
+        return tensors
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Checkpoint]:
+    """Write the checkpoint of a family once, and make vLLM know its class without a look into another process."""
+    root, made = tmp_path_factory.mktemp("models"), {}
+
+    def write(family: str) -> Checkpoint:
+        if family not in made:
+            made[family] = _write(family, root / family)
+        return made[family]
+
+    return write
+
+
+def _write(family: str, path: Path) -> Checkpoint:
+    from importlib import import_module
+
+    import transformers
+    from transformers.utils import logging
+    from vllm import ModelRegistry
+
+    logging.disable_progress_bar()
+    config, module, name, sizes = FAMILIES[family]
+    ModelRegistry.register_model(name, getattr(import_module(f"vllm.model_executor.models.{module}"), name))
+    made = getattr(transformers, config)(**(_SIZES | sizes))
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(made).save_pretrained(path)
+    with safe_open(path / "model.safetensors", "pt") as file:
+        shapes = {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    return Checkpoint(path, tuple(WeightSpec(name=n, shape=shape, dtype="float32") for n, shape in shapes.items()))
+
+
+def vllm_config(path: Path, *, dtype: Any = "float32", **options: Any) -> Any:
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=str(path), skip_tokenizer_init=True, load_format="dummy", enforce_eager=True, dtype=dtype,
+        distributed_executor_backend="mp", **options,
+    )  # fmt: skip
+    return arguments.create_engine_config()
+
+
+def build(config: Any) -> nn.Module:
+    """The model with memory, all zeros."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import initialize_model
+
+    config = detached(config)
+    with set_current_vllm_config(config):
+        model = initialize_model(config)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    return model
+
+
+def loaded(config: Any, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The parameters after the model's own loader took the whole checkpoint."""
+    model: Any = build(config)
+    model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+    return dict(model.named_parameters())
+
+
+def landed(config: Any, specs: Sequence[WeightSpec], tensors: Mapping[str, Tensor], *, how: Any) -> dict[str, Tensor]:
+    """The parameters after each box was written to its places."""
+    chart, model = chart_of(twin(config), specs, how=how), build(config)
+    assert not chart.refused
+    parameters = dict(model.named_parameters())
+    for places in chart.places.values():
+        for place in places:
+            place.view(parameters[place.parameter]).copy_(tensors[place.name][place.box.slices()])
+    return parameters
+
+
+def same(left: Mapping[str, Tensor], right: Mapping[str, Tensor]) -> bool:
+    return left.keys() == right.keys() and all(torch.equal(left[name], right[name]) for name in left)
+
+
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_element_lands_where_the_loader_puts_it(family, tp, checkpoint):
+    made = checkpoint(family)
+    config = vllm_config(made.path, tensor_parallel_size=tp)
+    for rank in range(tp):
+        with acting_as(rank, tp=tp):
+            expected = loaded(config, made.numbered)
+            assert same(landed(config, made.specs, made.numbered, how="table"), expected)
+            assert same(landed(config, made.specs, made.numbered, how="traced"), expected)
+
+
+@pytest.mark.parametrize("family", WITH_EXPERTS)
+def test_experts_spread_over_ranks_land_whole(family, checkpoint):
+    made = checkpoint(family)
+    config = vllm_config(made.path, tensor_parallel_size=2, enable_expert_parallel=True)
+    for rank in range(2):
+        with acting_as(rank, tp=2):
+            expected = loaded(config, made.numbered)
+            assert same(landed(config, made.specs, made.numbered, how="table"), expected)
+            assert same(landed(config, made.specs, made.numbered, how="traced"), expected)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_table_knows_every_tensor_of_the_family(family, checkpoint):
+    made = checkpoint(family)
+    config = vllm_config(made.path, tensor_parallel_size=2)
+    with acting_as(1, tp=2):
+        model: Any = twin(config)
+        model.load_weights = None  # nothing to trace
+        table = chart_of(model, made.specs)
+        assert table.places == chart_of(twin(config), made.specs, how="traced").places
+
+
+def test_pipeline_stages_need_only_their_layers(checkpoint):
+    made = checkpoint("qwen3")
+    config = vllm_config(made.path, tensor_parallel_size=2, pipeline_parallel_size=2)
+    manifest = manifest_for(config, made.specs)
+    assert manifest.ranks == (0, 1, 2, 3)
+    holders = {layout.spec.name: tuple(layout.boxes) for layout in manifest.layouts}
+    assert holders["model.layers.0.mlp.down_proj.weight"] == (0, 1)
+    assert holders["model.layers.1.mlp.down_proj.weight"] == (2, 3)
+    assert holders["lm_head.weight"] == (2, 3)
+
+
+def test_key_heads_shared_by_ranks_are_the_same_box(checkpoint):
+    manifest = manifest_for(vllm_config((made := checkpoint("llama")).path, tensor_parallel_size=4), made.specs)
+    boxes = {layout.spec.name: layout.boxes for layout in manifest.layouts}["model.layers.0.self_attn.k_proj.weight"]
+    assert [boxes[rank].offset for rank in range(4)] == [(0, 0), (0, 0), (32, 0), (32, 0)]
+    assert {box.shape for box in boxes.values()} == {(32, 64)}
+
+
+def test_a_padded_vocabulary_leaves_the_last_rank_what_is_left(checkpoint):
+    manifest = manifest_for(vllm_config((made := checkpoint("llama")).path, tensor_parallel_size=4), made.specs)
+    boxes = {layout.spec.name: layout.boxes for layout in manifest.layouts}["lm_head.weight"]
+    assert [boxes[rank].shape[0] for rank in range(4)] == [32, 32, 32, 4]
+
+
+def redundant_experts(made: Checkpoint) -> Any:
+    """A configuration with two spare experts; vLLM would refuse to serve it on CPU, but builds and loads it."""
+    config = vllm_config(made.path, tensor_parallel_size=2, enable_expert_parallel=True)
+    config.parallel_config.enable_eplb = True
+    config.parallel_config.eplb_config.num_redundant_experts = 2
+    return config
+
+
+def test_every_copy_of_a_redundant_expert_is_a_place(checkpoint):
+    made = checkpoint("qwen3_moe")
+    config = redundant_experts(made)
+    for rank in range(2):
+        with acting_as(rank, tp=2):
+            expected = loaded(config, made.numbered)
+            assert same(landed(config, made.specs, made.numbered, how="table"), expected)
+
+
+def process(model: nn.Module, config: Any) -> None:
+    """What vLLM does between loading and serving: on CPU, pack."""
+    from vllm.config import set_current_vllm_config
+    from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+    with set_current_vllm_config(config):
+        process_weights_after_loading(model, config.model_config, torch.device("cpu"))
+
+
+def products(model: nn.Module) -> dict[str, Tensor]:
+    """What each packed layer computes."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for name, layer in model.named_modules():
+        packed: Any = vars(layer).get("cpu_linear")
+        if packed is not None:
+            width = getattr(layer, "input_size_per_partition", None) or layer.input_size
+            found[name] = packed(torch.randn(3, width, generator=generator), layer.weight, None)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_packed_layers_are_reloaded_and_compute_with_the_new_weights(family, checkpoint):
+    made = checkpoint(family)
+    config = vllm_config(made.path)
+    generator = torch.Generator().manual_seed(1)
+    old, new = ({spec.name: torch.randn(spec.shape, generator=generator) for spec in made.specs} for _ in range(2))
+    with acting_as(0):
+        models: list[Any] = [build(config), build(config)]
+        for model, tensors in zip(models, (old, new)):
+            model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+            process(model, config)
+        updated, expected = models
+        landing = Landing(updated, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
+        for name, view in landing.views.items():
+            view.copy_(new[name])
+        landing.settle()
+    assert landing.reloaded and not landing.untouched
+    assert same(dict(updated.named_parameters()), dict(expected.named_parameters()))
+    assert same(products(updated), products(expected))

@@ -1,0 +1,65 @@
+import pytest
+
+from cosmos_rl_transfer.doctor import Finding, diagnose, render, ucx_path
+from cosmos_rl_transfer.speed import MEMCPY, RAW_STREAM, compare
+from cosmos_rl_transfer.transports.base import TransportUnavailable
+
+UCX_SAYS = """
+[179.7:0]   | remote memory read by ucp_get*(multi) into host memory from host |
+[179.7:0]   +-----------+-------------+-------------------------------------------+
+[179.7:0]   | Range     | Description |                  Config                   |
+[179.7:0]   +-----------+-------------+-------------------------------------------+
+[179.7:0]   | 0..262144 | copy-out    | tcp/lo                                    |
+[179.7:0]   | 262145..inf | zero-copy | cma/memory                                |
+[179.7:0]   +-----------+-------------+-------------------------------------------+
+[179.8:1]   | remote memory write by ucp_put* from host memory to host |
+[179.8:1]   | 0..inf | zero-copy | somewhere/else |
+"""
+
+
+def test_the_path_is_read_off_ucx_own_table():
+    assert ucx_path(UCX_SAYS) == "copy-out over tcp/lo, zero-copy over cma/memory"
+    assert ucx_path("nothing of the kind") == "UCX does not say how"
+
+
+def test_transports_are_measured_in_turns_beside_a_memcpy_and_a_raw_stream():
+    names = [MEMCPY, RAW_STREAM, "shm", "tcp"]
+    found = compare(names, mib=4, bucket_mib=1, rounds=3)
+    assert list(found) == names
+    for speed in found.values():
+        assert len(speed.seconds) == 3
+        assert speed.gigabytes_per_s == pytest.approx((4 << 20) / sorted(speed.seconds)[1] / 1e9)
+        assert 0 < speed.latency_us < 1e6
+
+
+def test_what_does_not_work_raises_with_the_reason():
+    with pytest.raises(TransportUnavailable, match=r"^torch.distributed has no process group here"):
+        compare(["collective"], mib=1, bucket_mib=1, rounds=1)
+
+
+def test_the_table_says_what_auto_offers():
+    text = render(
+        [
+            Finding("shm", True, "a copy", 17.44, 27.2),
+            Finding("nixl", False, "NIXL is not installed"),
+            Finding("tcp", True, "over loopback", 3.0, 40.0),
+        ]
+    )
+    assert text.splitlines() == [
+        "TRANSPORT  WORKS  GB/S  LATENCY US  HOW, OR WHY NOT",
+        "shm        yes    17.4  27          a copy",
+        "nixl       no     -     -           NIXL is not installed",
+        "tcp        yes    3.0   40          over loopback",
+        "",
+        'transport = "auto" offers shm here',
+    ]
+
+
+@pytest.mark.slow
+def test_everything_is_tried_and_nothing_raises():
+    found = {finding.name: finding for finding in diagnose(mib=4, rounds=1)}
+    assert {"shm", "tcp", "nixl", "collective", "rdma", "cuda ipc"} <= set(found)
+    assert all(finding.reason for finding in found.values())
+    for name in ("memcpy", "raw stream", "shm", "tcp"):
+        assert found[name].works, found[name].reason
+    assert not found["nixl"].works or "over" in found["nixl"].reason
