@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from statistics import median
@@ -16,6 +16,8 @@ from _figures import Figure
 from _move_peer import Gloo, RawSocket
 from _torchstore import torchstore_seconds
 
+from cosmos_rl_transfer.box import Box
+from cosmos_rl_transfer.digest import bucket_hash, tensor_sum
 from cosmos_rl_transfer.follower import Follower, Following, SampleModel
 from cosmos_rl_transfer.publisher import Publisher
 from cosmos_rl_transfer.speed import MEMCPY, NIXL_OVER_TCP, RAW_STREAM, compare
@@ -142,6 +144,7 @@ def figures(mib: int, rounds: int, *, install: bool) -> list[Figure]:
         Figure(figure="3 shm: apply, in the pause", value=median(applied["shm"]), unit="s"),
         *_ratios(times),
         *_alone(mib, rounds),
+        *_hashes(),
     ]
 
 
@@ -163,6 +166,28 @@ def _ratios(times: dict[str, list[float]]) -> list[Figure]:
         *(_ratio(f"3 {a} / {b}", times.get(a), times.get(b), target) for a, b, target in pairs),
         *(_ratio(f"3 speed of {a} / {b}", times.get(b), times.get(a), target) for a, b, target in faster),
     ]
+
+
+def _hashes() -> list[Figure]:
+    """The two hashes of 4 MiB, which both sides compute of every byte; "cut": rows of 2 KiB out of 4 KiB."""
+    data = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
+    rows = data.reshape(-1, 512)
+    cut = Box((0, 512), rows.shape)
+    works = {
+        "xxh3": lambda: bucket_hash(data),
+        "additive": lambda: tensor_sum(data, Box((0,), data.shape), data.shape),
+        "additive, cut": lambda: tensor_sum(rows, cut, (len(rows), 1024)),
+    }
+    return [
+        Figure(figure=f"3 hash: {name}", value=data.nbytes / median(_timed(work) for _ in range(25)) / 1e9, unit="GB/s")
+        for name, work in works.items()
+    ]
+
+
+def _timed(work: Callable[[], object]) -> float:
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started
 
 
 def _alone(mib: int, rounds: int) -> list[Figure]:

@@ -1,4 +1,4 @@
-"""Moving weights between processes of this machine: speed, memory, proof, pauses.
+"""Moving weights between processes of this machine: speed, memory, proof, faults, pauses.
 
     python benchmarks/transfer_move.py [--quick]
 
@@ -13,6 +13,7 @@ import logging
 import os
 from collections.abc import Sequence
 
+import _move_faults
 import _move_memory
 import _move_pauses
 import _move_proof
@@ -20,20 +21,23 @@ import _move_speed
 import torch
 from _figures import Figure, report
 
+PARTS = ("3", "4", "5", "6", "7")
+
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run all parts, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer rounds, within a minute")
-    parser.add_argument("--only", nargs="*", choices=("3", "4", "5", "7"), help="figures to measure")
+    parser.add_argument("--only", nargs="*", choices=PARTS, help="figures to measure")
     given = parser.parse_args(arguments)
-    quick, wanted = given.quick, given.only or ("3", "4", "5", "7")
+    quick, wanted = given.quick, given.only or PARTS
     logging.disable(logging.WARNING)  # a flipped bit is worth one
     torch.set_num_threads(1)
     parts = {
         "3": lambda: _move_speed.figures(64 if quick else 512, 7, install=not quick),
         "4": lambda: _move_memory.figures((64, 128) if quick else (128, 512)),
         "5": lambda: _move_proof.figures(200 if quick else 1000, 20 if quick else 200),
+        "6": lambda: _move_faults.figures(10 if quick else 200),
         "7": lambda: _move_pauses.figures(64 if quick else 512, 7),
     }
     figures = [figure for number in wanted for figure in parts[number]()]

@@ -29,7 +29,7 @@ from cosmos_rl_transfer.shapes import read_shapes
 BUCKET_BYTES = 8 << 20
 SMALL_BUCKETS = (64, 200, 1000, 1 << 20)
 NUM_PAIRS, NUM_PAIRS_QUICK = 2000, 200
-ROUNDS, ROUNDS_QUICK = 7, 3
+ROUNDS, JOIN_ROUNDS = 3, 7
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -140,6 +140,19 @@ def balance_figures(model: Model) -> Iterator[Figure]:
                 yield Figure(figure=f"  the same, {rule}", value=value, unit="x", note=note)
 
 
+def relay_figures(model: Model) -> Iterator[Figure]:
+    """Bytes that leave the trainers where replicas relay, over the bytes of one copy of the weights."""
+    pair = Pair(source={"dp_shard": 4}, target={"tp": 4}, replicas=8)
+    source, fleet = model.source(pair), model.fleet(pair)
+    alone = _direct(source, fleet.only(fleet.replicas[0]))
+    for relay in ("auto", "off"):
+        made = plan(source, fleet, bucket_bytes=BUCKET_BYTES, relay=relay)
+        value = sum(made.bytes_out.values()) / alone.total_bytes
+        target = "<= 1.000" if relay == "auto" else ""
+        name = f"trainer bytes / one copy, {pair}, relay {relay}"
+        yield Figure(figure=name, value=value, unit="x", target=target)
+
+
 def _direct(source: Manifest, target: Manifest) -> Plan:
     return plan(source, target, bucket_bytes=BUCKET_BYTES, relay="off")
 
@@ -206,16 +219,17 @@ def join_figures(model: Model, pairs: Sequence[Pair], *, rounds: int) -> Iterato
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="200 generated pairs instead of 2,000, fewer rounds")
+    parser.add_argument("--quick", action="store_true", help="200 generated pairs instead of 2,000, fewer layouts")
     quick = parser.parse_args(arguments).quick
     figures = list(bytes_figures(NUM_PAIRS_QUICK if quick else NUM_PAIRS))
-    figures += balance_figures(Model("llama-8b"))
+    llama = Model("llama-8b")
+    figures += [*balance_figures(llama), *relay_figures(llama)]
     moe, pairs = Model("qwen3-30b-a3b"), MOE_PAIRS[:4] if quick else MOE_PAIRS
-    figures += join_figures(moe, pairs, rounds=ROUNDS)
-    figures += time_figures(moe, pairs, rounds=ROUNDS_QUICK if quick else ROUNDS, target="<= 1")
+    figures += join_figures(moe, pairs, rounds=JOIN_ROUNDS)
+    figures += time_figures(moe, pairs, rounds=ROUNDS, target="<= 1")
     if not quick:
         large = Pair(source={"pp": 4, "dp_shard": 64, "ep": 8}, target={"tp": 16, "ep": 16}, replicas=8)
-        figures += time_figures(Model("kimi-k2"), [large], rounds=3, target="<= 10")
+        figures += time_figures(Model("kimi-k2"), [large], rounds=ROUNDS, target="<= 10")
     if not report("transfer_plan", figures):
         sys.exit(1)
 

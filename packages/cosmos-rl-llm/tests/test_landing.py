@@ -23,6 +23,7 @@ from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.landing.chart import chart_of
 from cosmos_rl_llm.landing.landing import Landing, manifest_for
 from cosmos_rl_llm.landing.twin import acting_as, detached, twin
+from cosmos_rl_transfer.quantize import quantized
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 
@@ -42,7 +43,9 @@ _ROUTED: dict[str, Any] = dict(
 
 FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     "llama": ("LlamaConfig", "llama", "LlamaForCausalLM", _HEADS | _WIDE),
-    "qwen2": ("Qwen2Config", "qwen2", "Qwen2ForCausalLM", _HEADS | _WIDE | {"head_dim": 8, "tie_word_embeddings": True}),
+    "qwen2": (
+        "Qwen2Config", "qwen2", "Qwen2ForCausalLM", _HEADS | _WIDE | {"head_dim": 8, "tie_word_embeddings": True}
+    ),
     "qwen3": ("Qwen3Config", "qwen3", "Qwen3ForCausalLM", _HEADS | _WIDE),
     "qwen3_moe": (
         "Qwen3MoeConfig", "qwen3_moe", "Qwen3MoeForCausalLM",
@@ -60,6 +63,15 @@ FAMILIES: dict[str, tuple[str, str, str, dict[str, Any]]] = {
     ),
 }  # fmt: skip
 """Configuration, vLLM's module, class, sizes."""
+FP8_CHANNELS: dict[str, Any] = {
+    "quant_method": "compressed-tensors", "format": "float-quantized", "ignore": ["lm_head"],
+    "config_groups": {"all": {
+        "targets": ["Linear"],
+        "weights": {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True, "dynamic": False},
+        "input_activations": {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True},
+    }},
+}  # fmt: skip
+"""The one quantised layout of linear layers that vLLM can process on any CPU."""
 WITH_EXPERTS = ["qwen3_moe", "mixtral", "deepseek_v3", "gpt_oss"]
 
 
@@ -181,6 +193,31 @@ def test_experts_spread_over_ranks_land_whole(family, checkpoint):
             assert same(landed(config, made.specs, made.numbered, how="traced"), expected)
 
 
+def stacked(made: Checkpoint) -> Checkpoint:
+    """The checkpoint as transformers holds it while it trains: all experts of a layer in two tensors."""
+    sizes = {"gate_up_proj": (4, 256, 64), "down_proj": (4, 64, 128)}
+    kept = [spec for spec in made.specs if ".experts." not in spec.name]
+    added = [
+        WeightSpec(name=f"model.layers.{layer}.mlp.experts.{name}", shape=shape, dtype="float32")
+        for layer in range(2)
+        for name, shape in sizes.items()
+    ]
+    return Checkpoint(made.path, (*kept, *added))
+
+
+@pytest.mark.parametrize(("tp", "ep"), [(1, False), (2, False), (4, False), (2, True)])
+def test_experts_stacked_in_one_tensor_land_where_the_loader_puts_them(tp, ep, checkpoint):
+    made = stacked(checkpoint("qwen3_moe"))
+    config = vllm_config(made.path, tensor_parallel_size=tp, enable_expert_parallel=ep)
+    for rank in range(tp):
+        with acting_as(rank, tp=tp):
+            expected = loaded(config, made.numbered)
+            assert same(landed(config, made.specs, made.numbered, how="table"), expected)
+            chart = chart_of(twin(config), made.specs)
+        assert chart.is_scattered("model.layers.0.mlp.experts.gate_up_proj") == (tp > 1 and not ep)
+        assert not chart.is_scattered("model.layers.0.mlp.experts.down_proj")
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_table_knows_every_tensor_of_the_family(family, checkpoint):
     made = checkpoint(family)
@@ -214,6 +251,16 @@ def test_a_padded_vocabulary_leaves_the_last_rank_what_is_left(checkpoint):
     manifest = manifest_for(vllm_config((made := checkpoint("llama")).path, tensor_parallel_size=4), made.specs)
     boxes = {layout.spec.name: layout.boxes for layout in manifest.layouts}["lm_head.weight"]
     assert [boxes[rank].shape[0] for rank in range(4)] == [32, 32, 32, 4]
+
+
+def test_a_manifest_has_the_dtypes_of_the_engine_whichever_rank_holds_a_tensor(checkpoint):
+    made = checkpoint("deepseek_v3")
+    config = vllm_config(made.path, dtype="bfloat16", tensor_parallel_size=2, enable_expert_parallel=True)
+    dtypes = {name: spec.dtype for name, spec in manifest_for(config, made.specs).specs.items()}
+    assert list(dtypes) == [spec.name for spec in made.specs]
+    assert [name for name, dtype in dtypes.items() if dtype != "bfloat16"] == [
+        "model.layers.1.mlp.gate.e_score_correction_bias"
+    ]
 
 
 def redundant_experts(made: Checkpoint) -> Any:
@@ -255,22 +302,131 @@ def products(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def random_tensors(specs: Sequence[WeightSpec], *, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {spec.name: torch.randn(spec.shape, generator=generator) for spec in specs}
+
+
+def served(config: Any, tensors: Mapping[str, Tensor], *, take: Callable[[Any], None] | None = None) -> nn.Module:
+    """The model as vLLM serves it after loading; `take` may change it before that."""
+    model: Any = build(config)
+    if take is not None:
+        take(model)
+    model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
+    process(model, config)
+    return model
+
+
+def update(landing: Landing, tensors: Mapping[str, Tensor], *, rank: int = 0) -> None:
+    """What a subscriber and the engine do for each version."""
+    boxes = {layout.spec.name: layout.boxes for layout in landing.manifest.layouts}
+    for name, view in landing.views.items():
+        view.copy_(tensors[name][boxes[name][rank].slices()])
+    landing.settle()
+
+
 @pytest.mark.parametrize("family", ["qwen2", "qwen3_moe", "deepseek_v3", "gpt_oss"])
 def test_packed_layers_are_reloaded_and_compute_with_the_new_weights(family, checkpoint):
     made = checkpoint(family)
     config = vllm_config(made.path)
-    generator = torch.Generator().manual_seed(1)
-    old, new = ({spec.name: torch.randn(spec.shape, generator=generator) for spec in made.specs} for _ in range(2))
+    old, *versions = (random_tensors(made.specs, seed=seed) for seed in range(3))
     with acting_as(0):
-        models: list[Any] = [build(config), build(config)]
-        for model, tensors in zip(models, (old, new)):
-            model.load_weights((name, tensor.clone()) for name, tensor in tensors.items())
-            process(model, config)
-        updated, expected = models
-        landing = Landing(updated, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
-        for name, view in landing.views.items():
-            view.copy_(new[name])
-        landing.settle()
-    assert landing.reloaded and not landing.untouched
-    assert same(dict(updated.named_parameters()), dict(expected.named_parameters()))
-    assert same(products(updated), products(expected))
+        model = served(config, old)
+        landing = Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
+        assert landing.reloaded and not landing.untouched
+        for new in versions:
+            update(landing, new)
+            expected = served(config, new)
+            assert same(dict(model.named_parameters()), dict(expected.named_parameters()))
+            assert same(products(model), products(expected))
+
+
+def test_parts_that_lie_apart_are_copied_to_their_places(checkpoint):
+    made = stacked(checkpoint("qwen3_moe"))
+    config = vllm_config(made.path, tensor_parallel_size=2)
+    old, new = (random_tensors(made.specs, seed=seed) for seed in range(2))
+    with acting_as(1, tp=2):
+        model, expected = served(config, old), served(config, new)
+        landing = Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=1)
+        update(landing, new, rank=1)
+    assert landing.scattered == tuple(f"model.layers.{n}.mlp.experts.gate_up_proj" for n in range(2))
+    assert same(dict(model.named_parameters()), dict(expected.named_parameters()))
+
+
+def test_plain_layers_are_written_in_place(checkpoint):
+    made = checkpoint("deepseek_v3")
+    config = vllm_config(made.path)
+    old, new = (random_tensors(made.specs, seed=seed) for seed in range(2))
+    with acting_as(0):
+        model = served(config, old)
+        landing = Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
+    name = "model.layers.0.input_layernorm.weight"
+    landing.views[name].copy_(new[name])
+    assert name not in landing.reloaded
+    assert torch.equal(model.get_parameter(name), new[name])
+
+
+def doubles_the_last_norm(model: Any) -> None:
+    """A loader that computes, as those of Mamba and of Gemma's older classes do."""
+    load = model.load_weights
+    model.load_weights = lambda weights: load((n, w * 2 if n == "model.norm.weight" else w) for n, w in weights)
+
+
+def test_a_loader_that_computes_gets_the_tensor_whole(checkpoint):
+    made = checkpoint("qwen3")
+    config = vllm_config(made.path)
+    old, new = (random_tensors(made.specs, seed=seed) for seed in range(2))
+    with acting_as(0):
+        model, bare = served(config, old, take=doubles_the_last_norm), twin(config)
+        doubles_the_last_norm(bare)
+        landing = Landing(model, chart_of(bare, made.specs, how="traced"), vllm_config=config, rank=0)
+        update(landing, new)
+        expected = served(config, new, take=doubles_the_last_norm)
+    assert "reads values" in landing.reloaded["model.norm.weight"]
+    assert torch.equal(model.get_parameter("model.norm.weight"), 2 * new["model.norm.weight"])
+    assert same(dict(model.named_parameters()), dict(expected.named_parameters()))
+    assert same(products(model), products(expected))
+
+
+def test_weights_quantised_by_the_sender_land_with_their_scales(checkpoint):
+    made = checkpoint("qwen3")
+    config = vllm_config(made.path, dtype="bfloat16", hf_overrides={"quantization_config": FP8_CHANNELS})
+    old, new = (
+        quantized({n: t.bfloat16() for n, t in random_tensors(made.specs, seed=seed).items()}, "fp8_channel")
+        for seed in range(2)
+    )
+    specs = [WeightSpec(name=n, shape=tuple(t.shape), dtype=str(t.dtype)[6:]) for n, t in new.items()]
+    with acting_as(0):
+        model, expected = served(config, old), served(config, new)
+        landing = Landing(model, chart_of(twin(config), specs), vllm_config=config, rank=0)
+        update(landing, new)
+    assert "processes it after loading" in landing.reloaded["model.layers.0.mlp.down_proj.weight_scale"]
+    found, wanted = ({name: p.view(torch.uint8) for name, p in m.named_parameters()} for m in (model, expected))
+    assert same(found, wanted)
+
+
+def test_weights_without_scales_are_refused_by_an_engine_that_wants_them(checkpoint):
+    made = checkpoint("qwen3")
+    config = vllm_config(made.path, dtype="bfloat16", hf_overrides={"quantization_config": FP8_CHANNELS})
+    with acting_as(0), pytest.raises(ValueError, match="publish quantised weights with their scales"):
+        chart_of(twin(config), made.specs)
+
+
+def test_a_layer_is_not_reloaded_in_part(checkpoint):
+    made = checkpoint("qwen2")
+    config = vllm_config(made.path)
+    specs = [spec for spec in made.specs if not spec.name.endswith("proj.bias")]
+    with acting_as(0):
+        model = served(config, random_tensors(made.specs, seed=0))
+        with pytest.raises(ValueError, match=r"qkv_proj\.bias is not among the delivered tensors"):
+            Landing(model, chart_of(twin(config), specs), vllm_config=config, rank=0)
+
+
+def test_one_memory_for_two_trained_tensors_is_refused(checkpoint):
+    made = checkpoint("llama")
+    config = vllm_config(made.path)
+    with acting_as(0):
+        model: Any = served(config, random_tensors(made.specs, seed=0))
+        model.lm_head.weight = model.model.embed_tokens.weight
+        with pytest.raises(ValueError, match="share memory in the engine but are trained apart"):
+            Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import gc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -24,7 +25,9 @@ pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not install
 pytestmark = [
     pytest.mark.xdist_group("vllm"),
     pytest.mark.timeout(300),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # vLLM's, of torch
+    pytest.mark.filterwarnings(  # vLLM's own
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Unclosed context:ResourceWarning"
+    ),
 ]
 
 CONFIG = {
@@ -63,6 +66,8 @@ def llm(runner, tmp_path_factory):
     llm = start(str(directory), options=options, dtype="float32", max_length=None)
     yield llm
     llm.shutdown()
+    del llm
+    gc.collect()  # what vLLM leaves open is closed here, where it is ignored
 
 
 def decode(tokens):

@@ -1,6 +1,7 @@
 """vLLM in whole runs, over several workers, and when its owner is killed: minutes, so all of it is slow."""
 
 import asyncio
+import gc
 import os
 import signal
 import subprocess
@@ -28,7 +29,9 @@ pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not install
 pytestmark = [
     pytest.mark.xdist_group("vllm"),
     pytest.mark.timeout(600),
-    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),  # vLLM's, of torch
+    pytest.mark.filterwarnings(  # vLLM's own
+        "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:Unclosed context:ResourceWarning"
+    ),
 ]
 slow = pytest.mark.slow
 
@@ -122,7 +125,9 @@ def test_after_ten_syncs_two_workers_answer_as_a_fresh_engine(tmp_path, staging)
 
     found = asyncio.run(synced())
     model.save_pretrained(tmp_path / "last")
-    assert found == asyncio.run(fresh())
+    expected = asyncio.run(fresh())
+    gc.collect()  # what vLLM leaves open is closed here, where it is ignored
+    assert found == expected
     assert len({tuple(tokens) for tokens in found}) > 1
 
 

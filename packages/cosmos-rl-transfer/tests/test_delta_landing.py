@@ -1,6 +1,7 @@
 """What a publisher's copy says has changed, landed without a connection between the two."""
 
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from cosmos_rl_transfer import Manifest, Shard, TransferError
 from cosmos_rl_transfer.delta import Extent, decode
 from cosmos_rl_transfer.digest import tensor_sum
 from cosmos_rl_transfer.landing import InPlace, Shadow
+from cosmos_rl_transfer.live import LiveWeights
 from cosmos_rl_transfer.outgoing import Outgoing
 from cosmos_rl_transfer.plan import plan
 
@@ -23,7 +25,8 @@ class Wire:
     def __init__(self, source, target, weights, live, *, kind, bucket_bytes=512):
         made = plan(source, target, bucket_bytes=bucket_bytes)
         self.buckets = made.stream(0, 0)
-        self.outgoing = Outgoing(source, rank=0, wire_dtypes=made.wire_dtypes, full_every=1000)
+        memory = LiveWeights(source, rank=0, wire_dtypes=made.wire_dtypes)
+        self.outgoing = Outgoing(source, memory, rank=0, wire_dtypes=made.wire_dtypes, full_every=1000)
         self.landing = kind(target, live, rank=0, wire_dtypes=made.wire_dtypes)
         self.weights, self.pool = weights, ThreadPoolExecutor(1)
         self.held = self.num_deltas = -1
@@ -137,6 +140,25 @@ def test_there_is_no_delta_from_another_version_than_the_one_before(wire):
     assert wire.outgoing.delta(bucket, base=-1, version=1) is None
     assert wire.outgoing.delta(bucket, base=1, version=1) is None
     assert wire.outgoing.delta(bucket, base=0, version=2) is None
+
+
+def test_what_changes_everywhere_is_copied_less_and_less_often_until_it_changes_less():
+    whole = {"w": torch.zeros(4096)}
+    manifest = Manifest.from_tensors(whole)
+    wire = Wire(manifest, manifest, whole, {"w": torch.zeros(4096)}, kind=Shadow)
+    copied = []
+    for version in range(200):
+        whole["w"] += version < 150
+        if wire.outgoing.wants_rest:
+            wire.outgoing.rest(version)
+        else:
+            wire.outgoing.begin(version)
+            wire.outgoing.refresh(whole)
+            copied.append(version)
+    pauses = [after - before - 1 for before, after in pairwise(copied)]
+    dense = [pause for pause in pauses if pause]
+    assert dense == [1, 2, 4, 8, 16, 32, 32, 32, 32]
+    assert pauses[-10:] == [0] * 10
 
 
 class Unreadable:

@@ -267,3 +267,15 @@ def test_peak_memory_does_not_depend_on_the_model():
 def test_a_bucket_must_hold_an_element():
     with pytest.raises(LayoutError, match="bucket_bytes = 7 is smaller than one element"):
         plan(Manifest.whole([spec()]), Manifest.whole([spec()]), bucket_bytes=7)
+
+
+def test_nothing_is_planned_for_a_model_without_tensors():
+    made = plan(Manifest(()), Manifest(()), bucket_bytes=64)
+    assert made.pairs == () and made.total_bytes == made.egress_bound == 0 and made.ratio == 1.0
+    assert "0 B to 0 target ranks" in made.explain()
+
+
+def test_a_tensor_without_elements_needs_nobody():
+    empty = spec("empty", (0, 4))
+    made = plan(Manifest((TensorLayout(empty, {}),)), Manifest.whole([empty]), bucket_bytes=64)
+    assert made.pairs == () and made.total_bytes == 0

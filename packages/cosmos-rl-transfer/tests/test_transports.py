@@ -81,8 +81,8 @@ def test_auto_offers_the_fastest_that_can_be_opened_and_says_so_in_one_line(capl
     with caplog.at_level(logging.INFO):
         name, outlet = open_outlet("auto", bucket_bytes=10, num_slots=1)
     outlet.close()
-    assert name == preference()[0] == "shm"  # of a machine without GPU and InfiniBand
-    assert [record.message for record in caplog.records] == ["offer weights over shm"]
+    assert name == preference()[0] == "shm"  # of a machine without InfiniBand
+    assert [record.message for record in caplog.records] == ["weights are offered over shm"]
 
 
 def test_auto_reads_what_is_offered(ends):
@@ -95,7 +95,7 @@ def test_auto_falls_back_to_the_link_and_says_why(ends, caplog):
     with caplog.at_level(logging.INFO):
         assert reached("auto", ends[0], "shm", {"slots": "/proc/1/fd/none", "nonce": "00"}) == "tcp"
     (line,) = (record.message for record in caplog.records)
-    assert line.startswith("read weights over tcp (not over shm: the publisher's memory cannot be opened:")
+    assert line.startswith("weights are read over tcp (not over shm: the publisher's memory cannot be opened:")
 
 
 @pytest.mark.parametrize("offered", ["carrier pigeon", "os:system"])

@@ -14,7 +14,7 @@ def copy(bucket):
 
 
 def lend(versions, version, *, keep=False):
-    return versions.lend(version, buckets=3, keep=keep, copy=copy)
+    return versions.lend(version, buckets=range(3), keep=keep, copy=copy)
 
 
 def test_only_the_open_version_is_lent():

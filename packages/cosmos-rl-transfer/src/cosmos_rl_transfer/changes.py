@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 import torch
@@ -19,8 +20,8 @@ CHUNK_BYTES = 512 << 10
 """Of the copy, for one comparison: with its counterpart and the mask, what a core's own cache holds."""
 MOST_CHANGED = 1 / 3
 """Of a tensor's elements; beyond it nobody wants a list. So lists take at most as much memory as the copy."""
-_PROBE = 32
-"""One of so many elements is looked at first, to see whether comparing all is worth it."""
+_PROBE_CHUNKS, _PROBE_PARTS = 8, 4
+"""A fourth of every eighth chunk is looked at first, to see whether comparing all is worth it."""
 _MANY = 1 / 8
 """Of the words in a chunk; beyond it elements are compared at once."""
 
@@ -82,8 +83,8 @@ class Comparison:
         most = CHUNK_BYTES // copy.itemsize
         if len(copy) < most:
             return 0.0
-        for first, part in chunks(live, most):
-            _, few = next(chunks(part, most // _PROBE))
+        for first, part in islice(chunks(live, most), 0, None, _PROBE_CHUNKS):
+            _, few = next(chunks(part, most // _PROBE_PARTS))
             new = self._raw(few, dtype)
             seen += len(new)
             changed += int(np.count_nonzero(self._unequal(new, copy[first : first + len(new)])))

@@ -13,18 +13,17 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.ends import BUCKET_BYTES, Ends
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.link import Link
 from cosmos_rl_transfer.messages import Data
 from cosmos_rl_transfer.sample_exchange import (
     WINDOW,
-    PublisherProcess,
     SamplePublisher,
     SampleReader,
     Serve,
@@ -32,37 +31,14 @@ from cosmos_rl_transfer.sample_exchange import (
     num_bytes,
     places,
 )
-from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
+from cosmos_rl_transfer.transports.base import TransportUnavailable
 
-BUCKET_BYTES = 1 << 16
 LONGEST_WAIT_S = 2.0
 """How long the death of a peer may stay unnoticed."""
 _TIMEOUT_S = 30.0
 _SHORT_S = 0.3
 _GROWTH_BYTES = 8 << 20
 """An eighth of what a thousand buckets would leave behind."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Ends:
-    """The two ends of a transport that is to be tried, not used before."""
-
-    publisher: Transport
-    subscriber: Transport
-    start: Callable[[], tuple[PublisherProcess, Transport]]
-    """Starts a publisher in another process; returns it and the subscriber's end of its transport."""
-    max_readers: int = 3
-    """Subscribers one outlet can serve."""
-
-    @classmethod
-    def of(cls, kind: type[Transport]) -> Ends:
-        """Use a transport whose two ends are made alike, without arguments."""
-        spec = f"{kind.__module__}:{kind.__qualname__}"
-        return cls(
-            publisher=kind(),
-            subscriber=kind(),
-            start=lambda: (PublisherProcess.of(spec, bucket_bytes=BUCKET_BYTES), kind()),
-        )
 
 
 def slots_arrive_whole(ends: Ends) -> None:
@@ -155,9 +131,9 @@ def a_killed_publisher_is_noticed(ends: Ends) -> None:
             waiting.start()
             waiting.join(_SHORT_S)
             publisher.close()
-            with _at_most(LONGEST_WAIT_S):
-                waiting.join()
-                _assert_lost(reader)
+            waiting.join(LONGEST_WAIT_S)
+            assert not waiting.is_alive()
+            _assert_lost(reader)
 
 
 def a_reader_that_leaves_is_noticed(ends: Ends) -> None:
@@ -220,11 +196,8 @@ def _pair(ends: Ends) -> Iterator[SampleReader]:
         yield reader
 
 
-@contextmanager
-def _opened(ends: Ends) -> Iterator[SamplePublisher]:
-    publisher = SamplePublisher(ends.publisher, bucket_bytes=BUCKET_BYTES, num_readers=ends.max_readers)
-    with closing(publisher):
-        yield publisher
+def _opened(ends: Ends) -> closing[SamplePublisher]:
+    return closing(SamplePublisher(ends.publisher, bucket_bytes=BUCKET_BYTES, num_readers=ends.max_readers))
 
 
 @contextmanager
@@ -245,8 +218,8 @@ def _ending(thread: threading.Thread) -> Iterator[None]:
     try:
         yield
     finally:
-        with _at_most(LONGEST_WAIT_S):
-            thread.join()
+        thread.join(LONGEST_WAIT_S)
+        assert not thread.is_alive(), "who serves a reader that left does not notice"
 
 
 def _read_many(reader: SampleReader, serve: Serve, how_many: int, *, first: int = 0) -> None:

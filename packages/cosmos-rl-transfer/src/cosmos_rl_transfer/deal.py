@@ -14,6 +14,8 @@ def deal(count: int, size: int, room: Sequence[int], *, turn: int) -> list[int]:
     The same as doing so, in closed form: all owners end at one level, the odd copies go to those above it. Equal
     owners are asked from place `turn` on, so that replicas that plan alone do not all choose the first.
     """
+    if count % len(room) == 0 and min(room) == max(room):
+        return [count // len(room)] * len(room)
     ranked = sorted(range(len(room)), key=lambda i: (-room[i], (i - turn) % len(room)))
     total, num_active = -count * size, 0
     for i in ranked:  # the level, total / num_active, is below the room of those that take anything
@@ -23,9 +25,10 @@ def deal(count: int, size: int, room: Sequence[int], *, turn: int) -> list[int]:
     counts = [0] * len(room)
     for i in ranked[:num_active]:
         counts[i] = (room[i] * num_active - total) // (num_active * size)
-    above = sorted(ranked, key=lambda i: counts[i] * size - room[i])
-    for i in above[: count - sum(counts)]:  # each is less than one copy above the level
-        counts[i] += 1
+    if odd := count - sum(counts):  # less than one copy an owner
+        above = sorted(ranked, key=lambda i: counts[i] * size - room[i])
+        for i in above[:odd]:
+            counts[i] += 1
     return counts
 
 

@@ -30,6 +30,8 @@ class Feed:
     inlet: Inlet | None = None
     buckets: tuple[Bucket, ...] = ()
     """What this publisher sends us."""
+    ring: tuple[str, ...] = ()
+    """Who passes the announced version on, by address (chain.py)."""
     _sending: threading.Lock = field(default_factory=threading.Lock)
     """Buckets are asked for by one thread and let go by others."""
 
@@ -65,12 +67,30 @@ class Feed:
         _expect(self.link.receive(), m.Joined)
         self.buckets = made.stream(source.rank, rank)
 
+    def join_ring(
+        self,
+        plan_digest: str,
+        *,
+        source: int,
+        buckets: tuple[Bucket, ...],
+        transport: str | Transport,
+        memory: Sequence[Raw],
+    ) -> None:
+        """Choose the transport to a subscriber that passes on these buckets of the publisher of rank `source`."""
+        offered, offer = self.welcome.transport, self.welcome.offer
+        chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory)
+        self.link.send(m.JoinRing(plan_digest, source, chosen))
+        _expect(self.link.receive(), m.Joined)
+        self.buckets = buckets
+
     def newer(self, after: int) -> int:
         """Wait for a version newer than `after`. The publisher's heartbeat keeps the link's deadline away."""
         self.link.send(m.Await(after))
         while isinstance(reply := self.link.receive(), m.Waiting):
             pass
-        return _expect(reply, m.Announce).version
+        announced = _expect(reply, m.Announce)
+        self.ring = announced.ring
+        return announced.version
 
     def holds(self, version: int, address: str) -> None:
         """Tell that this subscriber serves a version at `address`."""
@@ -81,12 +101,12 @@ class Feed:
         self.link.send(m.WhoHolds(after))
         return _expect(self.link.receive(), m.Holders)
 
-    def borrow(self, version: int, *, keep: bool, held: int) -> int:
+    def borrow(self, version: int, *, keep: bool, held: int, share: tuple[int, int] = (0, 1)) -> int:
         """Lease a version and return the lease. Raises Superseded when there is a newer one.
 
-        `held`: the version that deltas may start from, -1 for none.
+        `held`: the version that deltas may start from, -1 for none. `share`: place in a ring and its size.
         """
-        self.link.send(m.Borrow(version, keep, held))
+        self.link.send(m.Borrow(version, keep, held, share))
         return _expect(self.link.receive(), m.Lent).lease
 
     def ask(self, lease: int, bucket: Bucket, *, want: m.Want) -> None:

@@ -6,12 +6,20 @@ import threading
 from collections import Counter
 
 from cosmos_rl_transfer.messages import Holder, Holders
+from cosmos_rl_transfer.relay import Relay
 
 
 class Directory:
     """What subscribers have said of themselves. Any thread may call."""
 
-    def __init__(self) -> None:
+    def __init__(self, relay: Relay = "off") -> None:
+        """relay: whether subscribers that want the same buckets pass them on; "auto" where that can be faster."""
+        self.num_hosts = 1
+        """Hosts that publish."""
+        self._relay = relay
+        self._rings: dict[tuple[str, int], tuple[str, ...]] = {}
+        """By plan and rank, of one version."""
+        self._ring_version = -1
         self._guard = threading.Lock()
         self._known: dict[object, tuple[int, Holder]] = {}
         """By who said it: version and holder."""
@@ -41,3 +49,27 @@ class Directory:
             first = {(holder.layout, holder.rank): holder for holder in reversed(found)}
             self._asked.update(first.values())
             return Holders(version, tuple(found))
+
+    def ring(self, owner: object, version: int) -> tuple[str, ...]:
+        """Return who passes a version on to one another, addresses in order; () if nobody does, or `owner` does not.
+
+        It is the same for all members, whoever comes or goes while the version travels.
+        """
+        with self._guard:
+            if self._relay == "off" or owner not in self._known:
+                return ()
+            if version != self._ring_version:
+                self._rings, self._ring_version = {}, version
+            own = self._known[owner][1]
+            key = own.plan, own.rank
+            if key not in self._rings:
+                alike = (holder for _, holder in self._known.values() if (holder.plan, holder.rank) == key)
+                self._rings[key] = self._worth(sorted(holder.address for holder in alike))
+            ring = self._rings[key]
+            return ring if own.address in ring else ()
+
+    def _worth(self, addresses: list[str]) -> tuple[str, ...]:
+        """Return a ring's addresses, () where it does not pay: where they have no more hosts than the publishers."""
+        num_hosts = len({address.rpartition(":")[0] for address in addresses})
+        pays = len(addresses) > 1 and (self._relay == "on" or num_hosts > self.num_hosts)
+        return tuple(addresses) if pays else ()

@@ -4,7 +4,7 @@ subscriber                                   publisher
 Hello                                     -> Welcome          what the publisher holds, and how it is reached
 Join(target, rank, plan digest)           -> Joined           or Refused: the plans differ
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
-                                             Announce(version)
+                                             Announce(version, ring)
 Borrow(version)                           -> Lent             a lease on the version; or Overtaken
 ReadBucket(lease, bucket)                 -> Data, and what the transport sends behind it; or Overtaken
   ... at most two of them unanswered
@@ -12,6 +12,7 @@ Taken(bucket)                                its slot may be used again; no answ
 Return(lease)                             -> Returned         was the lease valid all the time?
 Holds(version, address)                      it serves this version itself (peers.py); no answer
 WhoHolds(after)                           -> Holders          of the newest version, if newer than `after`
+JoinRing(plan digest, source)             -> Joined           instead of Join, to a subscriber that passes on (chain.py)
 """
 
 from __future__ import annotations
@@ -58,6 +59,13 @@ class Join(msgspec.Struct, tag=True, frozen=True):
     """Source ranks that the plan was made over, the others being gone; () for all."""
 
 
+class JoinRing(msgspec.Struct, tag=True, frozen=True):
+    plan_digest: str
+    source: int
+    """Rank of the publisher whose buckets are to be passed on."""
+    transport: str
+
+
 class Joined(msgspec.Struct, tag=True, frozen=True):
     pass
 
@@ -76,6 +84,8 @@ class Waiting(msgspec.Struct, tag=True, frozen=True):
 
 class Announce(msgspec.Struct, tag=True, frozen=True):
     version: int
+    ring: tuple[str, ...] = ()
+    """Addresses of subscribers that want the same buckets and pass them on, in this order; () where nobody does."""
 
 
 class Borrow(msgspec.Struct, tag=True, frozen=True):
@@ -84,6 +94,8 @@ class Borrow(msgspec.Struct, tag=True, frozen=True):
     """Whether the lease outlives the next version: for a reader that was overtaken before."""
     held: int = -1
     """The version this subscriber has, -1 for none: what changed since may come as deltas."""
+    share: tuple[int, int] = (0, 1)
+    """Position in a ring and its size: buckets that the ring passes on are read only if it does not (relay.py)."""
 
 
 class Lent(msgspec.Struct, tag=True, frozen=True):
@@ -137,6 +149,13 @@ class Holder(msgspec.Struct, frozen=True):
     rank: int
     """Its own in that manifest."""
     address: str
+    plan: str = ""
+    """Digest of the plan by which publishers send to it."""
+
+    @classmethod
+    def of(cls, joined: Join, address: str) -> Holder:
+        """Describe a subscriber that has joined."""
+        return cls(joined.target.digest, joined.rank, address, joined.plan_digest)
 
 
 class Holds(msgspec.Struct, tag=True, frozen=True):
@@ -189,6 +208,7 @@ class Commit(msgspec.Struct, tag=True, frozen=True):
 Request = (
     Hello
     | Join
+    | JoinRing
     | Await
     | Borrow
     | ReadBucket

@@ -5,6 +5,9 @@ owner     begin(version)       what was read until now may change: a fence of th
           ... the live tensors may change: nobody reads them any more ...
 reader    runs, pack, delta    wait until the bucket's tensors are up to date
 
+Where most of the bytes changed too much to be listed, twice in a row, the next versions are read out of live memory
+as without deltas (`rest`): for 1, 2, 4 ... 32 versions, until a comparison finds less.
+
 The copy costs the rank's parts once in memory; what changed, at most once more.
 """
 
@@ -24,7 +27,7 @@ from cosmos_rl_transfer.digest import Raw, add, tensor_sum
 from cosmos_rl_transfer.dtensor import local
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout import Manifest
-from cosmos_rl_transfer.live import DIRECT_BYTES
+from cosmos_rl_transfer.live import DIRECT_BYTES, LiveWeights
 from cosmos_rl_transfer.plan import Bucket, Piece
 from cosmos_rl_transfer.positions import inward, outward, row_strides
 from cosmos_rl_transfer.proof import Form, gain
@@ -35,6 +38,8 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 / 2
 """Of a bucket's bytes; a delta that takes more is not worth its coding."""
+MOST_RESTS = 32
+"""Versions between two comparisons where most changes: two of 34 are copied for nothing."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +66,15 @@ class _Selected:
 class Outgoing:
     """One rank's parts in their wire dtypes. Any thread may read; one thread owns it."""
 
-    def __init__(self, manifest: Manifest, *, rank: int, wire_dtypes: Mapping[str, str], full_every: int) -> None:
+    def __init__(
+        self,
+        manifest: Manifest,
+        live: LiveWeights,
+        *,
+        rank: int,
+        wire_dtypes: Mapping[str, str],
+        full_every: int,
+    ) -> None:
         """Allocate the copy. Every `full_every`-th version is copied without a comparison and sent whole."""
         arena = Arena.of(manifest, rank=rank, wire_dtypes=wire_dtypes)
         self._names = tuple(arena.places)
@@ -71,6 +84,10 @@ class Outgoing:
         self.memory.fill(0)  # takes the page faults now
         self.version = self.base = -1
         """What it holds, and the version that deltas start from: -1 for none."""
+        self.resting = False
+        """Whether the newest version is read out of live memory."""
+        self._rests_left, self._next_rests = 0, 0
+        self._live = live
         self._canonical = manifest.canonical
         self._full_every, self._since_full = full_every, 0
         self._comparison = Comparison()
@@ -82,10 +99,23 @@ class Outgoing:
         self._sums: dict[tuple[Piece, ...], tuple[int, tuple[int, ...]]] = {}
         """By pieces: a version and their additive hashes in it."""
 
+    @property
+    def wants_rest(self) -> bool:
+        """Whether the next version should not be copied."""
+        return self._rests_left > 0
+
+    def rest(self, version: int) -> None:
+        """Let everybody who reads from now on read live memory."""
+        with self._changed:
+            self.version, self.base, self.resting, self._broken = version, -1, True, False
+            self._behind.clear()
+            self._rests_left -= 1
+
     def begin(self, version: int) -> None:
         """Let everybody who reads from now on wait for `version`."""
         with self._changed:
-            full = self.version < 0 or self._broken or self._since_full + 1 >= self._full_every
+            full = self.version < 0 or self.resting or self._broken or self._since_full + 1 >= self._full_every
+            self.resting = False
             self._since_full = 0 if full else self._since_full + 1
             self.version, self.base = version, -1 if full else self.version
             self._behind, self._broken = set(self._names), False
@@ -106,14 +136,26 @@ class Outgoing:
                     self._found[name] = found
                     self._behind.discard(name)
                     self._changed.notify_all()
+            if self.base >= 0:
+                self._consider_rest()
         finally:
             with self._changed:
                 self._broken = bool(self._behind)
                 self._changed.notify_all()
 
+    def _consider_rest(self) -> None:
+        """After a comparison."""
+        dense = sum(self.arena.places[name].num_bytes for name in self._names if self._found[name] is None)
+        if dense > self.arena.num_bytes / 2:
+            self._rests_left, self._next_rests = self._next_rests, min(2 * self._next_rests or 1, MOST_RESTS)
+        else:
+            self._next_rests = 0
+
     def runs(self, bucket: Bucket) -> list[Run] | None:
         """Return the bucket's bytes where they lie, or None where they have to be packed."""
         self._wait(bucket)
+        if self.resting:
+            return self._live.runs(bucket)
         found = []
         for piece in bucket.pieces:
             place = self.arena.places[piece.name]
@@ -128,7 +170,10 @@ class Outgoing:
     def pack(self, bucket: Bucket, out: Raw) -> None:
         """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]."""
         self._wait(bucket)
-        self.arena.gather(self.memory, bucket, out)
+        if self.resting:
+            self._live.pack(bucket, out)
+        else:
+            self.arena.gather(self.memory, bucket, out)
 
     def delta(self, bucket: Bucket, *, base: int, version: int) -> Delta | None:
         """Return what `version` changed in a bucket since `base`; None if that is not known or the bucket is shorter.

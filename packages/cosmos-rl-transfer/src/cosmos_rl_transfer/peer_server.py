@@ -14,6 +14,7 @@ from cosmos_rl_transfer.feed import Feed
 from cosmos_rl_transfer.landing import Shadow
 from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest, TensorLayout
 from cosmos_rl_transfer.live import DIRECT_BYTES
+from cosmos_rl_transfer.partial import Partial
 from cosmos_rl_transfer.plan import Bucket
 from cosmos_rl_transfer.proof import Form
 from cosmos_rl_transfer.ring import Ring
@@ -46,12 +47,13 @@ class PeerServer:
         bucket_bytes: int,
         bind: str,
         timeout_s: float,
+        partial: Partial,
     ) -> None:
         """Allocate two slots of a bucket each and listen on `bind`; nothing can be had before `open`.
 
         manifest, rank: what all ranks of this replica hold, and which of them this is. wire_dtypes: by tensor, what
-        the shadow holds it in. Raises TransportUnavailable where `transport` cannot serve, OSError where `bind` is no
-        address of this host.
+        the shadow holds it in. partial: which buckets have landed of a version that is still coming. Raises
+        TransportUnavailable where `transport` cannot serve, OSError where `bind` is no address of this host.
         """
         served = _as_held(manifest, wire_dtypes)
         self._versions = Versions()
@@ -70,13 +72,14 @@ class PeerServer:
             outlet=self._outlet,
             transport=chosen,
             link_outlet=Tcp().open(bucket_bytes=bucket_bytes, num_slots=0),
+            partial=partial,
         )
         try:
             self._server = Server(supply, token=token, bind=bind, timeout_s=timeout_s)
         except OSError:
             self._outlet.close()
             raise
-        self._sent, self._proofs = supply.sent, supply.proofs
+        self._sent, self._proofs, self._partial = supply.sent, supply.proofs, partial
 
     @property
     def address(self) -> str:
@@ -88,12 +91,19 @@ class PeerServer:
         """Bytes of buckets that were handed over so far."""
         return self._sent.num_bytes
 
+    def begin(self, version: int) -> None:
+        """Let the version that will be in the shadow be read, bucket by bucket as they land. Fence before."""
+        self._partial.begin(version)
+        self._versions.publish(version)
+
     def open(self, version: int) -> None:
         """Let the version that is in the shadow be read. Versions may also fall: publishers may have started anew."""
-        self._versions.publish(version)
+        if not self._partial.complete(version):
+            self._versions.publish(version)
 
     def fence(self) -> None:
         """Return when the shadow may be written: who reads has a moment to finish, and is dropped."""
+        self._partial.end()
         self._versions.fence(patience_s=PATIENCE_S, copy=False)
         self._proofs.forget()
 
@@ -124,8 +134,20 @@ class Offer:
         self._server: PeerServer | None = None
         self._works = True
         self._version: int | None = None
+        self.partial = Partial()
+        """Which buckets can be had here."""
 
-    def open(self, version: int, shadow: Shadow, feeds: Sequence[Feed], *, wire_dtypes: Mapping[str, str]) -> None:
+    @property
+    def address(self) -> str | None:
+        """Where others connect, once there was a version."""
+        return None if self._server is None else self._server.address
+
+    def begin(self, version: int) -> None:
+        """Serve what lands of a version, after `fence`."""
+        if self._server is not None:
+            self._server.begin(version)
+
+    def open(self, version: int, shadow: Shadow, feeds: Sequence[Feed]) -> None:
         """Serve the version that is in the shadow and tell the publishers. Where that cannot be, warn once."""
         if not self._works or not feeds:
             return
@@ -135,12 +157,13 @@ class Offer:
                     shadow,
                     self._manifest,
                     rank=self._rank,
-                    wire_dtypes=wire_dtypes,
+                    wire_dtypes=self.partial.wire_dtypes,
                     token=self._token,
                     transport=self._transport,
                     bucket_bytes=feeds[0].welcome.bucket_bytes,
                     bind=self._bind or feeds[0].link.local_host,
                     timeout_s=self._timeout_s,
+                    partial=self.partial,
                 )
             except (TransportUnavailable, OSError) as error:
                 self._works = False

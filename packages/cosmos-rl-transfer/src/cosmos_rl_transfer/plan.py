@@ -163,6 +163,7 @@ class Plan:
     def join(self, replica: Manifest) -> Plan:
         """Return the plan with one more rollout replica, whose ranks are new. All streams so far stay what they are.
 
+        Whether ranks relay is not decided anew: where they do, newcomers enter the rings that want what they want.
         Raises LayoutError for ranks that are in the plan, and as `plan`.
         """
         if known := sorted(set(replica.ranks) & self.bytes_in.keys()):

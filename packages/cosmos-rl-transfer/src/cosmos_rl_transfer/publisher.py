@@ -14,11 +14,13 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from cosmos_rl_transfer.holders import Directory
 from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.live import LiveWeights
 from cosmos_rl_transfer.outgoing import Outgoing
 from cosmos_rl_transfer.plan import wire_dtype_of
 from cosmos_rl_transfer.proof import Form
+from cosmos_rl_transfer.relay import Relay
 from cosmos_rl_transfer.ring import Ring
 from cosmos_rl_transfer.server import Server
 from cosmos_rl_transfer.supply import Supply
@@ -54,6 +56,7 @@ class Publisher:
         timeout_s: float = 30.0,
         delta: bool = False,
         full_every: int = DEFAULT_FULL_EVERY,
+        relay: Relay = "auto",
     ) -> None:
         """Allocate two slots of a bucket each and start to listen.
 
@@ -63,7 +66,8 @@ class Publisher:
         patience_s: how long `fence` waits for readers before it copies, and how long a reader may keep a slot that
         others wait for. timeout_s: how long a send may stand still. delta: send only what changed to whoever has the
         version before, where that is shorter. Costs a copy of the weights in host memory, out of which versions are
-        read. full_every: after so many versions one is sent whole.
+        read. full_every: after so many versions one is sent whole. relay: whether subscribers that want the same
+        buckets pass them on to one another; "auto": without deltas, where they have more hosts than publishers.
         """
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
@@ -72,7 +76,7 @@ class Publisher:
         self._versions = Versions()
         self._outgoing: Outgoing | None = None
         if delta:
-            self._outgoing = Outgoing(manifest, rank=rank, wire_dtypes=wire, full_every=full_every)
+            self._outgoing = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
         self._copying: Future[Fenced] | None = None
         """The pass that copies a version out of the live tensors, with deltas on."""
@@ -96,9 +100,14 @@ class Publisher:
             outlet=self._outlet,
             transport=chosen,
             link_outlet=Tcp().open(bucket_bytes=bucket_bytes, num_slots=0),
+            holders=Directory("off" if delta and relay == "auto" else relay),
         )
-        self._sent = supply.sent
+        self._sent, self._holders = supply.sent, supply.holders
         self._server = Server(supply, token=token, bind=bind, timeout_s=timeout_s)
+
+    def publishes_from(self, num_hosts: int) -> None:
+        """Tell on how many hosts the ranks are that publish together."""
+        self._holders.num_hosts = num_hosts
 
     @property
     def sent_bytes(self) -> int:
@@ -122,9 +131,12 @@ class Publisher:
         self._memory.check(weights)
         self._memory.bind(weights)
         self._newest = version
-        if self._outgoing is not None:
+        if self._outgoing is not None and not self._outgoing.wants_rest:
             self._copying = self._copier.submit(self._copy_out, self._outgoing, version, weights)
         else:
+            if self._outgoing is not None:
+                await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
+                self._outgoing.rest(version)
             self._outlet.expose(self._memory.exposable())
             self._versions.publish(version)
         return {"sync_bytes": float(self._num_bytes), "sync_s": time.perf_counter() - started}
@@ -139,7 +151,7 @@ class Publisher:
             started, copying, self._copying = time.perf_counter(), self._copying, None
             done = await asyncio.to_thread(copying.result)
             return {"sync_stall_s": time.perf_counter() - started, "sync_copied_bytes": float(done.copied_bytes)}
-        if self._outgoing is not None or not self._versions.is_open:
+        if not self._versions.is_open or (self._outgoing is not None and not self._outgoing.resting):
             return {"sync_stall_s": 0.0, "sync_copied_bytes": 0.0}
         done = await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
         return {"sync_stall_s": done.waited_s, "sync_copied_bytes": float(done.copied_bytes)}
@@ -147,6 +159,8 @@ class Publisher:
     def _copy_out(self, outgoing: Outgoing, version: int, weights: Mapping[str, Tensor]) -> Fenced:
         """In a thread: copy a version, while it is read as far as it is copied."""
         done = self._versions.fence(patience_s=self._patience_s)
+        if outgoing.resting:
+            self._outlet.expose([outgoing.memory])
         outgoing.begin(version)
         self._versions.publish(version)
         outgoing.refresh(weights)

@@ -10,22 +10,30 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from cosmos_rl_transfer import messages as m
 from cosmos_rl_transfer.delta import Extent, decode
 from cosmos_rl_transfer.digest import Raw, bucket_hash
-from cosmos_rl_transfer.errors import Superseded, WeightMismatch
+from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.feed import Feed
-from cosmos_rl_transfer.landing import Landing
-from cosmos_rl_transfer.plan import Bucket
+from cosmos_rl_transfer.landing import InPlace, Landing, Shadow
+from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.plan import Bucket, Plan
 from cosmos_rl_transfer.proof import Form, packed_pieces, prove
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 log = logging.getLogger(__name__)
+
+Staging = Literal["shadow", "in_place"]
 
 NUM_BUFFERS = 2
 """Buckets a rank receives into, whatever it pulls."""
@@ -58,6 +66,9 @@ class Puller:
         self.buffers = [np.zeros(bucket_bytes, np.uint8) for _ in range(NUM_BUFFERS)]
         self._rank = rank
         self._forms = forms
+        self._landed: set[tuple[int, int]] = set()
+        self.when_landed: Callable[[Bucket], None] = _ignore
+        """Told of every bucket that is verified and in its place."""
 
     @property
     def base(self) -> int:
@@ -84,15 +95,44 @@ class Puller:
         self._each(leased, fetch)
         return done
 
-    def pull(self, leased: Sequence[tuple[Feed, int]], *, version: int, pool: Executor, done: Pulled) -> Pulled:
+    def pull(
+        self,
+        leased: Sequence[tuple[Feed, int]],
+        *,
+        version: int,
+        pool: Executor,
+        done: Pulled,
+        passed: Sequence[tuple[Feed, int]] = (),
+    ) -> Pulled:
         """Fetch every bucket of every feed and add to `done`. Returns or raises after the last thread has stopped.
 
-        Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong twice, and what feeds raise.
+        passed: feeds of a subscriber that passes on buckets of `leased` (chain.py); what does not come from there is
+        read from `leased` after all. Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong
+        twice, and what `leased` raise.
         """
         if not self.landing.keeps_deltas:
             self.landing.begin(self.base)
         self.held = -1
-        self._each(leased, lambda feed, lease, buffers: self._pull_feed(feed, lease, buffers, version, pool, done))
+        self._landed.clear()
+        by_peers = {(b.source, b.index) for feed, _ in passed for b in feed.buckets}
+
+        def fetch(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
+            self._pull_feed(feed, lease, buffers, version, pool, done)
+
+        def fetch_passed(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
+            try:
+                fetch(feed, lease, buffers)
+            except TransferError as error:
+                log.info("not all of version %d was passed on: %s", version, error)
+
+        direct = _without(leased, by_peers)
+        peers = {id(feed) for feed, _ in passed}
+        self._each(
+            [*direct, *passed],
+            lambda feed, lease, buffers: (fetch_passed if id(feed) in peers else fetch)(feed, lease, buffers),
+        )
+        if by_peers - self._landed:
+            self._each(_without(leased, self._landed), fetch)
         return done
 
     def _each(self, leased: Sequence[tuple[Feed, int]], fetch: Callable[[Feed, int, Sequence[Raw]], None]) -> None:
@@ -186,11 +226,35 @@ class Puller:
             if good:
                 self.landing.write(bucket, packed, data.sums)
         feed.done_with(bucket)
+        if good:
+            self._landed.add((bucket.source, bucket.index))
+            self.when_landed(bucket)
         return good
 
     def _land_delta(self, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
         extents = [Extent(piece.box.numel, self._forms[piece.name].item_bytes) for piece in bucket.pieces]
         return self.landing.write_delta(bucket, decode(packed, extents), data.sums)
+
+
+def make_puller(
+    target: Manifest, weights: Mapping[str, Tensor], made: Plan, *, rank: int, staging: Staging, bucket_bytes: int
+) -> Puller:
+    """Make room for what `made` sends to `rank` of `target`; `weights` are its live tensors."""
+    wire = made.wire_dtypes
+    forms = {name: Form(spec.shape, ITEM_BYTES[wire[name]]) for name, spec in target.specs.items()}
+    kind = Shadow if staging == "shadow" else InPlace
+    landing = kind(target, weights, rank=rank, wire_dtypes=wire)
+    return Puller(landing, rank=rank, bucket_bytes=bucket_bytes, forms=forms)
+
+
+def _ignore(_: Bucket) -> None:
+    pass
+
+
+def _without(leased: Sequence[tuple[Feed, int]], others: AbstractSet[tuple[int, int]]) -> list[tuple[Feed, int]]:
+    """Return feeds with fewer buckets, those that have any left."""
+    left = [tuple(b for b in feed.buckets if (b.source, b.index) not in others) for feed, _ in leased]
+    return [(replace(feed, buckets=buckets), lease) for buckets, (feed, lease) in zip(left, leased) if buckets]
 
 
 def _mismatch(bucket: Bucket, version: int) -> WeightMismatch:

@@ -71,7 +71,8 @@ def fp8_block(weight: Tensor, *, block: tuple[int, int] = (128, 128)) -> tuple[T
     tiles = _tiled(weight.float(), block)
     scale = tiles.abs().amax((1, 3), keepdim=True).clamp(min=_LEAST_BLOCK) / _E4M3_MAX
     values = _e4m3(tiles * (1.0 / scale))
-    return values.view(tiles.shape[0] * block[0], -1)[:rows, :columns].contiguous(), scale[:, 0, :, 0]
+    whole = (tiles.shape[0] * block[0], tiles.shape[2] * block[1])
+    return values.view(whole)[:rows, :columns].contiguous(), scale[:, 0, :, 0].contiguous()
 
 
 def dequantize_fp8(values: Tensor, scale: Tensor, *, block: tuple[int, int] = (128, 128)) -> Tensor:
@@ -164,24 +165,33 @@ def quantized(
 ) -> dict[str, Tensor]:
     """Return what to publish: `chosen` weights as values and scales, by the names of the table above; others as given.
 
-    The result holds copies, which stay as they are while training goes on. Raises LayoutError for a weight whose rows
-    do not split into blocks.
+    DTensors become DTensors, all ranks of their mesh calling this together. The result holds copies, which stay as
+    they are while training goes on. Raises LayoutError for a weight whose rows do not split into blocks, or whose
+    shards cut tiles.
     """
+    from cosmos_rl_transfer.quantize_shards import is_sharded, quantized_shards
+
     published: dict[str, Tensor] = {}
     for name, weight in weights.items():
-        published |= _named(name, weight.detach(), scheme) if chosen(name, weight) else {name: weight}
+        if not chosen(name, weight):
+            published[name] = weight
+        elif is_sharded(weight):
+            published |= quantized_shards(name, weight, scheme)
+        else:
+            published |= named(name, weight.detach(), scheme)
     return published
 
 
-def _named(name: str, weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
+def named(name: str, weight: Tensor, scheme: Scheme, *, amax: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the values and scales of one weight by name; `amax` as in `fp8` and `fp8_channel`."""
     if scheme in ("mxfp4", "nvfp4") and weight.shape[-1] % (size := (BLOCKS[scheme] or (1, 1))[1]):
         raise LayoutError(f"{name}: {weight.shape[-1]} columns are no multiple of {size}, the block of {scheme}")
     match scheme:
         case "fp8":
-            values, scale = fp8(weight)
+            values, scale = fp8(weight, amax=amax)
             return {name: values, f"{name}_scale": scale}
         case "fp8_channel":
-            values, scale = fp8_channel(weight)
+            values, scale = fp8_channel(weight, amax=amax)
             return {name: values, f"{name}_scale": scale}
         case "fp8_block":
             values, scale = fp8_block(weight)
@@ -190,7 +200,7 @@ def _named(name: str, weight: Tensor, scheme: Scheme) -> dict[str, Tensor]:
             values, scale = mxfp4(weight)
             return {f"{name}_packed": values, f"{name}_scale": scale}
         case "nvfp4":
-            values, scale, tensor_scale = nvfp4(weight)
+            values, scale, tensor_scale = nvfp4(weight, amax=amax)
             return {name: values, f"{name}_scale": scale, f"{name}_scale_2": tensor_scale}
 
 

@@ -43,7 +43,10 @@ class RankPublisher:
         if ranks.rank in manifest.ranks:
             self._publisher = Publisher(weights, wire_dtype=wire_dtype, manifest=manifest, rank=ranks.rank, **options)
         own = self._publisher.address if self._publisher else ""
-        self._address = SEPARATOR.join(filter(None, (data.decode() for data in ranks.gather(own.encode()))))
+        addresses = [data.decode() for data in ranks.gather(own.encode()) if data]
+        self._address = SEPARATOR.join(addresses)
+        if self._publisher is not None:
+            self._publisher.publishes_from(len({address.rpartition(":")[0] for address in addresses}))
         self._num_bytes = sum(_num_bytes(spec, wire_dtype) for spec in manifest.specs.values())
 
     @property

@@ -182,18 +182,19 @@ def _limits(shared: Sequence[Lot]) -> Iterator[int | None]:
 
 
 def _deal_all(lots: Sequence[Lot], fair: Balance, topology: Topology, position: int) -> None:
-    """Set the lots' counts: biggest copies first."""
-    room = {owners: dict(shares) for owners, shares in fair.shares.items()}
-    dealt = Counter[tuple[int, Owners]]()
+    """Set the lots' counts: biggest copies first, each set of owners by itself."""
+    groups: defaultdict[Owners, list[Lot]] = defaultdict(list)
     for lot in sorted(lots, key=lambda lot: -lot.num_bytes):
-        free = room[lot.owners]
-        left = [free[rank] for rank in lot.owners]
-        lot.turn = position + lot.kind + dealt[lot.kind, lot.owners]  # classes and units begin with other owners
-        distance = [topology.distance(rank, lot.slot) for rank in lot.owners] if topology.targets else [0]
-        if len(set(distance)) == 1:
-            lot.counts = tuple(deal(lot.copies, lot.num_bytes, left, turn=lot.turn))
-        else:
-            lot.counts = tuple(deal_near(lot.copies, lot.num_bytes, left, distance, turn=lot.turn))
-        dealt[lot.kind, lot.owners] += 1
-        for rank, number in zip(lot.owners, lot.counts):
-            free[rank] -= number * lot.num_bytes
+        groups[lot.owners].append(lot)
+    for owners, group in groups.items():
+        room = [fair.shares[owners][rank] for rank in owners]
+        begun = Counter[int]()
+        for lot in group:
+            lot.turn = position + lot.kind + begun[lot.kind]  # classes and units begin with other owners
+            begun[lot.kind] += 1
+            if topology.targets:
+                distance = [topology.distance(rank, lot.slot) for rank in owners]
+                lot.counts = tuple(deal_near(lot.copies, lot.num_bytes, room, distance, turn=lot.turn))
+            else:
+                lot.counts = tuple(deal(lot.copies, lot.num_bytes, room, turn=lot.turn))
+            room = [free - number * lot.num_bytes for free, number in zip(room, lot.counts)]

@@ -22,8 +22,10 @@ from cosmos_rl_transfer.digest import Raw, bucket_hash
 from cosmos_rl_transfer.errors import LayoutError, Superseded
 from cosmos_rl_transfer.link import Link
 from cosmos_rl_transfer.outgoing import Delta
+from cosmos_rl_transfer.partial import PASS_ON_S, Partial
 from cosmos_rl_transfer.plan import Bucket, Piece
 from cosmos_rl_transfer.proof import Proof, packed_pieces, prove, run_pieces
+from cosmos_rl_transfer.relay import predecessor
 from cosmos_rl_transfer.supply import Supply
 from cosmos_rl_transfer.transports.base import Outlet, Run
 from cosmos_rl_transfer.versions import Lease
@@ -38,6 +40,8 @@ class Session:
         self._supply, self._link = supply, link
         self._outlet: Outlet = supply.link_outlet
         self._joined: m.Join | None = None
+        self._passes_on: Partial | None = None
+        """Where buckets land that the next in a ring asks for here."""
         self._buckets: tuple[Bucket, ...] = ()
         self._leases: dict[int, Lease] = {}
         self._waiting: deque[m.ReadBucket] = deque()
@@ -71,11 +75,12 @@ class Session:
                 self._link.send(self._welcome(protocol))
             case m.Join():
                 self._link.send(self._join(request))
+            case m.JoinRing():
+                self._link.send(self._join_ring(request))
             case m.Await(after):
                 self._announce(after)
             case m.Holds(version, address) if self._joined is not None:
-                holder = m.Holder(self._joined.target.digest, self._joined.rank, address)
-                self._supply.holders.enter(self, version, holder)
+                self._supply.holders.enter(self, version, m.Holder.of(self._joined, address))
             case m.WhoHolds(after):
                 self._link.send(self._supply.holders.find(after))
             case m.Borrow():
@@ -115,17 +120,31 @@ class Session:
         self._outlet = supply.outlet if request.transport == supply.transport else supply.link_outlet
         return m.Joined()
 
+    def _join_ring(self, request: m.JoinRing) -> m.Joined | m.Refused:
+        partial = self._supply.partial
+        buckets = None if partial is None else partial.stream(request.plan_digest, request.source)
+        if buckets is None:
+            return m.Refused("nothing is passed on here by this plan")
+        self._buckets, self._passes_on = buckets, partial
+        self._outlet = self._supply.outlet if request.transport == self._supply.transport else self._supply.link_outlet
+        return m.Joined()
+
     def _announce(self, after: int) -> None:
         versions = self._supply.versions
         while (version := versions.wait_newer(after, timeout_s=HEARTBEAT_S)) is None:
             self._link.send(m.Waiting())
-        self._link.send(m.Announce(version))
+        self._link.send(m.Announce(version, self._supply.holders.ring(self, version)))
 
     def _lend(self, request: m.Borrow) -> m.Lent | m.Overtaken:
-        versions, buckets = self._supply.versions, self._buckets
+        versions, buckets, partial = self._supply.versions, self._buckets, self._supply.partial
+        if self._passes_on is not None:
+            versions.wait_newer(request.version - 1, timeout_s=PASS_ON_S)
+        elif partial is not None and not partial.is_whole:
+            return m.Overtaken(versions.newest)
+        position, size = request.share
         lease = versions.lend(
             request.version,
-            buckets=len(buckets),
+            buckets=(i for i in range(len(buckets)) if predecessor(i, position, size) is None),
             keep=request.keep,
             copy=lambda index: self._supply.copy(buckets[index]),
         )
@@ -151,6 +170,8 @@ class Session:
         try:
             if lease is None or not 0 <= index < len(self._buckets):
                 raise Superseded("not a lease, or not a bucket, of this session")
+            if self._passes_on is not None:
+                self._passes_on.wait(lease.version, self._buckets[index], timeout_s=PASS_ON_S)
             delta = None if request.want == "dense" else self._delta(lease, index)
             if delta is None and request.want == "delta":
                 none = m.Data(index, 0, 0, (0,) * len(self._buckets[index].pieces), delta=True)

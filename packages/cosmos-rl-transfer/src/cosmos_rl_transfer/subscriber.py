@@ -6,7 +6,8 @@ stage(after)
     overtaken meanwhile? begin again with the newest         and keep that one to the end
 apply()                                                      write the live tensors, casting
 
-With `staging="in_place"` the order is another: `stage` borrows the version, `apply` fetches it into the live tensors.
+With `staging="in_place"` the order is another: `stage` borrows the version and fetches deltas, `apply` fetches the rest
+into the live tensors.
 """
 
 from __future__ import annotations
@@ -19,18 +20,18 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from itertools import islice
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
+from cosmos_rl_transfer.chain import Place
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.feed import Feed
 from cosmos_rl_transfer.in_thread import in_thread
-from cosmos_rl_transfer.landing import InPlace, Shadow
-from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.landing import Shadow
+from cosmos_rl_transfer.layout import Manifest
 from cosmos_rl_transfer.peer_server import Offer
 from cosmos_rl_transfer.peers import MOST_TRIES, choices, open_peers
 from cosmos_rl_transfer.plan import Plan
-from cosmos_rl_transfer.proof import Form
-from cosmos_rl_transfer.pull import Pulled, Puller
+from cosmos_rl_transfer.pull import Pulled, Puller, Staging, make_puller
 from cosmos_rl_transfer.sources import Sources, agree
 from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
 
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 log = logging.getLogger(__name__)
-
-Staging = Literal["shadow", "in_place"]
 
 
 def num_threads() -> int:
@@ -72,14 +71,15 @@ class Subscriber:
         this rank's parts. None: read off the tensors, whole ones or DTensors. position: this replica's place among
         the rollout replicas, so that they do not all ask the same owners. staging: "shadow" keeps a second copy in
         host memory and switches at the speed of memory; "in_place" needs two buckets and `apply` takes as long as
-        the transfer, and after an error in it the live tensors are of no version. serve: whether others may read
+        the transfer of what did not come as deltas, and after an error in it the live tensors are of no version. serve: whether others may read
         what is staged in the shadow (peers.py). bind: address to listen on for them; None: the one that publishers are
         reached from.
         """
         self._sources = Sources(address, token=token, timeout_s=timeout_s, joined=self._join)
         self._weights = weights
         self._token, self._transport, self._timeout_s = token, transport, timeout_s
-        self._rank, self._position, self._staging = rank, position, staging
+        self._rank, self._position = rank, position
+        self._staging: Staging = staging
         self._target = manifest or Manifest.from_tensors(weights, rank=rank)
         self._offer: Offer | None = None
         if serve and staging == "shadow":
@@ -92,8 +92,7 @@ class Subscriber:
         """What the last pull did."""
         self._leased: list[tuple[Feed, int]] = []
         """Borrowed for `apply`, with staging "in_place"."""
-        self._wire: Mapping[str, str] = {}
-        """By tensor: what it travels in."""
+        self._made: Plan | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-stage")
         self._pool = ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="weights-land")
 
@@ -117,7 +116,7 @@ class Subscriber:
         self._staged = self._sources.attempt(lambda: self._stage(after))
         assert self._puller is not None, "made when it was connected"
         if self._offer is not None and isinstance(self._puller.landing, Shadow):
-            self._offer.open(self._staged, self._puller.landing, self._sources.connected, wire_dtypes=self._wire)
+            self._offer.open(self._staged, self._puller.landing, self._sources.connected)
         return self._staged
 
     def _stage(self, after: int) -> int:
@@ -186,16 +185,18 @@ class Subscriber:
         for feed, lease in leased:  # staged and never applied
             feed.give_back(lease)
         leased.clear()
+        place = None if self._offer is None else Place.find(feeds[0].ring, self._offer.address)
         try:
             for feed in feeds:
                 held = self._puller.base if self._puller is not None else -1
-                leased.append((feed, feed.borrow(version, keep=keep, held=held)))
+                share = (0, 1) if place is None else place.share
+                leased.append((feed, feed.borrow(version, keep=keep, held=held, share=share)))
         except Superseded:
             for feed, lease in leased:
                 feed.give_back(lease)
             raise
         if self._staging == "shadow":
-            self._pull(leased, version)
+            self._pull(leased, version, place)
         elif not self._stage_deltas(leased, version):
             self._leased = leased
 
@@ -204,6 +205,7 @@ class Subscriber:
         assert self._puller is not None, "made when it was connected"
         self.pulled = Pulled()
         if self._puller.base < 0:
+            self._puller.landing.begin(-1)
             return False
         try:
             self.pulled = self._puller.stage_deltas(leased, pool=self._pool)
@@ -216,7 +218,7 @@ class Subscriber:
         self._end(leased, version, None)
         return True
 
-    def _pull(self, leased: Sequence[tuple[Feed, int]], version: int) -> None:
+    def _pull(self, leased: Sequence[tuple[Feed, int]], version: int, place: Place | None = None) -> None:
         """Fetch, verify and land a borrowed version, and end the leases."""
         assert self._puller is not None, "made when it was connected"
         self._staged = None  # what was staged before is written over
@@ -225,7 +227,20 @@ class Subscriber:
         overtaken: Superseded | None = None
         try:
             so_far = self.pulled if self._staging == "in_place" else Pulled()
-            self.pulled = self._puller.pull(leased, version=version, pool=self._pool, done=so_far)
+            with ExitStack() as opened:
+                passed: list[tuple[Feed, int]] = []
+                if place is not None and self._offer is not None:
+                    self._offer.begin(version)
+                    passed = place.join(
+                        [feed for feed, _ in leased],
+                        version,
+                        sources=self._sources,
+                        plan_digest=self._offer.partial.plan_digest,
+                        transport=self._transport,
+                        memory=self._puller.memory,
+                        opened=opened,
+                    )
+                self.pulled = self._puller.pull(leased, version=version, pool=self._pool, done=so_far, passed=passed)
         except Superseded as error:
             overtaken = error
         self._end(leased, version, overtaken)
@@ -241,13 +256,18 @@ class Subscriber:
     def _join(self, feeds: Sequence[Feed]) -> None:
         """Plan with the publishers and make room."""
         made, sources = self._sources.plan(feeds, self._target, rank=self._rank, position=self._position)
-        puller = self._puller = self._puller or self._make_puller(made, feeds[0].welcome.bucket_bytes)
+        self._made, bucket_bytes = made, feeds[0].welcome.bucket_bytes
+        puller = self._puller = self._puller or make_puller(
+            self._target, self._weights, made, rank=self._rank, staging=self._staging, bucket_bytes=bucket_bytes
+        )
         puller.held = -1  # another publisher may count its versions anew
         if self._leased:  # by those who are gone
             self._leased, self._staged = [], None
         for feed in feeds:
             self._join_one(feed, made, sources)
         if self._offer is not None:
+            puller.when_landed = self._offer.partial.landed
+            self._offer.partial.describe(made, self._rank)
             self._offer.tell(feeds)
 
     def _join_peers(self, addresses: Mapping[int, str], opened: ExitStack) -> list[Feed]:
@@ -255,7 +275,8 @@ class Subscriber:
         feeds, made = open_peers(
             self._sources, addresses, self._target, rank=self._rank, position=self._position, opened=opened
         )
-        if any(made.wire_dtypes[name] != self._wire[name] for name in self._target.specs):
+        assert self._made is not None, "made when it was connected"
+        if any(made.wire_dtypes[name] != self._made.wire_dtypes[name] for name in self._target.specs):
             raise LayoutError("it holds the weights in other dtypes than they are published in")
         for feed in feeds:
             self._join_one(feed, made, tuple(sorted(addresses)))
@@ -272,13 +293,3 @@ class Subscriber:
             memory=self._puller.memory,
             sources=sources,
         )
-
-    def _make_puller(self, made: Plan, bucket_bytes: int) -> Puller:
-        rank, wire = self._rank, made.wire_dtypes
-        self._wire = wire
-        forms = {name: Form(spec.shape, ITEM_BYTES[wire[name]]) for name, spec in self._target.specs.items()}
-        if self._staging == "shadow":
-            landing = Shadow(self._target, self._weights, rank=rank, wire_dtypes=wire)
-        else:
-            landing = InPlace(self._target, self._weights, rank=rank, wire_dtypes=wire)
-        return Puller(landing, rank=rank, bucket_bytes=bucket_bytes, forms=forms)

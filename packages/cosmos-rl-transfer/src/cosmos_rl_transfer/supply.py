@@ -13,6 +13,7 @@ from cosmos_rl_transfer.digest import Raw
 from cosmos_rl_transfer.holders import Directory
 from cosmos_rl_transfer.layout import Manifest
 from cosmos_rl_transfer.outgoing import Outgoing
+from cosmos_rl_transfer.partial import Partial
 from cosmos_rl_transfer.plan import Bucket, Plan, plan
 from cosmos_rl_transfer.proof import Form, Proofs
 from cosmos_rl_transfer.ring import Ring
@@ -55,6 +56,8 @@ class Supply:
     proofs: Proofs = field(default_factory=Proofs)
     plans: PlanCache = field(default_factory=lambda: PlanCache())
     holders: Directory = field(default_factory=Directory)
+    partial: Partial | None = None
+    """Of a subscriber that passes on."""
     sent: Sent = field(default_factory=lambda: Sent())
 
     def copy(self, bucket: Bucket) -> Raw:

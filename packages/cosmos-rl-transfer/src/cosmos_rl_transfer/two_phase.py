@@ -129,13 +129,12 @@ class ReplicaSubscriber:
                 raise TransferError(f"ranks {missing} of the replica did not come within {self._timeout_s} s")
 
     def _forget_dead(self) -> None:
-        """Wait for others in place of ranks that have ended. The lock is held."""
-        for rank, link in list(self._members.items()):
-            try:
-                link.check()
-            except PeerLost:
-                link.close()
-                del self._members[rank]
+        """Raise TransferError for ranks that have ended; the next `stage` waits for others. The lock is held."""
+        gone = [rank for rank, link in self._members.items() if _is_gone(link)]
+        for rank in gone:
+            self._members.pop(rank).close()
+        if gone:
+            raise TransferError(f"ranks {gone} of the replica have ended")
 
     def _accept(self) -> None:
         """In a thread: let ranks in until the listener is closed."""
@@ -176,12 +175,24 @@ class ReplicaSubscriber:
             link.send(order)
             reply = link.receive()
         except PeerLost as error:  # not a PeerLost here: that means the publishers
+            with self._came:
+                if self._members.get(rank) is link:
+                    del self._members[rank]
+            link.close()
             raise TransferError(f"rank {rank} of the replica has ended at {order}: {error}") from error
         if isinstance(reply, m.Failed):
             raise TransferError(f"rank {rank} of the replica: version {reply.version}: {reply.reason}")
         if not isinstance(reply, answer):
             raise TransferError(f"rank {rank} of the replica answered {reply} to {order}")
         return reply.version
+
+
+def _is_gone(link: Link) -> bool:
+    try:
+        link.check()
+    except PeerLost:
+        return True
+    return False
 
 
 class ReplicaMember:

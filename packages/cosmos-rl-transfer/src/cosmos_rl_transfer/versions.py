@@ -94,13 +94,13 @@ class Versions:
             self._changed.wait_for(lambda: state.closed or (state.is_open and state.newest > after), timeout_s)
             return state.newest if state.is_open and state.newest > after and not state.closed else None
 
-    def lend(self, version: int, *, buckets: int, keep: bool, copy: Callable[[int], Raw]) -> Lease | None:
-        """Lease a version of so many buckets, if it is open. `copy` reads a bucket out of live memory."""
+    def lend(self, version: int, *, buckets: Iterable[int], keep: bool, copy: Callable[[int], Raw]) -> Lease | None:
+        """Lease a version, if it is open. `buckets`: those a fence waits for; `copy` reads one out of live memory."""
         with self._changed:
             state = self._state
             if not state.is_open or state.closed or version != state.newest:
                 return None
-            lease = Lease(next(self._numbers), version, set(range(buckets)), keep, copy)
+            lease = Lease(next(self._numbers), version, set(buckets), keep, copy)
             state.leases[lease.number] = lease
             return lease
 

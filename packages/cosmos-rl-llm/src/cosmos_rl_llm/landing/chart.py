@@ -29,18 +29,27 @@ class Chart:
     """By checkpoint name, in the checkpoint's order. The dtype is that of the parameter, or of the checkpoint where
     the tensor lands in none."""
     places: dict[str, tuple[Place, ...]]
-    """Several for experts held more than once; none for tensors of other ranks. Without the refused."""
+    """Several for experts held more than once, and for tensors whose parts lie apart; none for tensors of other ranks.
+    Without the refused."""
     refused: dict[str, str]
     """Why a tensor's landing cannot be said as a view of a parameter: it must be delivered whole."""
     strides: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     """Shape and strides of each parameter and buffer."""
 
     def box(self, name: str) -> Box | None:
-        """Return the part of a tensor this rank needs; None if it needs nothing of it."""
+        """Return the least box with all that this rank needs of a tensor; None if it needs nothing of it."""
         if name in self.refused:
             return whole_box(self.specs[name].shape)
         boxes = [found.box for found in self.places[name] if found.box.numel]
-        return boxes[0] if boxes else None
+        if not boxes:
+            return None
+        offset = tuple(map(min, *(box.offset for box in boxes))) if len(boxes) > 1 else boxes[0].offset
+        end = tuple(map(max, *(box.end for box in boxes))) if len(boxes) > 1 else boxes[0].end
+        return Box(offset, tuple(high - low for low, high in zip(offset, end)))
+
+    def is_scattered(self, name: str) -> bool:
+        """Say whether parts of a tensor that are no box together land apart."""
+        return any(found.box != self.box(name) for found in self.places.get(name, ()) if found.box.numel)
 
     def layouts(self, rank: int) -> tuple[TensorLayout, ...]:
         """Return what this rank needs, as the layouts of a manifest."""

@@ -5,12 +5,17 @@
     landing.settle()                                                  after each commit, still paused
 
 A view is a part of a live parameter wherever vLLM left it as it was loaded. A layer that vLLM repacked or quantised is
-kept in host memory as it was before that, and `settle` lets vLLM process it again.
+kept in host memory as it was before that, and `settle` lets vLLM process it again. That is so for
+
+    quantised layers   weights quantised by the sender with their scales, or whole ones that vLLM quantises itself
+    packed layers      all of vLLM's CPU kernels, and those of experts other than Triton's
+
+Of the quantised ones vLLM can process `fp8_channel` on any CPU: the tests do. It needs a GPU (or AMX) for the others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -53,14 +58,22 @@ def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec], *, how: H
     parts = []
     for rank in range(tp * pp):
         with acting_as(rank, tp=tp, pp=pp):
-            parts.append(chart_of(twin(vllm_config), specs, how=how).layouts(rank))
-    return Manifest(tuple(_merged(layouts) for layouts in zip(*parts)))
+            parts.append(Manifest(chart_of(twin(vllm_config), specs, how=how).layouts(rank)))
+    return replica_manifest(parts)
 
 
-def _merged(layouts: Sequence[TensorLayout]) -> TensorLayout:
-    boxes = {rank: box for layout in layouts for rank, box in layout.boxes.items()}
-    specs = [layout.spec for layout in layouts if layout.boxes] or [layouts[0].spec]
-    return TensorLayout(specs[0], boxes)
+def replica_manifest(parts: Iterable[Manifest]) -> Manifest:
+    """Join what the ranks of a replica need, each of which names the tensors of all in the same order.
+
+    The dtype of a tensor is that of a rank that needs it: the others do not know it.
+    """
+    return Manifest(tuple(_joined(layouts) for layouts in zip(*(part.layouts for part in parts), strict=True)))
+
+
+def _joined(layouts: Sequence[TensorLayout]) -> TensorLayout:
+    held = [layout for layout in layouts if layout.boxes]
+    boxes = {rank: box for layout in held for rank, box in layout.boxes.items()}
+    return TensorLayout((held or layouts)[0].spec, boxes)
 
 
 class Landing:
@@ -72,9 +85,11 @@ class Landing:
         self._config = vllm_config
         self._live = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
         self.manifest = Manifest(chart.layouts(rank))
-        """This rank's boxes, every tensor named; specs have the dtypes of the engine."""
+        """This rank's boxes, every tensor named; specs have the dtypes of the engine. For `replica_manifest`."""
         self.reloaded = self._reasons()
         """By name, why a tensor is not written straight into a live parameter."""
+        self.scattered = tuple(name for name in chart.specs if chart.is_scattered(name))
+        """Tensors whose parts lie apart: the least box with all of them is taken in host memory and copied from it."""
         self.untouched = self._untouched()
         """Parameters that no tensor lands in: they keep the values they were loaded with."""
         self._check()
@@ -83,7 +98,7 @@ class Landing:
         self._derived: list[Any] = [layer for layer in model.modules() if is_a(layer, "MLAAttention")]
         """Layers that keep products of other layers' weights: kv_b_proj, split and transposed."""
         self._copies: list[tuple[Tensor, Tensor]] = []
-        """(another place of a box, its view)"""
+        """(place in the model, where what belongs there was written)"""
         self.views = {name: self._view(name, box) for name in chart.specs if (box := chart.box(name))}
         """By name, the memory a box is written to, shaped like it; tensors of other ranks are left out."""
 
@@ -103,10 +118,15 @@ class Landing:
 
     def _view(self, name: str, box: Box) -> Tensor:
         if self._chart.refused:
-            return torch.zeros(box.shape, dtype=self._dtype(name))
-        first, *others = (place for place in self._chart.places[name] if place.box.numel)
-        self._copies += [(place.view(self._memory(place)), first.view(self._memory(first))) for place in others]
-        return first.view(self._memory(first))
+            return torch.zeros(box.shape, dtype=self._dtype(name), device="cpu")
+        first, *others = places = [place for place in self._chart.places[name] if place.box.numel]
+        if name not in self.scattered:
+            view = first.view(self._memory(first))
+            self._copies += [(place.view(self._memory(place)), view) for place in others]
+            return view
+        view = torch.zeros(box.shape, dtype=self._dtype(name), device="cpu")
+        self._copies += [(p.view(self._memory(p)), view[p.box.within(box).slices()]) for p in places]
+        return view
 
     def _memory(self, place: Place) -> Tensor:
         """The parameter a place is part of: the live one, or the one kept for reloading its layer."""
@@ -114,7 +134,8 @@ class Landing:
             return self._live[place.parameter]
         if place.parameter not in self._staged:
             shape, strides = self._chart.strides[place.parameter]
-            self._staged[place.parameter] = torch.empty_strided(shape, strides, dtype=self._dtype(place.name)).zero_()
+            made = torch.empty_strided(shape, strides, dtype=self._dtype(place.name), device="cpu")
+            self._staged[place.parameter] = made.zero_()
         return self._staged[place.parameter]
 
     def _dtype(self, name: str) -> torch.dtype:
@@ -146,12 +167,9 @@ class Landing:
             return "vLLM keeps it in another layout"
         if live.dtype != self._dtype(place.name):
             return f"vLLM keeps it as {live.dtype}"
-        if (
-            method is not None
-            and is_a(method, "UnquantizedFusedMoEMethod")
-            and method.unquantized_backend.name not in _KEPT_EXPERTS
-        ):
-            return f"{method.unquantized_backend.value} kernels keep experts in another layout"
+        backend = getattr(method, "unquantized_backend", None)
+        if backend is not None and backend.name not in _KEPT_EXPERTS:
+            return f"{backend.value} kernels keep experts in another layout"
         if vars(layer).get("cpu_linear", F.linear) is not F.linear:
             return "vLLM computes with a packed copy on CPU"
         return None
@@ -182,8 +200,8 @@ class Landing:
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors of which the box this rank needs is filled: the loader cuts it out again."""
         for name in self.reloaded:
-            whole, box = torch.zeros(self._chart.specs[name].shape, dtype=self._dtype(name)), self._chart.box(name)
-            if box is not None:
+            whole = torch.zeros(self._chart.specs[name].shape, dtype=self._dtype(name), device="cpu")
+            if (box := self._chart.box(name)) is not None:
                 whole[box.slices()] = self.views[name]
             yield name, whole
 

@@ -48,6 +48,9 @@ class Names:
     def __init__(self, model: nn.Module) -> None:
         self._modules = dict(model.named_modules(remove_duplicate=False))
         self._parameters = {name for name, _ in model.named_parameters()}
+        self._elsewhere = tuple(
+            f"{path}." for path, layer in self._modules.items() if is_a(layer, "PPMissingLayer")
+        )  # held by other pipeline stages
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._packed = {part: (fused, i) for fused, parts in packed.items() for i, part in enumerate(parts)}
@@ -71,11 +74,11 @@ class Names:
             yield mapped, vars(tensor).get("shard_id")
 
     def _find(self, name: str, shard: Shard | None) -> list[Target] | None:
-        if self._is_elsewhere(name):
+        if name.startswith(self._elsewhere):
             return []
         path, _, attribute = name.rpartition(".")
-        if path in self._modules and (target := self._direct(path, attribute, shard)):
-            return target
+        if (direct := self._direct(path, attribute, shard)) is not None:
+            return direct
         if ".experts." in name:
             return self._find_expert(name)
         parent, _, part = path.rpartition(".")
@@ -107,12 +110,6 @@ class Names:
         found = [Target(layer, path, stem + suffix, shard, expert) for stem, expert, shard in entries]
         known = dict(layer.named_parameters(recurse=False))
         return found if found and all(target.attribute in known for target in found) else None
-
-    def _is_elsewhere(self, name: str) -> bool:
-        """Say whether another pipeline stage holds the tensor."""
-        steps = name.split(".")
-        paths = (".".join(steps[:n]) for n in range(1, len(steps)))
-        return any(is_a(self._modules[path], "PPMissingLayer") for path in paths if path in self._modules)
 
 
 def _experts(layer: Any) -> dict[str, list[tuple[str, int, str]]]:

@@ -54,9 +54,9 @@ Landed = tuple[Box, tuple[int, ...], int]
 
 
 def join(regions: list[Region], shape: tuple[int, ...]) -> list[Landed] | None:
-    """Return the boxes that regions of one tensor in one parameter make up, several only if they are equal copies.
+    """Return the boxes that regions of one tensor in one parameter make up, as few as neighbours can be joined to.
 
-    None if they are no box, or do not lie in the parameter at equal strides.
+    None if a region is no box.
     """
     parts: list[Landed] = []
     for region in regions:
@@ -68,7 +68,7 @@ def join(regions: list[Region], shape: tuple[int, ...]) -> list[Landed] | None:
         return parts
     for dim in reversed(range(len(shape))):
         parts = _join_along(parts, dim)
-    return parts if all(box == parts[0][0] for box, _, _ in parts) else None
+    return parts
 
 
 def _join_along(parts: list[Landed], dim: int) -> list[Landed]:

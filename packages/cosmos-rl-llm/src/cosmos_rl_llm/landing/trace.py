@@ -153,7 +153,7 @@ def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
     for (name, parameter), regions in recorder.regions.items():
         boxes = None if parameter in recorder.computed else join(regions, shapes[name])
         if boxes is None:
-            how = "the loader computes it" if parameter in recorder.computed else "its parts are not one box"
+            how = "the loader computes it" if parameter in recorder.computed else "its parts are no boxes"
             found.refused.setdefault(name, f"{parameter}: {how}")
             continue
         found.places[name] += [Place(name, box, parameter, strides, start) for box, strides, start in boxes]

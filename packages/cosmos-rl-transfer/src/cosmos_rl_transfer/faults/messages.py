@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from cosmos_rl_transfer.relay import Relay
+
 
 class Trainer(msgspec.Struct, tag=True, frozen=True):
     """A role: one rank that publishes."""
@@ -11,6 +13,7 @@ class Trainer(msgspec.Struct, tag=True, frozen=True):
     layout: str
     rank: int
     transport: str
+    relay: Relay
 
 
 class Engine(msgspec.Struct, tag=True, frozen=True):

@@ -96,6 +96,7 @@ class _Trains:
             rank=role.rank,
             patience_s=PATIENCE_S,
             timeout_s=TIMEOUT_S,
+            relay=role.relay,
         )
         self.address = self._publisher.address
 

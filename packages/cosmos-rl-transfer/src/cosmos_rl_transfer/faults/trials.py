@@ -1,7 +1,8 @@
 """A process dies in the middle of a sync: a receiver, a source, or the coordinator of a replica.
 
 trainers      "one" rank, two with "copies" of everything, or two that "cut" the weights between them
-rollouts      an engine of one rank, and a replica of two ranks with its coordinator
+rollouts      two engines of one rank, which may pass buckets on to one another, and a replica of two ranks with its
+              coordinator
 trial         all take version 0; version 1 is published; while it travels one is killed with SIGKILL
 after it      nobody waits for more than `MOST_WAIT_S`; whoever serves holds exactly one version, to the bit; the
               others, and whoever comes back, go on with version 2 where the weights still have an owner
@@ -37,6 +38,7 @@ from cosmos_rl_transfer.faults.model import NUM_RANKS, content_of, layout_of, pa
 from cosmos_rl_transfer.faults.nursery import Nursery, Process, nursery
 
 MOST_WAIT_S = 2.0
+NUM_ENGINES = 2
 Victim = Literal["engine", "rank", "coordinator", "trainer"]
 
 
@@ -49,11 +51,13 @@ class Trial:
     layout: str
     victim: Victim
     which: int
-    """Of the trainers or ranks."""
+    """Of its kind."""
     watcher: int
-    """Whose buckets are counted where the victim gets none: ranks 0 and 1, or 2 for the engine."""
+    """Whose buckets are counted where the victim gets none: ranks 0 and 1, or 2 and 3 for the engines."""
     moment: float
     """Of that one's sync."""
+    relay: bool
+    """Whether the engines pass on."""
 
     @classmethod
     def draw(cls, seed: int) -> Trial:
@@ -67,8 +71,9 @@ class Trial:
             layout=layout,
             victim=victim,
             which=random_.randrange(1 if victim == "trainer" and layout == "one" else NUM_RANKS),
-            watcher=random_.randrange(NUM_RANKS if victim == "coordinator" else NUM_RANKS + 1),
+            watcher=random_.randrange(NUM_RANKS if victim == "coordinator" else NUM_RANKS + NUM_ENGINES),
             moment=random_.random(),
+            relay=random_.random() < 0.5,
         )
 
 
@@ -142,9 +147,12 @@ class _Run:
         self._trial, self._forks, self._cleanup = trial, forks, cleanup
         self._killed_at = float("inf")
         ranks = layout_of(trial.layout).ranks
-        self._trainers = [self._fork(Trainer(trial.layout, rank, trial.transport), f"trainer {rank}") for rank in ranks]
+        relay = "on" if trial.relay else "off"
+        self._trainers = [
+            self._fork(Trainer(trial.layout, rank, trial.transport, relay), f"trainer {rank}") for rank in ranks
+        ]
         self._publishers = tuple(trainer.address for trainer in self._trainers)
-        self._engine = self._new_engine()
+        self._engines = [self._new_engine(number) for number in range(NUM_ENGINES)]
         self._coordinator = self._new_coordinator()
         self._ranks = [self._new_rank(rank) for rank in range(NUM_RANKS)]
 
@@ -152,25 +160,23 @@ class _Run:
         """Bring everybody to version 0."""
         for trainer in self._trainers:
             trainer.do(Publish(0))
-        for follower in (self._engine, self._coordinator):
+        for follower in self._followers():
             assert follower.do(Follow(-1)).version == 0
 
     def strike(self) -> None:
         """Publish version 1 and let one be killed while it travels."""
         victim = self._victim()
-        watcher = (
-            victim if self._trial.victim in ("engine", "rank") else [*self._ranks, self._engine][self._trial.watcher]
-        )
+        seen_alone = self._trial.victim in ("coordinator", "trainer")
+        watcher = [*self._ranks, *self._engines][self._trial.watcher] if seen_alone else victim
         watcher.do(Arm(victim.pid, self._trial.moment))
         for trainer in self._trainers:
             trainer.do(Publish(1))
-        followers = (self._engine, self._coordinator)
+        followers = self._followers()
         for follower in followers:
             follower.ask(Follow(0))
         self._answers = {follower.name: follower.hear() for follower in followers}
         self._looks = {name: self._look(process) for name, process in self._serving().items()}
-        if watcher.killed_at is None:
-            self._fault(f"{watcher.name} did not come to the moment of the kill")
+        if watcher.killed_at is None:  # it had fewer buckets to get this time
             os.kill(victim.pid, signal.SIGKILL)
         self._killed_at = watcher.killed_at or time.monotonic()
         for follower in followers:
@@ -182,9 +188,10 @@ class _Run:
             if look is not None:
                 self.outcome.served[name] = self._version_in(name, look)
         served, says = self.outcome.served, self._answers["coordinator"]
-        if (engine := self._answers["engine"]) is not None and served.get("engine") != (0 if engine.error else 1):
-            self._fault(f"the engine holds version {served.get('engine')} and says {engine}")
-        held = [version for name, version in served.items() if name != "engine"]
+        for name in (engine.name for engine in self._engines):
+            if (said := self._answers[name]) is not None and served.get(name) != (0 if said.error else 1):
+                self._fault(f"{name} holds version {served.get(name)} and says {said}")
+        held = [served[rank.name] for rank in self._ranks if rank.name in served]
         if says is not None and not says.error and held != [1] * NUM_RANKS:
             self._fault(f"the replica says {says}, its ranks hold {held}")
         if self._trial.victim not in ("rank", "coordinator") and len(set(held)) > 1:
@@ -196,8 +203,9 @@ class _Run:
         if self._trial.victim == "trainer":
             self._trainers.remove(victim)
         elif self._trial.victim == "engine":
-            self._engine = self._new_engine()
-            self._expect(self._engine, Follow(-1), 1)
+            number = self._engines.index(victim)
+            self._engines[number] = self._new_engine(number)
+            self._expect([self._engines[number]], Follow(-1), 1)
         else:
             if self._trial.victim == "rank":
                 self._ranks[self._trial.which] = self._new_rank(self._trial.which)
@@ -205,29 +213,26 @@ class _Run:
                 self._coordinator = self._new_coordinator()
                 for rank in self._ranks:
                     rank.do(Enlist(self._coordinator.address))
-            self._expect(self._coordinator, Follow(-1), 1)
+            self._expect([self._coordinator], Follow(-1), 1)
         owned = self._trial.victim != "trainer" or self._trial.layout == "copies"
-        for trainer in self._trainers:
-            self._expect(trainer, Publish(2), 2)
-        for follower in (self._engine, self._coordinator):
-            self._expect(follower, Follow(1), 2 if owned else None)
+        self._expect(self._trainers, Publish(2), 2)
+        self._expect(self._followers(), Follow(1), 2 if owned else None)
         for name, process in self._serving().items():
             look = self._look(process)
             found = self._version_in(name, look) if look is not None else -1
             if found != (2 if owned else self.outcome.served[name]):
                 self._fault(f"{name} holds version {found} in the end, {self.outcome.served.get(name)} before")
 
-    def _expect(self, process: Process, order: Order, version: int | None) -> None:
-        """Give an order that has to end with `version`, or with an error where that is None."""
-        process.ask(order)
-        report = process.hear()
-        self._time(process, report)
-        if (
-            report is None
-            or bool(report.error) != (version is None)
-            or (version is not None and report.version != version)
-        ):
-            self._fault(f"{process.name} answers {report} to {order}, not version {version}")
+    def _expect(self, processes: Sequence[Process], order: Order, version: int | None) -> None:
+        """Give an order to all at once that has to end with `version`, or with an error where that is None."""
+        for process in processes:
+            process.ask(order)
+        for process in processes:
+            report = process.hear()
+            self._time(process, report)
+            ended = "dead" if report is None else (None if report.error else report.version)
+            if ended != version:
+                self._fault(f"{process.name} answers {report} to {order}, not version {version}")
 
     def _time(self, process: Process, report: Report | None) -> None:
         """Measure how long an answer took, from the order or the kill on, whichever came last."""
@@ -243,7 +248,8 @@ class _Run:
 
     def _version_in(self, name: str, look: Report) -> int:
         """Return which version the live tensors are, -1 for none."""
-        layout, rank = ("one", 0) if name == "engine" else ("columns", int(name.split()[1]))
+        kind, number = name.split()
+        layout, rank = ("one", 0) if kind == "engine" else ("columns", int(number))
         for version in range(3):
             if look.content == content_of(part_at(version, layout_of(layout), rank)):
                 return version
@@ -251,13 +257,16 @@ class _Run:
         return -1
 
     def _victim(self) -> Process:
-        groups = {"engine": [self._engine], "coordinator": [self._coordinator]}
+        groups = {"engine": self._engines, "coordinator": [self._coordinator]}
         groups |= {"rank": self._ranks, "trainer": self._trainers}
         group = groups[self._trial.victim]
         return group[self._trial.which % len(group)]
 
     def _serving(self) -> dict[str, Process]:
-        return {process.name: process for process in (self._engine, *self._ranks)}
+        return {process.name: process for process in (*self._engines, *self._ranks)}
+
+    def _followers(self) -> list[Process]:
+        return [*self._engines, self._coordinator]
 
     def _fault(self, text: str) -> None:
         self.outcome.faults.append(text)
@@ -267,8 +276,8 @@ class _Run:
         self._cleanup.callback(process.close)
         return process
 
-    def _new_engine(self) -> Process:
-        return self._fork(Engine(self._publishers, self._trial.transport), "engine")
+    def _new_engine(self, number: int) -> Process:
+        return self._fork(Engine(self._publishers, self._trial.transport), f"engine {number}")
 
     def _new_coordinator(self) -> Process:
         return self._fork(Coordinator(self._publishers), "coordinator")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 from typing import TypeVar
 
@@ -34,7 +35,7 @@ def open_outlet(transport: str | Transport, *, bucket_bytes: int, num_slots: int
     Raises UserError for a name nobody offers, TransportUnavailable with every reason if none can.
     """
     kinds = _candidates(transport, auto=preference())
-    return _first(kinds, lambda kind: kind.open(bucket_bytes=bucket_bytes, num_slots=num_slots), to="offer")
+    return _first(kinds, lambda kind: kind.open(bucket_bytes=bucket_bytes, num_slots=num_slots), verb="offered")
 
 
 def attach(
@@ -51,15 +52,16 @@ def attach(
             raise TransportUnavailable(f"the publisher offers {offered} and {OVER_LINK}; name the same on both sides")
         return kind.attach(link, offer=offer, memory=memory)
 
-    auto = [name for name in plugins.names(GROUP) if name == offered != OVER_LINK]  # a publisher names no module here
-    return _first(_candidates(transport, auto=[*auto, OVER_LINK]), reach, to="read")
+    known = transport == AUTO and offered != OVER_LINK and offered in _names()  # a publisher names no module here
+    return _first(_candidates(transport, auto=[offered, OVER_LINK] if known else [OVER_LINK]), reach, verb="read")
 
 
 def preference() -> list[str]:
-    """Return what "auto" tries for a publisher, fastest first: RDMA where there may be any, else shared memory."""
-    import torch  # slow to import: only where a publisher chooses
+    """Return what "auto" tries for a publisher, fastest first: RDMA where there are devices, else shared memory.
 
-    return ["nixl", "shm", OVER_LINK] if infiniband() or torch.cuda.is_available() else ["shm", OVER_LINK]
+    A GPU alone is no reason for NIXL: buckets lie in host memory.
+    """
+    return ["nixl", "shm", OVER_LINK] if infiniband() else ["shm", OVER_LINK]
 
 
 def infiniband() -> list[str]:
@@ -72,11 +74,21 @@ def _candidates(transport: str | Transport, *, auto: Sequence[str]) -> Iterator[
         yield transport
         return
     for name in auto if transport == AUTO else [transport]:
-        plugins.locate(GROUP, name, beside=(AUTO,))  # names "auto" among the known ones where this one is not
-        yield plugins.load(GROUP, name)()
+        yield _kind(name)()
 
 
-def _first(kinds: Iterable[Transport], attempt: Callable[[Transport], T], *, to: str) -> tuple[str, T]:
+@cache  # to look at what is installed takes tens of milliseconds
+def _names() -> frozenset[str]:
+    return frozenset(plugins.names(GROUP))
+
+
+@cache
+def _kind(name: str) -> Callable[[], Transport]:
+    plugins.locate(GROUP, name, beside=(AUTO,))  # names "auto" among the known ones where this one is not
+    return plugins.load(GROUP, name)
+
+
+def _first(kinds: Iterable[Transport], attempt: Callable[[Transport], T], *, verb: str) -> tuple[str, T]:
     reasons = []
     for kind in kinds:
         try:
@@ -84,6 +96,6 @@ def _first(kinds: Iterable[Transport], attempt: Callable[[Transport], T], *, to:
         except TransportUnavailable as error:
             reasons.append(f"{kind.name}: {error}")
             continue
-        log.info("%s weights over %s%s", to, kind.name, f" (not over {'; '.join(reasons)})" if reasons else "")
+        log.info("weights are %s over %s%s", verb, kind.name, f" (not over {'; '.join(reasons)})" if reasons else "")
         return kind.name, end
     raise TransportUnavailable("; ".join(reasons))

@@ -1,0 +1,220 @@
+"""New weights from a trainer into vLLM while it generates: seconds, and how long generation stands still.
+
+    python benchmarks/transfer_vllm.py [--quick] [--model DIR]
+
+Three ways take turns in the same engine, with sequences running all the time:
+
+    ours           published, pulled and verified beside generation, written in the pause
+    safetensors    saved to a file, and loaded again by vLLM's `reload_weights` in the pause
+    load_weights   gathered whole in shared memory, and taken by the model's `load_weights` in the pause
+
+A sync lasts from the trainer's weights being ready until tokens are drawn with them. The trainer holds float32, vLLM
+bfloat16. After each sync the answer to one prompt is drawn greedily; all ways have to give the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import subprocess
+import tempfile
+import time
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+from _figures import Figure, report
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cosmos_rl_core.types import Prompt, Sampling
+from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_llm.engines.vllm import VllmEngine
+from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm_start import start
+from cosmos_rl_llm.model import load_model, named_weights
+from cosmos_rl_llm.testing import write_tiny_model
+from cosmos_rl_transfer.publisher import Publisher
+
+ROOT = Path(__file__).resolve().parent.parent
+SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"
+SETTINGS = SyncSettings(token=b"benchmark", dtype="bfloat16", timeout_s=120.0)
+MAX_LENGTH = 64
+RUNNING = 4
+"""Sequences that are generated all the time."""
+OURS, SAFETENSORS, LOAD_WEIGHTS = "ours", "safetensors", "load_weights"
+
+Taken = tuple[float, float]
+"""Seconds of a sync, and of the pause in it."""
+
+
+class Engine:
+    """vLLM with the extension the other ways need, and sequences running in it."""
+
+    def __init__(self, model: Path) -> None:
+        options = VllmEngineOptions(
+            cache_bytes=256 << 20, extra={"worker_extension_cls": "_vllm_worker.TakesWholeTensors"}
+        )
+        self._llm = start(str(model), options=options, dtype="bfloat16", max_length=MAX_LENGTH)
+        self.engine = VllmEngine(self._llm, encode=_tokens, decode=str, decode_prompt=str, stop_ids=[])
+
+    async def rpc(self, method: str, **arguments: Any) -> None:
+        """Call a method of the worker."""
+        await self._llm.collective_rpc(method, kwargs=arguments)
+
+    async def keep_busy(self) -> None:
+        """Generate until cancelled."""
+        while True:
+            await self._draw(Prompt(sample_id=1, row={"tokens": [5, 6]}), RUNNING, temperature=1.0)
+
+    async def answer(self) -> list[int]:
+        """The likeliest answer to one prompt."""
+        rollouts = await self._draw(Prompt(sample_id=0, row={"tokens": [3, 4, 5]}), 1, temperature=0.0)
+        return rollouts[0].arrays["tokens"].tolist()
+
+    async def _draw(self, prompt: Prompt, num_samples: int, *, temperature: float) -> list[Any]:
+        sampling = Sampling(max_terms=MAX_LENGTH - 8, temperature=temperature)
+        return (await self.engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=0))[1]
+
+
+class Ways:
+    """The three ways to bring the trainer's weights of a version into the engine."""
+
+    def __init__(self, weights: Mapping[str, Tensor], engine: Engine, directory: Path) -> None:
+        self._weights, self._engine, self._directory = weights, engine, directory
+        self._publisher = Publisher(weights, token=SETTINGS.token, wire_dtype=SETTINGS.dtype)
+
+    async def open(self) -> None:
+        """Connect the engine to the publisher."""
+        self._subscriber = await self._engine.engine.subscriber(
+            self._publisher.address, backend="transfer", settings=SETTINGS
+        )
+
+    async def close(self) -> None:
+        """Disconnect."""
+        await self._subscriber.close()
+        await self._publisher.close()
+
+    async def ours(self, version: int) -> Taken:
+        """Publish, pull beside generation, write while paused."""
+        started = time.perf_counter()
+        await self._publisher.publish(version, self._weights)
+        await self._subscriber.stage(after=version - 1)
+        pause = await self._switch(version, self._subscriber.apply)
+        taken = time.perf_counter() - started, pause
+        await self._publisher.fence()
+        return taken
+
+    async def safetensors(self, version: int) -> Taken:
+        """Save a checkpoint, and reload it while paused."""
+        return await self._through(self._directory, version, "reload_weights", "weights_path", self._directory)
+
+    async def load_weights(self, version: int) -> Taken:
+        """Gather into shared memory, and load from there while paused."""
+        with tempfile.TemporaryDirectory(dir="/dev/shm") as memory:
+            file = Path(memory) / "model.safetensors"
+            return await self._through(Path(memory), version, "take_whole_tensors", "path", file)
+
+    async def _through(self, directory: Path, version: int, method: str, argument: str, path: Path) -> Taken:
+        started = time.perf_counter()
+        whole = {name: tensor.to(torch.bfloat16) for name, tensor in self._weights.items()}
+        await asyncio.to_thread(save_file, whole, directory / "model.safetensors")
+        loop = asyncio.get_running_loop()
+        load = lambda: self._engine.rpc(method, **{argument: str(path)})  # noqa: E731
+        pause = await self._switch(version, lambda: asyncio.run_coroutine_threadsafe(load(), loop).result())
+        return time.perf_counter() - started, pause
+
+    async def _switch(self, version: int, apply: Callable[[], None]) -> float:
+        started = time.perf_counter()
+        await self._engine.engine.switch(version, apply)
+        return time.perf_counter() - started
+
+
+async def measure(model: Path, rounds: int) -> tuple[dict[str, list[Taken]], int, int]:
+    """Return what each way took in every round, how many answers differed, and the bytes of the model in bfloat16."""
+    engine = await asyncio.to_thread(Engine, model)
+    trainer = load_model(model, dtype=torch.float32)
+    weights = named_weights(trainer)
+    with tempfile.TemporaryDirectory() as directory:
+        ways = Ways(weights, engine, Path(directory))
+        trainer.config.save_pretrained(directory)
+        busy = asyncio.create_task(engine.keep_busy())
+        await ways.open()
+        order: dict[str, Callable[[int], Awaitable[Taken]]] = {
+            OURS: ways.ours,
+            SAFETENSORS: ways.safetensors,
+            LOAD_WEIGHTS: ways.load_weights,
+        }
+        times: dict[str, list[Taken]] = {way: [] for way in order}
+        differ = version = 0
+        for _ in range(rounds + 1):  # the first takes page faults
+            train(weights, seed=version)
+            answers = []
+            for way, sync in order.items():
+                times[way].append(await sync(version))
+                answers.append(await engine.answer())
+                version += 1
+            differ += sum(answer != answers[0] for answer in answers)
+        busy.cancel()
+        with suppress(asyncio.CancelledError):
+            await busy
+        await ways.close()
+        await engine.engine.close()
+    size = sum(2 * tensor.numel() for tensor in weights.values())
+    return {way: taken[1:] for way, taken in times.items()}, differ, size
+
+
+@torch.no_grad()
+def train(weights: Mapping[str, Tensor], *, seed: int) -> None:
+    """Change every weight a little, as a step does."""
+    torch.manual_seed(seed)
+    for tensor in weights.values():
+        tensor.mul_(1 + 1e-3 * torch.randn_like(tensor))
+
+
+def _tokens(prompt: Prompt) -> np.ndarray:
+    return np.array(prompt.row["tokens"], np.int32)
+
+
+def figures(times: Mapping[str, Sequence[Taken]], *, differ: int, size: int) -> list[Figure]:
+    """Medians of every way, and how ours compares in the same round."""
+    found = [Figure(figure="model in bfloat16", value=size / 2**20, unit="MiB")]
+    for way, taken in times.items():
+        for name, part in zip(("sync", "pause"), zip(*taken)):
+            found.append(Figure(figure=f"{way}: {name}", value=median(part), unit="s", note=NOTES.get((way, name), "")))
+    for way in (SAFETENSORS, LOAD_WEIGHTS):
+        for i, name in enumerate(("sync", "pause")):
+            ratio = median(mine[i] / other[i] for mine, other in zip(times[OURS], times[way]))
+            found.append(Figure(figure=f"ours / {way}: {name}", value=ratio, unit="x", target="<= 1"))
+    found.append(Figure(figure="answers that differ between the ways", value=differ, unit="answers", target="<= 0"))
+    return found
+
+
+NOTES = {
+    (OURS, "pause"): "vLLM's own pause_generation sleeps 20 ms, in all three ways",
+    (SAFETENSORS, "sync"): "the file stays in the page cache: a disk is slower",
+}
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="a model of 0.8 million parameters")
+    parser.add_argument("--model", type=Path, default=SMOLLM2, help="a directory; made if it is SmolLM2 and missing")
+    given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        model = write_tiny_model(Path(scratch), initializer_range=0.2) if given.quick else given.model
+        if not model.exists():
+            subprocess.run([ROOT / "scripts" / "fetch_smollm2", SMOLLM2], check=True)
+        times, differ, size = asyncio.run(measure(model, rounds=5 if given.quick else 9))
+    gc.collect()  # vLLM's client complains when the end of the interpreter collects it
+    report("transfer_vllm", figures(times, differ=differ, size=size))
+
+
+if __name__ == "__main__":
+    main()
