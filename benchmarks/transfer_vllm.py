@@ -8,7 +8,8 @@ Three ways take turns in the same engine, with sequences running all the time:
     safetensors    saved to a file, and loaded again by vLLM's `reload_weights` in the pause
     load_weights   gathered whole in shared memory, and taken by the model's `load_weights` in the pause
 
-A sync lasts from the trainer's weights being ready until tokens are drawn with them. The trainer holds float32, vLLM
+A sync lasts from the trainer's weights being ready until tokens are drawn with them, the pause from vLLM standing still
+until it goes on: the token in work before is part of the sync alone. The trainer holds float32, vLLM
 bfloat16. After each sync the answer to one prompt is drawn greedily; all ways have to give the same.
 """
 
@@ -47,6 +48,8 @@ SETTINGS = SyncSettings(token=b"benchmark", dtype="bfloat16", timeout_s=120.0)
 MAX_LENGTH = 64
 RUNNING = 4
 """Sequences that are generated all the time."""
+ANSWER = 12
+"""Tokens of the answer that is compared."""
 OURS, SAFETENSORS, LOAD_WEIGHTS = "ours", "safetensors", "load_weights"
 
 Taken = tuple[float, float]
@@ -69,17 +72,15 @@ class Engine:
 
     async def keep_busy(self) -> None:
         """Generate until cancelled."""
+        prompt, sampling = Prompt(sample_id=1, row={"tokens": [5, 6]}), Sampling(max_terms=MAX_LENGTH - 2)
         while True:
-            await self._draw(Prompt(sample_id=1, row={"tokens": [5, 6]}), RUNNING, temperature=1.0)
+            await self.engine.generate(prompt, num_samples=RUNNING, sampling=sampling, seed=0)
 
     async def answer(self) -> list[int]:
         """The likeliest answer to one prompt."""
-        rollouts = await self._draw(Prompt(sample_id=0, row={"tokens": [3, 4, 5]}), 1, temperature=0.0)
-        return rollouts[0].arrays["tokens"].tolist()
-
-    async def _draw(self, prompt: Prompt, num_samples: int, *, temperature: float) -> list[Any]:
-        sampling = Sampling(max_terms=MAX_LENGTH - 8, temperature=temperature)
-        return (await self.engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=0))[1]
+        prompt, sampling = Prompt(sample_id=0, row={"tokens": [3, 4, 5]}), Sampling(max_terms=ANSWER, temperature=0.0)
+        _, (rollout,) = await self.engine.generate(prompt, num_samples=1, sampling=sampling, seed=0)
+        return rollout.arrays["tokens"].tolist()
 
 
 class Ways:
@@ -130,9 +131,16 @@ class Ways:
         return time.perf_counter() - started, pause
 
     async def _switch(self, version: int, apply: Callable[[], None]) -> float:
-        started = time.perf_counter()
-        await self._engine.engine.switch(version, apply)
-        return time.perf_counter() - started
+        """Return the pause: from the token boundary, once vLLM has come to it, until generation goes on."""
+        paused = 0.0
+
+        def timed() -> None:
+            nonlocal paused
+            paused = time.perf_counter()
+            apply()
+
+        await self._engine.engine.switch(version, timed)
+        return time.perf_counter() - paused
 
 
 async def measure(model: Path, rounds: int) -> tuple[dict[str, list[Taken]], int, int]:
@@ -196,7 +204,7 @@ def figures(times: Mapping[str, Sequence[Taken]], *, differ: int, size: int) -> 
 
 
 NOTES = {
-    (OURS, "pause"): "vLLM's own pause_generation sleeps 20 ms, in all three ways",
+    (OURS, "pause"): "vLLM's pause_generation adds a sleep of 20 ms, in all three ways",
     (SAFETENSORS, "sync"): "the file stays in the page cache: a disk is slower",
 }
 
@@ -211,7 +219,7 @@ def main() -> None:
         model = write_tiny_model(Path(scratch), initializer_range=0.2) if given.quick else given.model
         if not model.exists():
             subprocess.run([ROOT / "scripts" / "fetch_smollm2", SMOLLM2], check=True)
-        times, differ, size = asyncio.run(measure(model, rounds=5 if given.quick else 9))
+        times, differ, size = asyncio.run(measure(model, rounds=5 if given.quick else 7))
     gc.collect()  # vLLM's client complains when the end of the interpreter collects it
     report("transfer_vllm", figures(times, differ=differ, size=size))
 

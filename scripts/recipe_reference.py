@@ -20,6 +20,7 @@ from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
+from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
 from cosmos_rl_llm.rewards import REWARDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
@@ -47,6 +48,7 @@ def render() -> str:
         assert model is not None, f"[{name}] is no section"
         parts += _section(name, model)
     parts += _section("rollout.options", TorchEngineOptions)
+    parts += _section("rollout.options", VllmEngineOptions, title='`[rollout.options]` of engine = "vllm"')
     for name, reward in sorted(REWARDS.items()):
         assert isinstance(reward, type) and issubclass(reward, BaseModel)
         parts += _section("reward.functions.options", reward, title=f'`options` of the reward "{name}"')

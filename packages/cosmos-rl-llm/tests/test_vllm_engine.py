@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import gc
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -65,9 +64,8 @@ def llm(runner, tmp_path_factory):
     options = VllmEngineOptions(cache_bytes=64 << 20, extra={"block_size": 32})
     llm = start(str(directory), options=options, dtype="float32", max_length=None)
     yield llm
-    llm.shutdown()
-    del llm
-    gc.collect()  # what vLLM leaves open is closed here, where it is ignored
+    runner.run(asyncio.to_thread(llm.shutdown))
+    llm.engine_core.resources.ctx.destroy(linger=0)  # vLLM leaves that to the garbage collector, which warns
 
 
 def decode(tokens):

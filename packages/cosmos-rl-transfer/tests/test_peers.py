@@ -164,8 +164,8 @@ def test_a_holder_that_is_gone_is_passed_over():
         async with Pair("tcp") as pair:
             await pair.publish(0)
             liar = Feed.open(pair.publisher.address, token=TOKEN, timeout_s=5)
-            made = plan(liar.welcome.source, liar.welcome.source, bucket_bytes=2048)
-            liar.join(made, target=liar.welcome.source, rank=0, position=0, transport="tcp", memory=[])
+            made = plan(liar.source, liar.source, bucket_bytes=2048)
+            liar.join(made, target=liar.source, rank=0, position=0, transport="tcp", memory=[])
             liar.holds(7, "127.0.0.1:1")
             assert liar.who_holds(-1).version == 7  # it is in the directory
             async with joiner(pair) as (late, live):

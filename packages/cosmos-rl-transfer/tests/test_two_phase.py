@@ -89,7 +89,7 @@ def test_a_rank_that_cannot_stage_keeps_all_at_the_version_they_serve():
                 raise WeightMismatch("w of version 1 arrived wrong twice")
 
             replica.subscribers[1].stage_now = broken
-            with pytest.raises(TransferError, match="rank 1 of the replica: version 1: .*arrived wrong twice"):
+            with pytest.raises(TransferError, match=r"rank 1 of the replica: version 1: .*arrived wrong twice"):
                 await replica.together.stage(after=0)
             with pytest.raises(TransferError, match="nothing is staged"):
                 replica.together.apply()
@@ -144,5 +144,23 @@ def test_missing_ranks_are_named():
         with pytest.raises(TransferError, match=r"ranks \[0, 1\] of the replica did not come"):
             await together.stage(after=-1)
         await together.close()
+
+    asyncio.run(main())
+
+
+def test_a_rank_that_left_meanwhile_is_named_and_the_next_stage_takes_its_replacement():
+    async def main():
+        async with Replica() as replica:
+            await replica.publish(0)
+            await replica.together.stage(after=-1)
+            await asyncio.to_thread(replica.members[1].close)
+            with pytest.raises(TransferError, match=r"ranks \[1\] of the replica have ended"):
+                await replica.together.stage(after=-1)
+            replica.members[1] = ReplicaMember(
+                replica.together.address, replica.subscribers[1], token=TOKEN, rank=1, timeout_s=5
+            )
+            assert await replica.together.stage(after=-1) == 0
+            replica.together.apply()
+            assert replica.holds(0) == [True, True]
 
     asyncio.run(main())

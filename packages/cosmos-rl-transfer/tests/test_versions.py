@@ -129,3 +129,26 @@ def test_a_slot_that_is_kept_too_long_goes_to_the_next_and_stays_there():
     assert ring.take(other, wait=True) == 0
     ring.free(0, slow)
     assert ring.holds(other) == 1
+
+
+def test_a_fence_without_copies_drops_who_is_not_through():
+    versions = Versions()
+    versions.publish(0)
+    slow = lend(versions, 0)
+    versions.read(slow, 0)
+    assert versions.fence(patience_s=0.01, copy=False).copied_bytes == 0
+    with pytest.raises(Superseded), versions.reading(slow, 1):
+        pass
+    assert not versions.give_back(slow)
+
+
+def test_a_lease_that_was_read_to_its_end_gives_nothing_more_after_a_fence():
+    versions = Versions()
+    versions.publish(0)
+    lease = lend(versions, 0)
+    for bucket in range(3):
+        versions.read(lease, bucket)
+    versions.fence(patience_s=10)
+    with pytest.raises(Superseded), versions.reading(lease, 0):
+        pass
+    assert versions.give_back(lease)

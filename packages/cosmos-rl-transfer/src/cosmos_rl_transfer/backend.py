@@ -39,6 +39,7 @@ class TransferSync:
             "patience_s": settings.patience_s,
             "delta": settings.delta,
             "full_every": settings.full_every,
+            "relay": settings.relay,
             "bind": bind,
         }
         return Publisher(weights, **options) if ranks is None else RankPublisher(weights, ranks=ranks, **options)

@@ -32,6 +32,7 @@ class Feed:
     """What this publisher sends us."""
     ring: tuple[str, ...] = ()
     """Who passes the announced version on, by address (chain.py)."""
+    _source: Manifest | None = None
     _sending: threading.Lock = field(default_factory=threading.Lock)
     """Buckets are asked for by one thread and let go by others."""
 
@@ -45,6 +46,13 @@ class Feed:
         except BaseException:
             link.close()
             raise
+
+    @property
+    def source(self) -> Manifest:
+        """What all ranks of the publishing side hold."""
+        if self._source is None:
+            self._source = Manifest.decode(self.welcome.source)
+        return self._source
 
     def join(
         self,
@@ -63,7 +71,7 @@ class Feed:
         """
         source = self.welcome
         chosen, self.inlet = attach(transport, self.link, offered=source.transport, offer=source.offer, memory=memory)
-        self.link.send(m.Join(target, rank, made.digest, position, chosen, sources))
+        self.link.send(m.Join(target.encode(), rank, made.digest, position, chosen, sources))
         _expect(self.link.receive(), m.Joined)
         self.buckets = made.stream(source.rank, rank)
 

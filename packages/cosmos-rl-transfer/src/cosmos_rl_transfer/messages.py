@@ -17,11 +17,10 @@ JoinRing(plan digest, source)             -> Joined           instead of Join, t
 
 from __future__ import annotations
 
+import hashlib
 from typing import Literal
 
 import msgspec
-
-from cosmos_rl_transfer.layout import Manifest
 
 PROTOCOL = 3
 
@@ -35,8 +34,8 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
-    source: Manifest
-    """All ranks of the publishing side."""
+    source: bytes
+    """What all ranks of the publishing side hold: an encoded Manifest."""
     rank: int
     """The publisher's own."""
     wire_dtype: str | None
@@ -48,7 +47,8 @@ class Welcome(msgspec.Struct, tag=True, frozen=True):
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
-    target: Manifest
+    target: bytes
+    """What all ranks of the replica hold: an encoded Manifest."""
     rank: int
     plan_digest: str
     position: int = 0
@@ -155,7 +155,7 @@ class Holder(msgspec.Struct, frozen=True):
     @classmethod
     def of(cls, joined: Join, address: str) -> Holder:
         """Describe a subscriber that has joined."""
-        return cls(joined.target.digest, joined.rank, address, joined.plan_digest)
+        return cls(hashlib.sha256(joined.target).hexdigest(), joined.rank, address, joined.plan_digest)
 
 
 class Holds(msgspec.Struct, tag=True, frozen=True):

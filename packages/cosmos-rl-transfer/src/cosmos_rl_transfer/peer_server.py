@@ -12,17 +12,17 @@ from cosmos_rl_transfer.digest import Raw
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.feed import Feed
 from cosmos_rl_transfer.landing import Shadow
-from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest, TensorLayout
+from cosmos_rl_transfer.layout import Manifest, TensorLayout
 from cosmos_rl_transfer.live import DIRECT_BYTES
 from cosmos_rl_transfer.partial import Partial
 from cosmos_rl_transfer.plan import Bucket
-from cosmos_rl_transfer.proof import Form
+from cosmos_rl_transfer.proof import forms_of
 from cosmos_rl_transfer.ring import Ring
 from cosmos_rl_transfer.server import Server
+from cosmos_rl_transfer.spare import Spare
 from cosmos_rl_transfer.supply import Supply
 from cosmos_rl_transfer.transports.base import Run, Transport, TransportUnavailable
 from cosmos_rl_transfer.transports.select import open_outlet
-from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.versions import Versions
 
 log = logging.getLogger(__name__)
@@ -59,19 +59,18 @@ class PeerServer:
         self._versions = Versions()
         chosen, self._outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
         self._outlet.expose([shadow.memory])
-        forms = {spec.name: Form(spec.shape, ITEM_BYTES[spec.dtype]) for spec in served.specs.values()}
         supply = Supply(
             manifest=served,
             rank=rank,
             wire_dtype=None,
             bucket_bytes=bucket_bytes,
-            forms=forms | {alias: forms[name] for alias, name in served.tied.items()},
+            forms=forms_of(served, {name: spec.dtype for name, spec in served.specs.items()}),
             memory=_Held(shadow, served),
             versions=self._versions,
+            spare=Spare(bucket_bytes),
             ring=Ring(NUM_SLOTS, patience_s=max(PATIENCE_S, 0.5)),
             outlet=self._outlet,
             transport=chosen,
-            link_outlet=Tcp().open(bucket_bytes=bucket_bytes, num_slots=0),
             partial=partial,
         )
         try:

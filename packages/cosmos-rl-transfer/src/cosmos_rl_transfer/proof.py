@@ -10,6 +10,7 @@ import numpy as np
 import xxhash
 
 from cosmos_rl_transfer.digest import Raw, sum_change, tensor_sum
+from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.plan import Bucket, Piece
 from cosmos_rl_transfer.positions import outward, row_strides
 
@@ -24,6 +25,12 @@ class Form:
     """Of the whole tensor."""
     item_bytes: int
     """Of one element as it travels."""
+
+
+def forms_of(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> dict[str, Form]:
+    """Return the form of each of a manifest's tensors, tied names too, as they travel."""
+    forms = {name: Form(spec.shape, ITEM_BYTES[wire_dtypes[name]]) for name, spec in manifest.specs.items()}
+    return forms | {alias: forms[name] for alias, name in manifest.tied.items()}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,14 +19,14 @@ from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.live import LiveWeights
 from cosmos_rl_transfer.outgoing import Outgoing
 from cosmos_rl_transfer.plan import wire_dtype_of
-from cosmos_rl_transfer.proof import Form
+from cosmos_rl_transfer.proof import forms_of
 from cosmos_rl_transfer.relay import Relay
 from cosmos_rl_transfer.ring import Ring
 from cosmos_rl_transfer.server import Server
+from cosmos_rl_transfer.spare import Spare
 from cosmos_rl_transfer.supply import Supply
 from cosmos_rl_transfer.transports.base import Transport
 from cosmos_rl_transfer.transports.select import open_outlet
-from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.versions import Fenced, Versions
 
 if TYPE_CHECKING:
@@ -73,7 +73,8 @@ class Publisher:
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         self._memory = LiveWeights(manifest, rank=rank, wire_dtypes=wire)
         self._memory.check(weights)
-        self._versions = Versions()
+        self._spare = Spare(bucket_bytes)
+        self._versions = Versions(recycle=self._spare.give)
         self._outgoing: Outgoing | None = None
         if delta:
             self._outgoing = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every)
@@ -86,20 +87,19 @@ class Publisher:
         chosen, self._outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
         if self._outgoing is not None:
             self._outlet.expose([self._outgoing.memory])
-        forms = {spec.name: Form(spec.shape, ITEM_BYTES[wire[spec.name]]) for spec in manifest.specs.values()}
         supply = Supply(
             manifest=manifest,
             rank=rank,
             wire_dtype=wire_dtype,
             bucket_bytes=bucket_bytes,
-            forms=forms | {alias: forms[name] for alias, name in manifest.tied.items()},
+            forms=forms_of(manifest, wire),
             memory=self._outgoing or self._memory,
             outgoing=self._outgoing,
             versions=self._versions,
+            spare=self._spare,
             ring=Ring(NUM_SLOTS, patience_s=max(patience_s, 0.5)),
             outlet=self._outlet,
             transport=chosen,
-            link_outlet=Tcp().open(bucket_bytes=bucket_bytes, num_slots=0),
             holders=Directory("off" if delta and relay == "auto" else relay),
         )
         self._sent, self._holders = supply.sent, supply.holders
@@ -154,6 +154,8 @@ class Publisher:
         if not self._versions.is_open or (self._outgoing is not None and not self._outgoing.resting):
             return {"sync_stall_s": 0.0, "sync_copied_bytes": 0.0}
         done = await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
+        if not done.copied_bytes:
+            self._spare.shrink()
         return {"sync_stall_s": done.waited_s, "sync_copied_bytes": float(done.copied_bytes)}
 
     def _copy_out(self, outgoing: Outgoing, version: int, weights: Mapping[str, Tensor]) -> Fenced:

@@ -89,7 +89,7 @@ class SamplePublisher:
         try:
             link.receive()
             name, offer = self.transport.name, dict(self.outlet.offer)
-            link.send(Welcome(Manifest(()), 0, None, self.bucket_bytes, name, offer))
+            link.send(Welcome(Manifest(()).encode(), 0, None, self.bucket_bytes, name, offer))
             for turn in count():
                 self._answer(link, link.receive(), WINDOW * reader + turn % WINDOW)
         except PeerLost:

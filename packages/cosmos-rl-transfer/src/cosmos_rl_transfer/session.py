@@ -102,7 +102,7 @@ class Session:
         if protocol != m.PROTOCOL:
             return m.Refused(f"the publisher speaks protocol {m.PROTOCOL}, the subscriber {protocol}")
         s = self._supply
-        return m.Welcome(s.manifest, s.rank, s.wire_dtype, s.bucket_bytes, s.transport, dict(s.outlet.offer))
+        return m.Welcome(s.manifest.encode(), s.rank, s.wire_dtype, s.bucket_bytes, s.transport, dict(s.outlet.offer))
 
     def _join(self, request: m.Join) -> m.Joined | m.Refused:
         supply = self._supply

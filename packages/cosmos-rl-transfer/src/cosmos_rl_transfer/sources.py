@@ -137,8 +137,8 @@ class Sources:
         Returns the plan and the source ranks it was made over, () for all. Raises LayoutError where the publishers do
         not fit each other or the target, and PeerLost where those that are left do not hold everything.
         """
-        first = feeds[0].welcome
-        if any(feed.welcome.source.digest != first.source.digest for feed in feeds):
+        first = feeds[0]
+        if any(feed.welcome.source != first.welcome.source for feed in feeds):
             raise LayoutError(f"the publishers at {self.addresses} do not publish the same tensors")
         made = planned(feeds[0], target, sources=(), position=position)
         here = tuple(sorted(feed.welcome.rank for feed in feeds))
@@ -157,7 +157,7 @@ def planned(feed: Feed, target: Manifest, *, sources: tuple[int, ...], position:
     """Plan what `target` gets of what the other end of `feed` describes: of these ranks, () for all."""
     welcome = feed.welcome
     return plan(
-        welcome.source.only(sources) if sources else welcome.source,
+        feed.source.only(sources) if sources else feed.source,
         target,
         relay="off",
         bucket_bytes=welcome.bucket_bytes,

@@ -71,9 +71,9 @@ class Subscriber:
         this rank's parts. None: read off the tensors, whole ones or DTensors. position: this replica's place among
         the rollout replicas, so that they do not all ask the same owners. staging: "shadow" keeps a second copy in
         host memory and switches at the speed of memory; "in_place" needs two buckets and `apply` takes as long as
-        the transfer of what did not come as deltas, and after an error in it the live tensors are of no version. serve: whether others may read
-        what is staged in the shadow (peers.py). bind: address to listen on for them; None: the one that publishers are
-        reached from.
+        the transfer of what did not come as deltas, and after an error in it the live tensors are of no version.
+        serve: whether others may read what is staged in the shadow (peers.py). bind: address to listen on for them;
+        None: the one that publishers are reached from.
         """
         self._sources = Sources(address, token=token, timeout_s=timeout_s, joined=self._join)
         self._weights = weights

@@ -7,8 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
 from cosmos_rl_transfer.digest import Raw
 from cosmos_rl_transfer.holders import Directory
 from cosmos_rl_transfer.layout import Manifest
@@ -17,7 +15,9 @@ from cosmos_rl_transfer.partial import Partial
 from cosmos_rl_transfer.plan import Bucket, Plan, plan
 from cosmos_rl_transfer.proof import Form, Proofs
 from cosmos_rl_transfer.ring import Ring
+from cosmos_rl_transfer.spare import Spare
 from cosmos_rl_transfer.transports.base import Outlet, Run
+from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.versions import Versions
 
 
@@ -45,11 +45,13 @@ class Supply:
     forms: Mapping[str, Form]
     memory: Memory
     versions: Versions
+    spare: Spare
+    """What `copy` copies into."""
     ring: Ring
     outlet: Outlet
     transport: str
     """Name of the transport that `outlet` is of."""
-    link_outlet: Outlet
+    link_outlet: Outlet = field(default_factory=lambda: Tcp().open(bucket_bytes=0, num_slots=0))
     """For subscribers that cannot use the other: over the link, out of the other's slots."""
     outgoing: Outgoing | None = None
     """The same as `memory` where deltas are on."""
@@ -62,7 +64,7 @@ class Supply:
 
     def copy(self, bucket: Bucket) -> Raw:
         """Return a bucket's bytes in memory of their own."""
-        out = np.empty(bucket.num_bytes, np.uint8)
+        out = self.spare.take(bucket.num_bytes)
         self.memory.pack(bucket, out)
         return out
 
@@ -86,16 +88,16 @@ class PlanCache:
     def __init__(self, most: int = 4) -> None:
         self._most = most
         self._guard = threading.Lock()
-        self._known: dict[tuple[str, int, tuple[int, ...]], Plan] = {}
+        self._known: dict[tuple[bytes, int, tuple[int, ...]], Plan] = {}
 
-    def get(self, supply: Supply, target: Manifest, *, position: int, sources: tuple[int, ...]) -> Plan:
-        """Return the plan for a target over these ranks, () for all. Raises LayoutError as `plan` does."""
-        key = (target.digest, position, sources)
+    def get(self, supply: Supply, target: bytes, *, position: int, sources: tuple[int, ...]) -> Plan:
+        """Return the plan for an encoded target over these ranks, () for all. Raises LayoutError as `plan` does."""
+        key = (target, position, sources)
         with self._guard:
             if key not in self._known:
                 self._known[key] = plan(
                     supply.manifest.only(sources) if sources else supply.manifest,
-                    target,
+                    Manifest.decode(target),
                     relay="off",
                     bucket_bytes=supply.bucket_bytes,
                     wire_dtype=supply.wire_dtype,

@@ -39,6 +39,8 @@ class Lease:
     """Makes a copy of a bucket out of live memory."""
     copies: dict[int, Raw] | None = None
     """By bucket, after a fence that did not wait any longer; None while the bytes are in live memory."""
+    reading_copies: int = 0
+    """Readers inside `copies` at this moment."""
     revoked: bool = False
 
 
@@ -63,7 +65,9 @@ class _State:
 class Versions:
     """All methods may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, recycle: Callable[[Raw], None] = lambda _: None) -> None:
+        """`recycle` is given every copy that nobody will read any more."""
+        self._recycle = recycle
         self._state = _State()
         self._changed = threading.Condition()
         self._numbers = count(1)
@@ -83,7 +87,8 @@ class Versions:
         with self._changed:
             for lease in self._state.leases.values():
                 if lease.copies is None or not lease.keep:
-                    lease.revoked, lease.copies = True, None
+                    lease.revoked = True
+                    self._drop_copies(lease)
             self._state.newest, self._state.is_open = version, True
             self._changed.notify_all()
 
@@ -112,11 +117,15 @@ class Versions:
                 raise Superseded(f"version {lease.version} gave way to a newer one")
             copied = None if lease.copies is None else lease.copies[bucket]
             self._state.reading += copied is None
+            lease.reading_copies += copied is not None
         try:
             yield copied
         finally:
             with self._changed:
                 self._state.reading -= copied is None
+                lease.reading_copies -= copied is not None
+                if lease.number not in self._state.leases or lease.revoked:
+                    self._drop_copies(lease)
                 self._changed.notify_all()
 
     def read(self, lease: Lease, bucket: int) -> None:
@@ -129,9 +138,17 @@ class Versions:
         """End a lease; returns whether it held until now."""
         with self._changed:
             self._state.leases.pop(lease.number, None)
-            lease.copies = {}
+            self._drop_copies(lease)
+            lease.copies = lease.copies or {}
             self._changed.notify_all()
             return not lease.revoked
+
+    def _drop_copies(self, lease: Lease) -> None:
+        """Recycle a lease's copies once nobody is inside them. The lock is held."""
+        if lease.copies and not lease.reading_copies:
+            copies, lease.copies = lease.copies, {}
+            for data in copies.values():
+                self._recycle(data)
 
     def fence(self, *, patience_s: float, copy: bool = True) -> Fenced:
         """Close the version: after this the memory may be written. Copies what is unread after `patience_s`.

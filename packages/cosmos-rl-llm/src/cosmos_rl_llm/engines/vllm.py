@@ -227,6 +227,6 @@ def published_specs(address: str, *, token: bytes, timeout_s: float) -> list[Wei
 
     feed = Feed.open(address, token=token, timeout_s=timeout_s)
     try:
-        return list(feed.welcome.source.specs.values())
+        return list(feed.source.specs.values())
     finally:
         feed.close()

