@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from _figures import Figure
 
-from cosmos_rl_transfer.faults.trials import MOST_WAIT_S, run_trials
+from cosmos_rl_transfer.testing.faults.trials import MOST_WAIT_S, run_trials
 
 
 def figures(count: int) -> list[Figure]:

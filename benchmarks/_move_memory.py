@@ -8,8 +8,8 @@ from pathlib import Path
 from _figures import Figure
 from _move_speed import TOKEN
 
-from cosmos_rl_transfer.follower import Follower, Following, SampleModel
-from cosmos_rl_transfer.publisher import Publisher
+from cosmos_rl_transfer.measure.follower import Follower, Following, SampleModel
+from cosmos_rl_transfer.publish.publisher import Publisher
 
 BUCKET_BYTES = 16 << 20
 TINY_BYTES = 64 << 10

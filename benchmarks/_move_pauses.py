@@ -12,8 +12,8 @@ from _figures import Figure
 from _move_speed import TOKEN, WARM_UP
 from torch import Tensor
 
-from cosmos_rl_transfer.follower import Follower, Following, SampleModel, Synced
-from cosmos_rl_transfer.publisher import Publisher
+from cosmos_rl_transfer.measure.follower import Follower, Following, SampleModel, Synced
+from cosmos_rl_transfer.publish.publisher import Publisher
 
 CHANGED = 100
 """One element of so many."""

@@ -8,7 +8,7 @@ import time
 
 from _figures import Figure
 
-from cosmos_rl_transfer.testing import BitFlips, Pair, assert_version
+from cosmos_rl_transfer.testing.samples import BitFlips, Pair, assert_version
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 

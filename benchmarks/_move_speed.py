@@ -16,11 +16,11 @@ from _figures import Figure
 from _move_peer import Gloo, RawSocket
 from _torchstore import torchstore_seconds
 
-from cosmos_rl_transfer.box import Box
-from cosmos_rl_transfer.digest import bucket_hash, tensor_sum
-from cosmos_rl_transfer.follower import Follower, Following, SampleModel
-from cosmos_rl_transfer.publisher import Publisher
-from cosmos_rl_transfer.speed import MEMCPY, NIXL_OVER_TCP, RAW_STREAM, compare
+from cosmos_rl_transfer.content.digest import bucket_hash, tensor_sum
+from cosmos_rl_transfer.layout.box import Box
+from cosmos_rl_transfer.measure.follower import Follower, Following, SampleModel
+from cosmos_rl_transfer.measure.speed import MEMCPY, NIXL_OVER_TCP, RAW_STREAM, compare
+from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 
 TOKEN = b"benchmark"

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 from _figures import Figure, report
 
-from cosmos_rl_transfer import layouts
-from cosmos_rl_transfer.layout import Manifest
-from cosmos_rl_transfer.oracle import bytes_held, random_case, wrong_parts
-from cosmos_rl_transfer.plan import Plan, plan
-from cosmos_rl_transfer.shapes import read_shapes
+from cosmos_rl_transfer.layout import spread
+from cosmos_rl_transfer.layout.manifest import Manifest
+from cosmos_rl_transfer.layout.shapes import read_shapes
+from cosmos_rl_transfer.planning.plan import Plan, plan
+from cosmos_rl_transfer.testing.oracle import bytes_held, random_case, wrong_parts
 
 BUCKET_BYTES = 8 << 20
 SMALL_BUCKETS = (64, 200, 1000, 1 << 20)
@@ -34,7 +34,7 @@ ROUNDS, JOIN_ROUNDS = 3, 7
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Trainers and rollouts: what `layouts.mesh` takes, and how many replicas there are."""
+    """Trainers and rollouts: what `spread.mesh` takes, and how many replicas there are."""
 
     source: dict[str, int]
     target: dict[str, int]
@@ -83,12 +83,12 @@ class Model:
 
     def source(self, pair: Pair) -> Manifest:
         """Return the trainers' manifest, as it comes off the wire."""
-        return _received(layouts.mesh(self.shapes.specs, **pair.source))  # type: ignore[arg-type]
+        return _received(spread.mesh(self.shapes.specs, **pair.source))  # type: ignore[arg-type]
 
     def replica(self, pair: Pair, *, first_rank: int = 0) -> Manifest:
         """Return one replica's manifest."""
         axes = pair.target
-        made = layouts.mesh(
+        made = spread.mesh(
             self.shapes.specs,
             pp=axes.get("pp", 1),
             tp=axes.get("tp", 1),
@@ -101,7 +101,7 @@ class Model:
 
     def fleet(self, pair: Pair) -> Manifest:
         """Return the manifest of all replicas."""
-        return _received(layouts.replicas(self.replica(pair), pair.replicas))
+        return _received(spread.replicas(self.replica(pair), pair.replicas))
 
 
 def _received(manifest: Manifest) -> Manifest:

@@ -40,7 +40,7 @@ from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm_start import start
 from cosmos_rl_llm.model import load_model, named_weights
 from cosmos_rl_llm.testing import write_tiny_model
-from cosmos_rl_transfer.publisher import Publisher
+from cosmos_rl_transfer.publish.publisher import Publisher
 
 ROOT = Path(__file__).resolve().parent.parent
 SMOLLM2 = ROOT / "models" / "SmolLM2-135M-Instruct"

@@ -29,8 +29,8 @@ PRELOAD = [
     "cosmos_rl_core.launch.policy_role",
     "cosmos_rl_core.launch.rollout_role",
     "cosmos_rl_core.testing.tiny_model",
-    "cosmos_rl_transfer.publisher",
-    "cosmos_rl_transfer.subscriber",
+    "cosmos_rl_transfer.publish.publisher",
+    "cosmos_rl_transfer.pull.subscriber",
 ]
 DEADLINE_S = 120.0
 """Longest that a life may take to the moment it is killed at, or to its end."""

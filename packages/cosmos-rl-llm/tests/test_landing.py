@@ -23,7 +23,7 @@ from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.landing.chart import chart_of
 from cosmos_rl_llm.landing.landing import Landing, manifest_for
 from cosmos_rl_llm.landing.twin import acting_as, detached, twin
-from cosmos_rl_transfer.quantize import quantized
+from cosmos_rl_transfer.content.quantize import quantized
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("vllm")
 
-from cosmos_rl_transfer.quantize import dequantize_nvfp4, fp8, fp8_block, fp8_channel, nvfp4, unpack_e2m1
+from cosmos_rl_transfer.content.quantize import dequantize_nvfp4, fp8, fp8_block, fp8_channel, nvfp4, unpack_e2m1
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]
 

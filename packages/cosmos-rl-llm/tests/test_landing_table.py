@@ -11,7 +11,7 @@ from torch import nn
 
 from cosmos_rl_llm.landing.names import Names
 from cosmos_rl_llm.landing.table import place
-from cosmos_rl_transfer.layout import Box
+from cosmos_rl_transfer.layout.manifest import Box
 
 
 class ColumnParallelLinear(nn.Module):

@@ -18,7 +18,7 @@ from cosmos_rl_llm.engines.vllm import VllmEngine
 from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm_start import start
 from cosmos_rl_llm.model import make_model, named_weights
-from cosmos_rl_transfer.publisher import Publisher
+from cosmos_rl_transfer.publish.publisher import Publisher
 
 pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
 pytestmark = [

@@ -17,13 +17,14 @@ from cosmos_rl_core.config.base import ConfigError
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_llm.config import LoraSection
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm import VllmEngine
 from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm_start import start
 from cosmos_rl_llm.model import load_model, named_weights
 from cosmos_rl_llm.testing import write_sums, write_tiny_model
-from cosmos_rl_transfer.publisher import Publisher
+from cosmos_rl_transfer.publish.publisher import Publisher
 
 pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
 pytestmark = [
@@ -53,7 +54,7 @@ def test_options_it_does_not_take(options, found):
 
 
 def test_adapters_are_refused():
-    model = LLM.Model(path="x", lora={"rank": 2})
+    model = LLM.Model(path="x", lora=LoraSection(rank=2))
     with pytest.raises(UserError, match=r"model\.lora"):
         LLM.build_engine(model, data=LLM.Data(path="x"), name="vllm", options={})
 

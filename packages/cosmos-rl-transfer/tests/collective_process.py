@@ -5,7 +5,7 @@ from datetime import timedelta
 
 from torch.distributed import FileStore, ProcessGroupGloo
 
-from cosmos_rl_transfer.sample_exchange import serve_process
+from cosmos_rl_transfer.testing.sample_exchange import serve_process
 from cosmos_rl_transfer.transports.collective import Collective
 
 if __name__ == "__main__":

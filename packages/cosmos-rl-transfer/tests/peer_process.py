@@ -7,7 +7,7 @@ import threading
 import torch
 
 from cosmos_rl_transfer import Publisher, Subscriber
-from cosmos_rl_transfer.testing import weights_at
+from cosmos_rl_transfer.testing.samples import weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
 
 TOKEN = b"the run's token"

@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from torch.distributed import FileStore, HashStore, ProcessGroupGloo
 
-from cosmos_rl_transfer.conformance import BUCKET_BYTES, CHECKS, Ends
-from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.sample_exchange import PublisherProcess
+from cosmos_rl_transfer.testing.conformance import BUCKET_BYTES, CHECKS, Ends
+from cosmos_rl_transfer.testing.sample_exchange import PublisherProcess
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 from cosmos_rl_transfer.transports.collective import Collective
+from cosmos_rl_transfer.wire.link import Link
 
 TIMEOUT = timedelta(seconds=5)
 

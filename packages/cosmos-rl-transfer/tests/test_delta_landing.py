@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, Shard, TransferError
-from cosmos_rl_transfer.delta import Extent, decode
-from cosmos_rl_transfer.digest import tensor_sum
-from cosmos_rl_transfer.landing import InPlace, Shadow
-from cosmos_rl_transfer.live import LiveWeights
-from cosmos_rl_transfer.outgoing import Outgoing
-from cosmos_rl_transfer.plan import plan
+from cosmos_rl_transfer.content.delta import Extent, decode
+from cosmos_rl_transfer.content.digest import tensor_sum
+from cosmos_rl_transfer.planning.plan import plan
+from cosmos_rl_transfer.publish.live import LiveWeights
+from cosmos_rl_transfer.publish.outgoing import Outgoing
+from cosmos_rl_transfer.pull.landing import InPlace, Shadow
 
 
 class Wire:

@@ -4,9 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_rl_transfer.delta import Change
-from cosmos_rl_transfer.patch import Patch
-from cosmos_rl_transfer.raw import same_width
+from cosmos_rl_transfer.content.delta import Change
+from cosmos_rl_transfer.content.raw import same_width
+from cosmos_rl_transfer.pull.patch import Patch
 
 
 def change_to(tensor, positions):

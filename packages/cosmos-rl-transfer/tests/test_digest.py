@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_rl_transfer.digest import add, bucket_hash, run_sum, tensor_sum
-from cosmos_rl_transfer.layout import Box, whole_box
+from cosmos_rl_transfer.content.digest import add, bucket_hash, run_sum, tensor_sum
+from cosmos_rl_transfer.layout.manifest import Box, whole_box
 
 WIDTHS = [np.uint8, np.uint16, np.uint32, np.uint64]
 

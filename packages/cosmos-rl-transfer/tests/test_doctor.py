@@ -1,7 +1,7 @@
 import pytest
 
-from cosmos_rl_transfer.doctor import Finding, diagnose, render, ucx_path
-from cosmos_rl_transfer.speed import MEMCPY, RAW_STREAM, compare
+from cosmos_rl_transfer.measure.doctor import Finding, diagnose, render, ucx_path
+from cosmos_rl_transfer.measure.speed import MEMCPY, RAW_STREAM, compare
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 
 UCX_SAYS = """

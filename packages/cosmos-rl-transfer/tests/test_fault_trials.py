@@ -2,8 +2,8 @@
 
 import pytest
 
-from cosmos_rl_transfer.faults.nursery import nursery
-from cosmos_rl_transfer.faults.trials import MOST_WAIT_S, Outcome, Trial, run_trial, summarize
+from cosmos_rl_transfer.testing.faults.nursery import nursery
+from cosmos_rl_transfer.testing.faults.trials import MOST_WAIT_S, Outcome, Trial, run_trial, summarize
 
 SEEDS = range(200)
 FEW = (0, 1, 3, 4, 5, 6, 14, 16, 17, 21)

@@ -17,11 +17,11 @@ from cosmos_rl_transfer import (
     TransferError,
     WeightMismatch,
 )
-from cosmos_rl_transfer.feed import Feed
-from cosmos_rl_transfer.messages import Join, Refused
-from cosmos_rl_transfer.testing import TOKEN, BitFlips, Pair, assert_version, blank, weights_at
+from cosmos_rl_transfer.pull.feed import Feed
+from cosmos_rl_transfer.testing.samples import TOKEN, BitFlips, Pair, assert_version, blank, weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
+from cosmos_rl_transfer.wire.messages import Join, Refused
 
 TRANSPORTS = ["shm", "tcp"]
 

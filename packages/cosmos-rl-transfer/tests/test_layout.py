@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout import (
+from cosmos_rl_transfer.layout.manifest import (
     Box,
     Manifest,
     Replicate,

@@ -1,9 +1,9 @@
 import pytest
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_transfer import layouts
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout import Box, Manifest, TensorLayout
+from cosmos_rl_transfer.layout import spread
+from cosmos_rl_transfer.layout.manifest import Box, Manifest, TensorLayout
 
 
 def spec(name, *shape):
@@ -37,58 +37,58 @@ def boxes(manifest, name):
 
 
 def test_ddp_gives_every_rank_everything():
-    made = layouts.ddp(MODEL, 3)
+    made = spread.ddp(MODEL, 3)
     assert all(layout.boxes.keys() == {0, 1, 2} for layout in made.layouts)
     assert boxes(made, "lm_head.weight")[2] == Box((0, 0), (100, 8))
 
 
 def test_fsdp_cuts_dim_0_unevenly():
-    assert [b.shape[0] for b in boxes(layouts.fsdp(MODEL, 3), "lm_head.weight").values()] == [34, 34, 32]
+    assert [b.shape[0] for b in boxes(spread.fsdp(MODEL, 3), "lm_head.weight").values()] == [34, 34, 32]
 
 
 def test_hsdp_repeats_fsdp():
-    held = boxes(layouts.hsdp(MODEL, 2, 3), "lm_head.weight")
+    held = boxes(spread.hsdp(MODEL, 2, 3), "lm_head.weight")
     assert [held[r] for r in (3, 4, 5)] == [held[r] for r in (0, 1, 2)]
 
 
 def test_tp_cuts_outputs_of_some_and_inputs_of_others():
-    made = layouts.tp(MODEL, 4)
+    made = spread.tp(MODEL, 4)
     assert boxes(made, "model.layers.0.self_attn.q_proj.weight")[1] == Box((4, 0), (4, 8))
     assert boxes(made, "model.layers.0.self_attn.o_proj.weight")[1] == Box((0, 4), (8, 4))
     assert boxes(made, "model.norm.weight")[1] == Box((0,), (8,))
 
 
 def test_kv_heads_are_copied_where_there_are_more_ranks():
-    held = boxes(layouts.tp(MODEL, 8, kv_heads=2), "model.layers.0.self_attn.k_proj.weight")
+    held = boxes(spread.tp(MODEL, 8, kv_heads=2), "model.layers.0.self_attn.k_proj.weight")
     assert [held[r].offset[0] for r in range(8)] == [0, 0, 0, 0, 2, 2, 2, 2]
     assert {b.shape for b in held.values()} == {(2, 8)}
 
 
 def test_ranks_that_are_no_multiple_of_the_kv_heads_are_refused():
     with pytest.raises(LayoutError, match="tp = 6 is no multiple of 4 KV heads"):
-        layouts.tp(MODEL, 6, kv_heads=4)
+        spread.tp(MODEL, 6, kv_heads=4)
 
 
 def test_a_vocabulary_is_cut_as_if_it_were_padded():
-    held = boxes(layouts.tp(MODEL, 4, vocab_multiple=64), "lm_head.weight")
+    held = boxes(spread.tp(MODEL, 4, vocab_multiple=64), "lm_head.weight")
     assert [b.shape[0] for b in held.values()] == [32, 32, 32, 4]
 
 
 def test_a_rank_of_nothing_but_padding_is_left_out():
-    assert boxes(layouts.tp(MODEL, 8, vocab_multiple=256), "lm_head.weight").keys() == {0, 1, 2, 3}
+    assert boxes(spread.tp(MODEL, 8, vocab_multiple=256), "lm_head.weight").keys() == {0, 1, 2, 3}
 
 
 def test_fsdp_over_tp_cuts_what_tp_left():
-    held = boxes(layouts.mesh(MODEL, dp_shard=2, tp=4), "model.layers.0.self_attn.q_proj.weight")
+    held = boxes(spread.mesh(MODEL, dp_shard=2, tp=4), "model.layers.0.self_attn.q_proj.weight")
     assert [held[r].offset[0] for r in range(8)] == [0, 4, 8, 12, 2, 6, 10, 14]
 
 
 def test_context_ranks_cut_parameters_as_fsdp_ranks_do():
-    assert layouts.mesh(MODEL, dp_shard=2, cp=2) == layouts.fsdp(MODEL, 4)
+    assert spread.mesh(MODEL, dp_shard=2, cp=2) == spread.fsdp(MODEL, 4)
 
 
 def test_stages_hold_runs_of_layers_with_the_embedding_first_and_the_head_last():
-    made = layouts.pp(MODEL, 2)
+    made = spread.pp(MODEL, 2)
     first = {s.name for s, _ in made.held_by(0)}
     assert "model.embed_tokens.weight" in first and "model.layers.1.mlp.down_proj.weight" in first
     assert {s.name for s, _ in made.held_by(1)} == {s.name for s in MODEL} - first
@@ -97,11 +97,11 @@ def test_stages_hold_runs_of_layers_with_the_embedding_first_and_the_head_last()
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(LayoutError, match="4 layers cannot be cut into 5 stages"):
-        layouts.pp(MODEL, 5)
+        spread.pp(MODEL, 5)
 
 
 def test_experts_lie_whole_on_neighbours():
-    made = layouts.mesh(EXPERTS, tp=4, ep=4)
+    made = spread.mesh(EXPERTS, tp=4, ep=4)
     assert [list(boxes(made, f"model.layers.0.mlp.experts.{e}.up_proj.weight")) for e in (0, 1, 2, 7)] == [
         [0],
         [0],
@@ -112,7 +112,7 @@ def test_experts_lie_whole_on_neighbours():
 
 
 def test_ranks_beyond_the_experts_cut_them():
-    made = layouts.mesh(EXPERTS, dp_shard=4, ep=2)
+    made = spread.mesh(EXPERTS, dp_shard=4, ep=2)
     assert boxes(made, "model.layers.0.mlp.experts.4.up_proj.weight") == {
         1: Box((0, 0), (3, 8)),
         3: Box((3, 0), (3, 8)),
@@ -121,28 +121,28 @@ def test_ranks_beyond_the_experts_cut_them():
 
 def test_stacked_experts_are_cut_along_dim_0():
     held = boxes(
-        layouts.mesh([spec("model.layers.0.mlp.experts.down_proj", 8, 6, 4)], tp=2, ep=2),
+        spread.mesh([spec("model.layers.0.mlp.experts.down_proj", 8, 6, 4)], tp=2, ep=2),
         "model.layers.0.mlp.experts.down_proj",
     )
     assert held == {0: Box((0, 0, 0), (4, 6, 4)), 1: Box((4, 0, 0), (4, 6, 4))}
 
 
 def test_replicas_count_on_and_are_known():
-    made = layouts.replicas(layouts.tp(MODEL, 2, first_rank=10), 3)
+    made = spread.replicas(spread.tp(MODEL, 2, first_rank=10), 3)
     assert made.replicas == ((10, 11), (12, 13), (14, 15))
     held = boxes(made, "lm_head.weight")
     assert held[15] == held[11] and list(held) == sorted(held)
 
 
 def test_a_replica_alone_is_what_was_repeated():
-    one = layouts.tp(MODEL, 2)
-    assert layouts.replicas(one, 3).only([0, 1]) == one
+    one = spread.tp(MODEL, 2)
+    assert spread.replicas(one, 3).only([0, 1]) == one
 
 
 def test_ranks_without_replicas_are_one_copy():
-    assert layouts.tp(MODEL, 2).copies == ((0, 1),)
+    assert spread.tp(MODEL, 2).copies == ((0, 1),)
 
 
 def test_scalars_are_copied():
-    made = layouts.mesh([spec("step")], dp_shard=2, tp=2)
+    made = spread.mesh([spec("step")], dp_shard=2, tp=2)
     assert made == Manifest((TensorLayout(spec("step"), dict.fromkeys(range(4), Box((), ()))),))

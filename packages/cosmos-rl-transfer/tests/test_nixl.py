@@ -9,7 +9,8 @@ from contextlib import closing
 import numpy as np
 import pytest
 
-from cosmos_rl_transfer.conformance import (
+from cosmos_rl_transfer.errors import PeerLost, TransferError
+from cosmos_rl_transfer.testing.conformance import (
     BUCKET_BYTES,
     CHECKS,
     Ends,
@@ -18,13 +19,12 @@ from cosmos_rl_transfer.conformance import (
     silence_ends_by_the_deadline,
     slots_arrive_whole,
 )
-from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Data
-from cosmos_rl_transfer.sample_exchange import PublisherProcess, SampleReader, Serve
+from cosmos_rl_transfer.testing.sample_exchange import PublisherProcess, SampleReader, Serve
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 from cosmos_rl_transfer.transports.nixl import Nixl
 from cosmos_rl_transfer.transports.nixl_agent import INSTALL, agent_of
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

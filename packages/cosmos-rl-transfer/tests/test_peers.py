@@ -10,15 +10,15 @@ import torch
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, PeerLost, Publisher, Shard, Subscriber
-from cosmos_rl_transfer.feed import Feed
-from cosmos_rl_transfer.holders import Directory
-from cosmos_rl_transfer.messages import Holder, Holders
-from cosmos_rl_transfer.peers import choices
-from cosmos_rl_transfer.plan import plan
-from cosmos_rl_transfer.testing import TOKEN, BitFlips, Pair, Watched, assert_version, blank, weights_at
+from cosmos_rl_transfer.planning.plan import plan
+from cosmos_rl_transfer.publish.holders import Directory
+from cosmos_rl_transfer.pull.feed import Feed
+from cosmos_rl_transfer.pull.peers import choices
+from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
+from cosmos_rl_transfer.testing.samples import TOKEN, BitFlips, Pair, Watched, assert_version, blank, weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
-from cosmos_rl_transfer.two_phase import ReplicaMember, ReplicaSubscriber
+from cosmos_rl_transfer.wire.messages import Holder, Holders
 
 TRANSPORTS = ["shm", "tcp"]
 SPECS = [

@@ -9,14 +9,14 @@ import torch
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, Publisher, Shard, Subscriber
 from cosmos_rl_transfer.errors import Superseded
-from cosmos_rl_transfer.holders import Directory
-from cosmos_rl_transfer.messages import Holder
-from cosmos_rl_transfer.partial import Partial
-from cosmos_rl_transfer.plan import plan
-from cosmos_rl_transfer.relay import Relay
-from cosmos_rl_transfer.testing import TOKEN, Watched, weights_at
+from cosmos_rl_transfer.planning.plan import plan
+from cosmos_rl_transfer.planning.relay import Relay
+from cosmos_rl_transfer.publish.holders import Directory
+from cosmos_rl_transfer.publish.partial import Partial
+from cosmos_rl_transfer.testing.samples import TOKEN, Watched, weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
+from cosmos_rl_transfer.wire.messages import Holder
 
 KINDS = {"shm": SharedMemory, "tcp": Tcp}
 ROWS = 256

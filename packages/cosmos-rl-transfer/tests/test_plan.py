@@ -4,10 +4,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_transfer.arena import Arena
+from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout import Box, Manifest, Replicate, Shard, TensorLayout, whole_box
-from cosmos_rl_transfer.plan import plan
+from cosmos_rl_transfer.layout.manifest import Box, Manifest, Replicate, Shard, TensorLayout, whole_box
+from cosmos_rl_transfer.planning.plan import plan
 
 
 def spec(name="w", shape=(8, 6), dtype="float32"):

@@ -2,8 +2,8 @@
 
 import pytest
 
-from cosmos_rl_transfer.oracle import bytes_held, random_case, wrong_parts
-from cosmos_rl_transfer.plan import plan
+from cosmos_rl_transfer.planning.plan import plan
+from cosmos_rl_transfer.testing.oracle import bytes_held, random_case, wrong_parts
 
 BUCKET_BYTES = (64, 200, 1000, 1 << 20)
 

@@ -3,16 +3,16 @@
 import pytest
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_transfer import layouts
-from cosmos_rl_transfer.layout import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.oracle import wrong_parts
-from cosmos_rl_transfer.plan import plan
-from cosmos_rl_transfer.relay import predecessor, rings, successor
-from cosmos_rl_transfer.topology import Port, Topology
+from cosmos_rl_transfer.layout import spread
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.planning.plan import plan
+from cosmos_rl_transfer.planning.relay import predecessor, rings, successor
+from cosmos_rl_transfer.planning.topology import Port, Topology
+from cosmos_rl_transfer.testing.oracle import wrong_parts
 
 SPECS = [WeightSpec(name=f"layers.{i}.up_proj.weight", shape=(64, 48), dtype="bfloat16") for i in range(12)]
-TRAINERS = layouts.fsdp(SPECS, 2)
-FLEET = layouts.replicas(layouts.tp(SPECS, 2), 3)
+TRAINERS = spread.fsdp(SPECS, 2)
+FLEET = spread.replicas(spread.tp(SPECS, 2), 3)
 
 
 def made(source=TRAINERS, target=FLEET, relay="on", **options):
@@ -39,7 +39,7 @@ def test_ranks_that_share_only_some_boxes_are_not():
         WeightSpec(name="layers.0.k_proj.weight", shape=(8, 4), dtype="bfloat16"),
         WeightSpec(name="layers.0.q_proj.weight", shape=(8, 4), dtype="bfloat16"),
     ]
-    assert rings(layouts.tp(specs, 4, kv_heads=2)) == [(0,), (1,), (2,), (3,)]
+    assert rings(spread.tp(specs, 4, kv_heads=2)) == [(0,), (1,), (2,), (3,)]
 
 
 def test_the_trainers_send_each_byte_once():
@@ -73,7 +73,7 @@ def test_members_of_a_ring_have_the_same_buckets():
 
 @pytest.mark.parametrize(("trainers", "relays"), [(2, True), (5, True), (6, False), (8, False)])
 def test_ranks_relay_by_themselves_only_where_rollout_nics_outnumber_trainer_nics(trainers, relays):
-    found = made(layouts.fsdp(SPECS, trainers), relay="auto")
+    found = made(spread.fsdp(SPECS, trainers), relay="auto")
     assert found.relay is relays
     assert ("would not be faster" in found.explain()) is not relays
 
@@ -85,14 +85,14 @@ def test_slow_rollout_nics_count_for_less():
 
 
 def test_nothing_is_relayed_where_no_two_ranks_want_the_same():
-    found = made(target=layouts.tp(SPECS, 4), relay="on")
+    found = made(target=spread.tp(SPECS, 4), relay="on")
     assert not found.relay
-    assert found.bytes_out == made(target=layouts.tp(SPECS, 4), relay="off").bytes_out
+    assert found.bytes_out == made(target=spread.tp(SPECS, 4), relay="off").bytes_out
 
 
 def test_a_joining_replica_enters_the_rings():
     before = made()
-    newcomer = layouts.tp(SPECS, 2, first_rank=6)
+    newcomer = spread.tp(SPECS, 2, first_rank=6)
     after = before.join(newcomer)
     assert after.ring(6) == (0, 2, 4, 6) and after.ring(7) == (1, 3, 5, 7)
     assert after.bytes_out == before.bytes_out
@@ -102,7 +102,7 @@ def test_a_joining_replica_enters_the_rings():
 
 def test_a_joining_replica_of_another_kind_reads_from_the_trainers():
     before = made()
-    after = before.join(layouts.tp(SPECS, 4, first_rank=6))
+    after = before.join(spread.tp(SPECS, 4, first_rank=6))
     assert after.ring(6) == (6,)
     assert sum(after.bytes_out.values()) == 2 * sum(before.bytes_out.values())
 

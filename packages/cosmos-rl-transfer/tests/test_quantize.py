@@ -6,9 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout import Box, Replicate, Shard, TensorLayout, shard_box, whole_box
-from cosmos_rl_transfer.quantize import (
+from cosmos_rl_transfer.content.quantize import (
     dequantize_fp8,
     dequantize_mxfp4,
     dequantize_nvfp4,
@@ -23,6 +21,8 @@ from cosmos_rl_transfer.quantize import (
     tiles_straddle,
     unpack_e2m1,
 )
+from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout.manifest import Box, Replicate, Shard, TensorLayout, shard_box, whole_box
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> torch.Tensor:

@@ -7,10 +7,10 @@ from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_transfer.dtensor import local
+from cosmos_rl_transfer.content.quantize import quantized
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout import Manifest
-from cosmos_rl_transfer.quantize import quantized
+from cosmos_rl_transfer.layout.dtensor import local
+from cosmos_rl_transfer.layout.manifest import Manifest
 
 SCHEMES = ["fp8", "fp8_channel", "fp8_block", "mxfp4", "nvfp4"]
 PLACEMENTS = {

@@ -9,8 +9,9 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_transfer import LayoutError, Manifest, Publisher, Subscriber, layout
-from cosmos_rl_transfer.dtensor import local
+from cosmos_rl_transfer import LayoutError, Manifest, Publisher, Subscriber
+from cosmos_rl_transfer.layout import manifest as layout
+from cosmos_rl_transfer.layout.dtensor import local
 
 TOKEN = b"the run's token"
 SPECS = [

@@ -9,7 +9,7 @@ from cosmos_rl_transfer import (
     Subscriber,
     TransferError,
 )
-from cosmos_rl_transfer.testing import TOKEN, Pair, assert_version, blank, weights_at
+from cosmos_rl_transfer.testing.samples import TOKEN, Pair, assert_version, blank, weights_at
 
 TRANSPORTS = ["shm", "tcp"]
 

@@ -10,9 +10,9 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.cli import main
-from cosmos_rl_transfer.forecast import forecast, manifest_of
-from cosmos_rl_transfer.layout_text import parse_side
-from cosmos_rl_transfer.shapes import read_shapes
+from cosmos_rl_transfer.layout.shapes import read_shapes
+from cosmos_rl_transfer.layout.text import parse_side
+from cosmos_rl_transfer.planning.forecast import forecast, manifest_of
 
 LLAMA_BYTES = 2 * 8_030_261_248
 

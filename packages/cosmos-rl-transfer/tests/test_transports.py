@@ -5,21 +5,21 @@ import socket
 import numpy as np
 import pytest
 
-from cosmos_rl_transfer.conformance import (
+from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
+from cosmos_rl_transfer.publish.publisher import Publisher
+from cosmos_rl_transfer.testing.conformance import (
     CHECKS,
     Ends,
     a_bucket_stays_until_it_is_given_back,
     slots_arrive_whole,
 )
-from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
-from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Data
-from cosmos_rl_transfer.publisher import Publisher
-from cosmos_rl_transfer.testing import weights_at
+from cosmos_rl_transfer.testing.samples import weights_at
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 from cosmos_rl_transfer.transports.select import attach, open_outlet, preference
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from cosmos_rl_transfer.errors import Superseded
-from cosmos_rl_transfer.ring import Ring
-from cosmos_rl_transfer.versions import Versions
+from cosmos_rl_transfer.publish.ring import Ring
+from cosmos_rl_transfer.publish.versions import Versions
 
 
 def copy(bucket):

@@ -1,6 +1,14 @@
 """Weights from any trainer layout to any rollout layout, verified on arrival.
 
-The planner is `cosmos_rl_transfer.plan.plan`.
+layout      who holds which part of which tensor
+planning    who sends what to whom, and how near that is to the least possible
+content     the bytes of a bucket: packed, hashed, encoded
+wire        what two processes say to each other
+transports  how buckets travel
+publish     the trainer's side
+pull        the engine's side
+measure     what works on a machine, and how fast
+testing     what tests of a transport, a plan or a sync need
 """
 
 from __future__ import annotations
@@ -16,10 +24,14 @@ if TYPE_CHECKING:
         TransferError,
         WeightMismatch,
     )
-    from cosmos_rl_transfer.layout import Box, Manifest, Replicate, Shard
-    from cosmos_rl_transfer.plan import Plan
-    from cosmos_rl_transfer.publisher import Publisher
-    from cosmos_rl_transfer.subscriber import Subscriber
+    from cosmos_rl_transfer.layout.box import Box
+    from cosmos_rl_transfer.layout.manifest import Manifest
+    from cosmos_rl_transfer.layout.placement import Replicate, Shard
+    from cosmos_rl_transfer.planning.plan import Plan, plan
+    from cosmos_rl_transfer.planning.topology import Topology
+    from cosmos_rl_transfer.publish.publisher import Publisher
+    from cosmos_rl_transfer.pull.subscriber import Subscriber
+    from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
 
 _HOME = {
     "AuthenticationError": "errors",
@@ -27,13 +39,17 @@ _HOME = {
     "PeerLost": "errors",
     "TransferError": "errors",
     "WeightMismatch": "errors",
-    "Box": "layout",
-    "Manifest": "layout",
-    "Replicate": "layout",
-    "Shard": "layout",
-    "Plan": "plan",
-    "Publisher": "publisher",
-    "Subscriber": "subscriber",
+    "Box": "layout.box",
+    "Manifest": "layout.manifest",
+    "Replicate": "layout.placement",
+    "Shard": "layout.placement",
+    "Plan": "planning.plan",
+    "Topology": "planning.topology",
+    "plan": "planning.plan",
+    "Publisher": "publish.publisher",
+    "Subscriber": "pull.subscriber",
+    "ReplicaMember": "pull.two_phase",
+    "ReplicaSubscriber": "pull.two_phase",
 }
 
 __all__ = [
@@ -41,14 +57,18 @@ __all__ = [
     "Box",
     "LayoutError",
     "Manifest",
+    "PeerLost",
     "Plan",
     "Publisher",
-    "PeerLost",
+    "ReplicaMember",
+    "ReplicaSubscriber",
     "Replicate",
     "Shard",
     "Subscriber",
+    "Topology",
     "TransferError",
     "WeightMismatch",
+    "plan",
 ]
 
 

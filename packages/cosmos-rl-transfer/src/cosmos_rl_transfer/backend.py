@@ -10,9 +10,9 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.types import WeightSpec
     from cosmos_rl_core.weight_sync import RankExchange, SyncCost, SyncSettings
-    from cosmos_rl_transfer.publisher import Publisher
-    from cosmos_rl_transfer.replica import RankPublisher
-    from cosmos_rl_transfer.subscriber import Subscriber
+    from cosmos_rl_transfer.publish.publisher import Publisher
+    from cosmos_rl_transfer.publish.replica import RankPublisher
+    from cosmos_rl_transfer.pull.subscriber import Subscriber
 
 
 class TransferSync:
@@ -27,8 +27,8 @@ class TransferSync:
         ranks: RankExchange | None = None,
     ) -> Publisher | RankPublisher:
         """Allocate the publisher of these weights, or of this rank's parts, and start to listen on `bind`."""
-        from cosmos_rl_transfer.publisher import Publisher
-        from cosmos_rl_transfer.replica import RankPublisher
+        from cosmos_rl_transfer.publish.publisher import Publisher
+        from cosmos_rl_transfer.publish.replica import RankPublisher
 
         options: dict[str, Any] = {
             "token": settings.token,
@@ -46,8 +46,8 @@ class TransferSync:
 
     def subscriber(self, address: str, weights: Mapping[str, Tensor], *, settings: SyncSettings) -> Subscriber:
         """Make the subscriber that keeps these live weights up to date from `address`, of one rank or of several."""
-        from cosmos_rl_transfer.replica import SEPARATOR
-        from cosmos_rl_transfer.subscriber import Subscriber
+        from cosmos_rl_transfer.publish.replica import SEPARATOR
+        from cosmos_rl_transfer.pull.subscriber import Subscriber
 
         return Subscriber(
             address.split(SEPARATOR),
@@ -67,19 +67,19 @@ class TransferSync:
         """
         from cosmos_rl_core.errors import UserError
         from cosmos_rl_core.weight_sync import SyncCost
-        from cosmos_rl_transfer import layouts
         from cosmos_rl_transfer.errors import LayoutError
-        from cosmos_rl_transfer.layout import Manifest
-        from cosmos_rl_transfer.plan import plan
+        from cosmos_rl_transfer.layout import spread
+        from cosmos_rl_transfer.layout.manifest import Manifest
+        from cosmos_rl_transfer.planning.plan import plan
 
         axes: dict[str, Any] = dict(policy)
         try:
-            trainers = layouts.mesh(specs, **axes)
+            trainers = spread.mesh(specs, **axes)
         except LayoutError as error:
             raise UserError(f"[policy.parallel]: {error}") from error
         made = plan(
             trainers,
-            layouts.replicas(Manifest.whole(specs), replicas),
+            spread.replicas(Manifest.whole(specs), replicas),
             relay=settings.relay,
             bucket_bytes=settings.bucket_bytes,
             wire_dtype=settings.dtype,

@@ -42,9 +42,9 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Show what a sync between two layouts moves, and how far that is from the least possible. Starts nothing."""
-    from cosmos_rl_transfer.forecast import forecast
-    from cosmos_rl_transfer.layout_text import parse_side
-    from cosmos_rl_transfer.shapes import read_shapes
+    from cosmos_rl_transfer.layout.shapes import read_shapes
+    from cosmos_rl_transfer.layout.text import parse_side
+    from cosmos_rl_transfer.planning.forecast import forecast
 
     found = forecast(
         read_shapes(shapes),
@@ -62,7 +62,7 @@ def plan(
 @app.command()
 def doctor() -> None:
     """Say which transports work on this machine, and how fast, measured between two processes."""
-    from cosmos_rl_transfer.doctor import diagnose, render
+    from cosmos_rl_transfer.measure.doctor import diagnose, render
 
     typer.echo(render(diagnose()))
 
@@ -81,8 +81,8 @@ def bench(
     from dataclasses import asdict
 
     from cosmos_rl_core.errors import UserError
-    from cosmos_rl_transfer.bench import bench as measure
-    from cosmos_rl_transfer.bench import render
+    from cosmos_rl_transfer.measure.bench import bench as measure
+    from cosmos_rl_transfer.measure.bench import render
     from cosmos_rl_transfer.transports.base import TransportUnavailable
 
     try:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.types import WeightSpec
     from cosmos_rl_core.weight_sync import SyncSettings
-    from cosmos_rl_transfer.two_phase import ReplicaSubscriber
+    from cosmos_rl_transfer.pull.two_phase import ReplicaSubscriber
 
 T = TypeVar("T")
 
@@ -138,8 +138,8 @@ class VllmEngine:
         """Let vLLM's workers take new weights from `address`, all together (see `weight_sync.OwnsSubscriber`)."""
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        from cosmos_rl_transfer.replica import SEPARATOR
-        from cosmos_rl_transfer.two_phase import ReplicaSubscriber
+        from cosmos_rl_transfer.publish.replica import SEPARATOR
+        from cosmos_rl_transfer.pull.two_phase import ReplicaSubscriber
 
         if backend != "transfer":
             raise UserError(f'[sync] backend = {backend!r}: the vllm engine reads from "transfer" alone')
@@ -223,7 +223,7 @@ def _cancelled() -> bool:
 
 def published_specs(address: str, *, token: bytes, timeout_s: float) -> list[WeightSpec]:
     """Return what the publisher at `address`, and those beside it, publish."""
-    from cosmos_rl_transfer.feed import Feed
+    from cosmos_rl_transfer.pull.feed import Feed
 
     feed = Feed.open(address, token=token, timeout_s=timeout_s)
     try:

@@ -24,9 +24,9 @@ from vllm.distributed.weight_transfer.base import (
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.landing.landing import Landing, landing_of, replica_manifest
-from cosmos_rl_transfer.layout import Manifest
-from cosmos_rl_transfer.subscriber import Subscriber
-from cosmos_rl_transfer.two_phase import ReplicaMember
+from cosmos_rl_transfer.layout.manifest import Manifest
+from cosmos_rl_transfer.pull.subscriber import Subscriber
+from cosmos_rl_transfer.pull.two_phase import ReplicaMember
 
 log = logging.getLogger(__name__)
 

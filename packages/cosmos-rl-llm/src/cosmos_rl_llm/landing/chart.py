@@ -13,7 +13,7 @@ from cosmos_rl_llm.landing.names import Names
 from cosmos_rl_llm.landing.place import Place
 from cosmos_rl_llm.landing.table import place
 from cosmos_rl_llm.landing.trace import trace
-from cosmos_rl_transfer.layout import Box, TensorLayout, whole_box
+from cosmos_rl_transfer.layout.manifest import Box, TensorLayout, whole_box
 
 How = Literal["table", "traced"]
 
@@ -90,6 +90,6 @@ def _landed(spec: WeightSpec, places: Sequence[Place], tensors: dict[str, Tensor
     if dtype != spec.dtype and not (dtype in _FLOATS and spec.dtype in _FLOATS):
         raise ValueError(
             f"{spec.name} is {spec.dtype} at the trainer and {dtype} in the engine: publish quantised weights with "
-            "their scales (cosmos_rl_transfer.quantize), or let the engine quantise a checkpoint that is not"
+            "their scales (cosmos_rl_transfer.content.quantize), or let the engine quantise a checkpoint that is not"
         )
     return WeightSpec(name=spec.name, shape=spec.shape, dtype=dtype)

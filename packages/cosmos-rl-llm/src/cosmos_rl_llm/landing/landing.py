@@ -28,7 +28,7 @@ from cosmos_rl_llm.landing.names import is_a
 from cosmos_rl_llm.landing.place import Place
 from cosmos_rl_llm.landing.reload import load_whole, reload_layers
 from cosmos_rl_llm.landing.twin import acting_as, twin
-from cosmos_rl_transfer.layout import Box, Manifest, TensorLayout
+from cosmos_rl_transfer.layout.manifest import Box, Manifest, TensorLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

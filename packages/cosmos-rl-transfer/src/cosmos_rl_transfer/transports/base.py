@@ -21,9 +21,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cosmos_rl_transfer.digest import Raw
-from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Data
+from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,11 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Data
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup, Work

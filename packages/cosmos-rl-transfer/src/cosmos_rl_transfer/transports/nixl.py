@@ -22,12 +22,12 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import xxhash
 
-from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Data
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 from cosmos_rl_transfer.transports.nixl_agent import Agent, Move, Peer, Region, agent_of
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
 
 _PROBE_S = 5.0
 _RETRY_S = 1e-3

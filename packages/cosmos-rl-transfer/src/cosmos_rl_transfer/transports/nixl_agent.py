@@ -19,8 +19,8 @@ from typing import Any, Literal
 from weakref import WeakValueDictionary
 
 from cosmos_rl_transfer.errors import PeerLost
-from cosmos_rl_transfer.link import Link
 from cosmos_rl_transfer.transports.base import TransportUnavailable
+from cosmos_rl_transfer.wire.link import Link
 
 INSTALL = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
 _PROGRESS_US = 1000

@@ -15,11 +15,11 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cosmos_rl_transfer.digest import Raw
+from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.errors import TransferError
-from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Data
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
 
 _NONCE_BYTES = 16
 

@@ -10,10 +10,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
-from cosmos_rl_transfer.digest import Raw
-from cosmos_rl_transfer.link import Link
-from cosmos_rl_transfer.messages import Data
+from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.transports.base import Run
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
 
 _ZEROS = memoryview(bytes(4096))
 

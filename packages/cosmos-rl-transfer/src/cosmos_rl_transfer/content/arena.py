@@ -1,0 +1,108 @@
+"""One rank's tensors laid end to end in one block of bytes, in the dtypes they travel in.
+
+A publisher's snapshot slot and a subscriber's staging are both arenas. Elements are handled as unsigned
+integers of their width: nothing here casts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
+from cosmos_rl_transfer.planning.plan import Bucket, Piece, aligned
+
+_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+def raw_view(memory: Raw, at: int, shape: tuple[int, ...], item_bytes: int) -> Raw:
+    """View bytes [at, ...) of `memory` as an array of `shape`."""
+    return np.ndarray(shape, _UINT[item_bytes], memory.data, at)
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where one tensor lies."""
+
+    at: int
+    """First byte in the arena."""
+    box: Box
+    """The part of the tensor that lies there, in checkpoint coordinates."""
+    dtype: str
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+    @property
+    def num_bytes(self) -> int:
+        return self.box.numel * self.item_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arena:
+    """The places of all tensors one rank holds."""
+
+    places: Mapping[str, Place]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, manifest: Manifest, *, rank: int, wire_dtypes: Mapping[str, str]) -> Arena:
+        """Lay out what `rank` holds, in the manifest's order."""
+        places, end = {}, 0
+        for spec, box in manifest.held_by(rank):
+            places[spec.name] = place = Place(aligned(end), box, wire_dtypes[spec.name], spec.shape)
+            end = place.at + place.num_bytes
+        return cls(places, end)
+
+    def tensor(self, memory: Raw, name: str) -> Raw:
+        """View the part of a tensor that lies in the arena."""
+        place = self.places[name]
+        return raw_view(memory, place.at, place.box.shape, place.item_bytes)
+
+    def piece(self, memory: Raw, piece: Piece) -> Raw:
+        """View the elements of a piece; strided where the arena holds more of the tensor."""
+        inside = piece.box.within(self.places[piece.name].box)
+        return self.tensor(memory, piece.name)[(*inside.slices(), ...)]
+
+    def packed(self, data: Raw, piece: Piece) -> Raw:
+        """View the elements of a piece in its bucket's packed bytes."""
+        return raw_view(data, piece.at, piece.box.shape, self.places[piece.name].item_bytes)
+
+    def flat_start(self, bucket: Bucket) -> int | None:
+        """Return where the bucket's packed bytes already lie as one run, with padding; None if nowhere."""
+        base, end, padded = None, 0, True
+        for piece in bucket.pieces:
+            place = self.places[piece.name]
+            inside = piece.box.within(place.box)
+            first = inside.start(place.box.shape) * place.item_bytes
+            if not inside.is_contiguous(place.box.shape) or base not in (None, place.at + first - piece.at):
+                return None
+            if end < piece.at and not (padded and first == 0):
+                return None  # what lies between is not padding here but more of either tensor
+            base, end = place.at + first - piece.at, piece.at + piece.box.numel * place.item_bytes
+            padded = first + piece.box.numel * place.item_bytes == place.num_bytes
+        return base
+
+    def gather(self, memory: Raw, bucket: Bucket, out: Raw) -> None:
+        """Pack a bucket's bytes from the arena into `out` uint8 [bucket.num_bytes]; padding becomes zero."""
+        start = self.flat_start(bucket)
+        if start is not None:
+            np.copyto(out, memory[start : start + bucket.num_bytes])
+            return
+        end = 0
+        for piece in bucket.pieces:
+            out[end : piece.at] = 0
+            target = self.packed(out, piece)
+            np.copyto(target, self.piece(memory, piece))
+            end = piece.at + target.nbytes
+
+    def scatter(self, data: Raw, bucket: Bucket, memory: Raw) -> None:
+        """Write a bucket's packed bytes to their places in the arena."""
+        for piece in bucket.pieces:
+            np.copyto(self.piece(memory, piece), self.packed(data, piece))

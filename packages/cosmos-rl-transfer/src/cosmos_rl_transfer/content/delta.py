@@ -1,0 +1,207 @@
+"""The bytes of a bucket of which few elements changed: where they are and what they are now.
+
+A piece's elements are numbered row-major and cut into blocks of 2^16. With B blocks over all pieces of the bucket:
+
+    counts   uint32 [B], then zeros up to a multiple of 8 bytes      changed elements of each block
+    values   of the pieces with 8, 4 and 2 bytes an element, in this order
+    offsets  uint16, of all pieces                                   of each changed element in its block
+    values   of the pieces with 1 byte an element
+
+Widest first, so that everything is aligned without padding. A block that is listed whole has no offsets: past
+`item / (item + 2)` of its elements that is shorter (`widen`). Values are absolute, so a delta may be applied twice.
+At 1 % changed, two-byte elements, a delta has 2.0 % of the bucket's bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+
+from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.errors import TransferError
+
+BLOCK = 1 << 16
+"""Elements of a block, so that an offset fits two bytes."""
+_OFFSET_BYTES = 2
+
+
+class Extent(NamedTuple):
+    """How large a piece is."""
+
+    numel: int
+    item_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """New values of some elements of a piece."""
+
+    positions: Raw
+    """int64 [k], ascending: row-major in the piece's box."""
+    values: Raw
+    """Unsigned integers of the element's width [k]."""
+
+
+def widen(positions: Raw, extent: Extent) -> Raw:
+    """List all elements of the blocks that are shorter to send whole: int64 [n], n >= k, for `positions` int64 [k]."""
+    counts, sizes = _counts(positions, extent.numel), _block_sizes(extent.numel)
+    whole = (counts < sizes) & (counts * (_OFFSET_BYTES + extent.item_bytes) >= sizes * extent.item_bytes)
+    whole &= counts > 0
+    if not whole.any():
+        return positions
+    starts = np.concatenate(([0], np.cumsum(counts)))
+    return np.concatenate(
+        [
+            np.arange(b * BLOCK, b * BLOCK + sizes[b]) if whole[b] else positions[starts[b] : starts[b + 1]]
+            for b in range(len(counts))
+        ]
+    )
+
+
+def encoded_bytes(positions: Sequence[Raw], extents: Sequence[Extent]) -> int:
+    """Return how many bytes `encode` makes of changes at `positions`, one array a piece."""
+    return _Form.of([_counts(p, e.numel) for p, e in zip(positions, extents)], extents).num_bytes
+
+
+def encode(changes: Sequence[Change], extents: Sequence[Extent]) -> Raw:
+    """Return the delta of a bucket as uint8 [num_bytes]; one change and one extent a piece."""
+    form = _Form.of([_counts(c.positions, e.numel) for c, e in zip(changes, extents)], extents)
+    out = np.zeros(form.num_bytes, np.uint8)
+    form.counts_of(out)[:] = form.counts
+    positions = [c.positions for c in changes]
+    listed = np.concatenate(positions) if positions else np.zeros(0, np.int64)
+    form.offsets_of(out)[:] = (listed if form.lists_all else listed[form.listed]) & (BLOCK - 1)
+    for index, change in enumerate(changes):
+        form.values_of(out, index)[:] = change.values
+    return out
+
+
+def decode(data: Raw, extents: Sequence[Extent]) -> tuple[Change, ...]:
+    """Read what `encode` wrote for pieces of these extents; the values are views of `data` uint8 [n], any contiguous.
+
+    Raises TransferError on anything else: no position lies outside its piece, and they ascend.
+    """
+    num_blocks = [_num_blocks(e.numel) for e in extents]
+    if data.nbytes < 4 * sum(num_blocks):
+        raise TransferError(f"a delta of {data.nbytes} bytes was announced, shorter than its own table")
+    counts = data[: 4 * sum(num_blocks)].view(np.uint32).astype(np.int64)
+    sizes = _sizes(extents)
+    if (counts > sizes).any():
+        raise TransferError("a delta lists more elements of a block than the block has")
+    form = _Form.of(np.split(counts, np.cumsum(num_blocks)[:-1]), extents)
+    if form.num_bytes != data.nbytes:
+        raise TransferError(f"a delta has {data.nbytes} bytes where its table makes {form.num_bytes}")
+    positions = form.positions(form.offsets_of(data))
+    ends = np.cumsum(form.num_changes)
+    changes = []
+    for index, (extent, found) in enumerate(zip(extents, np.split(positions, ends[:-1]))):
+        if found.size and not (found[-1] < extent.numel and (found[1:] > found[:-1]).all()):
+            raise TransferError(f"a delta's offsets of piece {index} do not ascend within the piece")
+        changes.append(Change(found, form.values_of(data, index)))
+    return tuple(changes)
+
+
+@dataclass(frozen=True, slots=True)
+class _Form:
+    """Where everything lies in the bytes of one delta; made from the counts alone."""
+
+    counts: Raw
+    """int64 [B]."""
+    bases: Raw
+    """int64 [B]: position of each block's first element in its piece."""
+    whole: Raw
+    """bool [B]: blocks without offsets."""
+    num_changes: tuple[int, ...]
+    """By piece."""
+    item_bytes: tuple[int, ...]
+    values_at: tuple[int, ...]
+    """By piece: first byte of its values."""
+    offsets_at: int
+    num_offsets: int
+    num_bytes: int
+
+    @classmethod
+    def of(cls, counts: Sequence[Raw], extents: Sequence[Extent]) -> _Form:
+        flat = np.concatenate(counts) if counts else np.zeros(0, np.int64)
+        whole = flat == _sizes(extents)
+        num_changes = tuple(int(c.sum()) for c in counts)
+        end, values_at, offsets_at = -(-4 * len(flat) // 8) * 8, [0] * len(extents), 0
+        num_offsets = int(flat[~whole].sum())
+        for width in (8, 4, 2, 1):
+            if width == 1:
+                offsets_at, end = end, end + num_offsets * _OFFSET_BYTES
+            for index, extent in enumerate(extents):
+                if extent.item_bytes == width:
+                    values_at[index], end = end, end + num_changes[index] * width
+        bases = [np.arange(len(c), dtype=np.int64) * BLOCK for c in counts]
+        return cls(
+            counts=flat,
+            bases=np.concatenate(bases) if bases else np.zeros(0, np.int64),
+            whole=whole,
+            num_changes=num_changes,
+            item_bytes=tuple(e.item_bytes for e in extents),
+            values_at=tuple(values_at),
+            offsets_at=offsets_at,
+            num_offsets=num_offsets,
+            num_bytes=end,
+        )
+
+    @property
+    def lists_all(self) -> bool:
+        """Whether every changed element has an offset."""
+        return self.num_offsets == sum(self.num_changes)
+
+    @property
+    def listed(self) -> Raw:
+        """Which changed elements have an offset: bool [all changes]."""
+        return np.repeat(~self.whole, self.counts)
+
+    def counts_of(self, data: Raw) -> Raw:
+        """View the table uint32 [B]."""
+        return data[: 4 * len(self.counts)].view(np.uint32)
+
+    def offsets_of(self, data: Raw) -> Raw:
+        """View the offsets uint16 [num_offsets]."""
+        return data[self.offsets_at : self.offsets_at + self.num_offsets * _OFFSET_BYTES].view(np.uint16)
+
+    def values_of(self, data: Raw, index: int) -> Raw:
+        """View the values of a piece [its changes]."""
+        width, at = self.item_bytes[index], self.values_at[index]
+        return data[at : at + self.num_changes[index] * width].view(f"u{width}")
+
+    def positions(self, offsets: Raw) -> Raw:
+        """Return the positions in their pieces of all changed elements, pieces one after the other: int64 [n]."""
+        found = np.repeat(self.bases, self.counts)
+        if self.lists_all:
+            found += offsets
+            return found
+        starts = np.cumsum(self.counts) - self.counts
+        within = np.arange(len(found)) - np.repeat(starts, self.counts)  # the whole blocks' offsets
+        within[self.listed] = offsets
+        return found + within
+
+
+def _num_blocks(numel: int) -> int:
+    return -(-numel // BLOCK)
+
+
+def _block_sizes(numel: int) -> Raw:
+    """Elements of each block of a piece: int64."""
+    sizes = np.full(_num_blocks(numel), BLOCK, np.int64)
+    if numel % BLOCK:
+        sizes[-1] = numel % BLOCK
+    return sizes
+
+
+def _sizes(extents: Sequence[Extent]) -> Raw:
+    sizes = [_block_sizes(e.numel) for e in extents]
+    return np.concatenate(sizes) if sizes else np.zeros(0, np.int64)
+
+
+def _counts(positions: Raw, numel: int) -> Raw:
+    """Changed elements in each block of a piece: int64."""
+    edges = np.arange(_num_blocks(numel) + 1, dtype=np.int64) * BLOCK
+    return np.diff(np.searchsorted(positions, edges))

@@ -1,0 +1,96 @@
+"""What proves a bucket: xxh3-64 of its pieces' bytes, and the additive hash of each piece."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import xxhash
+
+from cosmos_rl_transfer.content.digest import Raw, sum_change, tensor_sum
+from cosmos_rl_transfer.content.positions import outward, row_strides
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.planning.plan import Bucket, Piece
+
+_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What is known of a tensor beside its name."""
+
+    shape: tuple[int, ...]
+    """Of the whole tensor."""
+    item_bytes: int
+    """Of one element as it travels."""
+
+
+def forms_of(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> dict[str, Form]:
+    """Return the form of each of a manifest's tensors, tied names too, as they travel."""
+    forms = {name: Form(spec.shape, ITEM_BYTES[wire_dtypes[name]]) for name, spec in manifest.specs.items()}
+    return forms | {alias: forms[name] for alias, name in manifest.tied.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    hash: int
+    """xxh3-64 of the pieces' bytes, one after the other, without padding."""
+    sums: tuple[int, ...]
+    """Additive hash of each piece."""
+
+
+def packed_pieces(bucket: Bucket, data: Raw, forms: Mapping[str, Form]) -> Iterable[tuple[Piece, Raw]]:
+    """Yield each piece with its elements [*box.shape] in packed bytes uint8 [bucket.num_bytes]."""
+    for piece in bucket.pieces:
+        item = forms[piece.name].item_bytes
+        yield piece, np.ndarray(piece.box.shape, _UINT[item], data.data, piece.at)
+
+
+def run_pieces(bucket: Bucket, runs: Iterable[Raw], forms: Mapping[str, Form]) -> Iterable[tuple[Piece, Raw]]:
+    """Yield each piece with its elements [*box.shape] out of its own bytes uint8 [n]."""
+    for piece, run in zip(bucket.pieces, runs):
+        yield piece, run.view(_UINT[forms[piece.name].item_bytes]).reshape(piece.box.shape)
+
+
+def prove(pieces: Iterable[tuple[Piece, Raw]], forms: Mapping[str, Form]) -> Proof:
+    """Hash pieces in their order; each array [*box.shape] is contiguous."""
+    state, sums = xxhash.xxh3_64(), []
+    for piece, array in pieces:
+        state.update(array.reshape(-1).view(np.uint8).data)
+        sums.append(tensor_sum(array, piece.box, forms[piece.name].shape))
+    return Proof(state.intdigest(), tuple(sums))
+
+
+def gain(piece: Piece, form: Form, positions: Raw, *, old: Raw, new: Raw) -> int:
+    """Return what a piece's additive hash gains where elements at int64 `positions` [k] in its box change."""
+    at = outward(positions, piece.box.shape, row_strides(form.shape), piece.box.start(form.shape))
+    return sum_change(at, old, new)
+
+
+class Proofs:
+    """Those of one version, kept for subscribers that want the same buckets. Any thread may call."""
+
+    def __init__(self) -> None:
+        self._guard = threading.Lock()
+        self._version = -1
+        self._known: dict[tuple[Piece, ...], Proof] = {}
+
+    def get(self, version: int, bucket: Bucket) -> Proof | None:
+        """Return what was kept for these pieces of a version."""
+        with self._guard:
+            return self._known.get(bucket.pieces) if version == self._version else None
+
+    def forget(self) -> None:
+        """Drop all: versions may be counted anew."""
+        with self._guard:
+            self._version, self._known = -1, {}
+
+    def keep(self, version: int, bucket: Bucket, proof: Proof) -> None:
+        """Keep a proof; those of older versions go."""
+        with self._guard:
+            if version > self._version:
+                self._version, self._known = version, {}
+            if version == self._version:
+                self._known[bucket.pieces] = proof

@@ -1,0 +1,1 @@
+"""Who holds which part of which tensor, in checkpoint coordinates."""

@@ -1,0 +1,121 @@
+"""Boxes of live torch tensors. The only file that knows DTensor.
+
+Its module takes seconds to import and no DTensor can exist before that, so it is looked up, not imported.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from typing import TYPE_CHECKING, TypeGuard
+
+from torch import Tensor
+
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout.box import Box, whole_box
+from cosmos_rl_transfer.layout.manifest import TensorLayout
+from cosmos_rl_transfer.layout.placement import Placement, Replicate, Shard, StridedShard, shard_box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement as TorchPlacement
+
+
+def dtype_name(tensor: Tensor) -> str:
+    """Return torch's name of the dtype without the prefix."""
+    return str(tensor.dtype).removeprefix("torch.")
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return the part of the tensor that lies on this rank, without gradient."""
+    tensor = tensor.detach()
+    return tensor.to_local() if _is_dtensor(tensor) else tensor
+
+
+def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
+    """Return the names whose memory was listed before, and under which name: {alias: first name}."""
+    first: dict[object, str] = {}
+    owners = ((name, first.setdefault(_memory(name, local(tensor)), name)) for name, tensor in weights.items())
+    return {name: owner for name, owner in owners if name != owner}
+
+
+def _memory(name: str, tensor: Tensor) -> object:
+    """What tells one tensor's memory from another's; a tensor without memory is its own."""
+    if not tensor.numel() or tensor.is_meta:
+        return name
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+
+
+def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
+    """Return the layout of a tensor over all ranks of its mesh; a plain tensor lies whole on `rank`.
+
+    Raises LayoutError for a tensor that holds partial sums, and for cuts that give a rank several boxes.
+    """
+    spec = WeightSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor))
+    if not _is_dtensor(tensor):
+        return TensorLayout(spec, {rank: whole_box(spec.shape)})
+    placements = tuple(_placement(name, placement) for placement in tensor.placements)
+    mesh = tensor.device_mesh.mesh
+    try:
+        boxes = _boxes(spec.shape, tuple(mesh.shape), placements, tuple(mesh.reshape(-1).tolist()))
+    except LayoutError as error:
+        raise LayoutError(f"{name}: {error}") from error
+    _check_local(name, tensor, boxes, placements)
+    return TensorLayout(spec, boxes)
+
+
+@lru_cache(maxsize=1024)
+def _boxes(
+    shape: tuple[int, ...], mesh_shape: tuple[int, ...], placements: tuple[Placement, ...], ranks: tuple[int, ...]
+) -> dict[int, Box]:
+    """Boxes by rank; tensors placed alike share the dict."""
+    boxes = {
+        rank: shard_box(shape, mesh_shape=mesh_shape, placements=placements, coordinate=_unravel(i, mesh_shape))
+        for i, rank in enumerate(ranks)
+    }
+    return {rank: boxes[rank] for rank in sorted(boxes) if boxes[rank].numel}
+
+
+def _unravel(index: int, shape: Sequence[int]) -> tuple[int, ...]:
+    """The coordinate of the index-th place of a row-major mesh."""
+    places = []
+    for size in reversed(shape):
+        index, place = divmod(index, size)
+        places.append(place)
+    return tuple(reversed(places))
+
+
+def _check_local(name: str, tensor: DTensor, boxes: Mapping[int, Box], placements: Sequence[Placement]) -> None:
+    """Torch's two ways to cut a dim unevenly with a strided shard differ; trust the memory that is there."""
+    if not any(isinstance(placement, StridedShard) for placement in placements):
+        return
+    from torch.distributed import get_rank
+
+    box = boxes.get(get_rank())
+    here = tensor.to_local()
+    if here.numel() != (box.numel if box else 0) or (box and tuple(here.shape) != box.shape):
+        raise LayoutError(
+            f"{name}: this rank holds {tuple(here.shape)} of {tuple(tensor.shape)}, but {tuple(tensor.placements)} "
+            f"should give it {box.shape if box else 'nothing'}; make the dim divisible by its cuts"
+        )
+
+
+def _is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(tensor, module.DTensor)
+
+
+def _placement(name: str, placement: TorchPlacement) -> Placement:
+    from torch.distributed.tensor import placement_types as torch_placements
+
+    if type(placement) is torch_placements.Shard:
+        return Shard(placement.dim)
+    if type(placement) is torch_placements.Replicate:
+        return Replicate()
+    if type(placement) is torch_placements._StridedShard:
+        return StridedShard(placement.dim, int(placement.split_factor))
+    raise LayoutError(
+        f"{name}: a tensor placed as {placement} cannot be transferred; redistribute it to Shard or Replicate"
+    )

@@ -1,0 +1,36 @@
+"""A manifest as bytes: distinct cuts once, so that 18,000 experts on 64 ranks take a megabyte."""
+
+from __future__ import annotations
+
+import msgspec
+
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout.box import Box
+from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
+
+
+class _Wire(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    cuts: list[dict[int, Box]]
+    tensors: list[tuple[WeightSpec, int]]
+    """With the place of its cut in `cuts`."""
+    tied: list[tuple[str, str]]
+    replicas: tuple[tuple[int, ...], ...]
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the manifest as msgpack; equal manifests give equal bytes."""
+    tensors = [(layout.spec, number) for layout, number in zip(manifest.layouts, manifest.cut_numbers)]
+    return msgspec.msgpack.encode(_Wire(manifest.cuts, tensors, sorted(manifest.tied.items()), manifest.replicas))
+
+
+def decode(data: bytes) -> Manifest:
+    """Read what `encode` wrote. Raises msgspec.DecodeError on anything else."""
+    wire = msgspec.msgpack.decode(data, type=_Wire)
+    if not all(0 <= number < len(wire.cuts) for _, number in wire.tensors):
+        raise msgspec.ValidationError("a tensor names a cut that the manifest does not hold")
+    layouts = tuple(TensorLayout(spec, wire.cuts[number]) for spec, number in wire.tensors)
+    try:
+        return Manifest(layouts, dict(wire.tied), wire.replicas)
+    except LayoutError as error:
+        raise msgspec.ValidationError(str(error)) from error

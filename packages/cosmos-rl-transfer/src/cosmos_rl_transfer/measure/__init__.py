@@ -1,0 +1,1 @@
+"""What works on a machine, and how fast."""

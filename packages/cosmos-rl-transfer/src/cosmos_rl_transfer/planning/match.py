@@ -1,0 +1,161 @@
+"""Which tensor of the source feeds which of the target, and which tensors are cut alike on both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout.box import Box
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, is_floating
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TensorClass:
+    """Tensors that travel in one dtype and are cut alike on both sides: planned once."""
+
+    source_cut: int
+    """Place among the source's `cuts`."""
+    dtype: str
+    """What the tensors travel in."""
+    wanted: Mapping[int, Box]
+    """What each target rank holds."""
+    tensors: Ints
+    """[n]: places in `Match.names`, ascending."""
+
+    @property
+    def item_bytes(self) -> int:
+        return ITEM_BYTES[self.dtype]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Match:
+    """The tensors of the target, in its order, each with what the source has of it."""
+
+    source: Manifest
+    target: Manifest
+    names: list[str]
+    """The target's."""
+    origins: list[str]
+    """The source's name of each."""
+    dtypes: list[str]
+    """What tensors travel in: the distinct ones."""
+    tensors: Ints
+    """[T, 3]: place of its cut among the source's, and among the target's; place in `dtypes`."""
+
+    @classmethod
+    def of(cls, source: Manifest, target: Manifest, wire_dtype: str | None) -> Match:
+        """Match two manifests. Raises LayoutError as `check_match`."""
+        check_match(source, target)
+        names = list(target.specs)
+        origins = [source.canonical(name) for name in names] if source.tied else names
+        samples = {spec.dtype: spec for spec in source.specs.values()}
+        travels = {dtype: wire_dtype_of(spec, wire_dtype) for dtype, spec in samples.items()}
+        dtypes = list(dict.fromkeys(travels.values()))
+        place = {dtype: dtypes.index(wire) for dtype, wire in travels.items()}
+        columns = (
+            [source.cut_of[name] for name in origins],
+            target.cut_numbers,
+            [place[source.specs[name].dtype] for name in origins],
+        )
+        return cls(
+            source=source,
+            target=target,
+            names=names,
+            origins=origins,
+            dtypes=dtypes,
+            tensors=np.array(columns, np.int64).T,
+        )
+
+    @cached_property
+    def wire_dtypes(self) -> dict[str, str]:
+        """By target's name: the dtype a tensor travels in."""
+        return dict(zip(self.names, map(self.dtypes.__getitem__, self.tensors[:, 2].tolist())))
+
+    def classes(self, ranks: Iterable[int]) -> list[TensorClass]:
+        """Group the tensors that some of the target's `ranks` hold, by all that the plan for these ranks depends on."""
+        chosen = sorted(ranks)
+        values: dict[tuple[tuple[int, Box], ...], int] = {}
+        numbers = [
+            values.setdefault(tuple((r, cut[r]) for r in chosen if r in cut and cut[r].numel), len(values))
+            for cut in self.target.cuts
+        ]
+        wanted = [dict(value) for value in values]
+        number = np.array(numbers, np.int64)[self.tensors[:, 1]]
+        keys = (self.tensors[:, 0] * len(wanted) + number) * len(self.dtypes) + self.tensors[:, 2]
+        first, sizes, order = _groups(keys)
+        return [
+            TensorClass(
+                source_cut=int(self.tensors[i, 0]),
+                dtype=self.dtypes[self.tensors[i, 2]],
+                wanted=wanted[number[i]],
+                tensors=members,
+            )
+            for i, members in sorted(zip(first.tolist(), np.split(order, np.cumsum(sizes)[:-1])))
+            if wanted[number[i]]
+        ]
+
+    def held_by(self, rank: int) -> object:
+        """Return what a target rank holds: equal for two ranks, of this match or another, that want the same bytes."""
+        numbers: dict[Box | None, int] = {}
+        by_cut = np.array([numbers.setdefault(cut.get(rank), len(numbers)) for cut in self.target.cuts], np.int64)
+        boxes = list(numbers)
+        used, first, places = np.unique(by_cut[self.tensors[:, 1]], return_index=True, return_inverse=True)
+        order = np.argsort(first)
+        return [boxes[i] for i in used[order]], np.argsort(order)[places].tobytes(), self.names
+
+
+def _groups(keys: Ints) -> tuple[Ints, Ints, Ints]:
+    """First place and size of each group of equal keys, and all places, group by group, ascending within each."""
+    order = np.argsort(keys, kind="stable")
+    starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
+    return order[starts], np.diff(starts, append=len(keys)), order
+
+
+def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
+    """Return the dtype a tensor travels in."""
+    dtype = wire_dtype if wire_dtype and is_floating(spec.dtype) else spec.dtype
+    if dtype not in ITEM_BYTES:
+        raise LayoutError(f"{spec.name}: dtype {dtype} cannot be transferred; known: {', '.join(ITEM_BYTES)}")
+    return dtype
+
+
+def check_match(source: Manifest, target: Manifest) -> None:
+    """Raise LayoutError unless the source has every tensor of the target, with equal shapes and compatible dtypes.
+
+    A tensor is looked for under its own name, then under the one the source ties it to. One of the source that the
+    target knows under none of its names is an error too; an alias alone is not.
+    """
+    ours, theirs = source.specs, target.specs
+    if list(ours) != list(theirs):
+        _check_names(source, target)
+    for name, other in theirs.items():
+        spec = ours[name] if name in ours else ours[source.tied[name]]
+        if spec.shape == other.shape and spec.dtype == other.dtype:
+            continue
+        ranks = f"source ranks {list(source.ranks)}, target ranks {list(target.ranks)}"
+        if spec.shape != other.shape:
+            raise LayoutError(f"{name}: shape {spec.shape} at the source, {other.shape} at the target ({ranks})")
+        if not (is_floating(spec.dtype) and is_floating(other.dtype)):
+            raise LayoutError(f"{name}: dtype {spec.dtype} at the source, {other.dtype} at the target ({ranks})")
+
+
+def _check_names(source: Manifest, target: Manifest) -> None:
+    ours, theirs = source.specs, target.specs
+    if missing := [name for name in theirs if source.canonical(name) not in ours]:
+        raise LayoutError(f"the source lacks {_first(missing)} of the target; it has {_first(list(ours))}")
+    used = {source.canonical(name) for name in theirs}
+    if unexpected := [name for name in ours if name not in used and name not in target.tied]:
+        raise LayoutError(f"the target lacks {_first(unexpected)} of the source")
+
+
+def _first(names: Sequence[str], most: int = 5) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more

@@ -1,0 +1,292 @@
+"""Which rank sends which box to which rank, and in which buckets. Pure: two manifests in, a plan out.
+
+    match       tensors by name, grouped into classes that are cut alike          match.py
+    rings       target ranks that want the same boxes, where relaying pays        relay.py
+    a plan for each rollout replica, made without looking at the others           replica_plan.py
+    the whole   their union: bytes, bounds, digest
+
+Every byte a target rank holds travels to it exactly once, so that bytes are at their lower bound by construction; the
+busiest NIC is within 1 % of the least possible (bounds.py), or as near as whole units of 64 KiB allow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from math import ceil
+
+from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.layout.overlay import Owners
+from cosmos_rl_transfer.planning.bounds import balance
+from cosmos_rl_transfer.planning.bucket import ALIGN, Bucket, Piece, aligned
+from cosmos_rl_transfer.planning.explain import explain
+from cosmos_rl_transfer.planning.lot import demand
+from cosmos_rl_transfer.planning.match import Match, check_match, wire_dtype_of
+from cosmos_rl_transfer.planning.relay import Relay, pays, rings, successor
+from cosmos_rl_transfer.planning.replica_plan import ReplicaPlan
+from cosmos_rl_transfer.planning.topology import Topology
+
+__all__ = ["ALIGN", "Bucket", "Piece", "Plan", "aligned", "check_match", "plan", "wire_dtype_of"]
+
+BUCKETS_IN_FLIGHT = 2
+"""A rank packs one while another travels."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Plan:
+    """The outcome: who sends what, and what it costs. Streams are made when they are asked for."""
+
+    replicas: tuple[ReplicaPlan, ...]
+    """One each rollout replica; where ranks relay, one each set of rings."""
+    source: Manifest
+    topology: Topology
+    wire_dtype: str | None
+    bucket_bytes: int
+    relay: bool
+    """Whether target ranks that want the same boxes pass them on (relay.py); the trainers then send them once."""
+    relay_reason: str
+
+    def stream(self, source: int, target: int) -> tuple[Bucket, ...]:
+        """Return the buckets of what `target` gets of `source`, empty if nothing; made once.
+
+        Where ranks relay, all members of a ring have the same buckets, and `relay.predecessor` says whom a member
+        reads each one from.
+        """
+        part = self._part_of.get(target)
+        return part.stream(source, target) if part else ()
+
+    @cached_property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """(source rank, target rank) of the streams that exist, ascending."""
+        found = (
+            (source, rank)
+            for part in self.replicas
+            for rank, slot in part.slot_of.items()
+            for source in part.sources.get(slot, ())
+        )
+        return tuple(sorted(found))
+
+    @property
+    def streams(self) -> Mapping[tuple[int, int], tuple[Bucket, ...]]:
+        """All streams by (source rank, target rank), each made when it is looked at."""
+        return _Streams(self)
+
+    def ring(self, target: int) -> tuple[int, ...]:
+        """Return the ranks that pass buckets on to one another, in order, with `target` among them."""
+        part = self._part_of[target]
+        return part.members[part.slot_of[target]]
+
+    @cached_property
+    def wire_dtypes(self) -> Mapping[str, str]:
+        """By tensor, under the target's names and the source's: the dtype its bytes travel in."""
+        merged = {s.name: wire_dtype_of(s, self.wire_dtype) for s in self.source.specs.values()}
+        for part in self.replicas:
+            merged.update(part.match.wire_dtypes)
+        return merged
+
+    @cached_property
+    def bytes_out(self) -> Mapping[int, int]:
+        """By source rank: bytes it sends, without padding."""
+        sent = sum((part.bytes_out for part in self.replicas), Counter[int]())
+        return {rank: sent[rank] for rank in self.source.ranks}
+
+    @cached_property
+    def bytes_in(self) -> Mapping[int, int]:
+        """By target rank: bytes it receives, without padding."""
+        received = {rank: size for part in self.replicas for rank, size in part.bytes_in.items()}
+        return dict(sorted(received.items()))
+
+    @cached_property
+    def relay_bytes_out(self) -> Mapping[int, int]:
+        """By target rank: bytes it passes on. Makes one stream a ring and source."""
+        passed = dict.fromkeys(self.bytes_in, 0)
+        for part in self.replicas:
+            for slot, ring in part.members.items():
+                for bucket in (b for source in part.sources.get(slot, ()) for b in part.stream(source, ring[0])):
+                    size = sum(p.box.numel * ITEM_BYTES[self.wire_dtypes[p.name]] for p in bucket.pieces)
+                    for position, rank in enumerate(ring):
+                        passed[rank] += size if successor(bucket.index, position, len(ring)) is not None else 0
+        return passed
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes that arrive at the targets."""
+        return sum(self.bytes_in.values())
+
+    @cached_property
+    def lower_bound(self) -> int:
+        """Fewest bytes that can arrive: what the targets hold, once each."""
+        return sum(
+            box.numel * kind.item_bytes * len(kind.tensors) * len(part.members[slot])
+            for part in self.replicas
+            for kind in part.classes
+            for slot, box in kind.wanted.items()
+            if slot in part.members
+        )
+
+    @cached_property
+    def egress_bound(self) -> int:
+        """Fewest bytes the busiest source can send: the largest, over sets of ranks, of what only they hold divided by
+        how many they are. Where NICs differ, at the speed of the fastest. A ring counts as one target."""
+        wanted = sum((demand(part.live) for part in self.replicas), Counter[Owners]())
+        speeds = {rank: self.topology.source(rank).egress for rank in self.source.ranks}
+        return ceil(balance(wanted, speeds).busiest * max(speeds.values(), default=1))
+
+    @property
+    def ingress_bound(self) -> int:
+        """Fewest bytes the busiest target can receive: what it holds; at the fastest's speed where NICs differ."""
+        return self._busiest(self.bytes_in, {r: self.topology.target(r).ingress for r in self.bytes_in})
+
+    @property
+    def ratio(self) -> float:
+        """Busiest source's bytes over `egress_bound`: 1.0 is perfect balance."""
+        busiest = self._busiest(self.bytes_out, {r: self.topology.source(r).egress for r in self.bytes_out})
+        return busiest / self.egress_bound if self.egress_bound else 1.0
+
+    @property
+    def peak_extra_bytes(self) -> int:
+        """Memory a rank needs beside its weights, each direction: what is in flight."""
+        return BUCKETS_IN_FLIGHT * self.bucket_bytes
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over classes, lots and who sends them; equal on both sides or the sync does not start."""
+        return hashlib.sha256("".join(part.digest for part in self.replicas).encode()).hexdigest()
+
+    def explain(self) -> str:
+        """Return the plan as a few lines of text for people."""
+        return explain(self)
+
+    def join(self, replica: Manifest) -> Plan:
+        """Return the plan with one more rollout replica, whose ranks are new. All streams so far stay what they are.
+
+        Whether ranks relay is not decided anew: where they do, newcomers enter the rings that want what they want.
+        Raises LayoutError for ranks that are in the plan, and as `plan`.
+        """
+        if known := sorted(set(replica.ranks) & self.bytes_in.keys()):
+            raise LayoutError(f"target ranks {known} are in the plan; a replica that joins brings ranks of its own")
+        match = Match.of(self.source, replica, self.wire_dtype)
+        kept, fresh = _into_rings(self.replicas, replica, match) if self.relay else (self.replicas, replica.ranks)
+        if fresh:
+            part = ReplicaPlan.of(
+                match,
+                members={rank: (rank,) for rank in fresh},
+                position=1 + max((part.position for part in self.replicas), default=-1),
+                bucket_bytes=self.bucket_bytes,
+                topology=self.topology,
+            )
+            kept = (*kept, part)
+        return replace(self, replicas=kept)
+
+    def leave(self, ranks: Iterable[int]) -> Plan:
+        """Return the plan without these target ranks. All other streams stay what they are."""
+        gone = frozenset(ranks)
+        if unknown := sorted(gone - self.bytes_in.keys()):
+            raise LayoutError(f"target ranks {unknown} are not in the plan")
+        kept = (part.without(gone) if gone & part.slot_of.keys() else part for part in self.replicas)
+        return replace(self, replicas=tuple(part for part in kept if part.members))
+
+    @cached_property
+    def _part_of(self) -> dict[int, ReplicaPlan]:
+        return {rank: part for part in self.replicas for rank in part.slot_of}
+
+    def _busiest(self, sizes: Mapping[int, int], speeds: Mapping[int, int]) -> int:
+        fastest = max(speeds.values(), default=1)
+        return max((-(-size * fastest // speeds[rank]) for rank, size in sizes.items()), default=0)
+
+
+class _Streams(Mapping[tuple[int, int], tuple[Bucket, ...]]):
+    """A plan's streams, looked up one by one."""
+
+    def __init__(self, made: Plan) -> None:
+        self._made = made
+        self._pairs = frozenset(made.pairs)
+
+    def __getitem__(self, pair: tuple[int, int]) -> tuple[Bucket, ...]:
+        if pair not in self._pairs:
+            raise KeyError(pair)
+        return self._made.stream(*pair)
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        return iter(self._made.pairs)
+
+    def __len__(self) -> int:
+        return len(self._pairs)
+
+
+def plan(
+    source: Manifest,
+    target: Manifest,
+    topology: Topology | None = None,
+    *,
+    relay: Relay = "auto",
+    bucket_bytes: int,
+    wire_dtype: str | None = None,
+    position: int = 0,
+) -> Plan:
+    """Plan the transfer of everything `target` holds out of what `source` holds.
+
+    target: one rollout replica, or several with their ranks in `Manifest.replicas`; the plan for several is the union
+    of what each plans alone at `position`, `position` + 1, ... wire_dtype: replaces the source's dtype of floating
+    tensors on the way. relay: whether equal target ranks pass buckets on; "auto": where their NICs are faster together
+    than the source's. Raises LayoutError with tensor, shapes and ranks, where names, shapes or dtypes do not match or
+    nobody holds a part of a target's box.
+    """
+    if bucket_bytes < max(ITEM_BYTES.values()):
+        raise LayoutError(f"bucket_bytes = {bucket_bytes} is smaller than one element")
+    topology = topology or Topology()
+    match = Match.of(source, target, wire_dtype)
+    groups = rings(target)
+    out = sum(topology.source(rank).egress for rank in source.ranks)
+    into = sum(topology.target(rank).ingress for rank in target.ranks)
+    relays = pays(relay, groups, trainer_speed=out, rollout_speed=into)
+    parts = (
+        ReplicaPlan.of(match, members=members, position=place, bucket_bytes=bucket_bytes, topology=topology)
+        for place, members in enumerate(_slots(target, groups, relays), position)
+    )
+    return Plan(
+        replicas=tuple(parts),
+        source=source,
+        topology=topology,
+        wire_dtype=wire_dtype,
+        bucket_bytes=bucket_bytes,
+        relay=relays,
+        relay_reason=_reason(relay, relays, groups, out / 1e9, into / 1e9),
+    )
+
+
+def _slots(target: Manifest, groups: list[tuple[int, ...]], relays: bool) -> Iterator[dict[int, tuple[int, ...]]]:
+    """For each replica that plans: its ranks, with those that get the same bytes through them."""
+    leaders = {group[0]: group for group in groups} if relays else {rank: (rank,) for rank in target.ranks}
+    for ranks in target.copies:
+        if members := {rank: leaders[rank] for rank in ranks if rank in leaders}:
+            yield members
+
+
+def _into_rings(
+    parts: tuple[ReplicaPlan, ...], replica: Manifest, match: Match
+) -> tuple[tuple[ReplicaPlan, ...], tuple[int, ...]]:
+    """Add ranks to the rings that hold the same boxes; return the changed parts and the ranks that found no ring."""
+    left = list(replica.ranks)
+    changed = []
+    for part in parts:
+        members = dict(part.members)
+        for slot, ring in part.members.items():
+            found = [rank for rank in left if match.held_by(rank) == part.match.held_by(slot)]
+            members[slot] = (*ring, *found)
+            left = [rank for rank in left if rank not in found]
+        changed.append(part.with_members(members) if members != part.members else part)
+    return tuple(changed), tuple(left)
+
+
+def _reason(relay: Relay, relays: bool, groups: list[tuple[int, ...]], out: float, into: float) -> str:
+    if relay != "auto":
+        return f"asked to be {relay}"
+    if all(len(group) == 1 for group in groups):
+        return "no two target ranks want the same boxes"
+    compared = f"{into:,.0f} GB/s into the targets, {out:,.0f} GB/s out of the sources"
+    return compared if relays else f"it would not be faster: {compared}"

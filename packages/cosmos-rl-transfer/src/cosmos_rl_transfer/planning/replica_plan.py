@@ -1,0 +1,201 @@
+"""The plan for one copy of the weights: what one rollout replica reads, planned without looking at the others.
+
+    classes   tensors cut alike                            one overlay for all of them
+    lots      a unit of a class for one target rank        n equal copies, and the ranks that own them (lot.py)
+    shares    bytes each owner sends of what it owns       the fairest possible (bounds.py)
+    deal      biggest lots first, to who has most room     counts by owner, a few integers a lot
+    stream    buckets of one source and target rank        made when somebody asks: usually one rank's own
+
+Every replica's plan is balanced by itself, and `position` turns the choice among equal owners, so that all of them
+together are balanced too, and one that joins or leaves changes nothing for the others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import msgspec
+import numpy as np
+
+from cosmos_rl_transfer.layout.box import Box
+from cosmos_rl_transfer.layout.overlay import Owners
+from cosmos_rl_transfer.planning.bounds import Balance, balance
+from cosmos_rl_transfer.planning.bucket import Bucket, pack, split
+from cosmos_rl_transfer.planning.deal import deal, deal_near, interleave
+from cosmos_rl_transfer.planning.lot import LEAST_SPLIT_BYTES, Lot, cut_lots, demand, loads, split_shared
+from cosmos_rl_transfer.planning.match import Ints, Match, TensorClass
+from cosmos_rl_transfer.planning.topology import Topology
+
+TOLERANCE = 1.01
+"""Busiest NIC over its bound, above which units are split among their owners."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ReplicaPlan:
+    """One replica's lots, dealt."""
+
+    match: Match
+    classes: Sequence[TensorClass]
+    lots: Sequence[Lot]
+    bucket_bytes: int
+    position: int
+    members: Mapping[int, tuple[int, ...]]
+    """By slot: the target ranks that get its bytes. Several are a ring that relays; a slot alone is its own member."""
+    made: dict[tuple[int, int], tuple[Bucket, ...]] = field(default_factory=dict)
+    """Streams that were asked for, by source and target rank."""
+
+    @classmethod
+    def of(
+        cls,
+        match: Match,
+        *,
+        members: Mapping[int, tuple[int, ...]],
+        position: int,
+        bucket_bytes: int,
+        topology: Topology,
+    ) -> ReplicaPlan:
+        """Plan for the slots of `members`. Raises LayoutError where nobody holds what a slot wants."""
+        classes = match.classes(members)
+        whole = cut_lots(match, classes)
+        wanted = demand(whole)
+        speed = {rank: topology.source(rank).egress for owners in wanted for rank in owners}
+        fair = balance(wanted, speed)
+        sole, shared = [lot for lot in whole if lot.counts], [lot for lot in whole if not lot.counts]
+        forced, lots = loads(sole), whole
+        for most_bytes in _limits(shared):
+            parts = list(split_shared(shared, most_bytes))
+            _deal_all(parts, fair, topology, position)
+            lots = sole + parts
+            sent = forced + loads(parts)
+            if all(size <= TOLERANCE * float(fair.busiest) * speed[rank] for rank, size in sent.items()):
+                break
+        return cls(
+            match=match, classes=classes, lots=lots, bucket_bytes=bucket_bytes, position=position, members=members
+        )
+
+    @cached_property
+    def live(self) -> list[Lot]:
+        """Lots whose slot still has members."""
+        return [lot for lot in self.lots if lot.slot in self.members]
+
+    @cached_property
+    def slot_of(self) -> dict[int, int]:
+        """By target rank."""
+        return {rank: slot for slot, ranks in self.members.items() for rank in ranks}
+
+    @cached_property
+    def bytes_out(self) -> Counter[int]:
+        """By source rank."""
+        return loads(self.live)
+
+    @cached_property
+    def bytes_in(self) -> dict[int, int]:
+        """By target rank."""
+        wanted = Counter[int]()
+        for lot in self.live:
+            wanted[lot.slot] += lot.num_bytes * lot.copies
+        return {rank: wanted[slot] for rank, slot in self.slot_of.items()}
+
+    @cached_property
+    def sources(self) -> dict[int, list[int]]:
+        """By slot: the source ranks it reads from, ascending."""
+        found: defaultdict[int, set[int]] = defaultdict(set)
+        for lot in self.live:
+            found[lot.slot].update(owner for owner, n in zip(lot.owners, lot.counts) if n)
+        return {slot: sorted(ranks) for slot, ranks in found.items()}
+
+    def with_members(self, members: Mapping[int, tuple[int, ...]]) -> ReplicaPlan:
+        """Return the same plan for other members of its slots; streams that were made are kept."""
+        return replace(self, members=members)
+
+    def without(self, ranks: Collection[int]) -> ReplicaPlan:
+        """Return the plan for the members that are not in `ranks`."""
+        left = {slot: tuple(r for r in ring if r not in ranks) for slot, ring in self.members.items()}
+        return self.with_members({slot: ring for slot, ring in left.items() if ring})
+
+    def stream(self, source: int, target: int) -> tuple[Bucket, ...]:
+        """Return the buckets of one stream, made once."""
+        if (source, target) not in self.made:
+            self.made[source, target] = self._make(source, target)
+        return self.made[source, target]
+
+    def _make(self, source: int, target: int) -> tuple[Bucket, ...]:
+        parts, tensors, places = list[Box](), list[Ints](), list[Ints]()
+        sizes = list[int]()
+        for lot in self._by_pair.get((source, self.slot_of[target]), ()):
+            item_bytes = self.classes[lot.kind].item_bytes
+            boxes = list(split(lot.box, item_bytes, self.bucket_bytes))
+            mine = self.classes[lot.kind].tensors
+            if len(lot.owners) > 1:
+                mine = mine[interleave(lot.counts, lot.turn) == lot.owners.index(source)]
+            tensors.append(np.repeat(mine, len(boxes)))
+            places.append(np.tile(np.arange(len(parts), len(parts) + len(boxes)), len(mine)))
+            parts += boxes
+            sizes += [box.numel * item_bytes for box in boxes]
+        if not parts:
+            return ()
+        tensor, place = np.concatenate(tensors), np.concatenate(places)
+        order = np.argsort(tensor, kind="stable")  # tensors in order, the parts of each row-major
+        tensor, place = tensor[order], place[order]
+        names = list(map(self.match.names.__getitem__, tensor.tolist()))
+        boxes = list(map(parts.__getitem__, place.tolist()))
+        return pack(
+            names,
+            boxes,
+            np.array(sizes, np.int64)[place],
+            source=source,
+            target=target,
+            most_bytes=self.bucket_bytes,
+        )
+
+    @cached_property
+    def _by_pair(self) -> dict[tuple[int, int], list[Lot]]:
+        found: defaultdict[tuple[int, int], list[Lot]] = defaultdict(list)
+        for lot in self.lots:
+            for owner, count in zip(lot.owners, lot.counts):
+                if count:
+                    found[owner, lot.slot].append(lot)
+        return dict(found)
+
+    @cached_property
+    def digest(self) -> str:
+        """SHA-256 over all that the streams are a function of, not over their pieces, which may be millions."""
+        content = (
+            [self.bucket_bytes, self.match.names],
+            [(kind.dtype, kind.tensors.tobytes()) for kind in self.classes],
+            self.lots,
+            sorted(self.members.items()),
+        )
+        return hashlib.sha256(msgspec.msgpack.encode(content)).hexdigest()
+
+
+def _limits(shared: Sequence[Lot]) -> Iterator[int | None]:
+    """Sizes above which units are split, tried in turn: none, then ever smaller ones."""
+    yield None
+    limit = max((lot.num_bytes for lot in shared), default=0) // 2
+    while limit >= LEAST_SPLIT_BYTES:
+        yield limit
+        limit //= 2
+
+
+def _deal_all(lots: Sequence[Lot], fair: Balance, topology: Topology, position: int) -> None:
+    """Set the lots' counts: biggest copies first, each set of owners by itself."""
+    groups: defaultdict[Owners, list[Lot]] = defaultdict(list)
+    for lot in sorted(lots, key=lambda lot: -lot.num_bytes):
+        groups[lot.owners].append(lot)
+    for owners, group in groups.items():
+        room = [fair.shares[owners][rank] for rank in owners]
+        begun = Counter[int]()
+        for lot in group:
+            lot.turn = position + lot.kind + begun[lot.kind]  # classes and units begin with other owners
+            begun[lot.kind] += 1
+            if topology.targets:
+                distance = [topology.distance(rank, lot.slot) for rank in owners]
+                lot.counts = tuple(deal_near(lot.copies, lot.num_bytes, room, distance, turn=lot.turn))
+            else:
+                lot.counts = tuple(deal(lot.copies, lot.num_bytes, room, turn=lot.turn))
+            room = [free - number * lot.num_bytes for free, number in zip(room, lot.counts)]

@@ -1,0 +1,175 @@
+"""The trainer's side.
+
+publish(version, weights)     the version can be read, where it lies; returns at once
+... forward, backward ...     subscribers pull it meanwhile, bucket by bucket
+fence()                       waits for who still reads, at most `patience_s`, then copies what they have not read
+... the optimizer writes ...
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import TYPE_CHECKING
+
+from cosmos_rl_transfer.content.proof import forms_of
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.planning.plan import wire_dtype_of
+from cosmos_rl_transfer.planning.relay import Relay
+from cosmos_rl_transfer.publish.holders import Directory
+from cosmos_rl_transfer.publish.live import LiveWeights
+from cosmos_rl_transfer.publish.outgoing import Outgoing
+from cosmos_rl_transfer.publish.ring import Ring
+from cosmos_rl_transfer.publish.server import Server
+from cosmos_rl_transfer.publish.spare import Spare
+from cosmos_rl_transfer.publish.supply import Supply
+from cosmos_rl_transfer.publish.versions import Fenced, Versions
+from cosmos_rl_transfer.transports.base import Transport
+from cosmos_rl_transfer.transports.select import open_outlet
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+DEFAULT_BUCKET_BYTES = 4 << 20
+"""Small enough to be hashed in the last-level cache after the copy."""
+NUM_SLOTS = 2
+DEFAULT_FULL_EVERY = 100
+
+
+class Publisher:
+    """Publishes versions of one rank's weights to any number of subscribers. Implements WeightPublisher."""
+
+    def __init__(
+        self,
+        weights: Mapping[str, Tensor],
+        *,
+        token: bytes,
+        transport: str | Transport = "auto",
+        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        wire_dtype: str | None = None,
+        bind: str = "127.0.0.1",
+        manifest: Manifest | None = None,
+        rank: int = 0,
+        patience_s: float = 0.5,
+        timeout_s: float = 30.0,
+        delta: bool = False,
+        full_every: int = DEFAULT_FULL_EVERY,
+        relay: Relay = "auto",
+    ) -> None:
+        """Allocate two slots of a bucket each and start to listen.
+
+        token: the run's secret. wire_dtype: what floating tensors travel in ("bfloat16"); None: their own.
+        bind: address to listen on. manifest, rank: what all ranks that publish together hold, and which of them
+        this is; `weights` are then this rank's parts. None: read off the tensors, whole ones or DTensors.
+        patience_s: how long `fence` waits for readers before it copies, and how long a reader may keep a slot that
+        others wait for. timeout_s: how long a send may stand still. delta: send only what changed to whoever has the
+        version before, where that is shorter. Costs a copy of the weights in host memory, out of which versions are
+        read. full_every: after so many versions one is sent whole. relay: whether subscribers that want the same
+        buckets pass them on to one another; "auto": without deltas, where they have more hosts than publishers.
+        """
+        manifest = manifest or Manifest.from_tensors(weights, rank=rank)
+        wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
+        self._memory = LiveWeights(manifest, rank=rank, wire_dtypes=wire)
+        self._memory.check(weights)
+        self._spare = Spare(bucket_bytes)
+        self._versions = Versions(recycle=self._spare.give)
+        copy = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every) if delta else None
+        self._outgoing: Outgoing | None = copy
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
+        self._copying: Future[Fenced] | None = None
+        """The pass that copies a version out of the live tensors, with deltas on."""
+        self._num_bytes = sum(box.numel * ITEM_BYTES[wire[spec.name]] for spec, box in manifest.held_by(rank))
+        self._patience_s, self._newest = patience_s, -1
+        chosen, self._outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
+        self._outlet.expose([self._outgoing.memory] if self._outgoing else [])
+        supply = Supply(
+            manifest=manifest,
+            rank=rank,
+            wire_dtype=wire_dtype,
+            bucket_bytes=bucket_bytes,
+            forms=forms_of(manifest, wire),
+            memory=self._outgoing or self._memory,
+            outgoing=self._outgoing,
+            versions=self._versions,
+            spare=self._spare,
+            ring=Ring(NUM_SLOTS, patience_s=max(patience_s, 0.5)),
+            outlet=self._outlet,
+            transport=chosen,
+            holders=Directory("off" if delta and relay == "auto" else relay),
+        )
+        self._sent, self._holders = supply.sent, supply.holders
+        self._server = Server(supply, token=token, bind=bind, timeout_s=timeout_s)
+
+    def publishes_from(self, num_hosts: int) -> None:
+        """Tell on how many hosts the ranks are that publish together."""
+        self._holders.num_hosts = num_hosts
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of buckets that were handed over so far."""
+        return self._sent.num_bytes
+
+    @property
+    def address(self) -> str:
+        """Where subscribers connect: "host:port"."""
+        return self._server.address
+
+    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Let subscribers read `version` out of these tensors until `fence`; return `sync_bytes` and `sync_s`.
+
+        Raises ValueError unless versions rise and LayoutError if the weights are other tensors than at the start.
+        """
+        started = time.perf_counter()
+        if version <= self._newest:
+            raise ValueError(f"version {version} is not newer than the published {self._newest}")
+        await self.fence()  # a publish without a fence before it: nobody may read the old tensors any more
+        self._memory.check(weights)
+        self._memory.bind(weights)
+        self._newest = version
+        if self._outgoing is not None and not self._outgoing.wants_rest:
+            self._copying = self._copier.submit(self._copy_out, self._outgoing, version, weights)
+        else:
+            if self._outgoing is not None:
+                await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
+                self._outgoing.rest(version)
+            self._outlet.expose(self._memory.exposable())
+            self._versions.publish(version)
+        return {"sync_bytes": float(self._num_bytes), "sync_s": time.perf_counter() - started}
+
+    async def fence(self) -> Mapping[str, float]:
+        """Wait until the tensors may change; return `sync_stall_s` and `sync_copied_bytes`.
+
+        Readers that are not through after `patience_s` get a copy of what they have not read. From here until the next
+        `publish` nothing can be borrowed. With deltas on it waits only until the version is copied, whoever reads.
+        """
+        if self._copying is not None:
+            started, copying, self._copying = time.perf_counter(), self._copying, None
+            done = await asyncio.to_thread(copying.result)
+            return {"sync_stall_s": time.perf_counter() - started, "sync_copied_bytes": float(done.copied_bytes)}
+        if not self._versions.is_open or (self._outgoing is not None and not self._outgoing.resting):
+            return {"sync_stall_s": 0.0, "sync_copied_bytes": 0.0}
+        done = await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
+        if not done.copied_bytes:
+            self._spare.shrink()
+        return {"sync_stall_s": done.waited_s, "sync_copied_bytes": float(done.copied_bytes)}
+
+    def _copy_out(self, outgoing: Outgoing, version: int, weights: Mapping[str, Tensor]) -> Fenced:
+        """In a thread: copy a version, while it is read as far as it is copied."""
+        done = self._versions.fence(patience_s=self._patience_s)
+        if outgoing.resting:
+            self._outlet.expose([outgoing.memory])
+        outgoing.begin(version)
+        self._versions.publish(version)
+        outgoing.refresh(weights)
+        return done
+
+    async def close(self) -> None:
+        """Disconnect all subscribers and free the slots. May be called twice."""
+        await asyncio.to_thread(self._close)
+
+    def _close(self) -> None:
+        self._copier.shutdown()
+        self._server.close()
+        self._outlet.close()

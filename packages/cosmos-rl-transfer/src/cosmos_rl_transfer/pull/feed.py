@@ -1,0 +1,164 @@
+"""A subscriber's connection to one publisher."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import numpy as np
+
+from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
+from cosmos_rl_transfer.layout.manifest import Manifest
+from cosmos_rl_transfer.planning.plan import Bucket, Plan
+from cosmos_rl_transfer.transports.base import Inlet, Transport
+from cosmos_rl_transfer.transports.select import attach
+from cosmos_rl_transfer.wire import messages as m
+from cosmos_rl_transfer.wire.link import Link
+
+R = TypeVar("R", bound=m.Reply)
+
+
+@dataclass(slots=True)
+class Feed:
+    """One publisher, from the first handshake on."""
+
+    link: Link
+    welcome: m.Welcome
+    inlet: Inlet | None = None
+    buckets: tuple[Bucket, ...] = ()
+    """What this publisher sends us."""
+    ring: tuple[str, ...] = ()
+    """Who passes the announced version on, by address (chain.py)."""
+    _source: Manifest | None = None
+    _sending: threading.Lock = field(default_factory=threading.Lock)
+    """Buckets are asked for by one thread and let go by others."""
+
+    @classmethod
+    def open(cls, address: str, *, token: bytes, timeout_s: float) -> Feed:
+        """Connect and learn what the publisher holds."""
+        link = Link.connect(address, token=token, timeout_s=timeout_s)
+        try:
+            link.send(m.Hello(m.PROTOCOL))
+            return cls(link, _expect(link.receive(), m.Welcome))
+        except BaseException:
+            link.close()
+            raise
+
+    @property
+    def source(self) -> Manifest:
+        """What all ranks of the publishing side hold."""
+        if self._source is None:
+            self._source = Manifest.decode(self.welcome.source)
+        return self._source
+
+    def join(
+        self,
+        made: Plan,
+        *,
+        target: Manifest,
+        rank: int,
+        position: int,
+        transport: str | Transport,
+        memory: Sequence[Raw],
+        sources: tuple[int, ...] = (),
+    ) -> None:
+        """Choose the transport and agree on the plan. Raises LayoutError if the publisher refuses.
+
+        sources: the source ranks that the plan was made over, () for all.
+        """
+        source = self.welcome
+        chosen, self.inlet = attach(transport, self.link, offered=source.transport, offer=source.offer, memory=memory)
+        self.link.send(m.Join(target.encode(), rank, made.digest, position, chosen, sources))
+        _expect(self.link.receive(), m.Joined)
+        self.buckets = made.stream(source.rank, rank)
+
+    def join_ring(
+        self,
+        plan_digest: str,
+        *,
+        source: int,
+        buckets: tuple[Bucket, ...],
+        transport: str | Transport,
+        memory: Sequence[Raw],
+    ) -> None:
+        """Choose the transport to a subscriber that passes on these buckets of the publisher of rank `source`."""
+        offered, offer = self.welcome.transport, self.welcome.offer
+        chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory)
+        self.link.send(m.JoinRing(plan_digest, source, chosen))
+        _expect(self.link.receive(), m.Joined)
+        self.buckets = buckets
+
+    def newer(self, after: int) -> int:
+        """Wait for a version newer than `after`. The publisher's heartbeat keeps the link's deadline away."""
+        self.link.send(m.Await(after))
+        while isinstance(reply := self.link.receive(), m.Waiting):
+            pass
+        announced = _expect(reply, m.Announce)
+        self.ring = announced.ring
+        return announced.version
+
+    def holds(self, version: int, address: str) -> None:
+        """Tell that this subscriber serves a version at `address`."""
+        self.link.send(m.Holds(version, address))
+
+    def who_holds(self, after: int) -> m.Holders:
+        """Ask who serves a version newer than `after` beside the publishers."""
+        self.link.send(m.WhoHolds(after))
+        return _expect(self.link.receive(), m.Holders)
+
+    def borrow(self, version: int, *, keep: bool, held: int, share: tuple[int, int] = (0, 1)) -> int:
+        """Lease a version and return the lease. Raises Superseded when there is a newer one.
+
+        `held`: the version that deltas may start from, -1 for none. `share`: place in a ring and its size.
+        """
+        self.link.send(m.Borrow(version, keep, held, share))
+        return _expect(self.link.receive(), m.Lent).lease
+
+    def ask(self, lease: int, bucket: Bucket, *, want: m.Want) -> None:
+        """Ask for a bucket."""
+        with self._sending:
+            self.link.send(m.ReadBucket(lease, bucket.index, want))
+
+    def done_with(self, bucket: Bucket) -> None:
+        """Tell that a bucket's slot may be used again. Any thread may call."""
+        with self._sending:
+            self.link.send(m.Taken(bucket.index))
+
+    def head(self, bucket: Bucket) -> m.Data:
+        """Receive the head of the oldest bucket that was asked for. Raises Superseded."""
+        data = _expect(self.link.receive(), m.Data)
+        fits = 0 <= data.num_bytes <= bucket.num_bytes if data.delta else data.num_bytes == bucket.num_bytes
+        if not fits or (data.bucket, len(data.sums)) != (bucket.index, len(bucket.pieces)):
+            raise TransferError(f"bucket {bucket.index} of {bucket.num_bytes} bytes was asked for, {data} came")
+        return data
+
+    def body(self, data: m.Data, *, out: Raw | None) -> Raw:
+        """Receive the bytes that belong to a head."""
+        if not data.num_bytes:
+            return np.empty(0, np.uint8)
+        assert self.inlet is not None, "a feed is joined before it is read"
+        return self.inlet.receive(data, out=out)
+
+    def give_back(self, lease: int) -> bool:
+        """End the lease; returns whether it held all the time."""
+        self.link.send(m.Return(lease))
+        return _expect(self.link.receive(), m.Returned).valid
+
+    def close(self) -> None:
+        """Disconnect; a thread that waits here gets PeerLost. May be called twice."""
+        self.link.close()
+        if self.inlet is not None:
+            self.inlet.close()
+
+
+def _expect(reply: Any, kind: type[R]) -> R:
+    if isinstance(reply, kind):
+        return reply
+    if isinstance(reply, m.Refused):
+        raise LayoutError(reply.reason)
+    if isinstance(reply, m.Overtaken):
+        raise Superseded(f"version {reply.newest} is out")
+    raise TransferError(f"the publisher answered {reply} where {kind.__name__} was expected")

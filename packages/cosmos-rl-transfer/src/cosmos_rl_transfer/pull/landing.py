@@ -1,0 +1,298 @@
+"""Where buckets are written at the subscriber: beside the live tensors, or straight into them.
+
+Shadow     an arena of this rank's parts in their wire dtype; `apply` copies what is new over the live tensors
+InPlace    the live tensors themselves, which nobody may use meanwhile
+
+Deltas change what is there, once their hashes were seen to lead to those of the new version.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Executor
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+
+from cosmos_rl_transfer.content.arena import Arena, raw_view
+from cosmos_rl_transfer.content.delta import Change
+from cosmos_rl_transfer.content.digest import Raw, add, tensor_sum
+from cosmos_rl_transfer.content.positions import outward, row_strides
+from cosmos_rl_transfer.content.proof import Form, gain
+from cosmos_rl_transfer.content.raw import same_width, torch_view
+from cosmos_rl_transfer.layout.dtensor import dtype_name, local
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
+from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.pull.patch import Patch
+from cosmos_rl_transfer.pull.pending import Pending
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_TASK_BYTES = 4 << 20
+"""What one thread copies at a time."""
+
+
+class Landing(Protocol):
+    """Takes buckets that were verified. Several threads write different buckets."""
+
+    memory: Raw
+    """What `place` returns parts of; empty if nothing can be received into its place."""
+    keeps_deltas: bool
+    """Whether they are written with `apply` only, so that they may come before anything else may be written."""
+
+    @property
+    def takes_deltas(self) -> bool:
+        """Whether it has the bits that deltas change."""
+        ...
+
+    def begin(self, base: int) -> None:
+        """Prepare for a version; deltas will start from `base`, which was landed whole before. -1: there are none."""
+        ...
+
+    def has(self, bucket: Bucket) -> bool:
+        """Say whether a delta of the bucket is kept."""
+        ...
+
+    def apply(self, *, pool: Executor) -> None:
+        """Write what is landed and not in the live tensors yet, casting where dtypes differ. May be repeated."""
+        ...
+
+    def place(self, bucket: Bucket) -> Raw | None:
+        """Return where the bucket's packed bytes may be received directly, padding included, or None."""
+        ...
+
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> None:
+        """Put packed bytes uint8 [bucket.num_bytes], whose pieces have these additive hashes, in their places."""
+        ...
+
+    def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
+        """Change some elements, if that leads to these hashes of the pieces; false, and nothing written, if not."""
+        ...
+
+
+class _Sums:
+    """Additive hashes of the pieces of each bucket as it was landed."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Piece, ...], Sequence[int]] = {}
+        self.clear = self._known.clear
+
+    def keep(self, bucket: Bucket, sums: Sequence[int]) -> None:
+        self._known[bucket.pieces] = sums
+
+    def follow(
+        self, bucket: Bucket, gains: Sequence[int], sums: Sequence[int], *, now: Callable[[], Sequence[int]]
+    ) -> bool:
+        """Say whether these gains lead to `sums`, and keep them if so. `now` tells today's where they are not known."""
+        known = self._known.get(bucket.pieces)
+        if any(add(*pair) != wanted for *pair, wanted in zip(known or now(), gains, sums)):
+            return False
+        self.keep(bucket, sums)
+        return True
+
+
+class Shadow:
+    """One rank's parts in host memory."""
+
+    takes_deltas = True
+    keeps_deltas = False
+
+    def __init__(
+        self, manifest: Manifest, weights: Mapping[str, Tensor], *, rank: int, wire_dtypes: Mapping[str, str]
+    ) -> None:
+        self.arena = Arena.of(manifest, rank=rank, wire_dtypes=wire_dtypes)
+        self.memory: Raw = np.empty(self.arena.num_bytes, np.uint8)
+        self.memory.fill(0)  # takes the page faults now
+        self._weights = weights
+        self._sums = _Sums()
+        self._pending: Pending | None = None
+        """What the live tensors lack; None for everything."""
+        self._applied = False
+
+    def begin(self, base: int) -> None:
+        if base < 0:
+            self._pending = None
+            self._sums.clear()
+        elif self._applied:
+            self._pending = Pending()
+        self._applied = False
+
+    def has(self, bucket: Bucket) -> bool:
+        return False
+
+    def place(self, bucket: Bucket) -> Raw | None:
+        start = self.arena.flat_start(bucket)
+        return None if start is None else self.memory[start : start + bucket.num_bytes]
+
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> None:
+        place = self.place(bucket)
+        if place is None:
+            self.arena.scatter(data, bucket, self.memory)
+        elif place.ctypes.data != data.ctypes.data:
+            np.copyto(place, data)
+        self._sums.keep(bucket, sums)
+        if self._pending is not None:
+            self._pending.add_whole(bucket)
+
+    def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
+        located = [self._located(piece, change) for piece, change in zip(bucket.pieces, changes)]
+        gains = [
+            gain(piece, self._form(piece), change.positions, old=self._flat(piece)[there.positions], new=change.values)
+            for piece, change, there in zip(bucket.pieces, changes, located)
+        ]
+        if not self._sums.follow(bucket, gains, sums, now=lambda: [self._sum(piece) for piece in bucket.pieces]):
+            return False
+        for piece, there in zip(bucket.pieces, located):
+            self._flat(piece)[there.positions] = there.values
+        if self._pending is not None:
+            self._pending.add(
+                bucket,
+                lambda: [self._patch(*each) for each in zip(bucket.pieces, located)],
+                num_changes=sum(len(there.positions) for there in located),
+            )
+        return True
+
+    def apply(self, *, pool: Executor) -> None:
+        if self._pending is None:
+            self._copy_all(pool)
+        else:
+            self._pending.write(self._copy, pool=pool)
+        self._applied = True
+
+    def _copy_all(self, pool: Executor) -> None:
+        runs: list[tuple[Tensor, Tensor]] = []
+        for name, place in self.arena.places.items():
+            source = torch_view(self.memory, place.at, place.box.shape, place.dtype)
+            target = local(self._weights[name])
+            if target.device.type != "cpu" or not target.is_contiguous() or target.dtype != source.dtype:
+                target.copy_(source)
+                continue
+            step = _TASK_BYTES // place.item_bytes
+            runs += zip(source.view(-1).split(step), target.view(-1).split(step))
+        # not torch's own threads: they wait for each other, and a busy machine makes that ten times slower
+        list(pool.map(lambda run: np.copyto(same_width(run[1]), same_width(run[0])), runs))
+
+    def _copy(self, bucket: Bucket) -> None:
+        for piece in bucket.pieces:
+            place = self.arena.places[piece.name]
+            inside = piece.box.within(place.box).slices()
+            target = local(self._weights[piece.name])[inside]
+            if target.device.type == "cpu" and dtype_name(target) == place.dtype:
+                np.copyto(same_width(target), self.arena.piece(self.memory, piece))
+            else:
+                target.copy_(torch_view(self.memory, place.at, place.box.shape, place.dtype)[inside])
+
+    def _sum(self, piece: Piece) -> int:
+        return tensor_sum(self.arena.piece(self.memory, piece), piece.box, self.arena.places[piece.name].shape)
+
+    def _located(self, piece: Piece, change: Change) -> Change:
+        """Return the change with positions in this rank's part."""
+        place = self.arena.places[piece.name]
+        start = piece.box.within(place.box).start(place.box.shape)
+        strides = row_strides(place.box.shape)
+        return Change(outward(change.positions, piece.box.shape, strides, start), change.values)
+
+    def _flat(self, piece: Piece) -> Raw:
+        place = self.arena.places[piece.name]
+        return raw_view(self.memory, place.at, (place.box.numel,), place.item_bytes)
+
+    def _form(self, piece: Piece) -> Form:
+        place = self.arena.places[piece.name]
+        return Form(place.shape, place.item_bytes)
+
+    def _patch(self, piece: Piece, there: Change) -> Patch:
+        return Patch.of(local(self._weights[piece.name]), there, dtype=self.arena.places[piece.name].dtype)
+
+
+class InPlace:
+    """One rank's live tensors."""
+
+    keeps_deltas = True
+
+    def __init__(
+        self, manifest: Manifest, weights: Mapping[str, Tensor], *, rank: int, wire_dtypes: Mapping[str, str]
+    ) -> None:
+        self.memory: Raw = np.empty(0, np.uint8)
+        self._boxes: dict[str, Box] = {spec.name: box for spec, box in manifest.held_by(rank)}
+        self._weights = weights
+        self._wire = wire_dtypes
+        self._forms = {name: Form(spec.shape, ITEM_BYTES[wire_dtypes[name]]) for name, spec in manifest.specs.items()}
+        self._scratch = threading.local()
+        self._sums = _Sums()
+        self._patches: dict[tuple[Piece, ...], list[Patch]] = {}
+        """By bucket's pieces: a delta that `apply` writes."""
+        self._written = True
+        """Whether they are in the live tensors."""
+        self._exact = all(_holds(local(weights[name]).dtype, wire_dtypes[name]) for name in self._boxes)
+
+    @property
+    def takes_deltas(self) -> bool:
+        return self._exact and self._written
+
+    def begin(self, base: int) -> None:
+        self._patches.clear()
+        self._written = True
+        if base < 0:
+            self._sums.clear()
+
+    def has(self, bucket: Bucket) -> bool:
+        return bucket.pieces in self._patches
+
+    def place(self, bucket: Bucket) -> Raw | None:
+        return None
+
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> None:
+        for piece in bucket.pieces:
+            target, dtype = self._part(piece), self._wire[piece.name]
+            if target.device.type == "cpu" and dtype_name(target) == dtype:
+                np.copyto(same_width(target), raw_view(data, piece.at, piece.box.shape, target.element_size()))
+            else:
+                target.copy_(torch_view(self._writable(data), piece.at, piece.box.shape, dtype))
+        self._sums.keep(bucket, sums)
+
+    def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
+        patches, gains = [], []
+        for piece, change in zip(bucket.pieces, changes):
+            live, dtype = self._part(piece), self._wire[piece.name]
+            patches.append(patch := Patch.of(live, change, dtype=dtype))
+            old = same_width(patch.before(live.dtype).to(getattr(torch, dtype)))
+            gains.append(gain(piece, self._forms[piece.name], change.positions, old=old, new=change.values))
+        if not self._sums.follow(bucket, gains, sums, now=lambda: [self._sum(piece) for piece in bucket.pieces]):
+            return False
+        self._patches[bucket.pieces] = patches
+        self._written = False
+        return True
+
+    def apply(self, *, pool: Executor) -> None:
+        list(pool.map(lambda patch: patch.write(), [p for patches in self._patches.values() for p in patches]))
+        self._written = True
+
+    def _sum(self, piece: Piece) -> int:
+        live = self._part(piece).to(device="cpu", dtype=getattr(torch, self._wire[piece.name]))
+        return tensor_sum(same_width(live), piece.box, self._forms[piece.name].shape)
+
+    def _part(self, piece: Piece) -> Tensor:
+        inside = piece.box.within(self._boxes[piece.name])
+        return local(self._weights[piece.name])[inside.slices()]
+
+    def _writable(self, data: Raw) -> Raw:
+        """Torch does not take memory that is mapped read-only. Each thread has a copy of its own."""
+        if data.flags.writeable:
+            return data
+        held: Raw | None = getattr(self._scratch, "data", None)
+        if held is None or held.size < data.size:
+            held = self._scratch.data = np.zeros(data.size, np.uint8)
+        np.copyto(held[: data.size], data)
+        return held[: data.size]
+
+
+def _holds(live: torch.dtype, wire: str) -> bool:
+    """Whether a live tensor gives back the very bits that were written into it."""
+    kind: torch.dtype = getattr(torch, wire)
+    if live == kind or not (live.is_floating_point and kind.is_floating_point):
+        return live == kind
+    mine, theirs = torch.finfo(live), torch.finfo(kind)
+    return mine.eps <= theirs.eps and mine.max >= theirs.max and mine.smallest_normal <= theirs.smallest_normal

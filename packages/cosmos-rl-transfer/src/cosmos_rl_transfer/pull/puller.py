@@ -1,0 +1,266 @@
+"""Read one version out of borrowed leases, prove it, and land it.
+
+one feed      ask for two buckets; receive one, while the one before is verified and landed; ask for the next
+several       two at a time, each with one buffer
+each bucket   hashes as told? else once more, alone; wrong again is an error
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+
+from cosmos_rl_transfer.content.delta import Extent, decode
+from cosmos_rl_transfer.content.digest import Raw, bucket_hash
+from cosmos_rl_transfer.content.proof import Form, packed_pieces, prove
+from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.planning.plan import Bucket, Plan
+from cosmos_rl_transfer.pull.feed import Feed
+from cosmos_rl_transfer.pull.landing import InPlace, Landing, Shadow
+from cosmos_rl_transfer.wire import messages as m
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+log = logging.getLogger(__name__)
+
+Staging = Literal["shadow", "in_place"]
+
+NUM_BUFFERS = 2
+"""Buckets a rank receives into, whatever it pulls."""
+
+
+@dataclass(slots=True)
+class Pulled:
+    """What a pull did."""
+
+    num_bytes: int = 0
+    """That came, deltas as they are."""
+    num_deltas: int = 0
+    """Buckets that came as deltas."""
+    repaired: list[tuple[int, int]] = field(default_factory=list)
+    """(source rank, bucket) of buckets that were fetched again."""
+
+    def count(self, data: m.Data) -> None:
+        """Add what came."""
+        self.num_bytes += data.num_bytes
+        self.num_deltas += data.delta and data.num_bytes > 0
+
+
+class Puller:
+    """Fills one rank's landing."""
+
+    def __init__(self, landing: Landing, *, rank: int, bucket_bytes: int, forms: Mapping[str, Form]) -> None:
+        self.landing = landing
+        self.held = -1
+        """The version in the landing, -1 for none. Whoever pulls sets it when it is sure."""
+        self.buffers = [np.zeros(bucket_bytes, np.uint8) for _ in range(NUM_BUFFERS)]
+        self._rank = rank
+        self._forms = forms
+        self._landed: set[tuple[int, int]] = set()
+        self.when_landed: Callable[[Bucket], None] = _ignore
+        """Told of every bucket that is verified and in its place."""
+
+    @property
+    def base(self) -> int:
+        """The version that deltas may start from, -1 for none."""
+        return self.held if self.landing.takes_deltas else -1
+
+    @property
+    def memory(self) -> list[Raw]:
+        """Everything buckets are received into."""
+        return [*self.buffers, self.landing.memory]
+
+    def stage_deltas(self, leased: Sequence[tuple[Feed, int]], *, pool: Executor) -> Pulled:
+        """Fetch what comes as deltas for a landing that keeps them until `apply`; `pull` fetches the rest.
+
+        Raises what feeds raise.
+        """
+        done = Pulled()
+
+        def fetch(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
+            for _, data, _ in self._stream(feed, lease, feed.buckets, buffers, pool, want="delta"):
+                done.count(data)
+
+        self.landing.begin(self.base)
+        self._each(leased, fetch)
+        return done
+
+    def pull(
+        self,
+        leased: Sequence[tuple[Feed, int]],
+        *,
+        version: int,
+        pool: Executor,
+        done: Pulled,
+        passed: Sequence[tuple[Feed, int]] = (),
+    ) -> Pulled:
+        """Fetch every bucket of every feed and add to `done`. Returns or raises after the last thread has stopped.
+
+        passed: feeds of a subscriber that passes on buckets of `leased` (chain.py); what does not come from there is
+        read from `leased` after all. Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong
+        twice, and what `leased` raise.
+        """
+        if not self.landing.keeps_deltas:
+            self.landing.begin(self.base)
+        self.held = -1
+        self._landed.clear()
+        by_peers = {(b.source, b.index) for feed, _ in passed for b in feed.buckets}
+
+        def fetch(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
+            self._pull_feed(feed, lease, buffers, version, pool, done)
+
+        def fetch_passed(feed: Feed, lease: int, buffers: Sequence[Raw]) -> None:
+            try:
+                fetch(feed, lease, buffers)
+            except TransferError as error:
+                log.info("not all of version %d was passed on: %s", version, error)
+
+        direct = _without(leased, by_peers)
+        peers = {id(feed) for feed, _ in passed}
+        self._each(
+            [*direct, *passed],
+            lambda feed, lease, buffers: (fetch_passed if id(feed) in peers else fetch)(feed, lease, buffers),
+        )
+        if by_peers - self._landed:
+            self._each(_without(leased, self._landed), fetch)
+        return done
+
+    def _each(self, leased: Sequence[tuple[Feed, int]], fetch: Callable[[Feed, int, Sequence[Raw]], None]) -> None:
+        """Do something with every feed: one after the other, in as many lanes as there are buffers."""
+        if len(leased) == 1:
+            fetch(*leased[0], self.buffers)
+            return
+        work = deque(leased)
+
+        def lane(buffer: Raw) -> None:
+            while work:
+                try:
+                    feed, lease = work.popleft()
+                except IndexError:
+                    return
+                fetch(feed, lease, [buffer])
+
+        with ThreadPoolExecutor(NUM_BUFFERS, thread_name_prefix="weights-pull") as lanes:
+            running = [lanes.submit(lane, buffer) for buffer in self.buffers]
+            for future in running:
+                if future.exception() is not None:
+                    work.clear()
+        for future in running:
+            future.result()
+
+    def _pull_feed(
+        self, feed: Feed, lease: int, buffers: Sequence[Raw], version: int, pool: Executor, done: Pulled
+    ) -> None:
+        wrong: list[Bucket] = []
+        missing = [bucket for bucket in feed.buckets if not self.landing.has(bucket)]
+        for bucket, data, good in self._stream(feed, lease, missing, buffers, pool, want="any"):
+            done.count(data)
+            if not good:
+                log.warning("bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source)
+                wrong.append(bucket)
+        for bucket, data, good in self._stream(feed, lease, wrong, buffers[:1], pool, want="dense"):
+            done.count(data)
+            done.repaired.append((bucket.source, bucket.index))
+            if not good:
+                raise _mismatch(bucket, version)
+
+    def _stream(
+        self, feed: Feed, lease: int, buckets: Sequence[Bucket], buffers: Sequence[Raw], pool: Executor, *, want: m.Want
+    ) -> list[tuple[Bucket, m.Data, bool]]:
+        """Fetch buckets in order; returns each with its head and whether its hashes were right."""
+        window = len(buffers)
+        landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
+        finished: list[tuple[Bucket, m.Data, bool]] = []
+        asked = deque(buckets[:window])
+        for bucket in asked:
+            feed.ask(lease, bucket, want=want)
+        try:
+            for i, bucket in enumerate(buckets):
+                if i >= window:  # the buffer of the bucket `window` places before is free
+                    before, head, future = landing.popleft()
+                    finished.append((before, head, future.result()))
+                    feed.ask(lease, bucket, want=want)
+                    asked.append(bucket)
+                data = feed.head(asked.popleft())
+                packed = feed.body(data, out=self._out(feed, bucket, data, buffers[i % window]))
+                landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
+            while landing:
+                before, head, future = landing.popleft()
+                finished.append((before, head, future.result()))
+        except Superseded:
+            for bucket in asked:  # their answers are on the way
+                with suppress(Superseded):
+                    data = feed.head(bucket)
+                    feed.body(data, out=self._out(feed, bucket, data, buffers[0]))
+            raise
+        finally:
+            wait([future for _, _, future in landing])
+        return finished
+
+    def _out(self, feed: Feed, bucket: Bucket, data: m.Data, buffer: Raw) -> Raw | None:
+        assert feed.inlet is not None, "a feed is joined before it is read"
+        if feed.inlet.views:
+            return None
+        place = None if data.delta else self.landing.place(bucket)
+        return buffer[: data.num_bytes] if place is None else place
+
+    def _land(self, feed: Feed, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
+        """Verify and write a bucket and let its slot go; false if it is not what was sent."""
+        if not data.num_bytes:
+            return False  # there is no delta
+        if data.delta:
+            good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)
+        else:
+            proof = prove(packed_pieces(bucket, packed, self._forms), self._forms)
+            good = (proof.hash, proof.sums) == (data.hash, data.sums)
+            if good:
+                self.landing.write(bucket, packed, data.sums)
+        feed.done_with(bucket)
+        if good:
+            self._landed.add((bucket.source, bucket.index))
+            self.when_landed(bucket)
+        return good
+
+    def _land_delta(self, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
+        extents = [Extent(piece.box.numel, self._forms[piece.name].item_bytes) for piece in bucket.pieces]
+        return self.landing.write_delta(bucket, decode(packed, extents), data.sums)
+
+
+def make_puller(
+    target: Manifest, weights: Mapping[str, Tensor], made: Plan, *, rank: int, staging: Staging, bucket_bytes: int
+) -> Puller:
+    """Make room for what `made` sends to `rank` of `target`; `weights` are its live tensors."""
+    wire = made.wire_dtypes
+    forms = {name: Form(spec.shape, ITEM_BYTES[wire[name]]) for name, spec in target.specs.items()}
+    kind = Shadow if staging == "shadow" else InPlace
+    landing = kind(target, weights, rank=rank, wire_dtypes=wire)
+    return Puller(landing, rank=rank, bucket_bytes=bucket_bytes, forms=forms)
+
+
+def _ignore(_: Bucket) -> None:
+    pass
+
+
+def _without(leased: Sequence[tuple[Feed, int]], others: AbstractSet[tuple[int, int]]) -> list[tuple[Feed, int]]:
+    """Return feeds with fewer buckets, those that have any left."""
+    left = [tuple(b for b in feed.buckets if (b.source, b.index) not in others) for feed, _ in leased]
+    return [(replace(feed, buckets=buckets), lease) for buckets, (feed, lease) in zip(left, leased) if buckets]
+
+
+def _mismatch(bucket: Bucket, version: int) -> WeightMismatch:
+    first, *others = (piece.name for piece in bucket.pieces)
+    more = f" or one of {len(others)} more" if others else ""
+    return WeightMismatch(
+        f"{first}{more} of version {version} arrived wrong twice from rank {bucket.source} at rank "
+        f"{bucket.target} (bucket {bucket.index})"
+    )

@@ -1,0 +1,243 @@
+"""The ranks of one rollout replica take a version together, or not at all.
+
+    ReplicaSubscriber (in the replica's own process)          ReplicaMember (one in each rank's process)
+    hears of version v from the trainers
+    Stage(v)                              ------->            pulls and verifies v beside its live tensors
+                                          <-------            Staged(v), or Failed(v, why)
+    all have the same: `stage` returns v
+    the engine pauses between two terms
+    `apply`: Commit(v)                    ------->            writes the live tensors
+                                          <-------            Committed(v)
+    all have: the engine goes on
+
+A rank that cannot stage keeps the version it serves, and so do the others. A rank that fails to commit, or dies between
+the two, makes the replica unfit to serve: `apply` raises and the engine has to end.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from cosmos_rl_transfer.errors import PeerLost, TransferError
+from cosmos_rl_transfer.pull.in_thread import in_thread
+from cosmos_rl_transfer.pull.sources import Sources, agree
+from cosmos_rl_transfer.pull.subscriber import Subscriber
+from cosmos_rl_transfer.wire import messages as m
+from cosmos_rl_transfer.wire.link import Link
+
+log = logging.getLogger(__name__)
+
+_HANDSHAKE_S = 5.0
+
+
+class ReplicaSubscriber:
+    """Keeps the ranks of one replica at one version. Implements WeightSubscriber."""
+
+    def __init__(
+        self,
+        address: str | Sequence[str],
+        *,
+        token: bytes,
+        num_ranks: int,
+        bind: str = "127.0.0.1",
+        timeout_s: float = 30.0,
+    ) -> None:
+        """Listen for the ranks on `bind`.
+
+        address: of every rank that publishes. timeout_s: how long publishers may be silent, and ranks may take to come,
+        to stage and to commit.
+        """
+        self._sources = Sources(address, token=token, timeout_s=timeout_s)
+        self._token, self._num_ranks, self._timeout_s = token, num_ranks, timeout_s
+        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
+        self._listener = socket.create_server((bind, 0), family=family)
+        host = f"[{bind}]" if ":" in bind else bind
+        self.address = f"{host}:{self._listener.getsockname()[1]}"
+        """Where the ranks' members connect."""
+        self._members: dict[int, Link] = {}
+        self._came = threading.Condition()
+        """Over `_members`."""
+        self._staged: int | None = None
+        self._is_new = True
+        """Whether nothing was staged yet: the ranks may then read from other replicas."""
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-stage")
+        self._talk = ThreadPoolExecutor(max_workers=num_ranks, thread_name_prefix="replica-talk")
+        self._accepting = threading.Thread(target=self._accept, name="replica-accept", daemon=True)
+        self._accepting.start()
+
+    async def stage(self, *, after: int) -> int:
+        """Return a version newer than `after` that every rank has pulled and verified.
+
+        Raises PeerLost when a publisher is gone and TransferError, naming rank and reason, when a rank could not
+        stage or has ended; nothing that is served was touched.
+        """
+        self._sources.resume()
+        return await in_thread(self._thread, lambda: self._stage(after), wake=self._sources.stop)
+
+    def apply(self) -> None:
+        """Write the staged version into every rank's live tensors. An error means: do not serve any more."""
+        if self._staged is None:
+            raise TransferError("nothing is staged: await stage() first")
+        version, self._staged = self._staged, None
+        self._order(m.Commit(version), m.Committed)
+
+    async def close(self) -> None:
+        """Disconnect from publishers and ranks. May be called twice."""
+        self._sources.close()
+        with suppress(OSError):  # closed before
+            self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for link in self._members.values():
+            link.close()
+        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.to_thread(self._talk.shutdown)
+
+    def _stage(self, after: int) -> int:
+        self._staged = None
+        self._wait_for_members()
+        version = self._sources.attempt(lambda: self._newest(after))
+        deadline = time.monotonic() + self._timeout_s
+        while len(versions := set(self._order(m.Stage(version), m.Staged))) > 1:
+            version = max(versions)  # some were overtaken and took a newer one
+            if time.monotonic() > deadline:
+                raise TransferError(f"the ranks did not meet at one version within {self._timeout_s} s: {versions}")
+        (self._staged,) = versions
+        self._is_new = False
+        return self._staged
+
+    def _newest(self, after: int) -> int:
+        feeds = self._sources.feeds()
+        held = feeds[0].who_holds(after).version if self._is_new else -1
+        return held if held > after else agree(feeds, after)
+
+    def _wait_for_members(self) -> None:
+        with self._came:
+            self._forget_dead()
+            here = self._came.wait_for(lambda: len(self._members) == self._num_ranks, self._timeout_s)
+            if not here:
+                missing = sorted(set(range(self._num_ranks)) - self._members.keys())
+                raise TransferError(f"ranks {missing} of the replica did not come within {self._timeout_s} s")
+
+    def _forget_dead(self) -> None:
+        """Raise TransferError for ranks that have ended; the next `stage` waits for others. The lock is held."""
+        gone = [rank for rank, link in self._members.items() if _is_gone(link)]
+        for rank in gone:
+            self._members.pop(rank).close()
+        if gone:
+            raise TransferError(f"ranks {gone} of the replica have ended")
+
+    def _accept(self) -> None:
+        """In a thread: let ranks in until the listener is closed."""
+        while True:
+            try:
+                connection, _ = self._listener.accept()
+            except OSError:
+                return  # closed
+            link = Link(connection, timeout_s=_HANDSHAKE_S, side="publisher")
+            try:
+                link.authenticate(self._token)
+                self._enlist(link, link.receive())
+            except (TransferError, msgspec.DecodeError) as error:
+                log.warning("a stranger knocked at the replica: %s", error)
+                link.close()
+
+    def _enlist(self, link: Link, word: object) -> None:
+        if not isinstance(word, m.Enlist) or not 0 <= word.rank < self._num_ranks:
+            raise TransferError(f"a rank introduced itself as {word}")
+        link.set_deadlines(timeout_s=self._timeout_s, idle_s=self._timeout_s)
+        with self._came:
+            if (before := self._members.get(word.rank)) is not None:
+                before.close()
+            self._members[word.rank] = link
+            self._came.notify_all()
+
+    def _order(self, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> list[int]:
+        """Tell all ranks at once and return the versions they answer."""
+        asked = [self._talk.submit(self._tell, rank, order, answer) for rank in sorted(self._members)]
+        errors = [future.exception() for future in asked]
+        if failed := next((error for error in errors if error is not None), None):
+            raise failed
+        return [future.result() for future in asked]
+
+    def _tell(self, rank: int, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> int:
+        link = self._members[rank]
+        try:
+            link.send(order)
+            reply = link.receive()
+        except PeerLost as error:  # not a PeerLost here: that means the publishers
+            with self._came:
+                if self._members.get(rank) is link:
+                    del self._members[rank]
+            link.close()
+            raise TransferError(f"rank {rank} of the replica has ended at {order}: {error}") from error
+        if isinstance(reply, m.Failed):
+            raise TransferError(f"rank {rank} of the replica: version {reply.version}: {reply.reason}")
+        if not isinstance(reply, answer):
+            raise TransferError(f"rank {rank} of the replica answered {reply} to {order}")
+        return reply.version
+
+
+def _is_gone(link: Link) -> bool:
+    try:
+        link.check()
+    except PeerLost:
+        return True
+    return False
+
+
+class ReplicaMember:
+    """One rank's side: a thread that obeys the replica's orders."""
+
+    def __init__(
+        self,
+        address: str,
+        subscriber: Subscriber,
+        *,
+        token: bytes,
+        rank: int,
+        timeout_s: float = 30.0,
+        commit: Callable[[], None] | None = None,
+    ) -> None:
+        """Connect to the replica at `address`. `commit` writes the staged version (None: `subscriber.apply`)."""
+        self._subscriber = subscriber
+        self._commit = commit or subscriber.apply
+        self._link = Link.connect(address, token=token, timeout_s=timeout_s)
+        self._link.send(m.Enlist(rank))
+        self._link.set_deadlines(timeout_s=timeout_s, idle_s=None)
+        self._served = threading.Thread(target=self._serve, name=f"replica-member-{rank}", daemon=True)
+        self._served.start()
+
+    def close(self) -> None:
+        """Leave the replica and wait for the thread. May be called twice; the subscriber is not this one's to close."""
+        self._link.close()
+        self._served.join()
+
+    def _serve(self) -> None:
+        try:
+            while True:
+                self._link.send(self._obey(self._link.receive()))
+        except TransferError as error:
+            log.info("the replica's process is gone: %s", error)
+
+    def _obey(self, order: Any) -> m.Staged | m.Committed | m.Failed:
+        try:
+            if isinstance(order, m.Stage):
+                return m.Staged(self._stage(order.version))
+            self._commit()
+            return m.Committed(order.version)
+        except (TransferError, ValueError, RuntimeError, OSError) as error:  # the replica decides what that means
+            return m.Failed(order.version, f"{type(error).__name__}: {error}")
+
+    def _stage(self, version: int) -> int:
+        staged = self._subscriber.staged
+        return staged if staged is not None and staged >= version else self._subscriber.stage_now(version - 1)

@@ -1,0 +1,1 @@
+"""What two processes say to each other, and how."""
