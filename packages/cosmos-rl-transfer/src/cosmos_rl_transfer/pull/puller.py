@@ -181,22 +181,30 @@ class Puller:
         window = len(buffers)
         landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
         finished: list[tuple[Bucket, m.Data, bool]] = []
-        asked = deque(buckets[:window])
+        asked, rest = deque(buckets[:window]), deque(buckets[window:])
         for bucket in asked:
             feed.ask(lease, bucket, want=want)
-        try:
-            for i, bucket in enumerate(buckets):
-                if i >= window:  # the buffer of the bucket `window` places before is free
-                    before, head, future = landing.popleft()
-                    finished.append((before, head, future.result()))
-                    feed.ask(lease, bucket, want=want)
-                    asked.append(bucket)
-                data = feed.head(asked.popleft())
-                packed = feed.body(data, out=self._out(feed, bucket, data, buffers[i % window]))
-                landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
-            while landing:
+
+        def ask_next() -> None:
+            """Ask for one more, once the oldest that is landing has given its buffer back."""
+            if landing:
                 before, head, future = landing.popleft()
                 finished.append((before, head, future.result()))
+                if rest:
+                    asked.append(rest.popleft())
+                    feed.ask(lease, asked[-1], want=want)
+
+        try:
+            for i, bucket in enumerate(buckets):
+                if not asked:
+                    ask_next()
+                data = feed.head(asked.popleft())
+                packed = feed.body(data, out=self._out(feed, bucket, data, buffers[i % window]))
+                if window > 1:
+                    ask_next()  # before the landing: hashing keeps other threads of Python waiting
+                landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
+            while landing:
+                ask_next()
         except Superseded:
             for bucket in asked:  # their answers are on the way
                 with suppress(Superseded):
