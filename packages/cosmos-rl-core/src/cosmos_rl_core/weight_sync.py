@@ -23,7 +23,7 @@ class SyncSettings:
     """The run's secret."""
     transport: str = "auto"
     dtype: str | None = None
-    bucket_bytes: int = 8 << 20
+    bucket_bytes: int = 4 << 20
     timeout_s: float = 120.0
     patience_s: float = 0.5
     staging: Literal["shadow", "in_place"] = "shadow"

@@ -137,7 +137,7 @@ class SyncSection(Strict):
     """"auto" takes shared memory on one machine; "shm" and "tcp" name one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type the weights travel in; without it their own."""
-    bucket_bytes: int = Field(default=8 * 2**20, ge=4096)
+    bucket_bytes: int = Field(default=4 * 2**20, ge=4096)
     """Size of the pieces that weights are hashed and pulled in; each side needs two of them."""
     staging: Literal["shadow", "in_place"] = "shadow"
     """Where engines receive: "shadow", a second copy in host memory, or "in_place", while generation pauses."""

@@ -1,6 +1,6 @@
 """Read one version out of borrowed leases, prove it, and land it.
 
-one feed      ask for two buckets; receive one, while the one before is verified and landed; ask for the next
+one feed      ask for a few buckets; receive one, ask for another, while the one before is verified and landed
 several       two at a time, each with one buffer
 each bucket   hashes as told? else once more, alone; wrong again is an error
 """
@@ -37,6 +37,8 @@ Staging = Literal["shadow", "in_place"]
 
 NUM_BUFFERS = 2
 """Buckets a rank receives into, whatever it pulls."""
+NUM_AHEAD = 2
+"""Buckets that are asked for beyond those there is room for: the publisher goes on as soon as it has a slot."""
 
 
 @dataclass(slots=True)
@@ -181,30 +183,27 @@ class Puller:
         window = len(buffers)
         landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
         finished: list[tuple[Bucket, m.Data, bool]] = []
-        asked, rest = deque(buckets[:window]), deque(buckets[window:])
+        asked, rest = deque(buckets[: window + NUM_AHEAD]), deque(buckets[window + NUM_AHEAD :])
         for bucket in asked:
             feed.ask(lease, bucket, want=want)
 
-        def ask_next() -> None:
-            """Ask for one more, once the oldest that is landing has given its buffer back."""
-            if landing:
-                before, head, future = landing.popleft()
-                finished.append((before, head, future.result()))
-                if rest:
-                    asked.append(rest.popleft())
-                    feed.ask(lease, asked[-1], want=want)
+        def settle() -> None:
+            """Wait for the oldest that is landing; its buffer is free then."""
+            before, head, future = landing.popleft()
+            finished.append((before, head, future.result()))
 
         try:
             for i, bucket in enumerate(buckets):
-                if not asked:
-                    ask_next()
+                if len(landing) == window:
+                    settle()
                 data = feed.head(asked.popleft())
                 packed = feed.body(data, out=self._out(feed, bucket, data, buffers[i % window]))
-                if window > 1:
-                    ask_next()  # before the landing: hashing keeps other threads of Python waiting
+                if rest:  # before the landing: hashing keeps other threads of Python waiting
+                    asked.append(rest.popleft())
+                    feed.ask(lease, asked[-1], want=want)
                 landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
             while landing:
-                ask_next()
+                settle()
         except Superseded:
             for bucket in asked:  # their answers are on the way
                 with suppress(Superseded):

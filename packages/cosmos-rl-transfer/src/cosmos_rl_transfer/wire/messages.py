@@ -7,7 +7,7 @@ Await(after)                              -> Waiting ...      about once a secon
                                              Announce(version, ring)
 Borrow(version)                           -> Lent             a lease on the version; or Overtaken
 ReadBucket(lease, bucket)                 -> Data, and what the transport sends behind it; or Overtaken
-  ... at most two of them unanswered
+  ... a few of them unanswered
 Taken(bucket)                                its slot may be used again; no answer
 Return(lease)                             -> Returned         was the lease valid all the time?
 Holds(version, address)                      it serves this version itself (peers.py); no answer
