@@ -104,6 +104,31 @@ def test_a_slow_reader_holds_the_fence_for_its_patience_and_gets_its_version_all
     asyncio.run(main())
 
 
+def test_large_buckets_that_wait_to_be_sent_are_of_the_version_that_was_asked_for():
+    """A subscriber that stands still keeps some buckets in the publisher's queue while the optimizer writes."""
+
+    async def main():
+        weights = {f"w{i}": torch.full((1 << 20,), float(i)) for i in range(8)}
+        live = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        stalling = Stalling(Tcp())
+        publisher = Publisher(weights, token=TOKEN, transport="tcp", bucket_bytes=4 << 20, patience_s=0.1)
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=stalling, timeout_s=10)
+        await publisher.publish(0, weights)
+        staging = asyncio.create_task(subscriber.stage(after=-1))
+        assert await asyncio.to_thread(stalling.reading.wait, 10)
+        assert (await publisher.fence())["sync_copied_bytes"] > 0
+        for tensor in weights.values():
+            tensor.fill_(-1.0)
+        stalling.go_on.set()
+        assert await staging == 0
+        subscriber.apply()
+        assert all(torch.equal(live[f"w{i}"], torch.full((1 << 20,), float(i))) for i in range(8))
+        await subscriber.close()
+        await publisher.close()
+
+    asyncio.run(main())
+
+
 @pytest.mark.parametrize("transport", [SharedMemory, Tcp])
 def test_a_reader_that_is_overtaken_takes_the_newest_instead(transport):
     async def main():

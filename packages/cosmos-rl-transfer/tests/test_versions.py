@@ -62,14 +62,42 @@ def test_what_is_unread_after_the_patience_is_copied_and_nothing_else():
     assert versions.give_back(lease)
 
 
-def test_a_fence_waits_for_who_is_inside_live_memory():
+def test_a_fence_waits_for_who_reads_live_memory_whatever_its_patience():
     versions = Versions()
     versions.publish(0)
     lease = lend(versions, 0)
-    with versions.reading(lease, 0):
+    inside, leave, fenced = threading.Event(), threading.Event(), threading.Event()
+
+    def read():
+        with versions.reading(lease, 0):
+            inside.set()
+            leave.wait(10)
+
+    def fence():
+        versions.fence(patience_s=0)
+        fenced.set()
+
+    reader, owner = threading.Thread(target=read), threading.Thread(target=fence)
+    reader.start()
+    assert inside.wait(10)
+    owner.start()
+    assert not fenced.wait(0.1)
+    leave.set()
+    assert fenced.wait(10)
+    reader.join()
+    owner.join()
+
+
+def test_a_fence_waits_for_who_sends_out_of_live_memory_no_longer_than_its_patience():
+    versions = Versions()
+    versions.publish(0)
+    lease = lend(versions, 0)
+    with versions.reading(lease, 0, sending=True):
         started = time.monotonic()
         versions.fence(patience_s=0.05)
-        assert time.monotonic() - started >= 0.05
+        assert 0.05 <= time.monotonic() - started < 5
+    with versions.reading(lease, 0) as copied:  # what was sent may be of two versions: it can be had again
+        assert copied is not None
 
 
 def test_copies_are_dropped_for_the_next_version_unless_they_are_to_be_kept():

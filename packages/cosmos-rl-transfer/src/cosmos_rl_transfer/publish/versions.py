@@ -58,7 +58,9 @@ class _State:
     is_open: bool = False
     closed: bool = False
     reading: int = 0
-    """Readers inside live memory at this moment."""
+    """Readers inside live memory at this moment, who compute and are soon out again."""
+    sending: int = 0
+    """Those who send out of it, for as long as a subscriber takes."""
     leases: dict[int, Lease] = field(default_factory=dict)
 
 
@@ -110,19 +112,25 @@ class Versions:
             return lease
 
     @contextmanager
-    def reading(self, lease: Lease, bucket: int) -> Iterator[Raw | None]:
-        """Hold the fence up while a bucket is read. Raises Superseded for a lease that ended."""
+    def reading(self, lease: Lease, bucket: int, *, sending: bool = False) -> Iterator[Raw | None]:
+        """Hold the fence up while a bucket is read. Raises Superseded for a lease that ended.
+
+        sending: the fence waits for its patience only. What is sent after that may be of two versions, so its hash has
+        to be taken before, in a block that is waited for.
+        """
         with self._changed:
             if lease.revoked or (lease.copies is not None and bucket not in lease.copies):
                 raise Superseded(f"version {lease.version} gave way to a newer one")
             copied = None if lease.copies is None else lease.copies[bucket]
-            self._state.reading += copied is None
+            self._state.reading += copied is None and not sending
+            self._state.sending += copied is None and sending
             lease.reading_copies += copied is not None
         try:
             yield copied
         finally:
             with self._changed:
-                self._state.reading -= copied is None
+                self._state.reading -= copied is None and not sending
+                self._state.sending -= copied is None and sending
                 lease.reading_copies -= copied is not None
                 if lease.number not in self._state.leases or lease.revoked:
                     self._drop_copies(lease)
@@ -159,7 +167,7 @@ class Versions:
         state, copied = self._state, 0
         with self._changed:
             state.is_open = False
-            self._changed.wait_for(lambda: not self._holding() and not state.reading, patience_s)
+            self._changed.wait_for(lambda: not (self._holding() or state.reading or state.sending), patience_s)
             waiting = self._holding()
             self._end_read()
             if not copy:
@@ -175,8 +183,9 @@ class Versions:
         finally:
             with self._changed:
                 state.reading -= 1
-                # who is still inside live memory stands in a send to a reader that stands still: its hash will tell
-                self._changed.wait_for(lambda: not state.reading, patience_s)
+                self._changed.wait_for(lambda: not state.reading)
+                # who still sends has a subscriber that stands still: the hash, taken before, will tell it
+                self._changed.wait_for(lambda: not state.sending, patience_s)
         return Fenced(time.monotonic() - started, copied)
 
     def _end_read(self) -> None:

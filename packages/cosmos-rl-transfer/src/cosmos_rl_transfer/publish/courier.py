@@ -1,0 +1,255 @@
+"""Delivers the buckets that one subscriber asks for.
+
+    session's thread     finds, packs and hashes buckets
+    a second thread      sends them, so that one bucket is packed while the one before travels
+
+With a transport whose subscribers read a slot by themselves (`keeps_slot`), a request that finds no slot free waits
+here, and the session's thread does not: the message that frees one comes over the same link.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+
+import numpy as np
+
+from cosmos_rl_transfer.content.digest import Raw, bucket_hash
+from cosmos_rl_transfer.content.proof import Proof, packed_pieces, prove, run_pieces
+from cosmos_rl_transfer.errors import Superseded
+from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.publish.outgoing import Delta
+from cosmos_rl_transfer.publish.partial import PASS_ON_S, Partial
+from cosmos_rl_transfer.publish.supply import Supply
+from cosmos_rl_transfer.publish.versions import Lease
+from cosmos_rl_transfer.transports.base import Outlet, Run
+from cosmos_rl_transfer.wire import messages as m
+from cosmos_rl_transfer.wire.link import Link
+
+
+class Courier:
+    """All methods are called by the session's thread."""
+
+    def __init__(self, supply: Supply, link: Link) -> None:
+        self._supply, self._link = supply, link
+        self._outlet: Outlet = supply.link_outlet
+        self._buckets: tuple[Bucket, ...] = ()
+        self._passes_on: Partial | None = None
+        self._leases: dict[int, Lease] = {}
+        self._held: dict[int, int] = {}
+        """By lease: the version the subscriber has."""
+        self._waiting: deque[m.ReadBucket] = deque()
+        """Requests for which no slot was free."""
+        self._deltas: dict[int, Delta] = {}
+        """Of requests for which no slot was free, by bucket."""
+        self._in_hand: dict[int, tuple[Lease, int]] = {}
+        """Buckets the subscriber reads by itself at this moment: lease, and slot or -1 for live memory."""
+        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-send")
+        self._sending: Future[None] | None = None
+
+    def deliver_over(self, transport: str, buckets: tuple[Bucket, ...], *, passes_on: Partial | None = None) -> None:
+        """Agree on what is delivered, and by which transport: the supply's own, or over the link.
+
+        passes_on: where these buckets land here, if they are passed on as they come.
+        """
+        self._buckets, self._passes_on = buckets, passes_on
+        self._outlet = self._supply.outlet if transport == self._supply.transport else self._supply.link_outlet
+
+    def begin(self, lease: Lease, *, held: int) -> None:
+        """Deliver under this lease too, to a subscriber that has version `held`."""
+        self._leases[lease.number], self._held[lease.number] = lease, held
+
+    def ask(self, request: m.ReadBucket) -> None:
+        """Take a request; `serve` answers it."""
+        self._waiting.append(request)
+
+    def serve(self) -> None:
+        """Answer requests in their order, as far as there are slots."""
+        while self._waiting and self._serve(self._waiting[0]):
+            self._waiting.popleft()
+
+    def take_back(self, bucket: int) -> None:
+        """The subscriber has a bucket: what it was read from may be used again."""
+        if bucket in self._in_hand:
+            lease, slot = self._in_hand.pop(bucket)
+            self._supply.versions.read(lease, bucket)
+            self._supply.ring.free(slot, self)
+
+    def end(self, number: int) -> bool:
+        """End a lease once all is sent; returns whether it held until now."""
+        if self._sending is not None:
+            self._sending.result()
+        for bucket in list(self._in_hand):
+            self.take_back(bucket)
+        self._deltas.clear()
+        self._held.pop(number, None)
+        lease = self._leases.pop(number, None)
+        return lease is not None and self._supply.versions.give_back(lease)
+
+    def close(self) -> None:
+        """End all leases, give all slots back. The link is closed, which wakes the sender."""
+        for lease in self._leases.values():
+            self._supply.versions.give_back(lease)
+        self._link.close()
+        self._sender.shutdown()
+        self._supply.ring.leave(self)
+
+    def _serve(self, request: m.ReadBucket) -> bool:
+        """Answer a read; false if it has to wait for a slot."""
+        lease, index = self._leases.get(request.lease), request.bucket
+        try:
+            if lease is None or not 0 <= index < len(self._buckets):
+                raise Superseded("not a lease, or not a bucket, of this session")
+            if self._passes_on is not None:
+                self._passes_on.wait(lease.version, self._buckets[index], timeout_s=PASS_ON_S)
+            delta = None if request.want == "dense" else self._delta(lease, index)
+            if delta is None and request.want == "delta":
+                none = m.Data(index, 0, 0, (0,) * len(self._buckets[index].pieces), delta=True)
+                self._send_later(lambda: self._link.send(none))
+                return True
+            return (delta is None and self._serve_direct(lease, index)) or self._serve_packed(lease, index, delta)
+        except Superseded:
+            self._send_later(lambda: self._link.send(m.Overtaken(self._supply.versions.newest)))
+            return True
+
+    def _serve_direct(self, lease: Lease, index: int) -> bool:
+        """Hand a bucket over out of live memory, if it lies there as it travels."""
+        if not self._outlet.direct:
+            return False
+        with self._supply.versions.reading(lease, index) as copied:
+            runs = self._supply.memory.runs(self._buckets[index]) if copied is None else None
+        if runs is None:
+            return False
+        self._send_later(lambda: self._send_runs(lease, index, runs))
+        return True
+
+    def _delta(self, lease: Lease, index: int) -> Delta | None:
+        """Return a bucket as a delta on what the subscriber has, if there is one and it pays."""
+        outgoing = self._supply.outgoing
+        if outgoing is None or self._held[lease.number] < 0:
+            return None
+        if index not in self._deltas:
+            with self._supply.versions.reading(lease, index) as copied:
+                base, version = self._held[lease.number], lease.version
+                made = outgoing.delta(self._buckets[index], base=base, version=version) if copied is None else None
+            if made is None:
+                return None
+            self._deltas[index] = made
+        return self._deltas[index]
+
+    def _serve_packed(self, lease: Lease, index: int, delta: Delta | None) -> bool:
+        """Put a bucket into a slot and hand that over; false if none is free."""
+        ring, keeps = self._supply.ring, self._outlet.keeps_slot
+        slot = ring.take(self, wait=not keeps or not ring.holds(self))
+        if slot is None:
+            return False
+        data, out = self._packed(lease, index, delta, slot)
+        self._send_later(lambda: self._send_slot(data, out))
+        return True
+
+    def _packed(self, lease: Lease, index: int, delta: Delta | None, slot: int) -> tuple[m.Data, Raw]:
+        """Put a bucket into a slot; return its head and its bytes. Raises Superseded, and the slot is free."""
+        num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
+        out = self._supply.outlet.slots[slot][:num_bytes]
+        try:
+            self._fill(out, lease, index, delta)
+        except Superseded:
+            self._supply.ring.free(slot, self)
+            raise
+        self._supply.versions.read(lease, index)
+        if self._outlet.keeps_slot:
+            self._in_hand[index] = lease, slot
+        if delta is None:
+            proof = self._proof(lease, index, packed_pieces(self._buckets[index], out, self._supply.forms))
+        else:
+            proof = Proof(bucket_hash(out), delta.sums)
+        located = self._outlet.locate([Run(out, 0)])
+        return m.Data(index, out.nbytes, proof.hash, proof.sums, slot, located, delta is not None), out
+
+    def _fill(self, out: Raw, lease: Lease, index: int, delta: Delta | None) -> None:
+        if delta is not None:
+            np.copyto(out, delta.data)
+            del self._deltas[index]
+            return
+        with self._supply.versions.reading(lease, index) as copied:
+            if copied is None:
+                self._supply.memory.pack(self._buckets[index], out)
+            else:
+                np.copyto(out, copied)
+
+    def _proof(self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]]) -> Proof:
+        supply, bucket = self._supply, self._buckets[index]
+        proof = supply.proofs.get(lease.version, bucket)
+        if proof is None:
+            proof = prove(pieces, supply.forms)
+            supply.proofs.keep(lease.version, bucket, proof)
+            if supply.outgoing is not None:
+                supply.outgoing.keep_sums(lease.version, bucket, proof.sums)
+        return proof
+
+    def _send_slot(self, data: m.Data, out: Raw) -> None:
+        """In the sender."""
+        self._hand_over(data, [Run(out, 0)])
+        if not self._outlet.keeps_slot:
+            self._supply.ring.free(data.slot, self)
+
+    def _send_runs(self, lease: Lease, index: int, runs: list[Run]) -> None:
+        """In the sender: out of live memory, or of a copy if a fence has come first."""
+        bucket, forms = self._buckets[index], self._supply.forms
+        try:
+            with self._supply.versions.reading(lease, index) as copied:
+                live = copied is None
+                if live:
+                    head = self._head(lease, index, run_pieces(bucket, [run.data for run in runs], forms), runs)
+            if live:
+                with self._supply.versions.reading(lease, index, sending=True) as copied:
+                    live = copied is None
+                    if live:
+                        if self._outlet.keeps_slot:
+                            self._in_hand[index] = lease, -1
+                        self._hand_over(head, runs)
+            if not live:
+                self._send_copy(lease, index)
+            elif not self._outlet.keeps_slot:
+                self._supply.versions.read(lease, index)
+        except Superseded:
+            self._link.send(m.Overtaken(self._supply.versions.newest))
+
+    def _send_copy(self, lease: Lease, index: int) -> None:
+        """In the sender: what a fence has copied. Raises Superseded."""
+        if self._outlet.keeps_slot:  # a subscriber can read slots and live memory alone
+            slot = self._supply.ring.take(self, wait=True)
+            assert slot is not None, "it was waited for"
+            self._send_slot(*self._packed(lease, index, None, slot))
+            return
+        with self._supply.versions.reading(lease, index) as copied:
+            assert copied is not None, "a fence has come"
+            runs = [Run(copied, 0)]
+            pieces = packed_pieces(self._buckets[index], copied, self._supply.forms)
+            self._hand_over(self._head(lease, index, pieces, runs), runs)
+        self._supply.versions.read(lease, index)
+
+    def _head(self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]], runs: list[Run]) -> m.Data:
+        proof = self._proof(lease, index, pieces)
+        num_bytes = self._buckets[index].num_bytes
+        return m.Data(index, num_bytes, proof.hash, proof.sums, -1, self._outlet.locate(runs))
+
+    def _hand_over(self, data: m.Data, runs: list[Run]) -> None:
+        self._link.send(data)
+        self._outlet.send(self._link, runs, num_bytes=data.num_bytes)
+        self._supply.sent.add(data.num_bytes)
+
+    def _send_later(self, work: Callable[[], None]) -> None:
+        """Queue something for the sender; what it raised before is raised here."""
+        if self._sending is not None and self._sending.done():
+            self._sending.result()
+        self._sending = self._sender.submit(self._closing_on_error, work)
+
+    def _closing_on_error(self, work: Callable[[], None]) -> None:
+        """Run `work`; the session's thread, which waits in the link, hears of an error by the link's end."""
+        with ExitStack() as on_error:
+            on_error.callback(self._link.close)
+            work()
+            on_error.pop_all()
