@@ -10,7 +10,7 @@ ReadBucket(lease, bucket)                 -> Data, and what the transport sends 
   ... a few of them unanswered
 Taken(bucket)                                its slot may be used again; no answer
 Return(lease)                             -> Returned         was the lease valid all the time?
-Holds(version, address)                      it serves this version itself (peers.py); no answer
+Holds(version, address)                   -> Noted            it serves this version itself (peers.py)
 WhoHolds(after)                           -> Holders          of the newest version, if newer than `after`
 JoinRing(plan digest, source)             -> Joined           instead of Join, to a subscriber that passes on (chain.py)
 """
@@ -163,6 +163,10 @@ class Holds(msgspec.Struct, tag=True, frozen=True):
     address: str
 
 
+class Noted(msgspec.Struct, tag=True, frozen=True):
+    pass
+
+
 class WhoHolds(msgspec.Struct, tag=True, frozen=True):
     after: int
 
@@ -221,4 +225,18 @@ Request = (
     | Committed
     | Failed
 )
-Reply = Welcome | Joined | Refused | Waiting | Announce | Lent | Overtaken | Data | Returned | Holders | Stage | Commit
+Reply = (
+    Welcome
+    | Joined
+    | Refused
+    | Waiting
+    | Announce
+    | Lent
+    | Overtaken
+    | Data
+    | Returned
+    | Noted
+    | Holders
+    | Stage
+    | Commit
+)
