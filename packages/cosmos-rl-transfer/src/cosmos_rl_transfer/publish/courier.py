@@ -242,7 +242,13 @@ class Courier:
         self._supply.sent.add(data.num_bytes)
 
     def _send_later(self, work: Callable[[], None]) -> None:
-        """Queue something for the sender; what it raised before is raised here."""
+        """Queue something for the sender; what it raised before is raised here.
+
+        Where only heads are sent, and no bytes behind them, this thread sends them at once.
+        """
+        if self._outlet.keeps_slot and not self._outlet.direct:
+            work()
+            return
         if self._sending is not None and self._sending.done():
             self._sending.result()
         self._sending = self._sender.submit(self._closing_on_error, work)

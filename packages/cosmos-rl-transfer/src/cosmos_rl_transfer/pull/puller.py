@@ -201,7 +201,10 @@ class Puller:
                 if rest:  # before the landing: hashing keeps other threads of Python waiting
                     asked.append(rest.popleft())
                     feed.ask(lease, asked[-1], want=want)
-                landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
+                if feed.inlet is not None and feed.inlet.views:  # nothing to receive meanwhile: a thread less
+                    finished.append((bucket, data, self._land(feed, bucket, data, packed)))
+                else:
+                    landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
             while landing:
                 settle()
         except Superseded:
