@@ -6,7 +6,6 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -19,6 +18,8 @@ from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm_start import start
 from cosmos_rl_llm.model import make_model, named_weights
 from cosmos_rl_transfer.publish.publisher import Publisher
+
+psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 
 pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
 pytestmark = [

@@ -8,7 +8,6 @@ import sys
 from contextlib import asynccontextmanager
 
 import numpy as np
-import psutil
 import pytest
 import torch
 
@@ -25,6 +24,8 @@ from cosmos_rl_llm.engines.vllm_start import start
 from cosmos_rl_llm.model import load_model, named_weights
 from cosmos_rl_llm.testing import write_sums, write_tiny_model
 from cosmos_rl_transfer.publish.publisher import Publisher
+
+psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 
 pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
 pytestmark = [

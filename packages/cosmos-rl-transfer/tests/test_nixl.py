@@ -5,6 +5,7 @@ import socket
 import sys
 import time
 from contextlib import closing
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from cosmos_rl_transfer.transports.nixl import Nixl
 from cosmos_rl_transfer.transports.nixl_agent import INSTALL, agent_of
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
+
+pytestmark = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="needs NIXL, the extra `nixl`")
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

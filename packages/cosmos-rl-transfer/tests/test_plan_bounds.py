@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.optimize import linprog
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.layout import spread
@@ -16,6 +15,8 @@ from cosmos_rl_transfer.planning.bounds import balance
 from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.planning.topology import Port, Topology
 from cosmos_rl_transfer.testing.oracle import random_case
+
+linprog = pytest.importorskip("scipy.optimize", reason="linear programs to compare with").linprog
 
 LIMIT = 1.01
 RANKS = range(6)
