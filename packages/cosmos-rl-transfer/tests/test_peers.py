@@ -1,8 +1,10 @@
 """Subscribers that come late read from others; the trainer sends nothing for them."""
 
 import asyncio
+import gc
 import threading
 import time
+import weakref
 from contextlib import asynccontextmanager
 
 import pytest
@@ -14,6 +16,7 @@ from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.publish.holders import Directory
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.peers import choices
+from cosmos_rl_transfer.pull.sources import Sources
 from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
 from cosmos_rl_transfer.testing.samples import TOKEN, BitFlips, Pair, Watched, assert_version, blank, weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
@@ -111,6 +114,24 @@ def test_ranks_of_a_replica_feed_one_of_another_layout_in_the_dtype_that_travels
             assert torch.equal(live[name], travelled)
         for side in [late, *ranks, publisher]:
             await side.close()
+
+    asyncio.run(main())
+
+
+def test_a_connection_to_a_peer_is_forgotten_once_it_is_dropped():
+    async def main():
+        async with Pair("tcp") as pair:
+            sources = Sources(pair.publisher.address, token=TOKEN, timeout_s=10)
+            dropped, kept = (sources.open(pair.publisher.address, timeout_s=10) for _ in range(2))
+            gone = weakref.ref(dropped.link)
+            sources.drop(dropped)
+            del dropped
+            gc.collect()
+            assert gone() is None
+            assert kept.who_holds(-1).version == -1
+            sources.close()
+            with pytest.raises(PeerLost):
+                kept.who_holds(-1)
 
     asyncio.run(main())
 

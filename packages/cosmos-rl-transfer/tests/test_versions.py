@@ -154,9 +154,23 @@ def test_a_ring_hands_out_its_slots_and_waits_for_one():
 def test_a_slot_that_is_kept_too_long_goes_to_the_next_and_stays_there():
     ring, slow, other = Ring(1, patience_s=0.05), object(), object()
     assert ring.take(slow, wait=True) == 0
+    ring.hand_over(0, slow)
     assert ring.take(other, wait=True) == 0
     ring.free(0, slow)
     assert ring.holds(other) == 1
+
+
+def test_a_slot_that_is_being_filled_is_nobody_elses_however_long_it_takes():
+    ring, slow, other = Ring(1, patience_s=0.01), object(), object()
+    assert ring.take(slow, wait=True) == 0
+    taken: list[int | None] = []
+    thread = threading.Thread(target=lambda: taken.append(ring.take(other, wait=True)))
+    thread.start()
+    thread.join(0.2)
+    assert taken == []
+    ring.hand_over(0, slow)
+    thread.join(10)
+    assert taken == [0]
 
 
 def test_a_fence_without_copies_drops_who_is_not_through():

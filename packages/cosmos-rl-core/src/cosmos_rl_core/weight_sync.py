@@ -15,6 +15,12 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+BUCKET_BYTES = 4 << 20
+"""What travels together, if nobody says otherwise: small enough to be hashed in a processor's cache after the copy."""
+FULL_EVERY = 100
+"""Versions from one that is sent whole to the next, with deltas."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSettings:
     """What both sides of a sync are told; see [sync] for the meaning of each."""
@@ -23,12 +29,12 @@ class SyncSettings:
     """The run's secret."""
     transport: str = "auto"
     dtype: str | None = None
-    bucket_bytes: int = 4 << 20
+    bucket_bytes: int = BUCKET_BYTES
     timeout_s: float = 120.0
     patience_s: float = 0.5
     staging: Literal["shadow", "in_place"] = "shadow"
     delta: bool = False
-    full_every: int = 100
+    full_every: int = FULL_EVERY
     relay: Literal["auto", "on", "off"] = "auto"
 
 

@@ -8,6 +8,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from cosmos_rl_core.weight_sync import BUCKET_BYTES
+
 app = typer.Typer(
     name="python -m cosmos_rl_transfer",
     help="Weights from any trainer layout to any rollout layout.",
@@ -31,7 +33,7 @@ def plan(
         typer.Option(metavar="MODEL", help="A preset such as llama-8b, or a safetensors index, file or config.json."),
     ],
     wire: Annotated[str | None, typer.Option(metavar="DTYPE", help="Floats travel in this, such as bfloat16.")] = None,
-    bucket_bytes: Annotated[int, typer.Option(help="Bytes that travel together.")] = 32 << 20,
+    bucket_bytes: Annotated[int, typer.Option(help="Bytes that travel together.")] = BUCKET_BYTES,
     relay: Annotated[
         Literal["auto", "on", "off"], typer.Option(help="Whether rollout replicas pass buckets on to one another.")
     ] = "auto",

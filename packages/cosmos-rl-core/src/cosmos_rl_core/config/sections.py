@@ -10,6 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.types import Sampling
+from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY
 
 
 class RunSection(Strict):
@@ -134,16 +135,16 @@ class SyncSection(Strict):
     interval: int = 1
     """Optimizer steps between two pushes of the weights."""
     transport: str = Field(default="auto", min_length=1)
-    """"auto" takes shared memory on one machine; "shm" and "tcp" name one."""
+    """"auto" takes what is fastest between two processes; "shm", "tcp" and "nixl" name one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Type the weights travel in; without it their own."""
-    bucket_bytes: int = Field(default=4 * 2**20, ge=4096)
+    bucket_bytes: int = Field(default=BUCKET_BYTES, ge=4096)
     """Size of the pieces that weights are hashed and pulled in; each side needs two of them."""
     staging: Literal["shadow", "in_place"] = "shadow"
     """Where engines receive: "shadow", a second copy in host memory, or "in_place", while generation pauses."""
     delta: bool = False
     """Send what changed since the version before, where that is less; costs one copy of the weights at the trainer."""
-    full_every: int = Field(default=100, ge=1)
+    full_every: int = Field(default=FULL_EVERY, ge=1)
     """With delta: versions from one that is sent whole to the next."""
     relay: Literal["auto", "on", "off"] = "auto"
     """Let engines feed each other: "auto" where they are on more hosts than the trainers."""

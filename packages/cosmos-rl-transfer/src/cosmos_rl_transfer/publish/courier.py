@@ -165,6 +165,7 @@ class Courier:
             proof = self._proof(lease, index, packed_pieces(self._buckets[index], out, self._supply.forms))
         else:
             proof = Proof(bucket_hash(out), delta.sums)
+        self._supply.ring.hand_over(slot, self)
         located = self._outlet.locate([Run(out, 0)])
         return m.Data(index, out.nbytes, proof.hash, proof.sums, slot, located, delta is not None), out
 

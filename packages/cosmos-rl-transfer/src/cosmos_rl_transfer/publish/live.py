@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.content.raw import raw_bytes, same_width, torch_view
 from cosmos_rl_transfer.errors import LayoutError
@@ -21,6 +22,20 @@ if TYPE_CHECKING:
 
 DIRECT_BYTES = 128 << 10
 """Pieces of at least this length that lie in one run are not copied before they are sent."""
+
+
+def runs_in(arena: Arena, memory: Raw, bucket: Bucket) -> list[Run] | None:
+    """Return a bucket's bytes where they lie in an arena's `memory`, or None where they have to be packed."""
+    found = []
+    for piece in bucket.pieces:
+        place = arena.places[piece.name]
+        inside = piece.box.within(place.box)
+        num_bytes = piece.box.numel * place.item_bytes
+        if num_bytes < DIRECT_BYTES or not inside.is_contiguous(place.box.shape):
+            return None
+        first = place.at + inside.start(place.box.shape) * place.item_bytes
+        found.append(Run(memory[first : first + num_bytes], piece.at))
+    return found
 
 
 class LiveWeights:

@@ -30,7 +30,7 @@ from cosmos_rl_transfer.layout.dtensor import local
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 from cosmos_rl_transfer.publish.changes import Comparison, Found
-from cosmos_rl_transfer.publish.live import DIRECT_BYTES, LiveWeights
+from cosmos_rl_transfer.publish.live import LiveWeights, runs_in
 from cosmos_rl_transfer.transports.base import Run
 
 if TYPE_CHECKING:
@@ -154,18 +154,7 @@ class Outgoing:
     def runs(self, bucket: Bucket) -> list[Run] | None:
         """Return the bucket's bytes where they lie, or None where they have to be packed."""
         self._wait(bucket)
-        if self.resting:
-            return self._live.runs(bucket)
-        found = []
-        for piece in bucket.pieces:
-            place = self.arena.places[piece.name]
-            inside = piece.box.within(place.box)
-            num_bytes = piece.box.numel * place.item_bytes
-            if num_bytes < DIRECT_BYTES or not inside.is_contiguous(place.box.shape):
-                return None
-            first = place.at + inside.start(place.box.shape) * place.item_bytes
-            found.append(Run(self.memory[first : first + num_bytes], piece.at))
-        return found
+        return self._live.runs(bucket) if self.resting else runs_in(self.arena, self.memory, bucket)
 
     def pack(self, bucket: Bucket, out: Raw) -> None:
         """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]."""

@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
+from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY
 from cosmos_rl_transfer.content.proof import forms_of
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import wire_dtype_of
@@ -32,10 +33,7 @@ from cosmos_rl_transfer.transports.select import open_outlet
 if TYPE_CHECKING:
     from torch import Tensor
 
-DEFAULT_BUCKET_BYTES = 4 << 20
-"""Small enough to be hashed in the last-level cache after the copy."""
 NUM_SLOTS = 2
-DEFAULT_FULL_EVERY = 100
 
 
 class Publisher:
@@ -47,7 +45,7 @@ class Publisher:
         *,
         token: bytes,
         transport: str | Transport = "auto",
-        bucket_bytes: int = DEFAULT_BUCKET_BYTES,
+        bucket_bytes: int = BUCKET_BYTES,
         wire_dtype: str | None = None,
         bind: str = "127.0.0.1",
         manifest: Manifest | None = None,
@@ -55,7 +53,7 @@ class Publisher:
         patience_s: float = 0.5,
         timeout_s: float = 30.0,
         delta: bool = False,
-        full_every: int = DEFAULT_FULL_EVERY,
+        full_every: int = FULL_EVERY,
         relay: Relay = "auto",
     ) -> None:
         """Allocate two slots of a bucket each and start to listen.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from dataclasses import dataclass
@@ -10,11 +11,17 @@ from dataclasses import dataclass
 @dataclass(slots=True)
 class _Holder:
     owner: object | None = None
-    since: float = 0.0
+    since: float = math.inf
+    """When it was handed over to a reader; before that it is being filled."""
 
 
 class Ring:
-    """Hands out slot numbers. A holder that keeps one too long loses it to the next; its reader's hash will tell."""
+    """Hands out slot numbers. A reader that keeps one too long loses it to the next; its hash will tell.
+
+    slot = take(owner)         nobody else may touch it while it is filled and hashed
+    hand_over(slot, owner)     a reader has it from here on, and may keep it for the patience
+    free(slot, owner)
+    """
 
     def __init__(self, num_slots: int, *, patience_s: float) -> None:
         self._slots = [_Holder() for _ in range(num_slots)]
@@ -28,9 +35,17 @@ class Ring:
                 if not wait:
                     return None
                 oldest = min(holder.since for holder in self._slots)
-                self._changed.wait(max(0.0, oldest + self._patience_s - time.monotonic()))
-            self._slots[slot] = _Holder(owner, time.monotonic())
+                late_in = max(0.0, oldest + self._patience_s - time.monotonic())
+                self._changed.wait(late_in if late_in < math.inf else None)
+            self._slots[slot] = _Holder(owner)
             return slot
+
+    def hand_over(self, slot: int, owner: object) -> None:
+        """Start the time that a reader may keep `owner`'s slot."""
+        with self._changed:
+            assert self._slots[slot].owner is owner, "nobody takes a slot that is being filled"
+            self._slots[slot].since = time.monotonic()
+            self._changed.notify_all()
 
     def _free(self) -> int | None:
         """A free slot, or one that was held too long. The lock is held."""

@@ -1,7 +1,7 @@
 """Which version may be read, by whom, and when the one who owns the memory may write it again. No socket, no tensor.
 
 owner    publish(version)                  open: readers may borrow it
-         fence(patience)  -> leases        closed: nobody may borrow; waits for readers; those left over are copied
+         fence(patience)                   closed: nobody may borrow; waits for readers; what is left over is copied
          ... writes ...
 reader   wait_newer(after)                 the open version, if it is newer
          lend(version) -> Lease

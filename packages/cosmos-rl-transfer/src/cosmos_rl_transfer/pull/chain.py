@@ -74,7 +74,7 @@ class Place:
             for source, buckets in ((feed.welcome.rank, self.passed(feed.buckets)) for feed in feeds):
                 if buckets:
                     feed = sources.open(self.before, timeout_s=SILENCE_S)
-                    opened.callback(feed.close)
+                    opened.callback(sources.drop, feed)
                     feed.join_ring(plan_digest, source=source, buckets=buckets, transport=transport, memory=memory)
                     passed.append((feed, feed.borrow(version, keep=False, held=-1)))
         except (TransferError, LayoutError, TransportUnavailable) as error:

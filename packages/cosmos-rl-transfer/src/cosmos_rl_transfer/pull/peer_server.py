@@ -13,7 +13,7 @@ from cosmos_rl_transfer.content.proof import forms_of
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import Bucket
-from cosmos_rl_transfer.publish.live import DIRECT_BYTES
+from cosmos_rl_transfer.publish.live import runs_in
 from cosmos_rl_transfer.publish.partial import Partial
 from cosmos_rl_transfer.publish.ring import Ring
 from cosmos_rl_transfer.publish.server import Server
@@ -202,16 +202,7 @@ class _Held:
 
     def runs(self, bucket: Bucket) -> list[Run] | None:
         """Return the bucket's bytes where they lie, or None where they have to be packed."""
-        found = []
-        for piece in bucket.pieces:
-            place = self._arena.places[piece.name]
-            inside = piece.box.within(place.box)
-            num_bytes = piece.box.numel * place.item_bytes
-            if num_bytes < DIRECT_BYTES or not inside.is_contiguous(place.box.shape):
-                return None
-            first = place.at + inside.start(place.box.shape) * place.item_bytes
-            found.append(Run(self._memory[first : first + num_bytes], piece.at))
-        return found
+        return runs_in(self._arena, self._memory, bucket)
 
     def pack(self, bucket: Bucket, out: Raw) -> None:
         """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]."""

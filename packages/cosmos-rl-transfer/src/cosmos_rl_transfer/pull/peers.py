@@ -60,7 +60,7 @@ def open_peers(
 
     def connect(peer: int) -> Feed:
         feed = sources.open(addresses[peer], timeout_s=SILENCE_S)
-        opened.callback(feed.close)
+        opened.callback(sources.drop, feed)
         if feed.welcome.rank != peer:
             raise LayoutError(f"rank {feed.welcome.rank} answers where rank {peer} was said to be")
         return feed

@@ -71,7 +71,7 @@ class Sources:
         return feeds
 
     def open(self, address: str, *, timeout_s: float) -> Feed:
-        """Connect to somebody else; the caller closes that, or `disconnect` does."""
+        """Connect to somebody else, until `drop` or `disconnect`."""
         feed = Feed.open(address, token=self._token, timeout_s=timeout_s)
         with self._guard:
             self._others.append(feed)
@@ -79,6 +79,12 @@ class Sources:
                 return feed
         feed.close()
         raise TransferError("told to stop")
+
+    def drop(self, feed: Feed) -> None:
+        """Close what `open` returned."""
+        with self._guard:
+            self._others = [other for other in self._others if other is not feed]
+        feed.close()
 
     def attempt(self, work: Callable[[], T]) -> T:
         """Return what `work` returns. Where it loses a publisher it is done again with those that are left.
