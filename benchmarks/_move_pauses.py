@@ -66,7 +66,7 @@ async def _stalls(mib: int, rounds: int) -> list[Figure]:
 
 
 async def _deltas(mib: int, rounds: int) -> list[Figure]:
-    """Change 1 % of bfloat16 weights a version, and send it as a delta, whole, and whole in place, in turn."""
+    """Change 1 % of bfloat16 weights a version; send it as a delta, whole, and whole in place, in turn."""
     model = SampleModel(mib, dtype="bfloat16")
     weights = model.tensors()
     changed = [torch.randperm(tensor.numel())[: tensor.numel() // CHANGED] for tensor in weights.values()]
@@ -74,6 +74,7 @@ async def _deltas(mib: int, rounds: int) -> list[Figure]:
         "delta": _Side(weights, model, delta=True, staging="shadow"),
         "whole": _Side(weights, model, delta=False, staging="shadow"),
         "in place": _Side(weights, model, delta=False, staging="in_place"),
+        "in place over tcp": _Side(weights, model, delta=False, staging="in_place", transport="tcp"),
     }
     for version in range(WARM_UP + rounds):
         for tensor, places in zip(weights.values(), changed):
@@ -82,7 +83,7 @@ async def _deltas(mib: int, rounds: int) -> list[Figure]:
             await side.sync(version, weights)
     for side in sides.values():
         await side.close()
-    delta, whole, in_place = (side.synced[WARM_UP:] for side in sides.values())
+    delta, whole, in_place, over_tcp = (side.synced[WARM_UP:] for side in sides.values())
     return [
         *(
             Figure(
@@ -96,6 +97,12 @@ async def _deltas(mib: int, rounds: int) -> list[Figure]:
             unit="%",
             target="<= 10",
             note="bfloat16, 1 % of every tensor changed; pause: apply; in place it pulls and verifies too",
+        ),
+        Figure(
+            figure="7 pause, delta / whole in place over tcp",
+            value=_percent((a.apply_s, b.apply_s) for a, b in zip(delta, over_tcp)),
+            unit="%",
+            target="<= 10",
         ),
         Figure(
             figure="7 pause, delta / whole out of the shadow",
@@ -122,10 +129,16 @@ class _Side:
     """A publisher and its follower."""
 
     def __init__(
-        self, weights: Mapping[str, Tensor], model: SampleModel, *, delta: bool, staging: Literal["shadow", "in_place"]
+        self,
+        weights: Mapping[str, Tensor],
+        model: SampleModel,
+        *,
+        delta: bool,
+        staging: Literal["shadow", "in_place"],
+        transport: str = "shm",
     ) -> None:
-        self._publisher = Publisher(weights, token=TOKEN, transport="shm", delta=delta, full_every=10**6)
-        following = Following(self._publisher.address, TOKEN, model, transport="shm", staging=staging)
+        self._publisher = Publisher(weights, token=TOKEN, transport=transport, delta=delta, full_every=10**6)
+        following = Following(self._publisher.address, TOKEN, model, transport=transport, staging=staging)
         self._follower = Follower(following)
         self.synced: list[Synced] = []
         self.stalls: list[float] = []

@@ -19,7 +19,7 @@ from _torchstore import torchstore_seconds
 from cosmos_rl_transfer.content.digest import bucket_hash, tensor_sum
 from cosmos_rl_transfer.layout.box import Box
 from cosmos_rl_transfer.measure.follower import Follower, Following, SampleModel
-from cosmos_rl_transfer.measure.speed import MEMCPY, NIXL_OVER_TCP, RAW_STREAM, compare
+from cosmos_rl_transfer.measure.speed import MEMCPY, NIXL_OVER_TCP, PROCESS_READ, RAW_STREAM, compare
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 
@@ -196,6 +196,9 @@ def _alone(mib: int, rounds: int) -> list[Figure]:
         ("tcp", RAW_STREAM, ">= 0.9"),
         ("tcp", NIXL_OVER_TCP, ">= 3"),
         ("nixl", MEMCPY, ">= 0.77"),
+        (RAW_STREAM, NIXL_OVER_TCP, ""),
+        ("nixl", PROCESS_READ, ""),
+        (PROCESS_READ, MEMCPY, ""),
         ("shm", MEMCPY, ""),
     )
     names = dict.fromkeys(name for pair in pairs for name in pair[:2])

@@ -41,7 +41,7 @@ class Wire:
             if delta is None:
                 out = np.zeros(bucket.num_bytes, np.uint8)
                 self.outgoing.pack(bucket, out)
-                self.landing.write(bucket, out, self.sums(bucket))
+                assert self.landing.write(bucket, out, self.sums(bucket))
             else:
                 self.num_deltas += 1
                 assert delta.sums == self.sums(bucket)

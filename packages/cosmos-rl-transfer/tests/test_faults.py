@@ -164,6 +164,25 @@ def test_a_reader_that_stands_still_does_not_keep_others_from_reading():
     asyncio.run(main())
 
 
+def test_a_reader_that_stands_still_keeps_its_slots_while_nobody_else_wants_them():
+    async def main():
+        weights, stalling = {"w": torch.arange(16384.0)}, Stalling(SharedMemory())
+        publisher = Publisher(weights, token=TOKEN, transport="shm", bucket_bytes=4096)
+        live = {"w": torch.zeros(16384)}
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=stalling)
+        await publisher.publish(0, weights)
+        staging = asyncio.create_task(subscriber.stage(after=-1))
+        assert await asyncio.to_thread(stalling.reading.wait, 10)
+        await asyncio.sleep(0.7)  # longer than others would have to wait
+        stalling.go_on.set()
+        assert await staging == 0
+        assert subscriber.pulled.repaired == []
+        await subscriber.close()
+        await publisher.close()
+
+    asyncio.run(main())
+
+
 def test_a_cancelled_stage_ends_at_once_and_the_next_one_works():
     async def main():
         async with Pair("shm") as pair:

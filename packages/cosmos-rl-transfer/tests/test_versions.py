@@ -140,35 +140,59 @@ def test_a_fenced_version_is_not_announced():
     assert versions.wait_newer(-1, timeout_s=0.01) is None
 
 
+def take(ring, owner):
+    hold = ring.take(owner, wait=True)
+    assert hold is not None
+    return hold
+
+
 def test_a_ring_hands_out_its_slots_and_waits_for_one():
     ring, one, other = Ring(2, patience_s=60), object(), object()
-    assert {ring.take(one, wait=True), ring.take(one, wait=True)} == {0, 1}
+    first, second = take(ring, one), take(ring, one)
+    assert {first.slot, second.slot} == {0, 1}
     assert ring.take(other, wait=False) is None
-    threading.Timer(0.05, ring.free, [1, one]).start()
-    assert ring.take(other, wait=True) == 1
+    threading.Timer(0.05, ring.free, [second]).start()
+    assert take(ring, other).slot == second.slot
     assert (ring.holds(one), ring.holds(other)) == (1, 1)
     ring.leave(one)
-    assert ring.take(other, wait=False) == 0
+    assert take(ring, other).slot == first.slot
 
 
 def test_a_slot_that_is_kept_too_long_goes_to_the_next_and_stays_there():
     ring, slow, other = Ring(1, patience_s=0.05), object(), object()
-    assert ring.take(slow, wait=True) == 0
-    ring.hand_over(0, slow)
-    assert ring.take(other, wait=True) == 0
-    ring.free(0, slow)
+    kept = take(ring, slow)
+    ring.hand_over(kept)
+    assert take(ring, other).slot == 0
+    ring.free(kept)
     assert ring.holds(other) == 1
+
+
+def test_a_late_slot_does_not_go_to_its_own_reader_who_may_still_give_it_back():
+    ring, slow = Ring(1, patience_s=0.0), object()
+    ring.hand_over(take(ring, slow))
+    assert ring.take(slow, wait=False) is None
+    assert ring.take(object(), wait=False) is not None
+
+
+def test_giving_back_a_slot_that_was_lost_does_not_free_a_later_use_by_the_same_owner():
+    ring, one, other = Ring(1, patience_s=0.0), object(), object()
+    lost = take(ring, one)
+    ring.hand_over(lost)
+    ring.free(take(ring, other))
+    take(ring, one)
+    ring.free(lost)
+    assert ring.holds(one) == 1
 
 
 def test_a_slot_that_is_being_filled_is_nobody_elses_however_long_it_takes():
     ring, slow, other = Ring(1, patience_s=0.01), object(), object()
-    assert ring.take(slow, wait=True) == 0
-    taken: list[int | None] = []
-    thread = threading.Thread(target=lambda: taken.append(ring.take(other, wait=True)))
+    filled = take(ring, slow)
+    taken = []
+    thread = threading.Thread(target=lambda: taken.append(take(ring, other).slot))
     thread.start()
     thread.join(0.2)
     assert taken == []
-    ring.hand_over(0, slow)
+    ring.hand_over(filled)
     thread.join(10)
     assert taken == [0]
 

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.digest import copy_sum, tensor_sum
+from cosmos_rl_transfer.content.rows import Raw
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece, aligned
 
@@ -89,20 +90,20 @@ class Arena:
             padded = first + piece.box.numel * place.item_bytes == place.num_bytes
         return base
 
-    def gather(self, memory: Raw, bucket: Bucket, out: Raw) -> None:
-        """Pack a bucket's bytes from the arena into `out` uint8 [bucket.num_bytes]; padding becomes zero."""
-        start = self.flat_start(bucket)
-        if start is not None:
-            np.copyto(out, memory[start : start + bucket.num_bytes])
-            return
-        end = 0
-        for piece in bucket.pieces:
-            out[end : piece.at] = 0
-            target = self.packed(out, piece)
-            np.copyto(target, self.piece(memory, piece))
-            end = piece.at + target.nbytes
+    def gather(self, memory: Raw, bucket: Bucket, out: Raw) -> tuple[int, ...]:
+        """Pack a bucket's bytes from the arena into `out` uint8 [bucket.num_bytes] and return its pieces' sums.
 
-    def scatter(self, data: Raw, bucket: Bucket, memory: Raw) -> None:
-        """Write a bucket's packed bytes to their places in the arena."""
-        for piece in bucket.pieces:
-            np.copyto(self.piece(memory, piece), self.packed(data, piece))
+        Padding stays as it is.
+        """
+        return tuple(self._copied(self.piece(memory, p), self.packed(out, p), p) for p in bucket.pieces)
+
+    def scatter(self, data: Raw, bucket: Bucket, memory: Raw) -> tuple[int, ...]:
+        """Write a bucket's packed bytes to their places in the arena and return its pieces' sums."""
+        return tuple(self._copied(self.packed(data, p), self.piece(memory, p), p) for p in bucket.pieces)
+
+    def sums(self, memory: Raw, bucket: Bucket) -> tuple[int, ...]:
+        """Return the additive hash of each piece as it lies in the arena."""
+        return tuple(tensor_sum(self.piece(memory, p), p.box, self.places[p.name].shape) for p in bucket.pieces)
+
+    def _copied(self, source: Raw, target: Raw, piece: Piece) -> int:
+        return copy_sum(source, target, piece.box, self.places[piece.name].shape)

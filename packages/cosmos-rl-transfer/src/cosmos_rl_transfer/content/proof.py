@@ -63,6 +63,14 @@ def prove(pieces: Iterable[tuple[Piece, Raw]], forms: Mapping[str, Form]) -> Pro
     return Proof(state.intdigest(), tuple(sums))
 
 
+def pieces_hash(pieces: Iterable[tuple[Piece, Raw]]) -> int:
+    """Return the `hash` of a proof alone."""
+    state = xxhash.xxh3_64()
+    for _, array in pieces:
+        state.update(array.reshape(-1).view(np.uint8).data)
+    return state.intdigest()
+
+
 def gain(piece: Piece, form: Form, positions: Raw, *, old: Raw, new: Raw) -> int:
     """Return what a piece's additive hash gains where elements at int64 `positions` [k] in its box change."""
     at = outward(positions, piece.box.shape, row_strides(form.shape), piece.box.start(form.shape))

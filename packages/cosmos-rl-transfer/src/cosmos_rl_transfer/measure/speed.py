@@ -10,7 +10,6 @@ A round moves the same bytes in the same buckets whatever moves them, out of two
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -26,6 +25,7 @@ import numpy as np
 from cosmos_rl_core import plugins
 from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.errors import TransferError
+from cosmos_rl_transfer.measure.bare import FULL, Memory, ProcessRead, RawStream
 from cosmos_rl_transfer.testing.sample_exchange import WINDOW, PublisherProcess, SampleReader, Serve
 from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
 from cosmos_rl_transfer.transports.select import GROUP
@@ -33,11 +33,11 @@ from cosmos_rl_transfer.transports.select import GROUP
 MEMCPY = "memcpy"
 RAW_STREAM = "raw stream"
 """One TCP connection over loopback, `sendall` and `recv_into`."""
+PROCESS_READ = "process_vm_readv"
+"""The system call by which UCX reads another process's memory."""
 NIXL_OVER_TCP = "nixl over tcp"
 _MODULE = "cosmos_rl_transfer.measure.speed"
 _UCX_TCP = {"UCX_TLS": "tcp"}
-_FULL = 8
-"""Every eighth bucket of a SamplePublisher is a full one."""
 _ONE_BYTE = 1
 _LATENCY_READS = 200
 _TIMEOUT_S = 60.0
@@ -57,7 +57,7 @@ class Speed:
 
 
 def compare(names: Sequence[str], *, mib: int = 64, bucket_mib: int = 4, rounds: int = 7) -> dict[str, Speed]:
-    """Measure transports, MEMCPY, RAW_STREAM and NIXL_OVER_TCP in turns, `mib` MiB each time.
+    """Measure transports, and what stands above beside them, in turns, `mib` MiB each time.
 
     Raises TransportUnavailable with the reason for one that does not work here.
     """
@@ -147,43 +147,6 @@ class _Source(Protocol):
         ...
 
 
-class _Memory:
-    """Buckets in this process."""
-
-    def __init__(self, bucket_bytes: int) -> None:
-        self._buckets = [np.ones(bucket_bytes, np.uint8) for _ in range(WINDOW)]
-        self._turn = 0
-
-    def ask(self, bucket: int) -> None:
-        """Do nothing."""
-
-    def read(self, out: Raw) -> None:
-        """Copy."""
-        np.copyto(out, self._buckets[self._turn % WINDOW][: out.nbytes])
-        self._turn += 1
-
-
-class _RawStream:
-    """Buckets that another process sends without a frame."""
-
-    def __init__(self, bucket_bytes: int) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            listener.settimeout(_TIMEOUT_S)
-            port = listener.getsockname()[1]
-            self._process = subprocess.Popen([sys.executable, "-m", _MODULE, "send", str(port), str(bucket_bytes)])
-            self._socket = listener.accept()[0]
-
-    def ask(self, bucket: int) -> None:
-        """Ask for a full bucket, or for one byte."""
-        self._socket.sendall(b"f" if bucket % _FULL == 0 else b"1")
-
-    def read(self, out: Raw) -> None:
-        """Receive in a plain loop."""
-        view, done = out.data, 0
-        while done < len(view):
-            done += self._socket.recv_into(view[done:])
-
-
 class _Published:
     """Buckets of a SamplePublisher in another process."""
 
@@ -207,11 +170,11 @@ class _Published:
 def _move(source: _Source, out: Raw, bucket_bytes: int) -> None:
     buckets = [out[at : at + bucket_bytes] for at in range(0, out.nbytes, bucket_bytes)]
     for i in range(min(WINDOW, len(buckets))):
-        source.ask(_FULL * i)
+        source.ask(FULL * i)
     for i, bucket in enumerate(buckets):
         source.read(bucket)
         if i + WINDOW < len(buckets):
-            source.ask(_FULL * (i + WINDOW))
+            source.ask(FULL * (i + WINDOW))
 
 
 def _latency_us(source: _Source, out: Raw) -> float:
@@ -225,10 +188,9 @@ def _latency_us(source: _Source, out: Raw) -> float:
 
 
 def _source(name: str, memory: Raw, bucket_bytes: int) -> _Source:
-    if name == MEMCPY:
-        return _Memory(bucket_bytes)
-    if name == RAW_STREAM:
-        return _RawStream(bucket_bytes)
+    plain = {MEMCPY: Memory, RAW_STREAM: RawStream, PROCESS_READ: ProcessRead}
+    if name in plain:
+        return plain[name](bucket_bytes)
     return _Published("nixl" if name == NIXL_OVER_TCP else name, memory, bucket_bytes)
 
 
@@ -251,19 +213,5 @@ def _run(name: str, mib: int, bucket_mib: int) -> None:
         _answer(time.perf_counter() - started)
 
 
-def _send(port: int, bucket_bytes: int) -> None:
-    """Send raw buckets to who asks for them."""
-    buckets = [np.ones(bucket_bytes, np.uint8) for _ in range(WINDOW)]
-    with socket.create_connection(("127.0.0.1", port)) as link:
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        turn = 0
-        while asked := link.recv(1):
-            link.sendall(buckets[turn % WINDOW][: bucket_bytes if asked == b"f" else 1].data)
-            turn += 1
-
-
 if __name__ == "__main__":
-    if sys.argv[1] == "send":
-        _send(*map(int, sys.argv[2:]))
-    else:
-        _run(sys.argv[1], *map(int, sys.argv[2:]))
+    _run(sys.argv[1], *map(int, sys.argv[2:]))

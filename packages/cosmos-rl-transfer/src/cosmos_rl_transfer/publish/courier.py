@@ -17,11 +17,12 @@ from contextlib import ExitStack
 import numpy as np
 
 from cosmos_rl_transfer.content.digest import Raw, bucket_hash
-from cosmos_rl_transfer.content.proof import Proof, packed_pieces, prove, run_pieces
+from cosmos_rl_transfer.content.proof import Proof, packed_pieces, pieces_hash, prove, run_pieces
 from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 from cosmos_rl_transfer.publish.outgoing import Delta
 from cosmos_rl_transfer.publish.partial import PASS_ON_S, Partial
+from cosmos_rl_transfer.publish.ring import Hold
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.publish.versions import Lease
 from cosmos_rl_transfer.transports.base import Outlet, Run
@@ -44,8 +45,8 @@ class Courier:
         """Requests for which no slot was free."""
         self._deltas: dict[int, Delta] = {}
         """Of requests for which no slot was free, by bucket."""
-        self._in_hand: dict[int, tuple[Lease, int]] = {}
-        """Buckets the subscriber reads by itself at this moment: lease, and slot or -1 for live memory."""
+        self._in_hand: dict[int, tuple[Lease, Hold | None]] = {}
+        """Buckets the subscriber reads by itself at this moment: lease, and slot or None for live memory."""
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-send")
         self._sending: Future[None] | None = None
 
@@ -73,9 +74,10 @@ class Courier:
     def take_back(self, bucket: int) -> None:
         """The subscriber has a bucket: what it was read from may be used again."""
         if bucket in self._in_hand:
-            lease, slot = self._in_hand.pop(bucket)
+            lease, hold = self._in_hand.pop(bucket)
             self._supply.versions.read(lease, bucket)
-            self._supply.ring.free(slot, self)
+            if hold is not None:
+                self._supply.ring.free(hold)
 
     def end(self, number: int) -> bool:
         """End a lease once all is sent; returns whether it held until now."""
@@ -142,59 +144,63 @@ class Courier:
     def _serve_packed(self, lease: Lease, index: int, delta: Delta | None) -> bool:
         """Put a bucket into a slot and hand that over; false if none is free."""
         ring, keeps = self._supply.ring, self._outlet.keeps_slot
-        slot = ring.take(self, wait=not keeps or not ring.holds(self))
-        if slot is None:
+        hold = ring.take(self, wait=not keeps or not ring.holds(self))
+        if hold is None:
             return False
-        data, out = self._packed(lease, index, delta, slot)
-        self._send_later(lambda: self._send_slot(data, out))
+        data, out = self._packed(lease, index, delta, hold)
+        self._send_later(lambda: self._send_slot(data, out, hold))
         return True
 
-    def _packed(self, lease: Lease, index: int, delta: Delta | None, slot: int) -> tuple[m.Data, Raw]:
+    def _packed(self, lease: Lease, index: int, delta: Delta | None, hold: Hold) -> tuple[m.Data, Raw]:
         """Put a bucket into a slot; return its head and its bytes. Raises Superseded, and the slot is free."""
         num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
-        out = self._supply.outlet.slots[slot][:num_bytes]
+        out = self._supply.outlet.slots[hold.slot][:num_bytes]
         try:
-            self._fill(out, lease, index, delta)
+            sums = self._fill(out, lease, index, delta)
         except Superseded:
-            self._supply.ring.free(slot, self)
+            self._supply.ring.free(hold)
             raise
         self._supply.versions.read(lease, index)
         if self._outlet.keeps_slot:
-            self._in_hand[index] = lease, slot
+            self._in_hand[index] = lease, hold
         if delta is None:
-            proof = self._proof(lease, index, packed_pieces(self._buckets[index], out, self._supply.forms))
+            proof = self._proof(lease, index, packed_pieces(self._buckets[index], out, self._supply.forms), sums=sums)
         else:
             proof = Proof(bucket_hash(out), delta.sums)
-        self._supply.ring.hand_over(slot, self)
+        self._supply.ring.hand_over(hold)
         located = self._outlet.locate([Run(out, 0)])
-        return m.Data(index, out.nbytes, proof.hash, proof.sums, slot, located, delta is not None), out
+        return m.Data(index, out.nbytes, proof.hash, proof.sums, hold.slot, located, delta is not None), out
 
-    def _fill(self, out: Raw, lease: Lease, index: int, delta: Delta | None) -> None:
+    def _fill(self, out: Raw, lease: Lease, index: int, delta: Delta | None) -> tuple[int, ...] | None:
+        """Return each piece's additive hash, if the bucket was packed just now."""
         if delta is not None:
             np.copyto(out, delta.data)
             del self._deltas[index]
-            return
+            return None
         with self._supply.versions.reading(lease, index) as copied:
             if copied is None:
-                self._supply.memory.pack(self._buckets[index], out)
-            else:
-                np.copyto(out, copied)
+                return self._supply.memory.pack(self._buckets[index], out)
+            np.copyto(out, copied)
+            return None
 
-    def _proof(self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]]) -> Proof:
+    def _proof(
+        self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]], *, sums: tuple[int, ...] | None = None
+    ) -> Proof:
+        """Return what proves a bucket; `sums`: its pieces' additive hashes, if they are known."""
         supply, bucket = self._supply, self._buckets[index]
         proof = supply.proofs.get(lease.version, bucket)
         if proof is None:
-            proof = prove(pieces, supply.forms)
+            proof = prove(pieces, supply.forms) if sums is None else Proof(pieces_hash(pieces), sums)
             supply.proofs.keep(lease.version, bucket, proof)
             if supply.outgoing is not None:
                 supply.outgoing.keep_sums(lease.version, bucket, proof.sums)
         return proof
 
-    def _send_slot(self, data: m.Data, out: Raw) -> None:
+    def _send_slot(self, data: m.Data, out: Raw, hold: Hold) -> None:
         """In the sender."""
         self._hand_over(data, [Run(out, 0)])
         if not self._outlet.keeps_slot:
-            self._supply.ring.free(data.slot, self)
+            self._supply.ring.free(hold)
 
     def _send_runs(self, lease: Lease, index: int, runs: list[Run]) -> None:
         """In the sender: out of live memory, or of a copy if a fence has come first."""
@@ -209,7 +215,7 @@ class Courier:
                     live = copied is None
                     if live:
                         if self._outlet.keeps_slot:
-                            self._in_hand[index] = lease, -1
+                            self._in_hand[index] = lease, None
                         self._hand_over(head, runs)
             if not live:
                 self._send_copy(lease, index)
@@ -221,9 +227,9 @@ class Courier:
     def _send_copy(self, lease: Lease, index: int) -> None:
         """In the sender: what a fence has copied. Raises Superseded."""
         if self._outlet.keeps_slot:  # a subscriber can read slots and live memory alone
-            slot = self._supply.ring.take(self, wait=True)
-            assert slot is not None, "it was waited for"
-            self._send_slot(*self._packed(lease, index, None, slot))
+            hold = self._supply.ring.take(self, wait=True)
+            assert hold is not None, "it was waited for"
+            self._send_slot(*self._packed(lease, index, None, hold), hold)
             return
         with self._supply.versions.reading(lease, index) as copied:
             assert copied is not None, "a fence has come"

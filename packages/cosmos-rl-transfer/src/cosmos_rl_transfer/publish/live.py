@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from cosmos_rl_transfer.content.arena import Arena
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.digest import Raw, copy_sum, tensor_sum
 from cosmos_rl_transfer.content.raw import raw_bytes, same_width, torch_view
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
@@ -84,15 +83,22 @@ class LiveWeights:
             found.append(Run(raw_bytes(tensor)[first : first + num_bytes], piece.at))
         return found
 
-    def pack(self, bucket: Bucket, out: Raw) -> None:
-        """Gather and cast a bucket into `out` uint8 [bucket.num_bytes]; the padding stays as it is."""
+    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
+        """Gather and cast a bucket into `out` uint8 [bucket.num_bytes]; return each piece's additive hash.
+
+        The padding stays as it is.
+        """
+        sums = []
         for piece in bucket.pieces:
-            source = self._part(piece)
+            source, shape = self._part(piece), self._specs[self._name(piece)].shape
             target = torch_view(out, piece.at, piece.box.shape, self._wire[self._name(piece)])
+            packed = same_width(target)
             if source.device.type == "cpu" and source.dtype == target.dtype:
-                np.copyto(same_width(target), same_width(source))  # without torch's threads, which wait for each other
+                sums.append(copy_sum(same_width(source), packed, piece.box, shape))
             else:
                 target.copy_(source)
+                sums.append(tensor_sum(packed, piece.box, shape))
+        return tuple(sums)
 
     def _part(self, piece: Piece) -> Tensor:
         name = self._name(piece)

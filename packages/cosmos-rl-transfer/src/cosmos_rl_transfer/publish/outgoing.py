@@ -22,7 +22,7 @@ import numpy as np
 
 from cosmos_rl_transfer.content.arena import Arena, raw_view
 from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, widen
-from cosmos_rl_transfer.content.digest import Raw, add, tensor_sum
+from cosmos_rl_transfer.content.digest import Raw, add
 from cosmos_rl_transfer.content.positions import inward, outward, row_strides
 from cosmos_rl_transfer.content.proof import Form, gain
 from cosmos_rl_transfer.errors import Superseded, TransferError
@@ -156,13 +156,10 @@ class Outgoing:
         self._wait(bucket)
         return self._live.runs(bucket) if self.resting else runs_in(self.arena, self.memory, bucket)
 
-    def pack(self, bucket: Bucket, out: Raw) -> None:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]."""
+    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
         self._wait(bucket)
-        if self.resting:
-            self._live.pack(bucket, out)
-        else:
-            self.arena.gather(self.memory, bucket, out)
+        return self._live.pack(bucket, out) if self.resting else self.arena.gather(self.memory, bucket, out)
 
     def delta(self, bucket: Bucket, *, base: int, version: int) -> Delta | None:
         """Return what `version` changed in a bucket since `base`; None if that is not known or the bucket is shorter.
@@ -229,7 +226,7 @@ class Outgoing:
             if known == self.base:
                 sums = tuple(add(*pair) for pair in zip(sums, map(self._gain, bucket.pieces, selected)))
             else:
-                sums = tuple(self._sum(piece) for piece in bucket.pieces)
+                sums = self.arena.sums(self.memory, bucket)
             self.keep_sums(version, bucket, sums)
         return sums
 
@@ -237,9 +234,6 @@ class Outgoing:
         place = self.arena.places[piece.name]
         new = self._flat(piece.name)[found.at]
         return gain(piece, Form(place.shape, place.item_bytes), found.positions, old=found.old, new=new)
-
-    def _sum(self, piece: Piece) -> int:
-        return tensor_sum(self.arena.piece(self.memory, piece), piece.box, self.arena.places[piece.name].shape)
 
     def _flat(self, name: str) -> Raw:
         """View a tensor's part as unsigned integers [n]."""

@@ -15,6 +15,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY
+from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.content.proof import forms_of
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import wire_dtype_of
@@ -67,6 +68,7 @@ class Publisher:
         read. full_every: after so many versions one is sent whole. relay: whether subscribers that want the same
         buckets pass them on to one another; "auto": without deltas, where they have more hosts than publishers.
         """
+        digest.compiled()  # not while a subscriber waits
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         self._memory = LiveWeights(manifest, rank=rank, wire_dtypes=wire)

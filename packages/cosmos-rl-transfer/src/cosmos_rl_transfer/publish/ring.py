@@ -8,69 +8,70 @@ import time
 from dataclasses import dataclass
 
 
-@dataclass(slots=True)
-class _Holder:
-    owner: object | None = None
+@dataclass(slots=True, eq=False)
+class Hold:
+    """One use of a slot, from `take` to `free`."""
+
+    slot: int
+    owner: object
     since: float = math.inf
     """When it was handed over to a reader; before that it is being filled."""
 
 
 class Ring:
-    """Hands out slot numbers. A reader that keeps one too long loses it to the next; its hash will tell.
+    """Hands out slots. A reader that keeps one too long loses it to the next; its hash will tell.
 
-    slot = take(owner)         nobody else may touch it while it is filled and hashed
-    hand_over(slot, owner)     a reader has it from here on, and may keep it for the patience
-    free(slot, owner)
+    hold = take(owner)   nobody else may touch hold.slot while it is filled and hashed
+    hand_over(hold)      a reader has it from here on, and may keep it for the patience
+    free(hold)           nothing, if the slot was lost
     """
 
     def __init__(self, num_slots: int, *, patience_s: float) -> None:
-        self._slots = [_Holder() for _ in range(num_slots)]
+        self._held: list[Hold | None] = [None] * num_slots
         self._patience_s = patience_s
         self._changed = threading.Condition()
 
-    def take(self, owner: object, *, wait: bool) -> int | None:
-        """Return a slot for `owner`; None if none is free and `wait` is false."""
+    def take(self, owner: object, *, wait: bool) -> Hold | None:
+        """Return a slot for `owner`; None if `wait` is false and none is free or held too long by somebody else."""
         with self._changed:
-            while (slot := self._free()) is None:
+            while (slot := self._free(None if wait else owner)) is None:
                 if not wait:
                     return None
-                oldest = min(holder.since for holder in self._slots)
+                oldest = min((hold.since for hold in self._held if hold is not None), default=math.inf)
                 late_in = max(0.0, oldest + self._patience_s - time.monotonic())
                 self._changed.wait(late_in if late_in < math.inf else None)
-            self._slots[slot] = _Holder(owner)
-            return slot
+            self._held[slot] = hold = Hold(slot, owner)
+            return hold
 
-    def hand_over(self, slot: int, owner: object) -> None:
-        """Start the time that a reader may keep `owner`'s slot."""
+    def hand_over(self, hold: Hold) -> None:
+        """Start the time that a reader may keep a slot."""
         with self._changed:
-            assert self._slots[slot].owner is owner, "nobody takes a slot that is being filled"
-            self._slots[slot].since = time.monotonic()
+            assert self._held[hold.slot] is hold, "nobody takes a slot that is being filled"
+            hold.since = time.monotonic()
             self._changed.notify_all()
 
-    def _free(self) -> int | None:
-        """A free slot, or one that was held too long. The lock is held."""
-        for slot, holder in enumerate(self._slots):
-            if holder.owner is None:
-                return slot
-        late = time.monotonic() - self._patience_s
-        return next((slot for slot, holder in enumerate(self._slots) if holder.since <= late), None)
-
-    def free(self, slot: int, owner: object) -> None:
-        """Give a slot back; nothing happens if it is not the owner's any more."""
+    def free(self, hold: Hold) -> None:
+        """Give a slot back; nothing happens if somebody else has it meanwhile."""
         with self._changed:
-            if 0 <= slot < len(self._slots) and self._slots[slot].owner is owner:
-                self._slots[slot].owner = None
+            if self._held[hold.slot] is hold:
+                self._held[hold.slot] = None
                 self._changed.notify()
 
     def holds(self, owner: object) -> int:
         """How many slots `owner` holds."""
         with self._changed:
-            return sum(holder.owner is owner for holder in self._slots)
+            return sum(hold is not None and hold.owner is owner for hold in self._held)
 
     def leave(self, owner: object) -> None:
         """Give back all that `owner` holds."""
         with self._changed:
-            for holder in self._slots:
-                if holder.owner is owner:
-                    holder.owner = None
+            self._held = [None if hold is None or hold.owner is owner else hold for hold in self._held]
             self._changed.notify_all()
+
+    def _free(self, but: object | None) -> int | None:
+        """A free slot, or one that was held too long, by others than `but`. The lock is held."""
+        late = time.monotonic() - self._patience_s
+        for slot, hold in enumerate(self._held):
+            if hold is None:
+                return slot
+        return next((h.slot for h in self._held if h is not None and h.since <= late and h.owner is not but), None)

@@ -28,8 +28,8 @@ class Memory(Protocol):
         """Return the bucket's bytes where they lie, or None where they have to be packed."""
         ...
 
-    def pack(self, bucket: Bucket, out: Raw) -> None:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]."""
+    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
         ...
 
 

@@ -18,7 +18,7 @@ import torch
 
 from cosmos_rl_transfer.content.arena import Arena, raw_view
 from cosmos_rl_transfer.content.delta import Change
-from cosmos_rl_transfer.content.digest import Raw, add, tensor_sum
+from cosmos_rl_transfer.content.digest import Raw, add, copy_sum, tensor_sum
 from cosmos_rl_transfer.content.positions import outward, row_strides
 from cosmos_rl_transfer.content.proof import Form, gain
 from cosmos_rl_transfer.content.raw import same_width, torch_view
@@ -36,7 +36,7 @@ _TASK_BYTES = 4 << 20
 
 
 class Landing(Protocol):
-    """Takes buckets that were verified. Several threads write different buckets."""
+    """Takes buckets whose bytes are those that were sent. Several threads write different buckets."""
 
     memory: Raw
     """What `place` returns parts of; empty if nothing can be received into its place."""
@@ -64,8 +64,11 @@ class Landing(Protocol):
         """Return where the bucket's packed bytes may be received directly, padding included, or None."""
         ...
 
-    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> None:
-        """Put packed bytes uint8 [bucket.num_bytes], whose pieces have these additive hashes, in their places."""
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
+        """Put packed bytes uint8 [bucket.num_bytes] in their places; false if pieces have other additive hashes there.
+
+        The bucket has to be written once more then, before anything is used.
+        """
         ...
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
@@ -80,8 +83,13 @@ class _Sums:
         self._known: dict[tuple[Piece, ...], Sequence[int]] = {}
         self.clear = self._known.clear
 
-    def keep(self, bucket: Bucket, sums: Sequence[int]) -> None:
-        self._known[bucket.pieces] = sums
+    def confirm(self, bucket: Bucket, found: Sequence[int], told: Sequence[int]) -> bool:
+        """Keep what was found, if it is what was told."""
+        if tuple(found) != tuple(told):
+            self._known.pop(bucket.pieces, None)
+            return False
+        self._known[bucket.pieces] = told
+        return True
 
     def follow(
         self, bucket: Bucket, gains: Sequence[int], sums: Sequence[int], *, now: Callable[[], Sequence[int]]
@@ -90,7 +98,7 @@ class _Sums:
         known = self._known.get(bucket.pieces)
         if any(add(*pair) != wanted for *pair, wanted in zip(known or now(), gains, sums)):
             return False
-        self.keep(bucket, sums)
+        self._known[bucket.pieces] = sums
         return True
 
 
@@ -127,15 +135,13 @@ class Shadow:
         start = self.arena.flat_start(bucket)
         return None if start is None else self.memory[start : start + bucket.num_bytes]
 
-    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> None:
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
         place = self.place(bucket)
-        if place is None:
-            self.arena.scatter(data, bucket, self.memory)
-        elif place.ctypes.data != data.ctypes.data:
-            np.copyto(place, data)
-        self._sums.keep(bucket, sums)
+        is_there = place is not None and place.ctypes.data == data.ctypes.data
+        found = self.arena.sums(self.memory, bucket) if is_there else self.arena.scatter(data, bucket, self.memory)
         if self._pending is not None:
             self._pending.add_whole(bucket)
+        return self._sums.confirm(bucket, found, sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
         located = [self._located(piece, change) for piece, change in zip(bucket.pieces, changes)]
@@ -143,7 +149,7 @@ class Shadow:
             gain(piece, self._form(piece), change.positions, old=self._flat(piece)[there.positions], new=change.values)
             for piece, change, there in zip(bucket.pieces, changes, located)
         ]
-        if not self._sums.follow(bucket, gains, sums, now=lambda: [self._sum(piece) for piece in bucket.pieces]):
+        if not self._sums.follow(bucket, gains, sums, now=lambda: self.arena.sums(self.memory, bucket)):
             return False
         for piece, there in zip(bucket.pieces, located):
             self._flat(piece)[there.positions] = there.values
@@ -184,9 +190,6 @@ class Shadow:
                 np.copyto(same_width(target), self.arena.piece(self.memory, piece))
             else:
                 target.copy_(torch_view(self.memory, place.at, place.box.shape, place.dtype)[inside])
-
-    def _sum(self, piece: Piece) -> int:
-        return tensor_sum(self.arena.piece(self.memory, piece), piece.box, self.arena.places[piece.name].shape)
 
     def _located(self, piece: Piece, change: Change) -> Change:
         """Return the change with positions in this rank's part."""
@@ -244,14 +247,17 @@ class InPlace:
     def place(self, bucket: Bucket) -> Raw | None:
         return None
 
-    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> None:
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
+        found = []
         for piece in bucket.pieces:
-            target, dtype = self._part(piece), self._wire[piece.name]
+            target, dtype, form = self._part(piece), self._wire[piece.name], self._forms[piece.name]
+            packed = raw_view(data, piece.at, piece.box.shape, form.item_bytes)
             if target.device.type == "cpu" and dtype_name(target) == dtype:
-                np.copyto(same_width(target), raw_view(data, piece.at, piece.box.shape, target.element_size()))
+                found.append(copy_sum(packed, same_width(target), piece.box, form.shape))
             else:
+                found.append(tensor_sum(packed, piece.box, form.shape))
                 target.copy_(torch_view(self._writable(data), piece.at, piece.box.shape, dtype))
-        self._sums.keep(bucket, sums)
+        return self._sums.confirm(bucket, found, sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
         patches, gains = [], []

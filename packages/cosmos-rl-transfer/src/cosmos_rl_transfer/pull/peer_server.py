@@ -204,9 +204,9 @@ class _Held:
         """Return the bucket's bytes where they lie, or None where they have to be packed."""
         return runs_in(self._arena, self._memory, bucket)
 
-    def pack(self, bucket: Bucket, out: Raw) -> None:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]."""
-        self._arena.gather(self._memory, bucket, out)
+    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
+        return self._arena.gather(self._memory, bucket, out)
 
 
 def _as_held(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> Manifest:

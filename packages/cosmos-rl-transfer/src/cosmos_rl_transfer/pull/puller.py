@@ -20,7 +20,7 @@ import numpy as np
 
 from cosmos_rl_transfer.content.delta import Extent, decode
 from cosmos_rl_transfer.content.digest import Raw, bucket_hash
-from cosmos_rl_transfer.content.proof import Form, packed_pieces, prove
+from cosmos_rl_transfer.content.proof import Form, packed_pieces, pieces_hash
 from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
@@ -231,10 +231,8 @@ class Puller:
         if data.delta:
             good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)
         else:
-            proof = prove(packed_pieces(bucket, packed, self._forms), self._forms)
-            good = (proof.hash, proof.sums) == (data.hash, data.sums)
-            if good:
-                self.landing.write(bucket, packed, data.sums)
+            arrived = pieces_hash(packed_pieces(bucket, packed, self._forms))
+            good = arrived == data.hash and self.landing.write(bucket, packed, data.sums)
         feed.done_with(bucket)
         if good:
             self._landed.add((bucket.source, bucket.index))

@@ -22,7 +22,7 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 3
+PROTOCOL = 4
 
 
 Want = Literal["any", "dense", "delta"]
