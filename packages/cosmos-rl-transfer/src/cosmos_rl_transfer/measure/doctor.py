@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cosmos_rl_core.launch.terminal import table
+from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.measure.speed import MEMCPY, NIXL_OVER_TCP, RAW_STREAM, Measurement, Speed
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 from cosmos_rl_transfer.transports.select import infiniband, preference
@@ -42,7 +43,7 @@ def diagnose(*, mib: int = 64, rounds: int = 5) -> list[Finding]:
         _nixl(mib, rounds),
         _measured(NIXL_OVER_TCP, "what NIXL does where reading another process is forbidden", mib, rounds),
     ]
-    return [*found, _collective(), *_hardware()]
+    return [*found, _collective(), _one_pass(), *_hardware()]
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -105,6 +106,12 @@ def _collective() -> Finding:
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     has = ", ".join(name for name, there in built.items() if there) or "no backend"
     return Finding("collective", any(built.values()), f"wants a process group of your own; torch has {has}")
+
+
+def _one_pass() -> Finding:
+    if digest.compiled() is None:
+        return Finding("one pass", False, "copies and hashes take several: pip install cosmos-rl-transfer[fast]")
+    return Finding("one pass", True, "what is copied is hashed by compiled code on the way")
 
 
 def _hardware() -> list[Finding]:
