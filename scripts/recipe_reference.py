@@ -19,12 +19,17 @@ from pydantic.fields import FieldInfo
 from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.config.sections import SamplingSection
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
 from cosmos_rl_llm.rewards import REWARDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"
-DOMAIN_TABLES: dict[str, type[BaseModel]] = {"model": LLMModelConfig, "data": LLMDataConfig}
+DOMAIN_TABLES: dict[str, type[BaseModel]] = {
+    "model": LLMModelConfig,
+    "data": LLMDataConfig,
+    "rollout.sampling": SamplingSection,
+}
 """Sections whose keys are the domain's: shown as the llm domain has them."""
 INTRO = """\
 # Recipes: every key
@@ -66,7 +71,7 @@ def _section(at: str, model: type[BaseModel], *, title: str = "") -> Iterator[st
     if at == "algorithm":
         yield _algorithm_defaults()
     for name, field in model.model_fields.items():
-        inner = _model(field.annotation)
+        inner = DOMAIN_TABLES.get(f"{at}.{name}") or _model(field.annotation)
         if inner is not None:
             yield from _section(f"{at}.{name}", inner)
 
@@ -84,13 +89,13 @@ def _text(model: type[BaseModel], at: str) -> str:
 
 def _row(name: str, field: FieldInfo, at: str) -> str | None:
     """One line of the table; None for a section, which has a table of its own."""
-    if _model(field.annotation) is not None:
+    if f"{at}.{name}" in DOMAIN_TABLES or _model(field.annotation) is not None:
         return None
     shown = "required" if field.is_required() else _default(field)
     assert field.description, f"{at}.{name} has no docstring"
     meaning = _cell(field.description)
     kind = _cell(_type(field.annotation) + _bounds(field))
-    if at == "eval" and name == "data":
+    if at in ("eval", "anchor") and name == "data":
         kind = "table"
     return f"| `{name}` | {kind} | {shown} | {meaning} |"
 

@@ -4,10 +4,11 @@ import subprocess
 import sys
 
 import pytest
-from pydantic import ValidationError
+from pydantic import Field, ValidationError
 
 from cosmos_rl_core.algorithms.config import READS, AlgorithmConfig
-from cosmos_rl_core.algorithms.table import TABLE, find_algorithm
+from cosmos_rl_core.algorithms.table import TABLE, Algorithm, find_algorithm
+from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
 
 every_algorithm = pytest.mark.parametrize("name", sorted(TABLE))
@@ -175,3 +176,25 @@ def test_the_controllers_side_does_not_import_torch():
         "config.AlgorithmConfig(name='dapo'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+class OwnOptions(Strict):
+    sharpness: float = Field(default=1.0, gt=0)
+
+
+WITH_OPTIONS = Algorithm(name="sharp", title="", paper="", summary="", defaults={"loss": "clipped"}, Options=OwnOptions)
+
+
+def test_an_algorithms_own_options_are_filled_and_checked():
+    name = f"{__name__}:WITH_OPTIONS"
+    assert AlgorithmConfig.model_validate({"name": name}).options == {"sharpness": 1.0}
+    assert AlgorithmConfig.model_validate({"name": name, "options": {"sharpness": 3}}).options == {"sharpness": 3.0}
+    with pytest.raises(ValidationError) as caught:
+        AlgorithmConfig.model_validate({"name": name, "options": {"sharpnes": 3}})
+    (error,) = caught.value.errors()
+    assert (error["type"], error["loc"]) == ("extra_forbidden", ("options", "sharpnes"))
+
+
+def test_options_of_an_algorithm_without_any_are_an_error():
+    with pytest.raises(ValidationError, match="grpo has none"):
+        AlgorithmConfig.model_validate({"name": "grpo", "options": {"x": 1}})

@@ -3,6 +3,8 @@
 import numpy as np
 import pytest
 
+from cosmos_rl_core.rollout.source import PromptSource
+from cosmos_rl_core.train.anchor import Anchor
 from cosmos_rl_core.train.batcher import Batcher, group_metrics
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch
 
@@ -58,3 +60,30 @@ def test_a_group_older_than_the_bound_is_refused():
     batcher = Batcher(collate, max_staleness=2)
     with pytest.raises(AssertionError, match="step 6 was given terms of version 3"):
         batcher(GROUPS, step=6)
+
+
+def test_an_anchor_gives_its_rows_of_the_step():
+    source = PromptSource([{"n": i} for i in range(5)], origin="rows", shuffle=False)
+    drawn = []
+
+    def collate_rows(prompts):
+        drawn.append([prompt.row["n"] for prompt in prompts])
+        return TrainBatch(microbatches=(), num_terms=0, num_rollouts=0)
+
+    anchor = Anchor(source, rows_per_step=2, collate=collate_rows)
+    batcher = Batcher(collate, max_staleness=9, anchor=anchor)
+    assert batcher(GROUPS, step=5).anchor is not None
+    batcher(GROUPS, step=7)
+    assert drawn == [[0, 1], [4, 0]]
+
+
+def test_advantages_that_are_seen_together_reach_the_collate():
+    collated = []
+
+    def collate_groups(groups):
+        collated.extend(rollout.advantage for group in groups for rollout in group.rollouts)
+        return collate(groups)
+
+    batcher = Batcher(collate_groups, max_staleness=9, batch_advantage=lambda groups: [a + 3 for a in groups])
+    batcher(GROUPS, step=5)
+    assert collated == [3.0] * 4

@@ -389,5 +389,5 @@ def test_a_string_under_a_field_is_its_description():
 
 def test_evaluation_sampling_replaces_length_and_temperature_only():
     config = load_config(recipe(eval={"max_terms": 5}, rollout={"sampling": {"top_k": 3, "stop": ["x"]}}))
-    sampling = config.eval.sampling(config.rollout.sampling)
+    sampling = config.rollout.sampling.evaluation(temperature=0.0, max_terms=config.eval.max_terms)
     assert (sampling.max_terms, sampling.temperature, sampling.top_k, sampling.stop) == (5, 0.0, 3, ("x",))

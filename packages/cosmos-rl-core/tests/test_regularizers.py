@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from cosmos_rl_core.algorithms.corrections import correction_weight, sequence_mask
-from cosmos_rl_core.algorithms.regularizers import entropy_loss, kl_estimate, unbiased_kl
+from cosmos_rl_core.algorithms.regularizers import entropy_loss, gaussian_kl, kl_estimate, unbiased_kl
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import TermBatch
 
 REFERENCE = torch.tensor([0.4, 0.3, 0.2, 0.1], dtype=torch.float64)
@@ -151,3 +152,16 @@ def test_sequence_mask_drops_bad_rollouts_the_policy_has_left_by_hand():
     )
     logprobs = tensor(-0.2, -0.6, 50.0, 0.4, -0.4, -0.1)
     assert sequence_mask(logprobs, terms, delta=0.3).tolist() == [0, 0, 0, 1, 1, 1]
+
+
+def test_the_exact_kl_of_gaussians_is_half_the_squared_distance_of_their_whitened_means():
+    mean, ref_mean, std = torch.randn(5, 3), torch.randn(5, 3), 0.4
+    wanted = torch.distributions.kl_divergence(
+        torch.distributions.Normal(mean, std), torch.distributions.Normal(ref_mean, std)
+    ).sum(-1)
+    assert torch.allclose(gaussian_kl({"whitened": mean / std}, {"whitened": ref_mean / std}), wanted)
+
+
+def test_the_exact_kl_wants_gaussians():
+    with pytest.raises(UserError, match='take "k3"'):
+        gaussian_kl({}, {})

@@ -1,6 +1,7 @@
 """The trainer's sum, its step, and what it does with a gradient that is not finite."""
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from cosmos_rl_core.algorithms.objective import anchor_objective
 from cosmos_rl_core.parallel.accumulate import accumulate
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.train.optim import build_optimizer, parameter_groups
@@ -21,6 +23,7 @@ class Linear:
     """A policy whose log-probability of a term is x . w + b."""
 
     def __init__(self, width=3):
+        self.steps = []
         self.module = nn.Linear(width, 1, dtype=torch.float64)
         with torch.no_grad():
             self.module.weight.copy_(torch.arange(1.0, width + 1))
@@ -32,6 +35,9 @@ class Linear:
 
     def forward_backward(self, microbatches, *, loss, with_entropy):
         accumulate(self, microbatches, loss=loss, with_entropy=with_entropy)
+
+    def stepped(self, version):
+        self.steps.append(version)
 
     def second_copies(self):
         return ()
@@ -94,7 +100,17 @@ def batch(*cuts):
     return TrainBatch(microbatches=parts, num_terms=sum(MASK), num_rollouts=4, metrics={"reward_mean": 0.25})
 
 
-def make(*, learning_rate=0.1, max_grad_norm=0.0, rate_factor=lambda step: 1.0, objective=None, version=0, name="sgd"):
+def make(
+    *,
+    learning_rate=0.1,
+    max_grad_norm=0.0,
+    rate_factor=lambda step: 1.0,
+    objective=None,
+    version=0,
+    name="sgd",
+    anchor=None,
+    anchor_coef=0.0,
+):
     policy: Any = Linear()
     optimizer = build_optimizer(
         name, policy.module, learning_rate=learning_rate, betas=(0.0, 0.9), eps=1e-8, weight_decay=0.0
@@ -102,6 +118,8 @@ def make(*, learning_rate=0.1, max_grad_norm=0.0, rate_factor=lambda step: 1.0, 
     return Trainer(
         policy,
         objective=objective or TwoLosses(),
+        anchor=anchor,
+        anchor_coef=anchor_coef,
         optimizer=optimizer,
         rate_factor=rate_factor,
         max_grad_norm=max_grad_norm,
@@ -290,3 +308,41 @@ def test_cosine_falls_slowly_at_both_ends():
     half = math.sqrt(0.5)
     assert rates("cosine", [0, 2, 4, 6, 8]) == pytest.approx([1.0, (1 + half) / 2, 0.5, (1 - half) / 2, 0.0])
     assert rates("cosine", [0, 4, 8, 9], min_ratio=0.2) == pytest.approx([1.0, 0.6, 0.2, 0.2])
+
+
+def test_the_anchors_gradient_is_added_with_its_coefficient_and_counts_of_its_own():
+    anchored = replace(batch(), anchor=TrainBatch(microbatches=(microbatch(1, 3),), num_terms=4, num_rollouts=2))
+    plain, trainer = make(), make(anchor=anchor_objective(), anchor_coef=0.5)
+    for each, given in ((plain, batch()), (trainer, anchored)):
+        each.begin(given)
+        each.forward_backward(given.microbatches)
+    trainer.forward_backward_anchor()
+    inside = microbatch(1, 3)
+    nll = -(inside.terms.loss_mask[:, None] * inside.inputs["x"]).sum(0) / 4  # the gradient of -(x . w + b) is -x
+    expected = gradients(plain)[:3] + 0.5 * nll
+    assert torch.allclose(gradients(trainer)[:3], expected)
+    metrics = trainer.optim_step().metrics
+    assert metrics["loss_anchor"] != 0
+    assert metrics["loss"] == pytest.approx(plain.optim_step().metrics["loss"] + 0.5 * metrics["loss_anchor"])
+
+
+def test_a_batch_without_an_anchor_is_trained_on_as_ever():
+    trainer = make(anchor=anchor_objective(), anchor_coef=0.5)
+    trainer.begin(batch())
+    trainer.forward_backward(batch().microbatches)
+    before = gradients(trainer).clone()
+    trainer.forward_backward_anchor()
+    assert torch.equal(gradients(trainer), before)
+
+
+def test_the_policy_is_told_of_steps_that_were_taken():
+    trainer = make(version=6)
+    trainer.begin(batch())
+    trainer.forward_backward(batch().microbatches)
+    trainer.optim_step()
+    assert trainer.policy.steps == [7]
+    trainer.begin(batch())
+    trainer.forward_backward(batch().microbatches)
+    trainer.policy.module.weight.grad.fill_(float("nan"))
+    trainer.optim_step()
+    assert trainer.policy.steps == [7]

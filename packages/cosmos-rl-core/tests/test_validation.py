@@ -12,6 +12,7 @@ from cosmos_rl_core.launch.validated import ValidatedSteps
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.rollout.source import PromptSource
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, build_network, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
@@ -23,9 +24,15 @@ ROWS = [{"context": context} for context in range(7)]
 
 
 def validation(*, share=None, mesh=None, rows=ROWS, rows_at_once=3):
-    collate = partial(collate_answers, actions=MODEL.actions, length=3, microbatch_terms=4, share=share or Share())
+    answers = partial(collate_answers, actions=MODEL.actions, length=3, microbatch_terms=4, share=share or Share())
     policy = TinyPolicy(MODEL, temperature=1.0, setup=ModelSetup(mesh=mesh))
-    return Validation(policy, rows=rows, rows_at_once=rows_at_once, collate=collate, mesh=mesh)
+    return Validation(
+        policy,
+        source=PromptSource(rows, origin="rows", shuffle=False, epochs=1),
+        rows_at_once=rows_at_once,
+        collate=lambda prompts: answers([prompt.row for prompt in prompts]),
+        mesh=mesh,
+    )
 
 
 def test_the_loss_by_hand():

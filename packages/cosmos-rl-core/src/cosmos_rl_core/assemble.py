@@ -22,12 +22,13 @@ from cosmos_rl_core.parallel.shape import check_fit
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.source import PromptSource
-from cosmos_rl_core.types import RolloutGroup, Share, TrainBatch
+from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
 
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from cosmos_rl_core.interfaces import Policy
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
+    from cosmos_rl_core.train.anchor import Anchor
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.train.validation import Validation
 
@@ -138,7 +139,7 @@ def build_rollouter(config: RunConfig, domain: Domain, engine: RolloutEngine) ->
         rules=group_rules(config.algorithm, max_terms=sampling.max_terms),
         group_size=config.rollout.group_size,
         sampling=sampling.build(),
-        eval_sampling=config.eval.sampling(sampling),
+        eval_sampling=sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_terms),
         seed=config.run.seed,
     )
 
@@ -155,7 +156,7 @@ def build_mesh(config: RunConfig) -> ReplicaMesh | None:
 
 
 def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = None) -> Trainer:
-    from cosmos_rl_core.algorithms.objective import build_objective
+    from cosmos_rl_core.algorithms.objective import anchor_objective, build_objective
     from cosmos_rl_core.train.optim import build_optimizer
     from cosmos_rl_core.train.schedule import factor
     from cosmos_rl_core.train.trainer import Trainer
@@ -166,6 +167,8 @@ def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = 
     return Trainer(
         policy,
         objective=build_objective(config.algorithm, max_terms=config.rollout.sampling.max_terms),
+        anchor=anchor_objective() if config.anchor.coef else None,
+        anchor_coef=config.anchor.coef,
         optimizer=build_optimizer(
             optimizer.name,
             policy.module,
@@ -219,15 +222,33 @@ def build_validation(
 
     if not config.is_sft or config.eval.data is None:
         return None
-    rows, _ = domain.load_rows(config.eval.data)
-    collate = partial(domain.collate_sft, policy=policy, microbatch_terms=config.policy.microbatch_terms, share=share)
+    rows, origin = domain.load_rows(config.eval.data)
     return Validation(
         policy,
-        rows=rows[: config.eval.limit],
+        source=PromptSource(rows[: config.eval.limit], origin=origin, shuffle=False, epochs=1),
         rows_at_once=config.policy.prompts_per_step,
-        collate=collate,
+        collate=build_collate_sft(config, domain, policy, share),
         mesh=mesh,
     )
+
+
+def build_anchor(config: RunConfig, domain: Domain, policy: Policy, share: Share) -> Anchor | None:
+    """What draws a step's share of [anchor]; None without."""
+    from cosmos_rl_core.train.anchor import Anchor
+
+    section = config.anchor
+    if config.is_sft or not section.coef:
+        return None
+    rows, origin = domain.load_rows(section.data or config.data)
+    source = PromptSource(rows, origin=origin, shuffle=section.shuffle, seed=config.run.seed)
+    return Anchor(source, rows_per_step=section.rows_per_step, collate=build_collate_sft(config, domain, policy, share))
+
+
+def build_collate_sft(
+    config: RunConfig, domain: Domain, policy: Policy, share: Share
+) -> Callable[[Sequence[Prompt]], TrainBatch]:
+    """What makes this rank's share of supervised rows."""
+    return partial(domain.collate_sft, policy=policy, microbatch_terms=config.policy.microbatch_terms, share=share)
 
 
 def build_sync(config: RunConfig) -> WeightSync:

@@ -12,7 +12,6 @@ from cosmos_rl_core.types import (
     Prompt,
     Rollout,
     RolloutGroup,
-    Sampling,
     Share,
     TermBatch,
     TrainBatch,
@@ -52,9 +51,11 @@ class RolloutEngine(Protocol):
         ...
 
     async def generate(
-        self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
+        self, prompt: Prompt, *, num_samples: int, sampling: Any, seed: int
     ) -> tuple[str, list[Rollout]]:
         """Return the prompt as the model saw it and `num_samples` rollouts without rewards.
+
+        sampling: what the domain's [rollout.sampling] builds; `types.Sampling` for terms drawn from a vocabulary.
 
         Raises `PromptError` for a prompt this engine can never answer (too long, missing column).
         Cancelling the awaiting task frees the running sequences.
@@ -137,6 +138,10 @@ class Policy(Protocol):
         """
         ...
 
+    def stepped(self, version: int) -> None:
+        """Follow the weights after an optimizer step that made `version`: averages of them are updated here."""
+        ...
+
     def second_copies(self) -> Sequence[nn.Parameter]:
         """Parameters of `module` whose gradient another rank counts: a tied matrix on the last stage of a pipeline."""
         ...
@@ -150,11 +155,35 @@ class Policy(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Live tensors by checkpoint name: what a rollout engine needs, tied tensors once."""
+        """Live tensors by checkpoint name, tied tensors once: what a checkpoint holds."""
+        ...
+
+    def rollout_weights(self) -> Mapping[str, Tensor]:
+        """Those that engines draw with, by the names of their own: `weights`, unless others draw than are trained."""
         ...
 
     def save_config(self, directory: Path) -> None:
         """Write what loads the model beside its weights: configuration, tokenizer. Called in one rank alone."""
+        ...
+
+
+class SamplingConfig(Protocol):
+    """What core asks of a domain's [rollout.sampling]. `build` gives what engine and policy are handed."""
+
+    @property
+    def max_terms(self) -> int:
+        """Most terms of one rollout."""
+        ...
+
+    @property
+    def least_microbatch_terms(self) -> int:
+        """What a microbatch has to hold at least: a whole rollout, where its terms cannot be taken apart."""
+        ...
+
+    def build(self) -> Any: ...
+
+    def evaluation(self, *, temperature: float, max_terms: int | None) -> Any:
+        """As `build`, for an evaluation, with the keys of [eval]; raises UserError for one it has no use for."""
         ...
 
 
@@ -169,7 +198,9 @@ class Domain(Protocol):
     Model: type[BaseModel]
     """Strict model of the [model] section."""
     Data: type[BaseModel]
-    """Strict model of the [data] section; also used for [eval.data]."""
+    """Strict model of the [data] section; also used for [eval.data] and [anchor.data]."""
+    Sampling: type[BaseModel]
+    """Strict model of [rollout.sampling], a `SamplingConfig`."""
 
     rewards: Sequence[str]
     """Names `reward` knows, for messages."""
@@ -180,8 +211,8 @@ class Domain(Protocol):
         """Read the dataset. Returns rows and their origin for messages ("train.jsonl"). Raises UserError."""
         ...
 
-    def build_policy(self, model: Any, *, data: Any, sampling: Sampling | None, seed: int, setup: ModelSetup) -> Policy:
-        """The model to train. `sampling` fixes the temperature at which log-probabilities are taken (None: SFT).
+    def build_policy(self, model: Any, *, data: Any, sampling: Any, seed: int, setup: ModelSetup) -> Policy:
+        """The model to train. `sampling` says how its terms are drawn, such as at which temperature (None: SFT).
 
         `setup` says over which ranks it is spread and what it trades for memory; all ranks call this together.
         """
@@ -220,10 +251,11 @@ class Domain(Protocol):
         """
         ...
 
-    def collate_sft(
-        self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int, share: Share
-    ) -> TrainBatch:
-        """Dataset rows with the wanted answer -> microbatches whose loss_mask covers the answer; as `collate`."""
+    def collate_sft(self, prompts: Sequence[Prompt], *, policy: Any, microbatch_terms: int, share: Share) -> TrainBatch:
+        """Rows with the wanted answer -> microbatches whose loss_mask covers the answer; as `collate`.
+
+        What is drawn at random for a row follows from its `sample_id`, so that a run that is resumed draws the same.
+        """
         ...
 
     def export_weights(

@@ -60,6 +60,9 @@ class Rollout:
     """[T] bool: terms that are trained on."""
     text: str = ""
     """Readable form for files and rewards."""
+    media: Mapping[str, np.ndarray] = field(default_factory=dict)
+    """What rewards look at beside the text, such as `video` uint8 [frames, height, width, 3]. It stays in the process
+    that made it: it is neither sent nor trained on."""
     finish_reason: FinishReason = "stop"
     reward: float = 0.0
     """Weighted sum of `reward_breakdown`, after shaping."""
@@ -108,6 +111,8 @@ class TermBatch:
     num_rollouts: int
     ref_logprobs: Tensor | None = None
     """[T] float32 under the frozen reference, where a KL term is asked for."""
+    ref_tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """`PolicyOutputs.tensors` of that reference."""
 
     def to(self, device: torch.device) -> TermBatch:
         """Return the same terms with all tensors on `device`."""
@@ -118,6 +123,7 @@ class TermBatch:
             rollout_index=self.rollout_index.to(device),
             num_rollouts=self.num_rollouts,
             ref_logprobs=None if self.ref_logprobs is None else self.ref_logprobs.to(device),
+            ref_tensors={name: tensor.to(device) for name, tensor in self.ref_tensors.items()},
         )
 
 
@@ -141,6 +147,8 @@ class TrainBatch:
     num_rollouts: int
     """Rollouts with at least one such term over the whole batch, all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    anchor: TrainBatch | None = None
+    """Supervised data that is trained on beside the rollouts, with counts of its own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,6 +171,9 @@ class PolicyOutputs:
     """[T] float32 with gradient: log-probability of each term at the sampling temperature."""
     entropy: Tensor | None = None
     """[T] float32 with gradient, where asked for."""
+    tensors: Mapping[str, Tensor] = field(default_factory=dict)
+    """[T, ...] by name: what objectives of the domain's own read beside these. `whitened` [T, D], where a term is a
+    Gaussian: its mean divided so that half the squared distance of two of them is the KL divergence."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from cosmos_rl_core.config.base import ConfigError
 from cosmos_rl_core.config.problems import known_tables, problems
+from cosmos_rl_core.config.sections import SamplingSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
@@ -47,6 +48,7 @@ class LLMDomain:
     name = "llm"
     Model = LLMModelConfig
     Data = LLMDataConfig
+    Sampling = SamplingSection
     rewards = tuple(REWARDS)
     engines = ("torch", "vllm")
 
@@ -121,11 +123,12 @@ class LLMDomain:
         return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
     def collate_sft(
-        self, rows: Sequence[Mapping[str, Any]], *, policy: TextPolicy, microbatch_terms: int, share: Share
+        self, prompts: Sequence[Prompt], *, policy: TextPolicy, microbatch_terms: int, share: Share
     ) -> TrainBatch:
         """Pack rows with their wanted responses; the loss covers the assistant's turns and the end of each."""
         from cosmos_rl_llm.supervised import collate_sft
 
+        rows = [prompt.row for prompt in prompts]
         return collate_sft(rows, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)
 
     def export_weights(

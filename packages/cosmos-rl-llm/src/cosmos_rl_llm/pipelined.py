@@ -121,6 +121,9 @@ class PipelinedPolicy:
         with tied_gradients(self._tied_parameters(), mesh=self._mesh):
             self._pipeline.forward_backward(microbatches, loss=loss, with_entropy=with_entropy)
 
+    def stepped(self, version: int) -> None:
+        """Nothing follows the weights here."""
+
     def second_copies(self) -> Sequence[nn.Parameter]:
         """The embedding's matrix on the last stage, where it is the head; the first stage counts its gradient."""
         return self._tied_parameters() if self._pipeline.is_last else ()
@@ -136,6 +139,10 @@ class PipelinedPolicy:
     def weights(self) -> dict[str, Tensor]:
         """This rank's live tensors by checkpoint name; a tied matrix is the embedding's on both its stages."""
         return named_weights(self._model)
+
+    def rollout_weights(self) -> Mapping[str, Tensor]:
+        """The trained ones."""
+        return self.weights()
 
     def save_config(self, directory: Path) -> None:
         """Write the configuration of the whole model, and the tokenizer if there is one."""

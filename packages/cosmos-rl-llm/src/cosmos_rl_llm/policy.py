@@ -84,6 +84,9 @@ class CausalLMPolicy:
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
         accumulate(self, microbatches, loss=loss, with_entropy=with_entropy, reduce_once=self._reduce_once)
 
+    def stepped(self, version: int) -> None:
+        """Nothing follows the weights here."""
+
     def second_copies(self) -> Sequence[nn.Parameter]:
         """None: a whole model has its tied matrices once."""
         return ()
@@ -99,6 +102,10 @@ class CausalLMPolicy:
     def weights(self) -> dict[str, Tensor]:
         """Live tensors by checkpoint name, tied tensors once."""
         return named_weights(self.module.causal_lm)
+
+    def rollout_weights(self) -> Mapping[str, Tensor]:
+        """The trained ones."""
+        return self.weights()
 
     def save_config(self, directory: Path) -> None:
         """Write what loads the model beside its weights: configuration, and the tokenizer if there is one."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 
 DEVIATION_FLOOR = 1e-6
 """Added to the deviation, so that a group of nearly equal rewards does not blow up."""
+
+
+BatchAdvantage = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
+"""Advantages of each group [G] -> the same, seen against one another."""
 
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:
@@ -40,17 +44,35 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return group_mean(rewards) * (len(rewards) / (len(rewards) - 1))
 
 
+def over_batch_std(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
+    """Divide the groups' advantages r - mean(r) by the deviation of all rewards of the batch. Flow-GRPO's `global_std`.
+
+    That is the root of the mean of their squares: each group's rewards are taken around that group's own mean.
+    """
+    deviation = np.sqrt(np.mean(np.concatenate(advantages) ** 2))
+    return [each / (deviation + DEVIATION_FLOOR) for each in advantages]
+
+
 ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "group_std": group_std,
     "group_mean": group_mean,
+    "batch_std": group_mean,
     "leave_one_out": leave_one_out,
 }
+
+
+def build_batch_advantage(config: AlgorithmConfig) -> BatchAdvantage | None:
+    """Return what is done to the advantages of all groups of a step together; None for nothing."""
+    if config.advantage != "batch_std" or find_algorithm(config.name).advantage is not None:
+        return None
+    limit = np.inf if config.advantage_clip is None else config.advantage_clip
+    return lambda advantages: [np.clip(each, -limit, limit) for each in over_batch_std(advantages)]
 
 
 def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
     """Return the estimator the config asks for: checked, and clipped where `advantage_clip` is set."""
     function = find_algorithm(config.name).advantage or ADVANTAGES[config.advantage]
-    limit = np.inf if config.advantage_clip is None else config.advantage_clip
+    limit = np.inf if config.advantage_clip is None or config.advantage == "batch_std" else config.advantage_clip
 
     def advantages(rewards: np.ndarray) -> np.ndarray:
         values = np.asarray(function(np.asarray(rewards, dtype=np.float64)), dtype=np.float64)

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_validator, model_validator
-from pydantic_core import InitErrorDetails, PydanticCustomError
+from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
 from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
 
-AdvantageName = Literal["group_std", "group_mean", "leave_one_out"]
+AdvantageName = Literal["group_std", "group_mean", "batch_std", "leave_one_out"]
 LossName = Literal["clipped", "sequence_clipped", "truncated", "cispo", "supervised"]
 CorrectionName = Literal["truncate", "mask", "none"]
-KLName = Literal["k1", "k2", "k3"]
+KLName = Literal["k1", "k2", "k3", "exact"]
 AggregationName = Literal["term_mean", "sequence_mean_of_means", "sequence_mean_of_sums", "constant"]
 
 READS: Mapping[LossName, frozenset[str]] = {
@@ -38,7 +39,7 @@ class AlgorithmConfig(Strict):
     """An algorithm of the table, an installed one, or "module:attribute" of your own `Algorithm`."""
 
     advantage: AdvantageName = "group_std"
-    """What is subtracted from a reward, and whether the group's deviation divides it."""
+    """What is subtracted from a reward, and what divides it: nothing, the group's deviation or the whole batch's."""
     advantage_clip: float | None = Field(default=None, gt=0)
     """Advantages are kept within plus and minus this."""
 
@@ -67,7 +68,7 @@ class AlgorithmConfig(Strict):
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of KL(policy || reference); above 0 a frozen reference is loaded."""
     kl_estimator: KLName = "k3"
-    """Estimator of that divergence from the sampled terms."""
+    """Estimator of that divergence from the sampled terms; "exact" where a term is a Gaussian, as in denoising."""
     kl_unbiased: bool = False
     """Multiply the estimate by the ratio, with its gradient: value and gradient are then the KL's own."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -84,6 +85,8 @@ class AlgorithmConfig(Strict):
     """The last terms before max_terms over which a penalty on length rises from 0; 0 switches it off."""
     overlong_penalty: float = Field(default=1.0, gt=0)
     """That penalty at max_terms, subtracted from the reward."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Keys of the named algorithm's own."""
 
     @field_validator("name")
     @classmethod
@@ -99,8 +102,10 @@ class AlgorithmConfig(Strict):
         row = _row(data.get("name", cls.model_fields["name"].default))
         if row is None:
             return handler(data)
-        config = handler({**row.defaults, **data})
-        defaults = {key: info.default for key, info in cls.model_fields.items()} | dict(row.defaults)
+        config = handler({**row.defaults, **data, "options": _own_options(row, data.get("options", {}))})
+        defaults = {key: info.get_default(call_default_factory=True) for key, info in cls.model_fields.items()} | dict(
+            row.defaults
+        )
         chosen = {key for key in data if getattr(config, key) != defaults[key]}
         problems = {key: why for key, why in _idle_keys(config, row).items() if key in chosen} | _conflicts(config)
         if problems:
@@ -116,6 +121,30 @@ def _row(name: Any) -> Algorithm | None:
         return find_algorithm(name)
     except UserError:
         return None
+
+
+def _own_options(row: Algorithm, given: Any) -> Any:
+    """[algorithm.options] as the row's model has them, with its defaults."""
+    if not isinstance(given, Mapping):
+        return given  # the field itself will be the error
+    if row.Options is None:
+        if given:
+            raise _problems({"options": f"{row.name} has none; remove them"}, {"options": given})
+        return {}
+    try:
+        return row.Options.model_validate_json(json.dumps(given, default=str), strict=True).model_dump(mode="json")
+    except ValidationError as error:
+        inside = [_inside(each) for each in error.errors()]
+        raise ValidationError.from_exception_data("AlgorithmConfig", inside) from error
+
+
+def _inside(details: ErrorDetails) -> InitErrorDetails:
+    """An error of the options, as one of the section."""
+    kind: str | PydanticCustomError = details["type"]
+    if kind == "value_error":  # it cannot be made again without the exception
+        kind = PydanticCustomError("value_error", "{why}", {"why": details["msg"].removeprefix("Value error, ")})
+    loc = ("options", *details["loc"])
+    return InitErrorDetails(type=kind, loc=loc, input=details["input"], ctx=details.get("ctx", {}))
 
 
 def _idle_keys(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
@@ -170,6 +199,8 @@ def _conflicts(config: AlgorithmConfig) -> dict[str, str]:
     """Choices that each make sense and together do not."""
     if config.kl_coef > 0 and config.kl_estimator == "k1" and not config.kl_unbiased:
         return {"kl_estimator": '"k1" alone has no gradient on average; set kl_unbiased = true, or take "k3"'}
+    if config.kl_coef > 0 and config.kl_estimator == "exact" and config.kl_unbiased:
+        return {"kl_unbiased": '"exact" needs no correction; set it to false'}
     if config.kl_coef > 0 and config.kl_estimator == "k2" and config.kl_unbiased:
         return {"kl_unbiased": '"k2" is biased with the ratio too; take "k1" or "k3", or set it to false'}
     return {}

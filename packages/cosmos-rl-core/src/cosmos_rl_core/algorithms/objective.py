@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from cosmos_rl_core.algorithms.aggregation import Aggregation
 from cosmos_rl_core.algorithms.corrections import correction_weight, sequence_mask
 from cosmos_rl_core.algorithms.losses import LOSSES, LossFn, importance_ratio
-from cosmos_rl_core.algorithms.regularizers import entropy_loss, kl_estimate, unbiased_kl
+from cosmos_rl_core.algorithms.regularizers import entropy_loss, gaussian_kl, kl_estimate, unbiased_kl
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch, TrainBatch
@@ -31,10 +31,17 @@ if TYPE_CHECKING:
 def build_objective(config: AlgorithmConfig, *, max_terms: int) -> Objective:
     """Return the objective of a config. `aggregation_constant` is the sampling's `max_terms` if not set."""
     aggregation = Aggregation(kind=config.aggregation, constant=config.aggregation_constant or max_terms)
+    row = find_algorithm(config.name)
+    if row.objective is not None:
+        return row.objective(config, aggregation=aggregation)
     if config.loss == "supervised":
         return SupervisedObjective(aggregation=aggregation)
-    loss = find_algorithm(config.name).loss or LOSSES[config.loss]
-    return PolicyObjective(config, loss=loss, aggregation=aggregation)
+    return PolicyObjective(config, loss=row.loss or LOSSES[config.loss], aggregation=aggregation)
+
+
+def anchor_objective() -> Objective:
+    """Return the objective of the anchor's data: maximum likelihood, every term weighs the same."""
+    return SupervisedObjective(aggregation=Aggregation(kind="term_mean", constant=1))
 
 
 class PolicyObjective:
@@ -87,7 +94,10 @@ class PolicyObjective:
         if not self.needs_reference:
             return None, {}
         assert terms.ref_logprobs is not None, "needs_reference was true, but the batch has no ref_logprobs"
-        values = kl_estimate(logprobs, terms.ref_logprobs, estimator=config.kl_estimator)
+        if config.kl_estimator == "exact":
+            values = gaussian_kl(outputs.tensors, terms.ref_tensors)
+        else:
+            values = kl_estimate(logprobs, terms.ref_logprobs, estimator=config.kl_estimator)
         if config.kl_unbiased:
             ratio = importance_ratio(logprobs, self._old(logprobs, terms))
             if config.old_logprobs == "policy":
@@ -146,13 +156,20 @@ def _trained_only(outputs: PolicyOutputs, terms: TermBatch) -> tuple[PolicyOutpu
     def fill(values: Tensor) -> Tensor:
         return values.masked_fill(left_out, 0.0)
 
-    outputs = PolicyOutputs(
-        logprobs=fill(outputs.logprobs), entropy=None if outputs.entropy is None else fill(outputs.entropy)
+    def fill_rows(values: Tensor) -> Tensor:
+        return values.masked_fill(left_out.view(-1, *(1,) * (values.dim() - 1)), 0.0)
+
+    outputs = replace(
+        outputs,
+        logprobs=fill(outputs.logprobs),
+        entropy=None if outputs.entropy is None else fill(outputs.entropy),
+        tensors={name: fill_rows(tensor) for name, tensor in outputs.tensors.items()},
     )
     terms = replace(
         terms,
         rollout_logprobs=fill(terms.rollout_logprobs),
         advantages=fill(terms.advantages),
         ref_logprobs=None if terms.ref_logprobs is None else fill(terms.ref_logprobs),
+        ref_tensors={name: fill_rows(tensor) for name, tensor in terms.ref_tensors.items()},
     )
     return outputs, terms

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.algorithms.losses import LOG_RATIO_LIMIT
+from cosmos_rl_core.errors import UserError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,6 +32,16 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLName) ->
         return log_ratio.square() / 2
     log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return log_ratio.expm1() - log_ratio
+
+
+def gaussian_kl(tensors: Mapping[str, Tensor], ref_tensors: Mapping[str, Tensor]) -> Tensor:
+    """Return KL(policy || reference) of each term [T], exactly, where terms are Gaussians of equal deviation.
+
+    Both hold `whitened` [T, D]: half its squared distance. Flow-GRPO (arXiv 2505.05470, section 4.2) in its terms.
+    """
+    if "whitened" not in tensors or "whitened" not in ref_tensors:
+        raise UserError('kl_estimator = "exact" is for policies whose terms are Gaussians; take "k3"')
+    return (tensors["whitened"] - ref_tensors["whitened"]).square().sum(-1) / 2
 
 
 def unbiased_kl(estimate: Tensor, ratio: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from cosmos_rl_core.errors import UserError
 
 if TYPE_CHECKING:
     import numpy as np
+    from pydantic import BaseModel
 
 GROUP = "cosmos_rl.algorithms"
 """Entry point group in which a package may offer an `Algorithm`."""
@@ -32,6 +33,10 @@ class Algorithm:
     """Replaces the named advantage: rewards [G] float64 -> advantages [G] float64."""
     loss: Callable[..., Any] | None = None
     """Replaces the named loss: a `losses.LossFn`. Import torch inside it: the controller loads this row."""
+    objective: Callable[..., Any] | None = None
+    """Replaces the whole objective: (config, *, aggregation) -> `interfaces.Objective`. Import torch inside it."""
+    Options: type[BaseModel] | None = None
+    """Strict model of [algorithm.options]; None: there are none."""
 
 
 _ROWS = (

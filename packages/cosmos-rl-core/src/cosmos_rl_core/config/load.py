@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -13,6 +13,7 @@ import tomli_w
 from pydantic import BaseModel, ValidationError
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.config.base import ConfigError, Problem
 from cosmos_rl_core.config.overrides import apply_overrides
 from cosmos_rl_core.config.problems import as_toml, closest, in_file_order, known_tables, problems
@@ -35,19 +36,13 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     _name_after_file(raw, file)
     domain, domain_problems = _find_domain(raw)
     found += domain_problems
-    tables = _all_tables(domain)
+    tables = _all_tables(domain) | _algorithm_table(raw)
     parts, part_problems = _domain_parts(raw, domain, tables)
-    config, core_problems = _core(raw, tables)
+    config, core_problems = _core(raw, tables, parts, {problem.section for problem in part_problems})
     found += part_problems + core_problems
     if found:
         raise ConfigError(in_file_order(_each_once(found), raw), file=file)
-    return config.model_copy(
-        update={
-            "model": parts["model"],
-            "data": parts["data"],
-            "eval": config.eval.model_copy(update={"data": parts.get("eval.data")}),
-        }
-    )
+    return config
 
 
 def load_domain(name: str) -> Domain:
@@ -113,9 +108,29 @@ def _all_tables(domain: Domain | None) -> dict[str, list[str]]:
     """Known keys of core and of the domain, for suggestions."""
     tables = known_tables(RunConfig)
     if domain is not None:
-        for at, model in (("model", domain.Model), ("data", domain.Data), ("eval.data", domain.Data)):
-            tables |= known_tables(model, at=at)
+        for at in _PLACES:
+            tables |= known_tables(_model_at(domain, at), at=at)
     return tables
+
+
+def _algorithm_table(raw: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Known keys of [algorithm.options]."""
+    name = _given(raw, "algorithm.name")
+    try:
+        options = find_algorithm(name).Options if isinstance(name, str) else None
+    except UserError:
+        return {}  # the name itself will be the error
+    return {} if options is None else known_tables(options, at="algorithm.options")
+
+
+_PLACES = ("model", "data", "eval.data", "anchor.data", "rollout.sampling")
+"""Sections whose keys belong to the domain."""
+_ALWAYS = ("model", "data", "rollout.sampling")
+"""Those that are there whether they are written down or not."""
+
+
+def _model_at(domain: Domain, at: str) -> type[BaseModel]:
+    return {"model": domain.Model, "rollout.sampling": domain.Sampling}.get(at, domain.Data)
 
 
 def _domain_parts(
@@ -124,27 +139,50 @@ def _domain_parts(
     """Validate the sections whose keys belong to the domain."""
     if domain is None:
         return {}, []
-    evaluation = raw.get("eval")
-    wanted: list[tuple[str, type[BaseModel], Any]] = [
-        ("model", domain.Model, raw.get("model", {})),
-        ("data", domain.Data, raw.get("data", {})),
-    ]
-    if isinstance(evaluation, Mapping) and "data" in evaluation:
-        wanted.append(("eval.data", domain.Data, evaluation["data"]))
     parts: dict[str, BaseModel] = {}
     found: list[Problem] = []
-    for at, model, given in wanted:
+    for at in _PLACES:
+        given = _given(raw, at)
+        if given is None and at not in _ALWAYS:
+            continue
         try:
-            parts[at] = _validated(model, given)
+            parts[at] = _validated(_model_at(domain, at), {} if given is None else given)
         except ValidationError as error:
             found += problems(error, tables=tables, at=at)
     return parts, found
 
 
-def _core(raw: Mapping[str, Any], tables: Mapping[str, Sequence[str]]) -> tuple[RunConfig, list[Problem]]:
+def _given(raw: Mapping[str, Any], at: str) -> Any:
+    """What is written down at a dotted key, or None."""
+    here: Any = raw
+    for name in at.split("."):
+        here = here.get(name) if isinstance(here, Mapping) else None
+    return here
+
+
+def _with_parts(config: RunConfig, parts: Mapping[str, BaseModel]) -> RunConfig:
+    """Put what the domain validated in its places."""
+    return config.model_copy(
+        update={
+            "model": parts.get("model"),
+            "data": parts.get("data"),
+            "eval": config.eval.model_copy(update={"data": parts.get("eval.data")}),
+            "anchor": config.anchor.model_copy(update={"data": parts.get("anchor.data")}),
+            "rollout": config.rollout.model_copy(update={"sampling": parts.get("rollout.sampling")}),
+        }
+    )
+
+
+def _core(
+    raw: Mapping[str, Any],
+    tables: Mapping[str, Sequence[str]],
+    parts: Mapping[str, BaseModel],
+    unsound: Collection[str],
+) -> tuple[RunConfig, list[Problem]]:
     """Validate the sections of core, then the rules between those sections that are sound.
 
-    The config holds only the sound sections; it is whole where no problem is returned.
+    `unsound` names sections in which the domain found something wrong. The config holds only the sound sections; it is
+    whole where no problem is returned.
     """
     found: list[Problem] = []
     try:
@@ -156,7 +194,8 @@ def _core(raw: Mapping[str, Any], tables: Mapping[str, Sequence[str]]) -> tuple[
         config = _validated(RunConfig, {"run": {"domain": "unknown"}} | sound)
     if config.is_sft:  # what is wrong inside a section that has to go is not worth mending
         found = [problem for problem in found if problem.section not in RL_ONLY]
-    broken = _broken_sections(found)
+    config = _with_parts(config, parts)
+    broken = _broken_sections(found) | set(unsound) | ({"rollout"} - {at.partition(".")[0] for at in parts})
     clashes = [conflict for conflict in conflicts(config, given=raw) if not broken & conflict.sections]
     return config, found + [conflict.problem(config) for conflict in clashes]
 

@@ -13,6 +13,7 @@ from cosmos_rl_core.config.base import Problem, Strict
 from cosmos_rl_core.config.policy import PolicySection
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.sections import (
+    AnchorSection,
     CheckpointSection,
     ElasticSection,
     EvalSection,
@@ -24,7 +25,7 @@ from cosmos_rl_core.config.sections import (
     SyncSection,
 )
 
-RL_ONLY = ("rollout", "reward", "sync")
+RL_ONLY = ("rollout", "reward", "anchor", "sync")
 """Sections that mean nothing to supervised fine-tuning."""
 
 
@@ -41,6 +42,7 @@ class RunConfig(Strict):
     policy: PolicySection = PolicySection()
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
+    anchor: AnchorSection = AnchorSection()
     sync: SyncSection = SyncSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
@@ -130,18 +132,39 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
             other="algorithm.advantage",
             wrong="must be at least 2, to compare a rollout with others, for",
         )
+    if config.anchor.data is not None and not config.anchor.coef:
+        yield Conflict(
+            key="anchor.coef",
+            other="anchor.data",
+            wrong="must be above 0 with",
+            suggestion="set it, 0.01 for example, or remove [anchor.data]",
+        )
+    if config.rollout.sampling is not None:
+        yield from _term_conflicts(config)
+
+
+def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """How long a rollout may be."""
     if config.algorithm.overlong_buffer_terms > config.rollout.sampling.max_terms:
         yield Conflict(
             key="algorithm.overlong_buffer_terms",
             other="rollout.sampling.max_terms",
             wrong="must be at most",
         )
-    if config.rollout.sampling.max_terms > config.policy.microbatch_terms:
+    sampling, terms = config.rollout.sampling, config.policy.microbatch_terms
+    if sampling.least_microbatch_terms > terms:
         yield Conflict(
             key="policy.microbatch_terms",
             other="rollout.sampling.max_terms",
             wrong="must hold a whole rollout: its prompt and up to",
             suggestion="raise the first or lower the second",
+        )
+    elif sampling.max_terms > terms and config.algorithm.aggregation == "sequence_mean_of_means":
+        yield Conflict(
+            key="algorithm.aggregation",
+            other="policy.microbatch_terms",
+            wrong="averages over whole rollouts, which do not fit into",
+            suggestion='take "term_mean"',
         )
 
 

@@ -67,6 +67,16 @@ class SamplingSection(Strict):
     stop: tuple[str, ...] = ()
     """Texts that end a rollout."""
 
+    @property
+    def least_microbatch_terms(self) -> int:
+        """A whole rollout: its tokens are read together."""
+        return self.max_terms
+
+    def evaluation(self, *, temperature: float, max_terms: int | None) -> Sampling:
+        """Return those of an evaluation, with the two keys of [eval] on top."""
+        update = {"temperature": temperature, "max_terms": max_terms or self.max_terms}
+        return self.model_copy(update=update).build()
+
     def build(self) -> Sampling:
         """Return the sampling parameters an engine takes."""
         return Sampling(
@@ -91,7 +101,8 @@ class RolloutSection(Strict):
     """CPU threads of a replica; without it the replicas of all roles share the machine's cores."""
     max_attempts: int = Field(default=3, ge=1)
     """Errors after which a prompt is dropped with its reason; a worker's death is not one."""
-    sampling: SamplingSection = SamplingSection()
+    sampling: Any = SamplingSection()
+    """How rollouts are drawn, with the domain's own keys."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Handed to the engine as they are."""
 
@@ -123,6 +134,19 @@ class RewardSection(Strict):
         if twice:
             raise ValueError(f"names a reward more than once: {', '.join(twice)}")
         return functions
+
+
+class AnchorSection(Strict):
+    """[anchor]: supervised data that is trained on beside the rollouts, so that the model stays what it learnt from."""
+
+    coef: float = Field(default=0.0, ge=0)
+    """Coefficient of its loss; 0 switches it off."""
+    rows_per_step: int = Field(default=8, ge=1)
+    """Rows of it in an optimizer step."""
+    shuffle: bool = True
+    """Draw the rows of each epoch in a new order, fixed by the seed and the epoch."""
+    data: Any = None
+    """The rows, with the keys of [data]; without it those of [data] itself."""
 
 
 class SyncSection(Strict):
@@ -201,11 +225,6 @@ class EvalSection(Strict):
         """Return whether this version is evaluated: the untrained, the last, and those asked for in between."""
         regular = self.every_steps > 0 and version % self.every_steps == 0
         return self.data is not None and (regular or version in (0, last))
-
-    def sampling(self, base: SamplingSection) -> Sampling:
-        """Return the sampling parameters of an evaluation: those of the rollouts with our two on top."""
-        update = {"temperature": self.temperature, "max_terms": self.max_terms or base.max_terms}
-        return base.model_copy(update=update).build()
 
 
 class LoggingSection(Strict):

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
 
 from cosmos_rl_core import assemble
+from cosmos_rl_core.algorithms.advantages import build_batch_advantage
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.client import decode_groups
@@ -17,7 +16,7 @@ from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.train.batcher import Batcher
-from cosmos_rl_core.types import Share, TrainBatch
+from cosmos_rl_core.types import Prompt, Share, TrainBatch
 
 
 def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
@@ -32,25 +31,27 @@ class BatchMaker:
 
     def __init__(self, assignment: Assignment, policy: Policy, *, share: Share) -> None:
         self._at = assignment
-        self._policy = policy
-        self._share = share
         config = assignment.config
+        self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
         self._batcher = Batcher(
-            assemble.build_collate(config, assignment.domain, share), max_staleness=config.sync.max_staleness
+            assemble.build_collate(config, assignment.domain, share),
+            max_staleness=config.sync.max_staleness,
+            batch_advantage=build_batch_advantage(config.algorithm),
+            anchor=assemble.build_anchor(config, assignment.domain, policy, share),
         )
 
     def __call__(self, message: p.Batch) -> TrainBatch:
         at = self._at
         with at.context.timeline.span("collate", step=message.step):
             if at.config.is_sft:
-                return self._supervised([json.loads(row) for row in message.payloads])
+                return self._supervised(message)
             groups = decode_groups(message)
             every = at.config.logging.rollouts_every
             if every and message.step % every == 0 and at.context.leads:
                 write_rollouts(at.run_dir / "rollouts", step=message.step, groups=groups)
             return self._batcher(groups, step=message.step)
 
-    def _supervised(self, rows: list[Mapping[str, Any]]) -> TrainBatch:
-        terms = self._at.config.policy.microbatch_terms
-        batch = self._at.domain.collate_sft(rows, policy=self._policy, microbatch_terms=terms, share=self._share)
+    def _supervised(self, message: p.Batch) -> TrainBatch:
+        rows = zip(message.samples, map(json.loads, message.payloads), strict=True)
+        batch = self._collate_sft([Prompt(sample_id=sample, row=row) for sample, row in rows])
         return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})

@@ -136,7 +136,7 @@ class PolicyRole:
             return None
         return await asyncio.to_thread(
             assemble.build_sync(config).publisher,
-            trainer.policy.weights(),
+            trainer.policy.rollout_weights(),
             settings=assemble.sync_settings(config, token=at.context.token),
             bind=at.context.address or config.run.bind,
             ranks=None if ranks is None else ranks.words,

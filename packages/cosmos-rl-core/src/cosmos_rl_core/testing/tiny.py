@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from cosmos_rl_core.config.sections import SamplingSection
 from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -27,6 +28,7 @@ class Tiny:
     name = "tiny"
     Model = TinyModel
     Data = TinyData
+    Sampling = SamplingSection
     rewards = ("hits", "nan", "short", "text")
     engines = ("tiny", "torch")
 
@@ -64,11 +66,10 @@ class Tiny:
 
         return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
-    def collate_sft(
-        self, rows: Sequence[Mapping[str, Any]], *, policy: Any, microbatch_terms: int, share: Share
-    ) -> TrainBatch:
+    def collate_sft(self, prompts: Sequence[Prompt], *, policy: Any, microbatch_terms: int, share: Share) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate_answers
 
+        rows = [prompt.row for prompt in prompts]
         return collate_answers(rows, actions=policy.actions, length=3, microbatch_terms=microbatch_terms, share=share)
 
     def export_weights(

@@ -82,6 +82,9 @@ class TinyPolicy:
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
         accumulate(self, microbatches, loss=loss, with_entropy=with_entropy)
 
+    def stepped(self, version: int) -> None:
+        pass
+
     def second_copies(self) -> Sequence[nn.Parameter]:
         return ()
 
@@ -93,6 +96,10 @@ class TinyPolicy:
 
     def weights(self) -> Mapping[str, Tensor]:
         return dict(self.module.named_parameters())
+
+    def rollout_weights(self) -> Mapping[str, Tensor]:
+        """The trained ones."""
+        return self.weights()
 
     def save_config(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)

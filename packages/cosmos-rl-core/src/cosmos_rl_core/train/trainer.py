@@ -32,6 +32,8 @@ class Trainer:
         policy: Policy,
         *,
         objective: Objective,
+        anchor: Objective | None = None,
+        anchor_coef: float = 0.0,
         optimizer: torch.optim.Optimizer,
         rate_factor: Callable[[int], float],
         max_grad_norm: float,
@@ -44,6 +46,8 @@ class Trainer:
         self.progress = 0
         """Microbatches done since the start, for heartbeats."""
         self._objective = objective
+        self._anchor, self._anchor_coef = anchor, anchor_coef
+        """What is minimised over `TrainBatch.anchor`, and the coefficient of that."""
         self._rate_factor = rate_factor
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self._max_grad_norm = max_grad_norm
@@ -67,6 +71,25 @@ class Trainer:
         assert self._batch is not None, "begin(batch) comes first"
         self.policy.forward_backward(microbatches, loss=self._loss, with_entropy=self._objective.needs_entropy)
         self.progress += len(microbatches)  # in every rank of a pipeline, of which the last alone takes the loss
+
+    def forward_backward_anchor(self) -> None:
+        """Add the gradients of the batch's supervised data, where there is any."""
+        assert self._batch is not None, "begin(batch) comes first"
+        if self._anchor is None or self._batch.anchor is None:
+            return
+        microbatches = self._batch.anchor.microbatches
+        self.policy.forward_backward(microbatches, loss=self._anchor_loss, with_entropy=False)
+        self.progress += len(microbatches)
+
+    def _anchor_loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
+        assert self._anchor is not None and self._batch is not None and self._batch.anchor is not None
+        terms = microbatch.terms.to(outputs.logprobs.device)
+        (loss,), _ = self._anchor(outputs, terms)
+        value = (self._anchor.term_weights(terms) * loss.values).sum() / self._anchor.normalizer(self._batch.anchor)
+        total = self._anchor_coef * value
+        self._add("loss_anchor", value)
+        self._add("loss", total)
+        return total
 
     def _loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
         """The weighted sum of all loss terms over a microbatch; adds to the step's metrics."""
@@ -102,6 +125,8 @@ class Trainer:
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
+        if finite:
+            self.policy.stepped(self.version)
         metrics = {**self._batch.metrics, **self._figures(), **self.policy.figures()}
         metrics |= {"grad_norm": norm, "learning_rate": self._base_rates[0] * scale}
         self._batch = None

@@ -6,19 +6,18 @@ All ranks measure together, each its share of the rows, forward only; `launch.va
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 
 from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.parallel.figures import sum_figures
-from cosmos_rl_core.types import TrainBatch
+from cosmos_rl_core.rollout.source import PromptSource
+from cosmos_rl_core.types import Prompt, TrainBatch
 
 if TYPE_CHECKING:
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
-
-Rows = Sequence[Mapping[str, Any]]
 
 
 class Validation:
@@ -31,14 +30,14 @@ class Validation:
         self,
         policy: Policy,
         *,
-        rows: Rows,
+        source: PromptSource,
         rows_at_once: int,
-        collate: Callable[[Rows], TrainBatch],
+        collate: Callable[[Sequence[Prompt]], TrainBatch],
         mesh: ReplicaMesh | None,
     ) -> None:
-        """Measure `policy` on `rows`, collated `rows_at_once` at a time into this rank's share."""
+        """Measure `policy` on one epoch of `source`, collated `rows_at_once` at a time into this rank's share."""
         self._policy = policy
-        self._rows = rows
+        self._source = source
         self._rows_at_once = rows_at_once
         self._collate = collate
         self._mesh = mesh
@@ -51,8 +50,9 @@ class Validation:
         """
         total = torch.zeros((), dtype=torch.float64)
         num_terms = num_rows = 0
-        for start in range(0, len(self._rows), self._rows_at_once):
-            batch = self._collate(self._rows[start : start + self._rows_at_once])
+        for start in range(0, len(self._source), self._rows_at_once):
+            end = min(start + self._rows_at_once, len(self._source))
+            batch = self._collate([self._source[i] for i in range(start, end)])
             num_terms += batch.num_terms
             num_rows += batch.num_rollouts
             for microbatch in batch.microbatches:

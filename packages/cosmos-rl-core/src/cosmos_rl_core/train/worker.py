@@ -73,7 +73,7 @@ class PolicyLearner:
         if self._publisher is None:
             return {}
         with self._timeline.span("publish", step=self.version):
-            published = await self._publisher.publish(self.version, self.trainer.policy.weights())
+            published = await self._publisher.publish(self.version, self.trainer.policy.rollout_weights())
         stall = self._fenced.get("sync_stall_s", 0.0)
         return {**self._fenced, **published, "sync_s": published.get("sync_s", 0.0) + stall}
 
@@ -84,10 +84,12 @@ class PolicyLearner:
         self.trainer.begin(batch)
         with self._timeline.span("forward_backward", step=self.version):
             self.trainer.forward_backward([self._with_reference(microbatch) for microbatch in batch.microbatches])
+            self.trainer.forward_backward_anchor()
 
     def _with_reference(self, microbatch: Microbatch) -> Microbatch:
         if self._reference is None:
             return microbatch
         with torch.no_grad():
             outputs = self._reference.forward(microbatch)
-        return replace(microbatch, terms=replace(microbatch.terms, ref_logprobs=outputs.logprobs))
+        terms = replace(microbatch.terms, ref_logprobs=outputs.logprobs, ref_tensors=outputs.tensors)
+        return replace(microbatch, terms=terms)
