@@ -26,6 +26,8 @@ from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
 
 if TYPE_CHECKING:  # the controller assembles its parts without torch
+    from pathlib import Path
+
     from cosmos_rl_core.interfaces import Policy
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
     from cosmos_rl_core.train.anchor import Anchor
@@ -131,8 +133,16 @@ def build_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
     )
 
 
-def build_rollouter(config: RunConfig, domain: Domain, engine: RolloutEngine) -> Rollouter:
-    sampling = config.rollout.sampling
+def build_rollouter(
+    config: RunConfig, domain: Domain, engine: RolloutEngine, *, run_dir: Path | None = None, name: str = ""
+) -> Rollouter:
+    """What answers prompts; samples are kept in `run_dir`, if there is one, under this replica's name."""
+    sampling, logging = config.rollout.sampling, config.logging
+    recorder = eval_recorder = None
+    if run_dir is not None and logging.media_every:
+        keep = partial(domain.recorder, name=name, groups=logging.media_groups)
+        recorder = keep(run_dir / "media", every=logging.media_every)
+        eval_recorder = keep(run_dir / "media" / "eval", every=1)
     return Rollouter(
         engine,
         rubric=build_rubric(config, domain),
@@ -141,6 +151,8 @@ def build_rollouter(config: RunConfig, domain: Domain, engine: RolloutEngine) ->
         sampling=sampling.build(),
         eval_sampling=sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_terms),
         seed=config.run.seed,
+        recorder=recorder,
+        eval_recorder=eval_recorder,
     )
 
 

@@ -69,6 +69,16 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
+class PromptStream(Protocol):
+    """Rows in an order that a number tells: the same in every process and after every restart."""
+
+    def __getitem__(self, sample_id: int, /) -> Prompt: ...
+
+    def __len__(self) -> int:
+        """Rows of one epoch."""
+        ...
+
+
 class RewardFn(Protocol):
     """Scores a whole group at once, so that relative rewards are no special case.
 
@@ -167,6 +177,16 @@ class Policy(Protocol):
         ...
 
 
+class Recorder(Protocol):
+    """Keeps samples for people to see. Called in a rollout replica with groups that were scored, one at a time."""
+
+    def save(self, step: int, group: RolloutGroup, /) -> object:
+        """Write a group drawn with version `step`, unless that has enough of them."""
+        ...
+
+    def close(self) -> None: ...
+
+
 class SamplingConfig(Protocol):
     """What core asks of a domain's [rollout.sampling]. `build` gives what engine and policy are handed."""
 
@@ -233,6 +253,13 @@ class Domain(Protocol):
         """The sizes that decide how the model can be spread and what it will hold, read without loading it.
 
         None where they are not known before the model is built. Raises UserError as `weight_specs` does.
+        """
+        ...
+
+    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:
+        """What keeps `groups` groups of every `every`-th version in a directory; None where rollouts are but text.
+
+        `name` tells replicas apart that share the directory.
         """
         ...
 

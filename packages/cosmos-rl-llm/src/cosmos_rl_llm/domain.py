@@ -112,6 +112,9 @@ class LLMDomain:
         directory = Path(resolve(model.path))
         return read_shape(directory, model) if directory.is_dir() else None
 
+    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> None:
+        """None: rollouts are text."""
+
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
         """The class of a shipped reward, called with its options by keyword; None for any other name."""
         return REWARDS.get(name)

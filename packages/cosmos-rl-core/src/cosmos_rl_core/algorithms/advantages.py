@@ -63,16 +63,18 @@ ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
 
 def build_batch_advantage(config: AlgorithmConfig) -> BatchAdvantage | None:
     """Return what is done to the advantages of all groups of a step together; None for nothing."""
-    if config.advantage != "batch_std" or find_algorithm(config.name).advantage is not None:
+    row = find_algorithm(config.name)
+    if config.advantage != "batch_std" or row.advantage is not None:
         return None
-    limit = np.inf if config.advantage_clip is None else config.advantage_clip
-    return lambda advantages: [np.clip(each, -limit, limit) for each in over_batch_std(advantages)]
+    finish = _finishing(config)
+    return lambda advantages: [finish(each) for each in over_batch_std(advantages)]
 
 
 def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
     """Return the estimator the config asks for: checked, and clipped where `advantage_clip` is set."""
     function = find_algorithm(config.name).advantage or ADVANTAGES[config.advantage]
-    limit = np.inf if config.advantage_clip is None or config.advantage == "batch_std" else config.advantage_clip
+    seen_together = build_batch_advantage(config) is not None
+    finish = np.asarray if seen_together else _finishing(config)
 
     def advantages(rewards: np.ndarray) -> np.ndarray:
         values = np.asarray(function(np.asarray(rewards, dtype=np.float64)), dtype=np.float64)
@@ -81,6 +83,18 @@ def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
                 f"the advantage of algorithm {config.name!r} has to return {np.size(rewards)} finite "
                 f"numbers, one a rollout; it returned {values!r}"
             )
-        return np.clip(values, -limit, limit)
+        return finish(values)
 
     return advantages
+
+
+def _finishing(config: AlgorithmConfig) -> Callable[[np.ndarray], np.ndarray]:
+    """Clip a group's advantages, and shape them as the algorithm does."""
+    shaping = find_algorithm(config.name).shaping
+    limit = np.inf if config.advantage_clip is None else config.advantage_clip
+
+    def finish(advantages: np.ndarray) -> np.ndarray:
+        clipped = np.clip(advantages, -limit, limit)
+        return clipped if shaping is None else shaping(clipped, config)
+
+    return finish

@@ -31,6 +31,8 @@ class Algorithm:
     """Keys of [algorithm] whose default differs here; the recipe's own keys come last."""
     advantage: Callable[[np.ndarray], np.ndarray] | None = None
     """Replaces the named advantage: rewards [G] float64 -> advantages [G] float64."""
+    shaping: Callable[..., np.ndarray] | None = None
+    """What is done to a group's advantages [G] at last: (advantages, config) -> advantages."""
     loss: Callable[..., Any] | None = None
     """Replaces the named loss: a `losses.LossFn`. Import torch inside it: the controller loads this row."""
     objective: Callable[..., Any] | None = None

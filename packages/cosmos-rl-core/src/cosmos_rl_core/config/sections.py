@@ -234,6 +234,10 @@ class LoggingSection(Strict):
     """Where metrics go."""
     rollouts_every: int = Field(default=1, ge=0)
     """Steps between two files of rollouts; 0 writes none."""
+    media_every: int = Field(default=10, ge=0)
+    """Versions between two records of samples that are seen, such as videos; 0 keeps none."""
+    media_groups: int = Field(default=4, ge=1)
+    """Groups in such a record."""
 
 
 class ElasticSection(Strict):

@@ -34,7 +34,7 @@ class RolloutRole:
         async with AsyncExitStack() as parts:  # an engine that is not closed keeps its process alive
             engine = await asyncio.get_running_loop().run_in_executor(at.compute, self._build_engine)
             parts.push_async_callback(engine.close)
-            rollouter = assemble.build_rollouter(at.config, at.domain, engine)
+            rollouter = assemble.build_rollouter(at.config, at.domain, engine, run_dir=at.run_dir, name=at.context.name)
             await self._client.connection.send(p.Ready())
             address = await self._client.sync_address.get()
             if address is None:

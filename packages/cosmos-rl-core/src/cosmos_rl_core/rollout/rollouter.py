@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
 from cosmos_rl_core.algorithms.rules import GroupRules
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.interfaces import RolloutEngine
+from cosmos_rl_core.interfaces import Recorder, RolloutEngine
 from cosmos_rl_core.reward.rubric import Rubric
-from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling
+from cosmos_rl_core.types import Prompt, RolloutGroup
 
 FILTERED = "filtered:zero_variance"
 """The reason under which a group without signal is set aside; "filtered:" is counted apart from failures."""
@@ -30,10 +32,13 @@ class Rollouter:
         rubric: Rubric,
         rules: GroupRules,
         group_size: int,
-        sampling: Sampling,
-        eval_sampling: Sampling,
+        sampling: Any,
+        eval_sampling: Any,
         seed: int,
+        recorder: Recorder | None = None,
+        eval_recorder: Recorder | None = None,
     ) -> None:
+        """recorder, eval_recorder: keep samples of either kind for people to see."""
         self._engine = engine
         self._rubric = rubric
         self._rules = rules
@@ -41,15 +46,26 @@ class Rollouter:
         self._sampling = sampling
         self._eval_sampling = eval_sampling
         self._seed = seed
+        self._recorder, self._eval_recorder = recorder, eval_recorder
+        self._recording = asyncio.Lock()
 
     async def run(self, prompt: Prompt) -> RolloutGroup:
         scored = await self._scored(prompt, num_samples=self._group_size, sampling=self._sampling, stream=0)
-        return self._with_advantages(scored)
+        group = self._with_advantages(scored)
+        await self._record(self._recorder, group)
+        return group
 
     async def evaluate(self, prompt: Prompt) -> RolloutGroup:
-        return await self._scored(prompt, num_samples=1, sampling=self._eval_sampling, stream=1)
+        group = await self._scored(prompt, num_samples=1, sampling=self._eval_sampling, stream=1)
+        await self._record(self._eval_recorder, group)
+        return group
 
-    async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Sampling, stream: int) -> RolloutGroup:
+    async def _record(self, recorder: Recorder | None, group: RolloutGroup) -> None:
+        if recorder is not None:
+            async with self._recording:
+                await asyncio.to_thread(recorder.save, group.max_policy_version, group)
+
+    async def _scored(self, prompt: Prompt, *, num_samples: int, sampling: Any, stream: int) -> RolloutGroup:
         seed = request_seed(self._seed, stream=stream, sample_id=prompt.sample_id)
         text, rollouts = await self._engine.generate(prompt, num_samples=num_samples, sampling=sampling, seed=seed)
         return await self._rubric.score(RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text))

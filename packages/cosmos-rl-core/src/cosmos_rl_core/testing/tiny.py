@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,9 @@ class Tiny:
 
     def model_shape(self, model: TinyModel) -> None:
         return None
+
+    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> None:
+        """None: rollouts are text."""
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
         return {

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.interfaces import Policy, PromptStream
 from cosmos_rl_core.parallel.figures import sum_figures
-from cosmos_rl_core.rollout.source import PromptSource
 from cosmos_rl_core.types import Prompt, TrainBatch
 
 if TYPE_CHECKING:
@@ -30,7 +29,7 @@ class Validation:
         self,
         policy: Policy,
         *,
-        source: PromptSource,
+        source: PromptStream,
         rows_at_once: int,
         collate: Callable[[Sequence[Prompt]], TrainBatch],
         mesh: ReplicaMesh | None,

@@ -78,8 +78,7 @@ class Publisher:
         copy = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every) if delta else None
         self._outgoing: Outgoing | None = copy
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
-        self._copying: Future[Fenced] | None = None
-        """The pass that copies a version out of the live tensors, with deltas on."""
+        self._copying: Future[Fenced] | None = None  # the pass that copies a version out of the live tensors
         self._num_bytes = sum(box.numel * ITEM_BYTES[wire[spec.name]] for spec, box in manifest.held_by(rank))
         self._patience_s, self._newest = patience_s, -1
         chosen, self._outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)

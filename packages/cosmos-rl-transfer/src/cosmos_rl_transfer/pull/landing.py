@@ -9,7 +9,7 @@ Deltas change what is there, once their hashes were seen to lead to those of the
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, Protocol
 
@@ -18,13 +18,14 @@ import torch
 
 from cosmos_rl_transfer.content.arena import Arena, raw_view
 from cosmos_rl_transfer.content.delta import Change
-from cosmos_rl_transfer.content.digest import Raw, add, copy_sum, tensor_sum
+from cosmos_rl_transfer.content.digest import Raw, copy_sum, tensor_sum
 from cosmos_rl_transfer.content.positions import outward, row_strides
 from cosmos_rl_transfer.content.proof import Form, gain
 from cosmos_rl_transfer.content.raw import same_width, torch_view
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.pull.known_sums import KnownSums
 from cosmos_rl_transfer.pull.patch import Patch
 from cosmos_rl_transfer.pull.pending import Pending
 
@@ -76,32 +77,6 @@ class Landing(Protocol):
         ...
 
 
-class _Sums:
-    """Additive hashes of the pieces of each bucket as it was landed."""
-
-    def __init__(self) -> None:
-        self._known: dict[tuple[Piece, ...], Sequence[int]] = {}
-        self.clear = self._known.clear
-
-    def confirm(self, bucket: Bucket, found: Sequence[int], told: Sequence[int]) -> bool:
-        """Keep what was found, if it is what was told."""
-        if tuple(found) != tuple(told):
-            self._known.pop(bucket.pieces, None)
-            return False
-        self._known[bucket.pieces] = told
-        return True
-
-    def follow(
-        self, bucket: Bucket, gains: Sequence[int], sums: Sequence[int], *, now: Callable[[], Sequence[int]]
-    ) -> bool:
-        """Say whether these gains lead to `sums`, and keep them if so. `now` tells today's where they are not known."""
-        known = self._known.get(bucket.pieces)
-        if any(add(*pair) != wanted for *pair, wanted in zip(known or now(), gains, sums)):
-            return False
-        self._known[bucket.pieces] = sums
-        return True
-
-
 class Shadow:
     """One rank's parts in host memory."""
 
@@ -115,7 +90,7 @@ class Shadow:
         self.memory: Raw = np.empty(self.arena.num_bytes, np.uint8)
         self.memory.fill(0)  # takes the page faults now
         self._weights = weights
-        self._sums = _Sums()
+        self._sums = KnownSums()
         self._pending: Pending | None = None
         """What the live tensors lack; None for everything."""
         self._applied = False
@@ -224,7 +199,7 @@ class InPlace:
         self._wire = wire_dtypes
         self._forms = {name: Form(spec.shape, ITEM_BYTES[wire_dtypes[name]]) for name, spec in manifest.specs.items()}
         self._scratch = threading.local()
-        self._sums = _Sums()
+        self._sums = KnownSums()
         self._patches: dict[tuple[Piece, ...], list[Patch]] = {}
         """By bucket's pieces: a delta that `apply` writes."""
         self._written = True
