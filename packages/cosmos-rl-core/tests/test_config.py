@@ -235,7 +235,8 @@ def test_what_is_not_supported_is_an_error(sections):
 
 def test_two_rewards_of_one_name_are_refused():
     twice = {"functions": [{"name": "hits"}, {"name": "hits"}]}
-    assert only_problem(recipe(reward=twice)).wrong == "names a reward more than once: hits"
+    wrong = only_problem(recipe(reward=twice)).wrong
+    assert wrong == "names a reward more than once: hits; give each a label of its own"
 
 
 # Overrides.

@@ -98,7 +98,7 @@ def build_rubric(config: RunConfig, domain: Domain) -> Rubric:
     """The weighted rewards of [reward]."""
     rewards = [
         WeightedReward(
-            name=section.name.rpartition(":")[2],
+            name=section.title,
             weight=section.weight,
             function=build_reward(section.name, domain, options=section.options),
         )

@@ -112,10 +112,16 @@ class RewardFunctionSection(Strict):
 
     name: str = Field(min_length=1)
     """A reward of the domain, of an installed plug-in, or "module:attribute"."""
+    label: str = ""
+    """What figures call it; by default the last part of its name."""
     weight: float = 1.0
     """Factor in the sum; 0 records the value without training on it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
+
+    @property
+    def title(self) -> str:
+        return self.label or self.name.rpartition(":")[2]
 
 
 class RewardSection(Strict):
@@ -129,10 +135,10 @@ class RewardSection(Strict):
     @field_validator("functions")
     @classmethod
     def _distinct(cls, functions: tuple[RewardFunctionSection, ...]) -> tuple[RewardFunctionSection, ...]:
-        seen = [function.name.rpartition(":")[2] for function in functions]  # as the figures call them
+        seen = [function.title for function in functions]
         twice = sorted({name for name in seen if seen.count(name) > 1})
         if twice:
-            raise ValueError(f"names a reward more than once: {', '.join(twice)}")
+            raise ValueError(f"names a reward more than once: {', '.join(twice)}; give each a label of its own")
         return functions
 
 

@@ -106,7 +106,7 @@ def _resume(checked: Checked) -> list[tuple[str, str]]:
             f"{policy.prompts_per_step} prompts x {rollout.group_size} rollouts x up to "
             f"{rollout.sampling.max_terms} terms, at most {config.sync.max_staleness} versions stale"
         )
-        rewards = ", ".join(f"{f.weight:g} x {f.name}" for f in config.reward.functions)
+        rewards = ", ".join(f"{f.weight:g} x {f.title}" for f in config.reward.functions)
     return [
         ("run", what),
         ("data", str(checked.data)),

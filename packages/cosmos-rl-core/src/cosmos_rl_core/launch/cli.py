@@ -150,6 +150,29 @@ def worker(
 
 
 @app.command()
+def reward_server(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Settings in TOML.")] = None,
+    *,
+    reward: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A reward to serve; may be repeated.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless told.")] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one and prints it; 8300 unless told.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="The token's file, made when missing.")] = None,
+) -> None:
+    """Serve rewards to runs on this and other machines; flags replace what FILE says."""
+    folders = _import_from(file or Path("rewards.toml"))
+    from cosmos_rl_core.config.load import read_toml
+    from cosmos_rl_core.reward.service.start import run_server
+
+    raw = read_toml(file) if file else {}
+    flags = {"host": host, "port": port, "token_file": str(token_file) if token_file else None}
+    flags["rewards"] = [{"name": name} for name in reward] if reward else None
+    raw.update({key: value for key, value in flags.items() if value is not None})
+    raise typer.Exit(run_server(raw, file=str(file or ""), say=typer.echo, python_path=folders))
+
+
+@app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint.")],
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the model goes: new or empty.")],

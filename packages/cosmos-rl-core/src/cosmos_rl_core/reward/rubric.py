@@ -62,7 +62,7 @@ class Rubric:
                 raise SampleError(f"{where} took longer than [reward] timeout_s = {self._timeout_s:g}") from error
             final = not isinstance(error, ConnectionError | TimeoutError)  # a server of its own may answer next time
             raise SampleError(f"{where} raised {type(error).__name__}: {error}", final=final) from error
-        return _checked(values, expected=len(group.rollouts), where=where)
+        return checked_values(values, expected=len(group.rollouts), where=where)
 
     async def _call(self, function: RewardFn, group: RolloutGroup) -> Any:
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__):
@@ -84,8 +84,8 @@ def _name(group: RolloutGroup) -> str:
     return group.prompt.origin or f"sample {group.prompt.sample_id}"
 
 
-def _checked(values: Any, *, expected: int, where: str) -> list[float]:
-    """Turn what a reward returned into floats, or say exactly what is wrong with it."""
+def checked_values(values: Any, *, expected: int, where: str) -> list[float]:
+    """Return what a reward returned as floats. Raises SampleError, which says exactly what is wrong with it."""
     if isinstance(values, str | bytes) or (not isinstance(values, Sequence) and not _is_vector(values)):
         raise SampleError(f"{where} returned {type(values).__name__}; it must return one number a rollout", final=True)
     if len(values) != expected:

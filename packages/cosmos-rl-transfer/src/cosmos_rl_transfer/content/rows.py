@@ -37,7 +37,8 @@ class Rows:
         sizes = [run * item_bytes, box.start(shape) * item_bytes, (stride or 0) * item_bytes]
         if stride is None or any(size % 8 for size in sizes):
             return None
-        return cls(math.prod(box.shape[:outer]), *(size // 8 for size in sizes), outer)
+        width, first, apart = (size // 8 for size in sizes)
+        return cls(math.prod(box.shape[:outer]), width, first, apart, outer)
 
     def words_in(self, array: Raw) -> tuple[Raw, int] | None:
         """View the words from the first row to the last in `array` [*box.shape], gaps included, and tell their step.

@@ -1,0 +1,90 @@
+"""The ways in which the base model is rewarded, and what is read off a run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+ANCHOR = (
+    "anchor.coef=0.01",
+    "anchor.rows_per_step=48",
+    "anchor.data.path=CLIPS",
+    "anchor.data.size.frames=8",
+    "anchor.data.size.height=16",
+    "anchor.data.size.width=16",
+    "anchor.data.noise.density=uniform",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arm:
+    """One run."""
+
+    name: str
+    title: str
+    reward: str
+    weight: float = 1.0
+    overrides: tuple[str, ...] = ()
+
+
+ARMS = (
+    Arm(name="flow_grpo", title="FlowGRPO, rewarded for brightness and held to nothing", reward="brightness"),
+    Arm(
+        name="ddrl",
+        title="DDRL: the same, held to real clips",
+        reward="brightness",
+        overrides=("algorithm.name=ddrl", *ANCHOR),
+    ),
+    Arm(
+        name="sft_control",
+        title="control: the same real clips, and no reward",
+        reward="brightness",
+        weight=0.0,
+        overrides=("algorithm.name=ddrl", *ANCHOR),
+    ),
+    Arm(
+        name="nft",
+        title="DiffusionNFT, rewarded for speed along the caption",
+        reward="speed",
+        overrides=(
+            "algorithm.name=nft",
+            "algorithm.kl_coef=0.5",
+            "rollout.sampling.rule=ode",
+            "rollout.sampling.window=all",
+            "rollout.sampling.steps=[]",
+            "rollout.sampling.elsewhere=ode",
+            "rollout.sampling.old_decay=slow",
+            "rollout.sampling.times_per_rollout=3",
+        ),
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Result:
+    """An arm before and after, on held-out prompts."""
+
+    arm: Arm
+    reward: tuple[float, float]
+    judge: tuple[float, float]
+    minutes: float
+
+
+def result_of(arm: Arm, directory: Path) -> Result:
+    """Read the first and the last evaluation of an arm's run."""
+    run = directory / arm.name
+    evaluations = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
+    steps = (run / "metrics.jsonl").read_text().splitlines()
+    first, last = evaluations[0], evaluations[-1]
+    return Result(
+        arm=arm,
+        reward=(first[f"eval/reward/{arm.reward}"], last[f"eval/reward/{arm.reward}"]),
+        judge=(first["eval/reward/PromptOk"], last["eval/reward/PromptOk"]),
+        minutes=json.loads(steps[-1])["time_s"] / 60,
+    )
+
+
+def base_of(results: list[Result]) -> dict[str, float]:
+    """Return the base model's figures, by reward."""
+    return {result.arm.reward: result.reward[0] for result in results}

@@ -1,0 +1,109 @@
+"""Make clips and a judge, pretrain a tiny video model, then reward it: unguarded, held to data, and by contrast.
+
+python cookbook/wfm_quickstart/recipe.py [--dir runs/wfm_quickstart]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tomllib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from subprocess import PIPE, Popen
+
+import judge as judges
+from arms import ARMS, Arm, Result, base_of, result_of
+from clips import CAPTIONS, make_clips, read_clips
+from report import write_report
+from safetensors.torch import save_file
+
+from cosmos_rl_core import run
+
+HERE = Path(__file__).parent
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dir", type=Path, default=Path("runs/wfm_quickstart"))
+    parser.add_argument("--clips", type=int, default=2000)
+    parser.add_argument("--pretrain-steps", type=int, default=1500)
+    parser.add_argument("--rl-steps", type=int, default=60)
+    arguments = parser.parse_args()
+    directory: Path = arguments.dir.resolve()
+
+    print("1/4  clips of shapes that move, as mp4 files with captions; and a judge that is never a reward")
+    data = directory / "data"
+    make_clips(data, count=arguments.clips)
+    train_judge(data)
+    write_prompts(data / "prompts.jsonl", repeats=1)
+    write_prompts(data / "held_out.jsonl", repeats=10)
+
+    print("2/4  a tiny Wan transformer learns to draw them")
+    overrides = [f"run.output_dir={directory / 'base'}", f"data.path={data}"]
+    overrides += [f"run.max_steps={arguments.pretrain_steps}"]
+    overrides += [f"policy.schedule.warmup_steps={min(50, arguments.pretrain_steps // 4)}"]
+    base = run(HERE / "sft.toml", overrides, overwrite=True).checkpoint
+    assert base is not None
+
+    print("3/4  rewards from a service of their own; the model is rewarded in four ways")
+    with reward_server(directory / "reward.token") as url:
+        results = [train(arm, base / "policy", directory, url, steps=arguments.rl_steps) for arm in ARMS]
+
+    print("4/4  what came of it")
+    print(write_report(directory, base_of(results), results))
+
+
+def train_judge(data: Path) -> None:
+    videos, captions = read_clips(data)
+    seen = len(videos) - int(judges.HELD_OUT * len(videos))
+    judge = judges.train_judge(videos[:seen], captions[:seen])
+    save_file(judge.state_dict(), data / "judge.safetensors")
+    print(f"     the judge is right about {judges.prompt_ok(judge, videos[seen:], captions[seen:]):.3f} of real clips")
+
+
+def write_prompts(path: Path, *, repeats: int) -> None:
+    rows = [{"caption": caption} for _ in range(repeats) for caption in CAPTIONS]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+@contextmanager
+def reward_server(token_file: Path) -> Iterator[str]:
+    """A process that scores brightness and speed; yields its address."""
+    command = ["cosmos-rl", "reward-server", "--port", "0", "--token-file", str(token_file)]
+    with Popen([*command, "--reward", "wfm:brightness", "--reward", "wfm:speed"], stdout=PIPE, text=True) as server:
+        assert server.stdout is not None
+        line = server.stdout.readline()
+        assert "http://" in line, "the reward server did not start; its reason stands above"
+        print(f"     {line.strip()}")
+        try:
+            yield line.split()[2]
+        finally:
+            server.terminate()
+
+
+def train(arm: Arm, base: Path, directory: Path, url: str, *, steps: int) -> Result:
+    """Reward the base model in one way."""
+    print(f"\n     {arm.title}")
+    remote = {"reward": arm.reward, "url": url, "token_file": str(directory / "reward.token")}
+    rewards = [
+        {"name": "remote", "label": arm.reward, "weight": arm.weight, "options": remote},
+        {"name": "judge:PromptOk", "weight": 0.0, "options": {"path": str(directory / "data" / "judge.safetensors")}},
+    ]
+    overrides = [
+        f"run.output_dir={directory / arm.name}",
+        f"run.max_steps={steps}",
+        f"model.path={base}",
+        f"data.path={directory / 'data' / 'prompts.jsonl'}",
+        f"eval.data.path={directory / 'data' / 'held_out.jsonl'}",
+        *(override.replace("CLIPS", str(directory / "data")) for override in arm.overrides),
+    ]
+    recipe = tomllib.loads((HERE / "rl.toml").read_text(encoding="utf-8"))
+    recipe["reward"]["functions"] = rewards
+    run(recipe, overrides, overwrite=True, python_path=[str(HERE)])
+    return result_of(arm, directory)
+
+
+if __name__ == "__main__":
+    main()

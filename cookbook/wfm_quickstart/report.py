@@ -1,0 +1,58 @@
+"""The closing table, and a page with contact sheets."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+from arms import Result
+from clips import read_clips, speed_along
+
+from cosmos_rl_wfm.rewards.statistics import brightness
+
+CHANCE = 1 / 12
+"""Share of captions that the judge sees in anything."""
+NOT_SHOWN = (
+    "What this does not show: one seed and a model of 0.2 M parameters say nothing about large ones; what DDRL keeps "
+    "with the judge has to be compared with the control, which sees the same clips without a reward; and whether DDRL "
+    "beats a KL term at the same reward is not tested here."
+)
+
+
+def write_report(directory: Path, base: dict[str, float], results: list[Result]) -> str:
+    """Write report.md into `directory` and return it."""
+    videos, captions = read_clips(directory / "data")
+    best = {
+        "brightness": max(brightness(video) for video in videos),
+        "speed": max(speed_along(*clip) for clip in zip(videos, captions)),
+    }
+    real = {
+        "brightness": float(np.mean([brightness(video) for video in videos])),
+        "speed": float(np.mean([speed_along(*clip) for clip in zip(videos, captions)])),
+    }
+    rows = [
+        f"| {r.arm.name} | {r.arm.reward} | {r.reward[0]:.3f} | {r.reward[1]:.3f} | {real[r.arm.reward]:.3f} | "
+        f"{best[r.arm.reward]:.3f} | {r.judge[0]:.2f} | {r.judge[1]:.2f} | {r.minutes:.1f} |"
+        for r in results
+    ]
+    table = "\n".join(
+        [
+            "| run | reward | base | after | real clips | best real clip | judge, base | judge, after | minutes |",
+            "|---|---|---|---|---|---|---|---|---|",
+            *rows,
+        ]
+    )
+    sheets = [
+        f"- {r.arm.name}: " + ", ".join(str(path.relative_to(directory)) for path in _sheets(directory / r.arm.name))
+        for r in results
+    ]
+    notes = f"The judge is right by chance in {CHANCE:.2f}. {NOT_SHOWN}"
+    text = "\n".join([table, "", notes, "", "Sheets:", *sheets, ""])
+    (directory / "report.md").write_text(f"# Quickstart of world models\n\n{text}", encoding="utf-8")
+    return text
+
+
+def _sheets(run: Path) -> list[Path]:
+    """Contact sheets of the first and the last evaluation."""
+    found = sorted((run / "media" / "eval").glob("step_*/sheet*.png"))
+    return [found[0], found[-1]] if found else []

@@ -1,0 +1,188 @@
+"""A client of a reward service: send, wait, try again, and never make up a number."""
+
+from __future__ import annotations
+
+import asyncio
+import ipaddress
+import random
+import time
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import dataclass, field
+from typing import TypeVar
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+import httpx
+import msgspec
+import numpy as np
+
+from cosmos_rl_core.reward.patience import Patience, RewardServiceError
+from cosmos_rl_core.reward.replies import Enqueued, Fetched
+from cosmos_rl_core.reward.request import Header, encode_body
+
+Reply = TypeVar("Reply", Enqueued, Fetched)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServiceAddress:
+    """Where a service is, and what lets in."""
+
+    enqueue_url: str
+    fetch_url: str
+    token: str = field(repr=False)
+
+    @property
+    def is_loopback(self) -> bool:
+        """Whether it is on this machine."""
+        return all(_is_loopback(urlsplit(url).hostname or "") for url in (self.enqueue_url, self.fetch_url))
+
+    @property
+    def is_secure(self) -> bool:
+        """Whether it is spoken to under TLS."""
+        return any(url.startswith("https://") for url in (self.enqueue_url, self.fetch_url))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Outgoing:
+    """A request as it is sent, as often as it takes."""
+
+    header: Header
+    pieces: Callable[[], Iterator[bytes]]
+    num_bytes: int
+
+
+class RewardClient:
+    """Asks one service; many requests may be under way at once.
+
+    async with RewardClient(address, deadline_s=60) as client:
+        scores = await client.score(header, {"video": [clip, clip]})        # {"brightness": [0.1, 0.7]}
+    """
+
+    def __init__(
+        self, address: ServiceAddress, *, deadline_s: float, wait_s: float = 10.0, rng: random.Random | None = None
+    ) -> None:
+        """`wait_s` is how long a fetch asks the service to wait; `rng` draws the jitter of the pauses."""
+        self._address = address
+        self._deadline_s = deadline_s
+        self._wait_s = min(wait_s, deadline_s)
+        self._rng = rng or random.Random()
+        self._stack = AsyncExitStack()
+
+    async def __aenter__(self) -> RewardClient:
+        client = httpx.AsyncClient(
+            headers={"Authorization": f"Bearer {self._address.token}"},
+            timeout=httpx.Timeout(60.0, connect=10.0, read=self._wait_s + 30.0),
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=30.0),
+            verify=self._address.is_secure,  # the certificates take a while to load
+            follow_redirects=False,  # the token is for this address alone
+            trust_env=not self._address.is_loopback,  # a proxy of the environment does not reach this machine's ports
+        )
+        self._http = await self._stack.enter_async_context(client)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    async def score(self, header: Header, arrays: Mapping[str, Sequence[np.ndarray]]) -> dict[str, list[float]]:
+        """Return the scores of a request by name, each [B]; `arrays` holds one array a sample under each name.
+
+        A reward in parts gives one list for each, as "reward.part". Raises ValueError for what cannot be sent;
+        RewardServiceError where the service refuses it, fails on it or lies; TimeoutError where it is not done after
+        `deadline_s`, and ConnectionError where the last that was heard then was an error. A service that was started
+        anew meanwhile is sent the request again; under its id nothing is scored twice by one that was not.
+        """
+        header = header if header.id else msgspec.structs.replace(header, id=uuid4().hex)
+        pieces, num_bytes = encode_body(header, arrays)
+        outgoing = _Outgoing(header=header, pieces=pieces, num_bytes=num_bytes)
+        patience = Patience(rng=self._rng)
+        limit = asyncio.timeout(self._deadline_s)
+        try:
+            async with limit:
+                while True:
+                    taken = await self._enqueue(outgoing, patience)
+                    reply = await self._fetch(taken, header, patience)
+                    if reply is not None:
+                        return _checked(reply, header)
+                    await patience.pause("the service does not know the request any more")
+        except TimeoutError as error:
+            if not limit.expired():
+                raise
+            raise patience.error(self._deadline_s) from error
+
+    async def _enqueue(self, outgoing: _Outgoing, patience: Patience) -> Enqueued:
+        patience.waiting_for = f"{self._address.enqueue_url} to take the request"
+        response = await patience.insist(lambda: self._send(outgoing), accept={200})
+        taken = _decoded(response, Enqueued)
+        _check_id(taken.id, outgoing.header)
+        return taken
+
+    async def _fetch(self, taken: Enqueued, header: Header, patience: Patience) -> Fetched | None:
+        """Return the reply that ends the request, or None from a service that has forgotten it."""
+        patience.waiting_for = f"{self._address.fetch_url} to score request {taken.uuid}"
+        while True:
+            start = time.monotonic()
+            response = await patience.insist(lambda: self._ask(taken.uuid), accept={200, 202, 404})
+            if response.status_code == httpx.codes.NOT_FOUND:
+                return None
+            reply = _decoded(response, Fetched)
+            if reply.uuid != taken.uuid:
+                raise RewardServiceError(f"asked for request {taken.uuid}, the service answered {reply.uuid}")
+            _check_id(reply.id, header)
+            if reply.status != "pending":
+                return reply
+            if time.monotonic() - start > self._wait_s / 2:
+                patience.encouraged()
+            else:  # it does not hold fetches back, so we have to
+                await patience.pause()
+
+    async def _send(self, outgoing: _Outgoing) -> httpx.Response:
+        async def content() -> AsyncIterator[bytes]:
+            for piece in outgoing.pieces():
+                yield piece
+
+        headers = {"Content-Length": str(outgoing.num_bytes), "Content-Type": "application/octet-stream"}
+        return await self._http.post(self._address.enqueue_url, content=content(), headers=headers)
+
+    async def _ask(self, uuid: str) -> httpx.Response:
+        body = msgspec.json.encode({"uuid": uuid, "wait_s": self._wait_s})
+        return await self._http.post(
+            self._address.fetch_url, content=body, headers={"Content-Type": "application/json"}
+        )
+
+
+def _decoded(response: httpx.Response, kind: type[Reply]) -> Reply:
+    try:
+        return msgspec.json.decode(response.content, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RewardServiceError(f"{response.request.url} answered nonsense: {error}") from error
+
+
+def _check_id(answered: str, header: Header) -> None:
+    if answered != header.id:
+        raise RewardServiceError(f"sent request id {header.id}, the service answered {answered!r}")
+
+
+def _checked(reply: Fetched, header: Header) -> dict[str, list[float]]:
+    """The scores, if they are those of the request: each reward's, one a sample. JSON has no NaN and no infinity."""
+    if reply.status == "failed":
+        raise RewardServiceError(reply.error or "the service failed and did not say why")
+    asked = {reward.name for reward in header.rewards}
+    scored = {name.partition(".")[0] for name in reply.scores}
+    if scored != asked:
+        raise RewardServiceError(f"asked for {_listed(asked)}, the service scored {_listed(scored)}")
+    for name, values in reply.scores.items():
+        if len(values) != header.size:
+            raise RewardServiceError(f"{name}: the service gave {len(values)} scores for {header.size} samples")
+    return reply.scores
+
+
+def _listed(names: set[str]) -> str:
+    return ", ".join(sorted(names)) or "nothing"
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

@@ -1,0 +1,167 @@
+"""Where the arrays of a body lie: safetensors, or one .npy file. Nothing is copied and nothing is unpickled."""
+
+from __future__ import annotations
+
+import io
+import math
+import mmap
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+Buffer = bytes | mmap.mmap
+"""What a body is read from."""
+
+_DTYPES = {
+    "BOOL": np.dtype("?"),
+    "U8": np.dtype("u1"),
+    "I8": np.dtype("i1"),
+    "I16": np.dtype("<i2"),
+    "I32": np.dtype("<i4"),
+    "I64": np.dtype("<i8"),
+    "F16": np.dtype("<f2"),
+    "F32": np.dtype("<f4"),
+    "F64": np.dtype("<f8"),
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+_NPY_MAGIC = b"\x93NUMPY"
+_MAX_INDEX_BYTES = 2**20
+_MAX_DIMS = 8
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class MalformedBody(ValueError):
+    """A body that is not what the protocol says. The message names the field."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """Where an array lies in a body."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    start: int
+    """First byte, counted from the start of the body."""
+    fortran: bool = False
+    """Whether the first index runs fastest, as .npy allows."""
+
+    @property
+    def num_bytes(self) -> int:
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def read(self, buffer: Buffer) -> np.ndarray:
+        """Return the array as a view of the buffer, or as a copy where its elements do not lie aligned."""
+        flat = np.frombuffer(buffer, self.dtype, count=math.prod(self.shape), offset=self.start)
+        flat = flat if flat.flags.aligned else flat.copy()
+        return flat.reshape(self.shape[::-1]).T if self.fortran else flat.reshape(self.shape)
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    dtype: str
+    shape: Annotated[tuple[_Size, ...], msgspec.Meta(max_length=_MAX_DIMS)]
+    data_offsets: tuple[_Size, _Size]
+
+
+_decode_index = msgspec.json.Decoder(dict[str, msgspec.Raw]).decode
+_decode_entry = msgspec.json.Decoder(_Entry).decode
+
+
+def find_arrays(buffer: Buffer, start: int, *, npy_name: str = "array") -> dict[str, Place]:
+    """Return the arrays from byte `start` on, by name; a .npy file holds one, called `npy_name`.
+
+    Raises MalformedBody for anything that is neither, for objects (they would be pickled), for a dtype that does not
+    travel, and for an array that is not wholly there.
+    """
+    if start == len(buffer):
+        return {}
+    if buffer[start : start + len(_NPY_MAGIC)] == _NPY_MAGIC:
+        return {npy_name: _npy_place(buffer, start)}
+    return _safetensors_places(buffer, start)
+
+
+def _safetensors_places(buffer: Buffer, start: int) -> dict[str, Place]:
+    if len(buffer) - start < 8:
+        raise MalformedBody(f"after the header line come {len(buffer) - start} bytes; safetensors are 8 or more")
+    (size,) = struct.unpack("<Q", buffer[start : start + 8])
+    data = start + 8 + size
+    if size > _MAX_INDEX_BYTES or data > len(buffer):
+        raise MalformedBody(f"after the header line comes no safetensors: its index would have {size} bytes")
+    try:
+        entries = _decode_index(buffer[start + 8 : data])
+        entries.pop("__metadata__", None)
+        found = {name: _decode_entry(raw) for name, raw in entries.items()}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedBody(f"the safetensors index is malformed: {error}") from error
+    places = {name: _place(name, entry, data) for name, entry in found.items()}
+    end = data
+    for name, place in sorted(places.items(), key=lambda item: item[1].start):
+        if place.start != end:
+            raise MalformedBody(f"array {name!r} starts at byte {place.start - data} of the data, not {end - data}")
+        end = place.start + place.num_bytes
+    if end != len(buffer):
+        raise MalformedBody(f"the arrays take {end - data} bytes of data; {len(buffer) - data} came")
+    return places
+
+
+def _place(name: str, entry: _Entry, data: int) -> Place:
+    dtype = _DTYPES.get(entry.dtype)
+    if dtype is None:
+        raise MalformedBody(f"array {name!r} has dtype {entry.dtype}; these travel: {', '.join(_DTYPES)}")
+    first, last = entry.data_offsets
+    place = Place(dtype=dtype, shape=entry.shape, start=data + first)
+    if last - first != place.num_bytes:
+        raise MalformedBody(
+            f"array {name!r} {list(entry.shape)} has {place.num_bytes} bytes, its offsets say otherwise"
+        )
+    return place
+
+
+def _npy_place(buffer: Buffer, start: int) -> Place:
+    head = io.BytesIO(buffer[start : start + _MAX_INDEX_BYTES])
+    try:
+        version = np.lib.format.read_magic(head)
+        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+        shape, fortran, dtype = read(head)
+    except (ValueError, OverflowError) as error:
+        raise MalformedBody(f"the .npy header is malformed: {error}") from error
+    if dtype.hasobject:
+        raise MalformedBody("the .npy file holds Python objects, which would have to be unpickled; send numbers")
+    place = Place(dtype=dtype, shape=tuple(shape), start=start + head.tell(), fortran=fortran)
+    if dtype.newbyteorder("<") not in _NAMES:
+        raise MalformedBody(f"the .npy file has dtype {dtype}; these travel: {', '.join(map(str, _NAMES))}")
+    if len(shape) > _MAX_DIMS or place.start + place.num_bytes != len(buffer):
+        raise MalformedBody(f"the .npy file {list(shape)} of {dtype} does not end where the body does")
+    return place
+
+
+def safetensors_parts(arrays: Mapping[str, Sequence[np.ndarray]]) -> Iterator[memoryview]:
+    """Yield the bytes of a safetensors file, piece by piece, in which each name holds its arrays as [B, ...].
+
+    Raises ValueError for arrays of one name that differ in shape or dtype, or whose dtype does not travel.
+    """
+    index: dict[str, _Entry] = {}
+    end = 0
+    widest_first = sorted(arrays.items(), key=lambda item: -item[1][0].dtype.itemsize)  # so that each lies aligned
+    for name, parts in widest_first:
+        shape, dtype = parts[0].shape, parts[0].dtype.newbyteorder("<")
+        for i, part in enumerate(parts):
+            if part.shape != shape or part.dtype != parts[0].dtype:
+                raise ValueError(
+                    f"{name!r} of sample {i} is {part.dtype} {part.shape}; that of sample 0 {dtype} {shape}"
+                )
+        if dtype not in _NAMES:
+            raise ValueError(f"{name!r} has dtype {dtype}; these travel: {', '.join(map(str, _NAMES))}")
+        start, end = end, end + len(parts) * dtype.itemsize * math.prod(shape)
+        index[name] = _Entry(dtype=_NAMES[dtype], shape=(len(parts), *shape), data_offsets=(start, end))
+    text = msgspec.json.encode(index)
+    text += b" " * (-len(text) % 8)
+    yield memoryview(struct.pack("<Q", len(text)) + text)
+    for _, parts in widest_first:
+        for part in parts:
+            little = np.ascontiguousarray(part, dtype=part.dtype.newbyteorder("<"))
+            yield little.reshape(-1).view(np.uint8).data

@@ -1,0 +1,192 @@
+"""A reward that a service computes. One for each component; those of one service share one request a group.
+
+[[reward.functions]]
+name = "cosmos_rl_core.reward.remote:RemoteReward"
+options = { reward = "brightness", url = "http://127.0.0.1:8300", token_file = "reward.token" }
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self
+from weakref import WeakValueDictionary
+
+from pydantic import Field, PrivateAttr, SecretStr, model_validator
+
+from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec
+from cosmos_rl_core.reward.token import checked_token, client_token
+from cosmos_rl_core.types import RolloutGroup
+
+if TYPE_CHECKING:  # httpx is wanted when a reward is asked for, not where recipes are checked
+    from cosmos_rl_core.reward.client import ServiceAddress
+
+_ENQUEUE_VARIABLES = ("WFM_REWARD_ENQUEUE_URL", "REMOTE_REWARD_ENQUEUE_URL")
+_FETCH_VARIABLES = ("WFM_REWARD_FETCH_URL", "REMOTE_REWARD_FETCH_URL")
+
+
+class RemoteReward(Strict):
+    """Scores of a reward service, one a rollout. `await reward(group)`; a failure is never a number."""
+
+    reward: str | dict[str, float]
+    """What the service calls it: "brightness", or "videoalign.vq" for one part; or several with their weights, which
+    are added up."""
+    options: dict[str, Any] = Field(default_factory=dict)
+    """Options of the reward for these requests, where the service allows them."""
+    url: str = ""
+    """Where the service is: "http://127.0.0.1:8300"; the two below are then its own."""
+    enqueue_url: str = ""
+    """Where requests go; by default WFM_REWARD_ENQUEUE_URL, or REMOTE_REWARD_ENQUEUE_URL."""
+    fetch_url: str = ""
+    """Where results are; by default WFM_REWARD_FETCH_URL, or REMOTE_REWARD_FETCH_URL."""
+    token: SecretStr = SecretStr("")
+    """What lets in. A recipe is written into the run's directory: give it a token_file, or WFM_REWARD_TOKEN."""
+    token_file: str = ""
+    """Where the token lies, readable by its owner alone."""
+    media: Literal["video", "image", "latent", "none"] = "video"
+    """Which of `Rollout.media` is sent; "none" sends texts alone."""
+    columns: tuple[str, ...] | None = None
+    """Columns of the prompt's row that are sent; without it all."""
+    deadline_s: float = Field(default=50.0, gt=0)
+    """Longest to wait for scores, all attempts together. [reward] timeout_s should be longer."""
+
+    _requests: GroupRequests = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _share(self) -> Self:
+        if not self.weights:
+            raise ValueError("reward names nothing")
+        self._requests = GroupRequests.shared(self)
+        return self
+
+    @property
+    def weights(self) -> Mapping[str, float]:
+        """What is added up, by name."""
+        return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
+
+    def address(self) -> ServiceAddress:
+        """Where the service is, from the options and the environment. Raises UserError where nothing says it."""
+        from cosmos_rl_core.reward.client import ServiceAddress
+
+        base = self.url.rstrip("/")
+        enqueue_url = self.enqueue_url or (base and f"{base}/api/reward/enqueue") or _first(_ENQUEUE_VARIABLES)
+        fetch_url = self.fetch_url or (base and f"{base}/api/reward/fetch") or _first(_FETCH_VARIABLES)
+        for url, option, variable in (
+            (enqueue_url, "enqueue_url", _ENQUEUE_VARIABLES[0]),
+            (fetch_url, "fetch_url", _FETCH_VARIABLES[0]),
+        ):
+            if not url.startswith(("http://", "https://")):
+                raise UserError(
+                    f"the reward service's {option} is {url!r}: give the option url, such as "
+                    f'"http://127.0.0.1:8300", or set {variable}'
+                )
+        given = self.token.get_secret_value()
+        token = checked_token(given, origin="the option") if given else client_token(self.token_file)
+        return ServiceAddress(enqueue_url=enqueue_url, fetch_url=fetch_url, token=token)
+
+    async def __call__(self, group: RolloutGroup) -> list[float]:
+        """Return the weighted scores [G]. Raises as `RewardClient.score` does."""
+        scores = await self._requests.scores(self, group)
+        missing = [name for name in self.weights if name not in scores]
+        if missing:
+            raise ValueError(f"the service gave no scores for {', '.join(missing)}; it gave {', '.join(scores)}")
+        columns = [(weight, scores[name]) for name, weight in self.weights.items()]
+        return [sum(weight * values[i] for weight, values in columns) for i in range(len(group.rollouts))]
+
+
+@dataclass(eq=False, slots=True)
+class _Flight:
+    """A request that is under way."""
+
+    group: RolloutGroup
+    """Held, so that its id() stays its own."""
+    task: asyncio.Task[dict[str, list[float]]]
+    num_waiting: int = 0
+
+
+@dataclass(eq=False)
+class GroupRequests:
+    """Requests for the rewards of all components with the same settings: one a group, whoever asks first.
+
+    The components of a rubric are asked for the same group at the same time; the first sends a request for all of
+    them, and the others wait for its scores.
+    """
+
+    wanted: dict[str, RewardSpec] = field(default_factory=dict)
+    """Rewards by the service's name, parts left out."""
+    _flights: dict[int, _Flight] = field(default_factory=dict)
+
+    @staticmethod
+    def shared(reward: RemoteReward) -> GroupRequests:
+        """Return those that the reward shares with others, and ask for it there too."""
+        settings = reward.model_dump_json(exclude={"reward", "token"}) + reward.token.get_secret_value()
+        requests = _SHARED.get(settings)
+        if requests is None:
+            requests = _SHARED[settings] = GroupRequests()
+        for name in reward.weights:
+            served = name.partition(".")[0]
+            requests.wanted[served] = RewardSpec(served, options=dict(reward.options))
+        return requests
+
+    async def scores(self, reward: RemoteReward, group: RolloutGroup) -> dict[str, list[float]]:
+        """Return the scores of a group for everything that is wanted."""
+        flight = self._flights.get(id(group))
+        if flight is None:
+            task = asyncio.create_task(_request(reward, group, list(self.wanted.values())))
+            flight = self._flights[id(group)] = _Flight(group, task)
+            task.add_done_callback(lambda _: self._flights.pop(id(group)))
+        flight.num_waiting += 1
+        try:
+            return await asyncio.shield(flight.task)
+        finally:
+            flight.num_waiting -= 1
+            if not flight.num_waiting and not flight.task.done():  # nobody waits any more
+                flight.task.cancel()
+
+
+_SHARED: WeakValueDictionary[str, GroupRequests] = WeakValueDictionary()
+"""By settings; as long as a reward with them is alive."""
+
+
+async def _request(reward: RemoteReward, group: RolloutGroup, wanted: list[RewardSpec]) -> dict[str, list[float]]:
+    try:
+        from cosmos_rl_core.reward.client import RewardClient
+    except ModuleNotFoundError as error:
+        raise UserError(f"a remote reward needs {error.name}: pip install 'cosmos-rl-core[reward]'") from error
+
+    header = _header(reward, group, wanted)
+    arrays = (
+        {} if reward.media == "none" else {reward.media: [_media(reward.media, r.media, group) for r in group.rollouts]}
+    )
+    async with RewardClient(reward.address(), deadline_s=reward.deadline_s) as client:
+        return await client.score(header, arrays)
+
+
+def _header(reward: RemoteReward, group: RolloutGroup, wanted: list[RewardSpec]) -> Header:
+    row = dict(group.prompt.row)
+    if reward.columns is not None:
+        absent = [name for name in reward.columns if name not in row]
+        if absent:
+            raise ValueError(f"the row has no column {', '.join(absent)}; it has {', '.join(row)}")
+        row = {name: row[name] for name in reward.columns}
+    texts = [rollout.text for rollout in group.rollouts]
+    spec = GroupSpec(
+        size=len(group.rollouts), row=row, prompt_text=group.prompt_text, texts=texts if any(texts) else []
+    )
+    return Header(groups=[spec], rewards=wanted, media=reward.media, client=f"{socket.gethostname()}:{os.getpid()}")
+
+
+def _media(kind: str, media: Mapping[str, Any], group: RolloutGroup) -> Any:
+    if kind not in media:
+        found = ", ".join(media) or "none"
+        raise ValueError(f"rollouts of {group.prompt.origin or group.prompt.sample_id} have no media {kind!r}: {found}")
+    return media[kind]
+
+
+def _first(variables: tuple[str, ...]) -> str:
+    return next((os.environ[name] for name in variables if os.environ.get(name)), "")

@@ -1,0 +1,214 @@
+"""What is asked of a reward service: one line of JSON, "\\n", then arrays as safetensors.
+
+    {"id": "7f..", "media": "video", "fps": 16,                               the header, padded with blanks
+     "groups": [{"size": 8, "row": {"caption": "a red ball"}}],               8 samples of one prompt
+     "rewards": [{"name": "brightness"}, {"name": "speed"}]}
+    video: uint8 [8, F, H, W, 3]                                              every array begins with [B]
+
+B is the sum of the groups' sizes. cosmos-rl's own body has the same frame with other keys and a .npy file behind it;
+`cosmos_rl_body` reads that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+import numpy as np
+
+from cosmos_rl_core.reward.places import Buffer, MalformedBody, Place, safetensors_parts
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+
+MediaKind = Literal["video", "image", "latent", "none"]
+MAX_HEADER_BYTES = 4 * 2**20
+MAX_SAMPLES = 2**16
+"""B at most."""
+_ALIGN = 64
+"""The arrays start at a multiple of this, so that they can be read where they lie."""
+
+_SHAPES = {
+    "video": (5, "[B, frames, height, width, 3]"),
+    "image": (4, "[B, height, width, 3]"),
+    "latent": (5, "[B, channels, frames, height, width]"),
+}
+_Name = Annotated[str, msgspec.Meta(min_length=1, max_length=200)]
+_Label = Annotated[str, msgspec.Meta(max_length=200)]
+
+
+class RewardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A reward that is asked for."""
+
+    name: _Name
+    """As the service knows it."""
+    weight: float = 1.0
+    """Its factor in `total`; scores come without it."""
+    options: dict[str, Any] = {}
+    """Options of this request, where the service allows them."""
+
+
+class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Samples of one prompt, which a reward sees together."""
+
+    size: Annotated[int, msgspec.Meta(ge=1)]
+    row: dict[str, Any] = {}
+    """The prompt: "caption" and whatever else the rewards read."""
+    prompt_text: str = ""
+    texts: list[str] = []
+    """One a sample, where samples are or have texts; else empty."""
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What is asked."""
+
+    groups: Annotated[list[GroupSpec], msgspec.Meta(min_length=1)]
+    rewards: Annotated[list[RewardSpec], msgspec.Meta(min_length=1)]
+    media: MediaKind = "none"
+    """The array that must be there: `video`, `image` or `latent`. Others may come beside it."""
+    fps: float | None = None
+    """Frames a second; put into every row as "fps" that has none."""
+    client: _Label = ""
+    """Who asks, for logs."""
+    id: _Label = ""
+    """The client's name for this request. The same one sent twice is one job; empty: each is a job of its own."""
+
+    @property
+    def size(self) -> int:
+        """B."""
+        return sum(group.size for group in self.groups)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """A request whose arrays still lie in the body."""
+
+    header: Header
+    places: Mapping[str, Place]
+
+    def read_groups(self, buffer: Buffer) -> list[RolloutGroup]:
+        """Return the groups as rewards take them: each array of a sample is in its rollout's `media`.
+
+        Raises ValueError for pixels that are no pixels.
+        """
+        arrays = {name: place.read(buffer) for name, place in self.places.items()}
+        kind = self.header.media
+        if kind in ("video", "image"):
+            arrays[kind] = _as_pixels(arrays[kind], name=kind)
+        groups: list[RolloutGroup] = []
+        first = 0
+        for number, group in enumerate(self.header.groups):
+            media = [{name: array[first + i] for name, array in arrays.items()} for i in range(group.size)]
+            groups.append(_as_group(group, media, number=number, header=self.header))
+            first += group.size
+        return groups
+
+
+_decode_header = msgspec.json.Decoder(Header).decode
+
+
+def read_line(buffer: Buffer) -> tuple[bytes, int]:
+    """Return the header line and where the arrays start. Raises MalformedBody without a line."""
+    end = buffer.find(b"\n", 0, MAX_HEADER_BYTES)
+    if end < 0:
+        raise MalformedBody('the body must start with one line of JSON, ended by "\\n"')
+    return buffer[:end], end + 1
+
+
+def decode_header(line: bytes) -> Header:
+    """Return the header. Raises MalformedBody, which names the field, for a line that is none."""
+    try:
+        header = _decode_header(line)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise MalformedBody(f"header: {error}") from error
+    if header.size > MAX_SAMPLES:
+        raise MalformedBody(f"header: {header.size} samples in all; at most {MAX_SAMPLES} - at `$.groups`")
+    names = [reward.name for reward in header.rewards]
+    if len(set(names)) < len(names):
+        raise MalformedBody("header: rewards names one more than once - at `$.rewards`")
+    for i, group in enumerate(header.groups):
+        if group.texts and len(group.texts) != group.size:
+            raise MalformedBody(f"header: {len(group.texts)} texts for {group.size} samples - at `$.groups[{i}].texts`")
+    return header
+
+
+def checked(header: Header, places: Mapping[str, Place]) -> Request:
+    """Return the request. Raises MalformedBody for arrays that do not fit the header."""
+    size = header.size
+    for name, place in places.items():
+        if place.shape[:1] != (size,):
+            raise MalformedBody(f"array {name!r} is {list(place.shape)}; the groups have {size} samples in all")
+    if header.media != "none":
+        place = places.get(header.media)
+        if place is None:
+            raise MalformedBody(f"header: media is {header.media!r}, but no array has that name; found: {list(places)}")
+        _check_media(header.media, place)
+    return Request(header=header, places=places)
+
+
+def encode_line(header: Header) -> bytes:
+    """Return the header line, padded so that what follows is aligned. Raises ValueError for what JSON cannot hold."""
+    try:
+        text = msgspec.json.encode(header)
+    except TypeError as error:
+        raise ValueError(f"the prompt's row cannot be sent as JSON: {error}; name the columns to send") from error
+    return text + b" " * (-(len(text) + 1) % _ALIGN) + b"\n"
+
+
+def encode_body(
+    header: Header, arrays: Mapping[str, Sequence[np.ndarray]]
+) -> tuple[Callable[[], Iterator[bytes]], int]:
+    """Return what yields the body piece by piece, each time it is called, and the body's size in bytes.
+
+    `arrays` holds one array a sample under each name. Raises ValueError for what cannot be sent.
+    """
+    parts = [memoryview(encode_line(header)), *(safetensors_parts(arrays) if arrays else ())]
+
+    def pieces() -> Iterator[bytes]:
+        for part in parts:
+            for start in range(0, len(part), _PIECE_BYTES):
+                yield bytes(part[start : start + _PIECE_BYTES])
+
+    return pieces, sum(len(part) for part in parts)
+
+
+_PIECE_BYTES = 2**20
+
+
+def _check_media(kind: str, place: Place) -> None:
+    dims, shape = _SHAPES[kind]
+    pixels = kind != "latent"
+    if len(place.shape) != dims or 0 in place.shape or (pixels and place.shape[-1] != 3):
+        raise MalformedBody(f"array {kind!r} is {list(place.shape)}; it must be {shape}")
+    if place.dtype.kind != "f" and not (pixels and place.dtype == np.uint8):
+        wanted = "uint8, or floats in [0, 1]" if pixels else "float16 or float32"
+        raise MalformedBody(f"array {kind!r} is {place.dtype}; it must be {wanted}")
+
+
+def _as_pixels(array: np.ndarray, *, name: str) -> np.ndarray:
+    """uint8 as it is; floats in [0, 1] as uint8."""
+    if array.dtype == np.uint8:
+        return array
+    if not (array.min() >= 0 and array.max() <= 1):  # a NaN fails both
+        raise ValueError(f"{name!r} holds floats from {array.min()} to {array.max()}; they must lie in [0, 1]")
+    return np.rint(array.astype(np.float32) * 255).astype(np.uint8)
+
+
+def _as_group(
+    group: GroupSpec, media: Sequence[Mapping[str, np.ndarray]], *, number: int, header: Header
+) -> RolloutGroup:
+    row = {"fps": header.fps, **group.row} if header.fps is not None else group.row
+    origin = f"{header.client or 'client'}:{header.id or 'request'}[{number}]"
+    rollouts = tuple(
+        Rollout(
+            arrays={},
+            rollout_logprobs=np.zeros(1, np.float32),
+            versions=np.zeros(1, np.int32),
+            loss_mask=np.ones(1, np.bool_),
+            text=group.texts[i] if group.texts else "",
+            media=held,
+        )
+        for i, held in enumerate(media)
+    )
+    prompt = Prompt(sample_id=number, row=row, origin=origin)
+    return RolloutGroup(prompt=prompt, rollouts=rollouts, prompt_text=group.prompt_text)

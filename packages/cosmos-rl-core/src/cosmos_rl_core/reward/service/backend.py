@@ -1,0 +1,119 @@
+"""Jobs and the pools that score them: the server without HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AsyncExitStack
+
+from cosmos_rl_core.reward.request import Header, RewardSpec
+from cosmos_rl_core.reward.service.frames import Result
+from cosmos_rl_core.reward.service.jobs import Job, Jobs
+from cosmos_rl_core.reward.service.metrics import RewardCounters, render
+from cosmos_rl_core.reward.service.pool import RewardPool, Task
+from cosmos_rl_core.reward.service.settings import ServerSettings
+from cosmos_rl_core.reward.service.spool import Spool
+
+_SWEEP_S = 1.0
+
+
+class Unserved(Exception):
+    """A reward or an option that this server does not offer."""
+
+
+class Backend:
+    """Takes requests, has them scored, and keeps the results for their time.
+
+    async with Backend(settings, log=print) as backend:        # workers are up; UserError
+        job = backend.add(header, spool)                       # Unserved, Conflict
+        await job.done.wait()
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        *,
+        log: Callable[[str], None],
+        python_path: Sequence[str] = (),
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.settings = settings
+        self._clock = clock
+        self._stack = AsyncExitStack()
+        self.jobs = Jobs(
+            queue_size=settings.queue_size,
+            queue_bytes=settings.queue_bytes,
+            ttl_s=settings.ttl_s,
+            fetched_ttl_s=settings.fetched_ttl_s,
+            clock=clock,
+        )
+        self.pools = {
+            served.called: RewardPool(
+                served, self._take, RewardCounters(clock=clock), log=log, python_path=tuple(python_path)
+            )
+            for served in settings.rewards
+        }
+
+    async def __aenter__(self) -> Backend:
+        async with AsyncExitStack() as stack:
+            for pool in self.pools.values():
+                await stack.enter_async_context(pool)
+            sweeper = asyncio.create_task(self._sweep())
+            stack.callback(sweeper.cancel)
+            stack.callback(self.jobs.close)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def add(self, header: Header, spool: Spool) -> Job:
+        """Queue a request for each of its rewards; one whose id is known is not queued again.
+
+        Raises Unserved for rewards and options that this server does not have, and Conflict.
+        """
+        for i, reward in enumerate(header.rewards):
+            self._check(reward, at=f"$.rewards[{i}]")
+        job, is_new = self.jobs.add(header, spool)
+        if is_new:
+            now = self._clock()
+            for i, reward in enumerate(header.rewards):
+                self.pools[reward.name].submit(Task(job=job, reward=i, since=now))
+        return job
+
+    def down(self) -> list[str]:
+        """Rewards without a worker."""
+        return [name for name, pool in self.pools.items() if not pool.pids]
+
+    def metrics(self, answers: Mapping[int, int]) -> str:
+        """Return the page of metrics."""
+        return render(
+            {name: pool.counters for name, pool in self.pools.items()},
+            depths={name: pool.depth for name, pool in self.pools.items()},
+            workers={name: len(pool.pids) for name, pool in self.pools.items()},
+            num_open=self.jobs.num_open,
+            open_bytes=self.jobs.open_bytes,
+            answers=answers,
+        )
+
+    def _take(self, task: Task, result: Result) -> None:
+        if result.error:
+            self.jobs.fail(task.job, result.error)
+        else:
+            self.jobs.score(task.job, task.reward, result.scores)
+
+    def _check(self, reward: RewardSpec, *, at: str) -> None:
+        pool = self.pools.get(reward.name)
+        if pool is None:
+            raise Unserved(f"header: no reward {reward.name!r} is served; known: {', '.join(self.pools)} - at `{at}`")
+        allowed = pool.settings.request_options
+        for option in reward.options:
+            if option not in allowed:
+                known = ", ".join(allowed) or "none"
+                raise Unserved(f"header: option {option!r} is not for requests to set; those are: {known} - at `{at}`")
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(_SWEEP_S)
+            self.jobs.forget_expired()

@@ -1,0 +1,222 @@
+"""The workers of one reward and the requests that wait for them.
+
+    submit(task) --> queue --> a free worker takes up to batch_size --> scores | error --> on_result
+                       ^                    |
+                       +--- worker died ----+     its requests go to the front, each to run alone
+
+Nothing leaves the queue but with a result. A request whose worker dies is run again, `max_attempts` times in all; it
+runs alone then, so that the one a worker dies of takes no other with it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.reward.service.frames import Ask, Item, Result
+from cosmos_rl_core.reward.service.jobs import Job
+from cosmos_rl_core.reward.service.metrics import RewardCounters
+from cosmos_rl_core.reward.service.process import WorkerDied, WorkerProcess
+from cosmos_rl_core.reward.service.settings import ServedReward
+
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 10.0
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
+class Task:
+    """One reward of one job."""
+
+    job: Job
+    reward: int
+    """Which of the header's rewards."""
+    since: float
+    """When it was queued."""
+    attempts: int = 0
+
+
+@dataclass(eq=False)
+class RewardPool:
+    """Workers that compute one reward.
+
+    async with RewardPool(settings, ...) as pool:         # every worker has built the reward; UserError
+        pool.submit(task)
+    """
+
+    settings: ServedReward
+    on_result: Callable[[Task, Result], None]
+    counters: RewardCounters
+    log: Callable[[str], None]
+    """Hears of workers that die."""
+    python_path: Sequence[str] = ()
+    _queue: deque[Task] = field(default_factory=deque)
+    _arrived: asyncio.Event = field(default_factory=asyncio.Event)
+    _workers: dict[int, WorkerProcess] = field(default_factory=dict)
+    _runners: list[asyncio.Task[str]] = field(default_factory=list)
+    _num_out: int = 0
+    """Workers that were given up."""
+    _broken: str = ""
+    """Why no worker is left, once none is."""
+
+    async def __aenter__(self) -> RewardPool:
+        starting = [self._start() for _ in range(self.settings.workers)]
+        started = await asyncio.gather(*starting, return_exceptions=True)
+        self._workers = {i: one for i, one in enumerate(started) if isinstance(one, WorkerProcess)}
+        failed = [one for one in started if isinstance(one, BaseException)]
+        if failed:
+            await self._kill_all()
+            if isinstance(failed[0], WorkerDied):
+                raise UserError(f"[[rewards]] {self.settings.name}: {failed[0]}") from failed[0]
+            raise failed[0]
+        self._runners = [asyncio.create_task(self._run(slot)) for slot in self._workers]
+        for runner in self._runners:
+            runner.add_done_callback(self._count_out)
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        for runner in self._runners:
+            runner.cancel()
+        await asyncio.gather(*self._runners, return_exceptions=True)
+        await self._kill_all()
+
+    @property
+    def pids(self) -> list[int]:
+        """Processes of the workers that are up."""
+        return [worker.pid for worker in self._workers.values()]
+
+    @property
+    def depth(self) -> int:
+        """Requests that wait for a worker."""
+        return len(self._queue)
+
+    def submit(self, task: Task) -> None:
+        """Queue a request; `on_result` hears of it."""
+        if self._broken:
+            self._settle(task, Result(error=self._broken))
+            return
+        self._queue.append(task)
+        self._arrived.set()
+
+    async def _run(self, slot: int) -> str:
+        """Feed a worker, and start another when it dies. Returns why, when none can be."""
+        while True:
+            worker = self._workers[slot]
+            try:
+                await self._feed(worker)
+            except WorkerDied as death:
+                del self._workers[slot]
+                self.log(f"{self.settings.called}: {death}; starting another")
+            self.counters.restarts += 1
+            try:
+                self._workers[slot] = await self._restart()
+            except WorkerDied as death:
+                return f"{self.settings.called}: its worker cannot be started again: {death}"
+
+    async def _feed(self, worker: WorkerProcess) -> None:
+        """Give a worker one batch after the other. Raises WorkerDied."""
+        ended = asyncio.create_task(worker.ended.wait())
+        try:
+            while True:
+                taking = asyncio.create_task(self._take())
+                try:
+                    await asyncio.wait({taking, ended}, return_when=asyncio.FIRST_COMPLETED)
+                finally:
+                    taking.cancel()
+                    await asyncio.wait({taking})
+                batch = [] if taking.cancelled() else taking.result()
+                if ended.done():
+                    self._put_back(batch)
+                    raise WorkerDied(f"the worker died ({await worker.kill()})")
+                await self._score(worker, batch)
+        finally:
+            ended.cancel()
+
+    async def _take(self) -> list[Task]:
+        """Wait for requests and return up to batch_size, or one that is to run alone. Cancelling it takes none."""
+        await self._wait_for(1)
+        if self.settings.batch_wait_s and not self._queue[0].attempts:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self.settings.batch_wait_s):
+                    await self._wait_for(self.settings.batch_size)
+            await self._wait_for(1)  # another worker may have taken them
+        batch = [self._queue.popleft()]
+        while self._queue and len(batch) < self.settings.batch_size and not batch[0].attempts:
+            if self._queue[0].attempts:
+                break
+            batch.append(self._queue.popleft())
+        if self._queue:
+            self._arrived.set()
+        return batch
+
+    async def _wait_for(self, count: int) -> None:
+        while len(self._queue) < count:
+            self._arrived.clear()
+            await self._arrived.wait()
+
+    async def _score(self, worker: WorkerProcess, batch: Sequence[Task]) -> None:
+        """Have a batch scored. Raises WorkerDied after its requests are back in the queue."""
+        batch = [task for task in batch if not task.job.done.is_set()]  # another reward may have failed the job
+        if not batch:
+            return
+        items = [Item(num_bytes=task.job.num_bytes, reward=task.reward) for task in batch]
+        try:
+            answer = await worker.ask(Ask(items=items), [task.job.spool.descriptor for task in batch])
+        except WorkerDied as death:
+            for task in batch:
+                task.attempts += 1
+            spent = [task for task in batch if task.attempts >= self.settings.max_attempts]
+            for task in spent:
+                times = f"{task.attempts} times" if task.attempts > 1 else "once"
+                self._settle(task, Result(error=f"{self.settings.called} was tried {times}: {death}"))
+            self._put_back([task for task in batch if task not in spent])
+            raise
+        self.counters.busy_s += answer.seconds
+        self.counters.batches += 1
+        for task, result in zip(batch, answer.results, strict=True):
+            self._settle(task, result)
+
+    def _settle(self, task: Task, result: Result) -> None:
+        self.counters.settled(since=task.since, failed=bool(result.error))
+        self.on_result(task, result)
+
+    def _put_back(self, batch: Sequence[Task]) -> None:
+        if batch:
+            self._queue.extendleft(reversed(batch))
+            self._arrived.set()
+
+    async def _start(self) -> WorkerProcess:
+        return await WorkerProcess.start(self.settings, python_path=self.python_path)
+
+    async def _restart(self) -> WorkerProcess:
+        """Start a worker in place of one that died, with growing pauses. Raises WorkerDied when that keeps failing."""
+        number = 0
+        while True:
+            try:
+                return await self._start()
+            except (WorkerDied, UserError) as error:
+                self.log(f"{self.settings.called}: {error}")
+                number += 1
+                if number == self.settings.max_failed_starts:
+                    raise WorkerDied(str(error)) from error
+            await asyncio.sleep(min(_FIRST_PAUSE_S * 2**number, _LONGEST_PAUSE_S))
+
+    def _count_out(self, runner: asyncio.Task[str]) -> None:
+        """Go on with a worker less; without any, fail what waits."""
+        if runner.cancelled():
+            return
+        error = runner.exception()
+        reason = runner.result() if error is None else f"{self.settings.called}: the server failed: {error!r}"
+        self.log(reason)
+        self._num_out += 1
+        if self._num_out < self.settings.workers:
+            return
+        self._broken = reason
+        while self._queue:
+            self._settle(self._queue.popleft(), Result(error=reason))
+
+    async def _kill_all(self) -> None:
+        await asyncio.gather(*(worker.kill() for worker in self._workers.values()))

@@ -1,0 +1,141 @@
+"""The reward server: workers, HTTP, and the signals that end it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ipaddress
+import resource
+import signal
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AsyncExitStack
+
+import uvicorn
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.reward.service.app import RewardApp
+from cosmos_rl_core.reward.service.backend import Backend
+from cosmos_rl_core.reward.service.settings import ServerSettings
+
+_GRACE_S = 5
+_DESCRIPTORS_BESIDE = 512
+"""Open files that are no bodies: connections, workers, libraries."""
+
+
+class _Http(uvicorn.Server):
+    """uvicorn without its signal handlers: whoever runs the event loop decides who stops."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+class RewardServer:
+    """A server on the running event loop.
+
+    async with RewardServer(settings, token=token, log=print) as server:      # workers are up, the port is open
+        print(server.url)
+        await server.stopped()                                                # until `stop`, or for ever
+    """
+
+    def __init__(
+        self, settings: ServerSettings, *, token: str, log: Callable[[str], None], python_path: Sequence[str] = ()
+    ) -> None:
+        self._settings = settings
+        self._stack = AsyncExitStack()
+        self.backend = Backend(settings, log=log, python_path=python_path)
+        app = RewardApp(self.backend, token=token)
+        config = uvicorn.Config(
+            app.asgi,
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=60,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        self._http = _Http(config)
+        self.url = ""
+        """http://host:port, once it is open."""
+
+    async def __aenter__(self) -> RewardServer:
+        _allow_descriptors(self._settings.queue_size + _DESCRIPTORS_BESIDE)
+        async with AsyncExitStack() as stack:
+            sock = stack.enter_context(_listen(self._settings.host, self._settings.port))
+            await stack.enter_async_context(self.backend)
+            host, port = sock.getsockname()[:2]
+            self.url = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+            self._serving = asyncio.create_task(self._http.serve(sockets=[sock]))
+            stack.push_async_callback(self._close)
+            self._stack = stack.pop_all()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._stack.aclose()
+
+    def stop(self) -> None:
+        """Take no more requests and let `stopped` return; a fetch that waits is answered 503."""
+        self.backend.jobs.close()
+        self._http.should_exit = True
+
+    async def stopped(self) -> None:
+        """Wait until the server takes no more requests."""
+        await asyncio.shield(self._serving)
+
+    async def _close(self) -> None:
+        self.stop()
+        await self._serving
+
+
+async def serve(
+    settings: ServerSettings, *, token: str, say: Callable[[str], None], python_path: Sequence[str] = ()
+) -> int:
+    """Serve until SIGINT or SIGTERM, and return the exit code: 130 after SIGINT. Raises UserError."""
+    received: list[int] = []
+    async with RewardServer(settings, token=token, log=say, python_path=python_path) as server:
+
+        def stop(number: int) -> None:
+            received.append(number)
+            server.stop()
+
+        for number in (signal.SIGINT, signal.SIGTERM):
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+        served = ", ".join(f"{one.called} x{one.workers}" for one in settings.rewards)
+        say(f"reward server: {server.url} ({served})")
+        if not _is_loopback(settings.host):
+            say("it is reached from other machines, without TLS: put a proxy before it where the network is not yours")
+        await server.stopped()
+    say("reward server: stopped")
+    return 130 if signal.SIGINT in received else 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        sock = socket.create_server((host, port), family=family, backlog=512)
+    except OSError as error:
+        why = str(error.strerror).partition(" (while ")[0]
+        raise UserError(f"cannot listen on {host}:{port}: {why}; choose another host or port") from error
+    # asyncio does this for none but its own sockets; an answer's two parts would lie 40 ms apart
+    sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return sock
+
+
+def _is_loopback(host: str) -> bool:
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _allow_descriptors(count: int) -> None:
+    """Each body that is not done is an open file; ask for as many as the settings may need."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft < count:
+        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

@@ -1,0 +1,56 @@
+"""A request's body in memory that other processes can be handed: an unnamed file, gone with its last descriptor."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import sys
+import tempfile
+import zlib
+
+
+class Spool:
+    """Bytes as they arrive.
+
+        spool = Spool()
+        spool.write(chunk) ...                  # once for each piece of the body
+        spool.crc, spool.num_bytes
+        socket.send_fds(sock, [frame], [spool.descriptor])
+        spool.close()
+
+    A worker maps the descriptor, so a body of gigabytes is never copied from process to process, and a worker that
+    dies with it takes nothing along.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.crc = 0
+        """CRC-32 of what was written: two bodies under one request id are told apart by it."""
+        if sys.platform == "linux":
+            self._descriptor = os.memfd_create("reward-request", os.MFD_CLOEXEC)
+        else:
+            with tempfile.TemporaryFile() as file:
+                self._descriptor = os.dup(file.fileno())
+
+    @property
+    def descriptor(self) -> int:
+        assert self._descriptor >= 0, "the spool is closed"
+        return self._descriptor
+
+    def write(self, chunk: bytes) -> None:
+        """Append."""
+        left = memoryview(chunk)
+        while left:
+            left = left[os.write(self.descriptor, left) :]
+        self.crc = zlib.crc32(chunk, self.crc)
+        self.num_bytes += len(chunk)
+
+    def map(self) -> mmap.mmap:
+        """Return the bytes. Raises ValueError for none at all."""
+        return mmap.mmap(self.descriptor, self.num_bytes, access=mmap.ACCESS_READ)
+
+    def close(self) -> None:
+        """Let go of the bytes; workers that map them keep them."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1

@@ -1,0 +1,122 @@
+"""Rollouts and real clips to microbatches of denoising steps, every term with a forward pass of its own.
+
+    coupled     a step that a rollout took      states, next_states, times, next_times
+    decoupled   clean latents, noised anew      clean, noise, times
+
+A group's caption is the same for all its rollouts and lies in the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from cosmos_rl_core.train.balance import deal
+from cosmos_rl_core.types import Microbatch, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
+from cosmos_rl_wfm.samplers.noise import draw_noise
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONDITION = ("text", "text_mask", "pooled", "image", "given", "given_mask", "fps")
+"""Arrays of a rollout that say what it was made for: fields of `models.base.Condition` without the batch."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """One term, ready to be stacked."""
+
+    inputs: Mapping[str, np.ndarray]
+    """What the policy's forward pass takes, without [T]."""
+    rollout: int
+    """Which sample of the batch it belongs to."""
+    logprob: float = 0.0
+    advantage: float = 0.0
+    trained: bool = True
+
+
+def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
+    """Cut the rollouts of groups that have advantages into microbatches; return those of `share`."""
+    terms: list[Term] = []
+    number = 0
+    for group in groups:
+        condition = condition_of(group.rollouts[0])
+        for rollout in group.rollouts:
+            terms += _terms(rollout, condition, number)
+            number += 1
+    return stack(terms, num_rollouts=number, microbatch_terms=microbatch_terms, share=share)
+
+
+def condition_of(first: Rollout) -> dict[str, np.ndarray]:
+    """Return the arrays of a group's first rollout that all of them share."""
+    return {name: first.arrays[name] for name in CONDITION if name in first.arrays}
+
+
+def stack(terms: Sequence[Term], *, num_rollouts: int, microbatch_terms: int, share: Share) -> TrainBatch:
+    """Deal terms over ranks and microbatches; counts are those of the whole batch."""
+    dealt = deal([1] * len(terms), capacity=microbatch_terms, share=share)
+    trained = {term.rollout for term in terms if term.trained}
+    return TrainBatch(
+        microbatches=tuple(_microbatch([terms[i] for i in members] or [_idle(terms[0])]) for members in dealt),
+        num_terms=sum(term.trained for term in terms),
+        num_rollouts=len(trained),
+    )
+
+
+def _terms(rollout: Rollout, condition: Mapping[str, np.ndarray], number: int) -> list[Term]:
+    inputs = _steps(rollout) if "path" in rollout.arrays else _noised(rollout)
+    return [
+        Term(
+            inputs={**each, **condition},
+            rollout=number,
+            logprob=float(rollout.rollout_logprobs[place]),
+            advantage=rollout.advantage,
+            trained=bool(rollout.loss_mask[place]),
+        )
+        for place, each in enumerate(inputs)
+    ]
+
+
+def _steps(rollout: Rollout) -> list[dict[str, np.ndarray]]:
+    arrays = rollout.arrays
+    path = arrays["path"]
+    rows = zip(arrays["path_from"], arrays["path_to"], arrays["times"], arrays["next_times"], strict=True)
+    return [
+        {"states": path[before], "next_states": path[after], "times": time, "next_times": next_time}
+        for before, after, time, next_time in rows
+    ]
+
+
+def _noised(rollout: Rollout) -> list[dict[str, np.ndarray]]:
+    arrays = rollout.arrays
+    clean = arrays["clean"]
+    noise = draw_noise([int(seed) for seed in arrays["noise_seeds"]], clean.shape, stream="train").numpy()
+    return [{"clean": clean, "noise": noise[place], "times": time} for place, time in enumerate(arrays["times"])]
+
+
+def _idle(term: Term) -> Term:
+    """Fills a microbatch of a rank that has no more terms while others do: one pass that trains nothing."""
+    return Term(inputs=term.inputs, rollout=0, trained=False)
+
+
+def _microbatch(terms: Sequence[Term]) -> Microbatch:
+    numbers = {number: place for place, number in enumerate(dict.fromkeys(term.rollout for term in terms))}
+    return Microbatch(
+        inputs={name: _stacked([term.inputs[name] for term in terms]) for name in terms[0].inputs},
+        terms=TermBatch(
+            rollout_logprobs=torch.tensor([term.logprob for term in terms]),
+            advantages=torch.tensor([term.advantage for term in terms]),
+            loss_mask=torch.tensor([float(term.trained) for term in terms]),
+            rollout_index=torch.tensor([numbers[term.rollout] for term in terms]),
+            num_rollouts=len(numbers),
+        ),
+    )
+
+
+def _stacked(arrays: Sequence[np.ndarray]) -> Tensor:
+    """[T, ...]; memory of its own, since arrays off the wire are read-only."""
+    return torch.from_numpy(np.stack(arrays))

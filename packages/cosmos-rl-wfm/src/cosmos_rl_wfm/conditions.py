@@ -1,0 +1,100 @@
+"""What a prompt's samples are generated for: its embedded caption, and the frames that are given."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+
+from cosmos_rl_core.errors import PromptError, SampleError
+from cosmos_rl_core.types import Prompt
+from cosmos_rl_wfm.data.clips import ClipReader
+from cosmos_rl_wfm.models.base import Condition
+from cosmos_rl_wfm.models.config import GivenSection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cosmos_rl_wfm.models.model import DiffusersModel
+
+REMEMBERED = 1024
+"""Captions whose embeddings are kept."""
+
+
+class Conditions:
+    """Makes conditions; embedded captions are remembered. One thread calls it at a time."""
+
+    def __init__(self, model: DiffusersModel, reader: ClipReader, given: GivenSection) -> None:
+        self._model, self._reader, self._given = model, reader, given
+        self._known: OrderedDict[str, Condition] = OrderedDict()
+        self._unconditional: Condition | None = None
+
+    @property
+    def unconditional(self) -> Condition:
+        """The empty caption's [1]."""
+        if self._unconditional is None:
+            self._unconditional = self._model.encode_text([""])
+        return self._unconditional
+
+    def of(self, prompt: Prompt) -> Condition:
+        """Return the condition [1] of a prompt. Raises PromptError for a row that lacks what it takes."""
+        caption = prompt.row.get("caption")
+        if not isinstance(caption, str):
+            raise PromptError(f"{prompt.origin}: the row has no caption")
+        condition = self.of_caption(caption, prompt.row)
+        if not self._given.max_frames:
+            return condition
+        rng = np.random.default_rng(prompt.sample_id)
+        try:
+            video = self._reader.clip(prompt.row, rng).video
+        except SampleError as error:
+            raise PromptError(error.reason) from error
+        return self.with_given(condition, torch.from_numpy(video)[None], rng)
+
+    def of_caption(self, caption: str, row: Mapping[str, Any]) -> Condition:
+        """Return the condition [1] of a caption alone: the row's own embedding, or the model's."""
+        if caption in self._known:
+            self._known.move_to_end(caption)
+            return self._known[caption]
+        embedding = self._reader.text(row) if caption else None
+        if embedding is None:
+            condition = self._model.encode_text([caption])
+        else:
+            condition = self._model.cached_text([torch.from_numpy(embedding)], where=[str(row.get("key", caption))])
+        self._known[caption] = condition
+        if len(self._known) > REMEMBERED:
+            self._known.popitem(last=False)
+        return condition
+
+    def with_given(self, condition: Condition, video: Tensor, rng: np.random.Generator) -> Condition:
+        """Give the first latent frames of `video` uint8 [1, F, H, W, 3]: as many as `rng` draws."""
+        section = self._given
+        if not section.max_frames:
+            return condition
+        count = int(rng.integers(section.min_frames, section.max_frames + 1))
+        return self._model.with_given(condition, video, counts=torch.tensor([count]))
+
+
+def joined(conditions: Sequence[Condition]) -> Condition:
+    """Return conditions [1] as one [B]. All have the same parts."""
+    first, *others = conditions
+    held = {field.name: getattr(first, field.name) for field in fields(first)}
+    more = {
+        name: torch.cat([tensor, *(getattr(other, name) for other in others)])
+        for name, tensor in held.items()
+        if tensor is not None
+    }
+    return replace(first, **more)
+
+
+def arrays_of(condition: Condition) -> dict[str, np.ndarray]:
+    """Return a condition [1] as the arrays of a rollout or a row."""
+    held = {field.name: getattr(condition, field.name) for field in fields(condition)}
+    return {
+        name: tensor[0].float().numpy() if tensor.is_floating_point() else tensor[0].numpy()
+        for name, tensor in ((name, t.cpu()) for name, t in held.items() if t is not None)
+    }

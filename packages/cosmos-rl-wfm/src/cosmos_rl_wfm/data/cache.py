@@ -1,0 +1,125 @@
+"""What is computed once: tensors in files named by what they were computed from, in a folder that stays within bounds.
+
+    cache = TensorCache(folder, max_bytes=50 * 2**30)
+    latents = cache.get_or_make(key_of(identity, size, model), lambda: {"latents": model.encode(video)})
+
+Processes share the folder without locks: a file is written beside its place and renamed, so that it is whole or not
+there; two that compute the same write the same. Files are marked when they are read, and the ones unread for longest
+go first.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping
+from hashlib import sha256
+from pathlib import Path
+from threading import Lock
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor
+
+from cosmos_rl_wfm.data.storage import PARTIAL, is_remote, open_store, reaching, write_atomic
+
+SUFFIX = ".safetensors"
+
+SLACK = 0.05
+"""Share of the bound that a process may add before it looks again what the others have added."""
+
+ABANDONED_S = 3600.0
+"""Age of a half-written file whose writer is taken for dead."""
+
+Tensors = Mapping[str, Tensor]
+
+
+def key_of(*parts: Any) -> str:
+    """Return the key of what is computed from `parts`, JSON-like: file identity, size, fingerprint of the model, ..."""
+    return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
+
+
+def identity(row: Mapping[str, Any], *, timeout_s: float = 60.0) -> list[Any]:
+    """Return what tells a row's clip from every other, and from the same file with other content; JSON-like.
+
+    Raises:
+        OSError: there is no such file.
+        UserError: a store refuses or does not answer.
+    """
+    location, part = row["video"], row.get("video_at")
+    if location.startswith("mock:"):
+        return [location]
+    files, path = open_store(location, timeout_s=timeout_s)
+    with reaching(location):
+        info = files.info(path)
+    changed = [str(info[name]) for name in ("ETag", "etag", "mtime", "LastModified") if name in info]
+    return [location if is_remote(location) else path, info["size"], changed, part]
+
+
+class TensorCache:
+    """A folder of tensors by key. Safe in any number of threads and processes."""
+
+    def __init__(self, folder: Path, *, max_bytes: int) -> None:
+        self._folder = folder
+        self._max_bytes = max_bytes
+        self._lock = Lock()
+        self._added = self._max_bytes  # nothing is known yet: look before the first file is added
+
+    def get(self, key: str) -> dict[str, Tensor] | None:
+        """Return the tensors of a key, or None. A damaged file is removed."""
+        path = self._path(key)
+        try:
+            data = path.read_bytes()
+            os.utime(path)
+        except FileNotFoundError:  # never there, or gone to make room
+            return None
+        try:
+            return load(data)
+        except SafetensorError:
+            path.unlink(missing_ok=True)
+            return None
+
+    def put(self, key: str, tensors: Tensors) -> None:
+        """Keep tensors under a key. Values that would take more than the whole bound are not kept."""
+        data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
+        if len(data) > self._max_bytes:
+            return
+        with self._lock:
+            self._added += len(data)
+            if self._added > SLACK * self._max_bytes:
+                self._make_room(len(data))
+                self._added = 0
+        write_atomic(self._path(key), data)
+
+    def get_or_make(self, key: str, make: Callable[[], Tensors]) -> Tensors:
+        """Return the tensors of a key, computed and kept if they are not there."""
+        held = self.get(key)
+        if held is None:
+            held = make()
+            self.put(key, held)
+        return held
+
+    def _path(self, key: str) -> Path:
+        return self._folder / key[:2] / f"{key}{SUFFIX}"
+
+    def _make_room(self, wanted: int) -> None:
+        """Remove files until `wanted` bytes and the slack of this process fit, the ones unread for longest first."""
+        found: list[tuple[float, int, Path]] = []
+        for path in self._folder.glob("*/*"):
+            try:
+                stat = path.stat()
+            except FileNotFoundError:  # another process makes room too
+                continue
+            if path.name.endswith(PARTIAL):
+                if stat.st_mtime < time.time() - ABANDONED_S:
+                    path.unlink(missing_ok=True)
+            else:
+                found.append((stat.st_mtime, stat.st_size, path))
+        excess = sum(size for _, size, _ in found) + wanted - int((1 - SLACK) * self._max_bytes)
+        for _, size, path in sorted(found, key=lambda entry: entry[0]):
+            if excess <= 0:
+                return
+            path.unlink(missing_ok=True)
+            excess -= size

@@ -1,0 +1,119 @@
+"""The [data] section of a world-model recipe."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from cosmos_rl_core.config.base import Strict
+from cosmos_rl_wfm.samplers.names import DensityName
+
+Start = Literal["random", "centre", "first"]
+"""Where in a longer video a clip begins."""
+
+Kind = Literal["auto", "folder", "prompts", "webdataset", "mock"]
+
+HEIGHT_BY_WIDTH = re.compile(r"([1-9]\d*)x([1-9]\d*)")
+
+
+class SizeSection(Strict):
+    """[data.size]: the clips that a model is trained on and makes."""
+
+    frames: int = Field(ge=1)
+    """Frames of a clip; 1 for images."""
+    height: int = Field(ge=1)
+    """Pixels."""
+    width: int = Field(ge=1)
+    """Pixels."""
+
+
+class NoiseSection(Strict):
+    """[data.noise]: at which times real clips are noised."""
+
+    density: DensityName = "logit_normal"
+    """"uniform", or the sigmoid of a normal draw; the model's shift comes after the draw."""
+    mean: float = 0.0
+    """Of that draw."""
+    std: float = Field(default=1.0, gt=0)
+    """Of that draw."""
+    weighting: Literal["uniform", "edm"] = "uniform"
+    """Weight of the loss in time: 1, or t^2 + (1 - t)^2 as Cosmos and DDRL have it."""
+
+
+class MockSection(Strict):
+    """[data.mock]: rows that need no files, of kind = "mock"."""
+
+    rows: int = Field(default=64, ge=1)
+    """How many."""
+    embedding_tokens: int = Field(default=0, ge=0)
+    """Tokens of the text embedding of a row; 0 leaves the captions to the model's text encoder."""
+    embedding_width: int = Field(default=64, ge=1)
+    """Width of a token's embedding."""
+
+
+class WFMDataConfig(Strict):
+    """[data]: where captions and clips come from, and how a clip is cut out of a video."""
+
+    path: str = ""
+    """A folder, a list of prompts (.jsonl, .json, .txt), or tar shards such as "s3://bucket/clips-{000..010}.tar"."""
+    kind: Kind = "auto"
+    """What lies there; "auto" goes by the path."""
+    size: SizeSection
+    """Size of a clip."""
+    fps: float | None = Field(default=None, gt=0)
+    """Frames a second of a clip, taken by the clock; without it every `stride`th frame of the video."""
+    stride: int = Field(default=1, ge=1)
+    """Distance of a clip's frames in frames of the video, where `fps` is not set."""
+    start: Start = "random"
+    """Where in a longer video a clip begins: anywhere, so that it lies in the middle, or at the first frame."""
+    buckets: tuple[str, ...] = ()
+    """Heights by widths, ["480x832", "832x480"]: a clip of a row gets the nearest shape instead of that of `size`."""
+    caption_column: str = Field(default="caption", min_length=1)
+    """Column with the caption, in lists of prompts and JSON files."""
+    caption_dropout: float = Field(default=0.0, ge=0, lt=1)
+    """Share of real clips that are trained on without their captions, for guidance."""
+    text_embeddings: Literal["auto", "off"] = "auto"
+    """Embeddings that lie beside the captions: taken where there are any, or left alone."""
+    limit: int | None = Field(default=None, ge=1)
+    """Read only the first rows."""
+    noise: NoiseSection = NoiseSection()
+    """How they are noised."""
+    mock: MockSection = MockSection()
+    """Rows of kind = "mock"."""
+    workers: int = Field(default=4, ge=1)
+    """Threads that decode clips ahead of training, in each process."""
+    ahead: int = Field(default=16, ge=1)
+    """Most clips that wait, decoded, for training."""
+    cache_path: str | None = None
+    """Folder for what is computed once (latents, embeddings, indexes of shards); without it ~/.cache/cosmos-rl."""
+    cache_bytes: int = Field(default=50 * 2**30, ge=2**20)
+    """Most that latents and embeddings may take there; those not used for longest go first."""
+    timeout_s: float = Field(default=60.0, gt=0)
+    """How long an object store may take to answer."""
+
+    @field_validator("buckets")
+    @classmethod
+    def _buckets_are_shapes(cls, buckets: tuple[str, ...]) -> tuple[str, ...]:
+        for bucket in buckets:
+            if not HEIGHT_BY_WIDTH.fullmatch(bucket):
+                raise ValueError(f'{bucket!r} is no height by width in pixels; write "480x832"')
+        return buckets
+
+    @model_validator(mode="after")
+    def _keys_fit_together(self) -> Self:
+        if self.kind == "mock" and self.path:
+            raise ValueError('kind = "mock" reads no files; remove path, or kind')
+        if self.kind != "mock" and not self.path:
+            raise ValueError('path is missing: where the data lies; or set kind = "mock"')
+        if self.fps is not None and self.stride != 1:
+            raise ValueError("fps and stride both say which frames are taken; remove one")
+        return self
+
+    @property
+    def sizes(self) -> tuple[tuple[int, int], ...]:
+        """Heights and widths of real clips: the buckets, or the one of `size`."""
+        if not self.buckets:
+            return ((self.size.height, self.size.width),)
+        return tuple((int(height), int(width)) for height, width in (bucket.split("x") for bucket in self.buckets))

@@ -1,0 +1,135 @@
+"""A folder of clips with a caption each, on a disk or in an object store.
+
+videos/NAME.mp4  metas/NAME.txt  [text_embedding/NAME.safetensors | .pickle]      images/NAME.jpg likewise
+NAME.mp4  NAME.json | NAME.txt                                                    side by side
+metas/NAME.txt                                                                    prompts alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import PurePosixPath
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.data.captions import read_caption
+from cosmos_rl_wfm.data.config import WFMDataConfig
+from cosmos_rl_wfm.data.storage import is_remote, open_store, reaching
+
+VIDEOS = (".mp4", ".webm", ".mkv", ".mov", ".avi")
+IMAGES = (".jpg", ".jpeg", ".png", ".webp")
+EMBEDDINGS = (".safetensors", ".pickle", ".pkl")
+CAPTIONS = (".json", ".txt")
+EMBEDDING_FOLDERS = ("text_embedding", "t5_xxl")
+
+Row = dict[str, Any]
+Listing = Mapping[str, str]
+"""Stem of a file's name -> its path in the store."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """The files of a folder by the clip they belong to."""
+
+    captions: Listing
+    clips: Listing | None
+    """None where the captions are prompts alone."""
+    embeddings: Listing
+
+    @property
+    def stems(self) -> list[str]:
+        """Clips with a caption, or captions where there are no clips; sorted."""
+        return sorted(self.captions if self.clips is None else self.captions.keys() & self.clips.keys())
+
+    @property
+    def unpaired(self) -> list[str]:
+        """What has no other half, with the half it lacks."""
+        if self.clips is None:
+            return []
+        bare = [f"{stem} (no caption)" for stem in self.clips.keys() - self.captions.keys()]
+        return sorted([*bare, *(f"{stem} (no clip)" for stem in self.captions.keys() - self.clips.keys())])
+
+
+def read_folder(config: WFMDataConfig) -> tuple[list[Row], list[str]]:
+    """Return the rows, by name, and what was left out and why.
+
+    Raises:
+        UserError: there is no such folder, or it has none of the layouts.
+    """
+    files, root = open_store(config.path, timeout_s=config.timeout_s)
+    with reaching(config.path):
+        layout = read_layout(files, root, config)
+        stems = layout.stems[: config.limit]
+        texts = files.cat([layout.captions[stem] for stem in stems]) if stems else {}
+    scheme = config.path.partition("://")[0] + "://" if is_remote(config.path) else ""
+    clips, embeddings = layout.clips or {}, layout.embeddings if config.text_embeddings == "auto" else {}
+    rows: list[Row] = []
+    left_out = layout.unpaired
+    for stem in stems:
+        path = layout.captions[stem]
+        try:
+            columns = read_caption(texts[path], is_json=path.endswith(".json"), column=config.caption_column)
+        except ValueError as error:
+            left_out.append(f"{stem} ({error})")
+            continue
+        rows.append(
+            {
+                **columns,
+                "key": stem,
+                "fps": config.fps or 0.0,
+                "video": scheme + clips[stem] if stem in clips else "",
+                "text_embedding": scheme + embeddings[stem] if stem in embeddings else "",
+            }
+        )
+    return rows, left_out
+
+
+def read_layout(files: Any, root: str, config: WFMDataConfig) -> Layout:
+    """List a folder. `files` is an fsspec file system.
+
+    Raises:
+        UserError: as `read_folder`.
+    """
+    if not files.isdir(root):
+        raise UserError(f"data.path = {config.path!r}: there is no such folder")
+    there = {PurePosixPath(path).name: path for path in files.ls(root, detail=False)}
+    suffixes = (*VIDEOS, *IMAGES) if config.size.frames == 1 else VIDEOS
+    if "metas" not in there:
+        layout = Layout(
+            captions=_stems(there.values(), CAPTIONS),
+            clips=_stems(there.values(), suffixes),
+            embeddings=_stems(there.values(), EMBEDDINGS),
+        )
+    else:
+        paths = [path for name in ("videos", "images") if name in there for path in _files(files, there[name])]
+        folders = [there[name] for name in EMBEDDING_FOLDERS if name in there]
+        layout = Layout(
+            captions=_stems(_files(files, there["metas"]), (".txt",)),
+            clips=_stems(paths, suffixes) if {"videos", "images"} & there.keys() else None,
+            embeddings=_stems([path for folder in folders for path in _files(files, folder)], EMBEDDINGS),
+        )
+        there |= {PurePosixPath(path).name: path for path in paths}
+    if layout.clips == {}:
+        raise UserError(_no_clips(config, there))
+    return layout
+
+
+def _files(files: Any, folder: str) -> list[str]:
+    return files.ls(folder, detail=False)
+
+
+def _stems(paths: Iterable[str], suffixes: Sequence[str]) -> Listing:
+    """Files with one of the suffixes by stem; of several of one stem, that with the first suffix."""
+    found = [path for path in paths if PurePosixPath(path).suffix.lower() in suffixes]
+    found.sort(key=lambda path: suffixes.index(PurePosixPath(path).suffix.lower()), reverse=True)
+    return {PurePosixPath(path).stem: path for path in found}
+
+
+def _no_clips(config: WFMDataConfig, there: Mapping[str, str]) -> str:
+    if any(PurePosixPath(name).suffix.lower() in IMAGES for name in there):
+        return f"data.path = {config.path!r} holds images alone; set data.size.frames = 1, or add videos/NAME.mp4"
+    return (
+        f"data.path = {config.path!r}: no clips. A folder holds videos/NAME.mp4 (or images/NAME.jpg) and "
+        f"metas/NAME.txt, or NAME.mp4 and NAME.json side by side; here lie {', '.join(sorted(there)[:8]) or 'no files'}"
+    )

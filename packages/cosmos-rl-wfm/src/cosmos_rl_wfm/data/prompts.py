@@ -1,0 +1,75 @@
+"""Lists of prompts: .txt, a caption a line; .jsonl, an object a line; .json, a list of objects."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import PurePosixPath
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.data.captions import caption_of
+from cosmos_rl_wfm.data.config import WFMDataConfig
+from cosmos_rl_wfm.data.storage import is_remote, read_bytes
+
+SUFFIXES = (".txt", ".jsonl", ".json")
+
+Row = dict[str, Any]
+
+
+def read_prompts(config: WFMDataConfig) -> list[Row]:
+    """Return the rows in their order. `video` and `text_embedding` of a row are relative to the list's folder.
+
+    Raises:
+        UserError: no such file, a line that is no JSON, or a row without a caption; with its place.
+    """
+    path = PurePosixPath(config.path)
+    try:
+        text = read_bytes(config.path, timeout_s=config.timeout_s).decode("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.path = {config.path!r} cannot be read: {error}") from error
+    rows: list[Row] = []
+    for where, columns in _located(text, name=path.name, suffix=path.suffix, column=config.caption_column):
+        if not isinstance(columns, dict):
+            raise UserError(f"{where}: a row is an object with named columns, not a {type(columns).__name__}")
+        try:
+            caption = caption_of(columns, column=config.caption_column)
+        except ValueError as error:
+            raise UserError(f"{where}: {error}") from None
+        row = {"key": where, "fps": config.fps or 0.0, **columns, "caption": caption}
+        row["video"] = _resolved(columns.get("video"), config.path, where=where)
+        embedding = columns.get("text_embedding") if config.text_embeddings == "auto" else None
+        row["text_embedding"] = _resolved(embedding, config.path, where=where)
+        rows.append(row)
+        if len(rows) == config.limit:
+            break
+    return rows
+
+
+def _located(text: str, *, name: str, suffix: str, column: str) -> Iterator[tuple[str, Any]]:
+    """Each row with its place."""
+    try:
+        if suffix == ".json":
+            listed = json.loads(text)
+            if not isinstance(listed, list):
+                raise UserError(f"{name}: must hold a list of rows; one object a line goes in .jsonl")
+            yield from ((f"{name}[{number}]", row) for number, row in enumerate(listed))
+            return
+        number = 0
+        for number, line in enumerate(text.split("\n"), start=1):
+            if line.strip():
+                yield f"{name}:{number}", {column: line} if suffix == ".txt" else json.loads(line)
+    except json.JSONDecodeError as error:
+        where = f"{name}:{error.lineno}" if suffix == ".json" else f"{name}:{number}"
+        raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+
+
+def _resolved(location: Any, listed_in: str, *, where: str) -> str:
+    if location is None:
+        return ""
+    if not isinstance(location, str):
+        raise UserError(f"{where}: a path is text, not a {type(location).__name__}")
+    if not location or is_remote(location) or location.startswith("/"):
+        return location
+    folder = listed_in.rpartition("/")[0]
+    return f"{folder}/{location}" if folder else location

@@ -1,0 +1,158 @@
+"""Files of a dataset on a disk or in an object store, through fsspec. No torch.
+
+Settings of S3 come from these variables where they are set, and otherwise from those of the AWS command line:
+
+    PROD_S3_CHECKPOINT_ACCESS_KEY_ID   PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY
+    PROD_S3_CHECKPOINT_ENDPOINT_URL    PROD_S3_CHECKPOINT_REGION_NAME
+
+They go to the client and nowhere else: into no file, no log and no message.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.train.folder import store_errors
+
+PREFIX = "PROD_S3_CHECKPOINT_"
+ACCESS_KEY_ID = f"{PREFIX}ACCESS_KEY_ID"
+SECRET_ACCESS_KEY = f"{PREFIX}SECRET_ACCESS_KEY"
+ENDPOINT_URL = f"{PREFIX}ENDPOINT_URL"
+REGION_NAME = f"{PREFIX}REGION_NAME"
+
+PARTIAL = ".partial"
+"""How the names of files end while they are written."""
+
+Range = Sequence[int]
+"""First byte and number of bytes of a part of a file."""
+
+
+def is_remote(location: str) -> bool:
+    """Whether this is a URL and no path."""
+    return "://" in location and not location.startswith("file://")
+
+
+def s3_options(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 60.0) -> dict[str, Any]:
+    """Return the options of s3fs from the environment.
+
+    Raises:
+        UserError: one half of the key without the other.
+    """
+    key, secret = environ.get(ACCESS_KEY_ID), environ.get(SECRET_ACCESS_KEY)
+    if bool(key) != bool(secret):
+        there, missing = (ACCESS_KEY_ID, SECRET_ACCESS_KEY) if key else (SECRET_ACCESS_KEY, ACCESS_KEY_ID)
+        raise UserError(f"{there} is set and {missing} is not; set both, or neither to use those of AWS")
+    quick = min(timeout_s, 10.0)
+    client = {"endpoint_url": environ.get(ENDPOINT_URL), "region_name": environ.get(REGION_NAME)}
+    options: dict[str, Any] = {
+        "client_kwargs": {name: value for name, value in client.items() if value},
+        "config_kwargs": {  # s3fs has its own retries, with longer and longer waits; those of the client multiply them
+            "connect_timeout": quick,
+            "read_timeout": timeout_s,
+            "retries": {"max_attempts": 0},
+        },
+        "use_listings_cache": False,
+    }
+    return options | {"key": key, "secret": secret} if key else options
+
+
+def open_store(location: str, *, timeout_s: float = 60.0) -> tuple[Any, str]:
+    """Return the fsspec file system of a path or URL, and the path in it.
+
+    Raises:
+        UserError: a URL that nothing installed can open.
+    """
+    from fsspec.core import url_to_fs
+
+    options = s3_options(timeout_s=timeout_s) if location.startswith(("s3://", "s3a://")) else {}
+    text = location if is_remote(location) else os.path.abspath(Path(location.removeprefix("file://")).expanduser())
+    try:
+        return url_to_fs(text, **options)
+    except (ImportError, ValueError) as error:
+        hint = (
+            'pip install "cosmos-rl-wfm[s3]"'
+            if options
+            else "a path, or a URL such as s3://bucket/clips-{000..010}.tar"
+        )
+        raise UserError(f"cannot open {location}: {error}. Try {hint}.") from error
+
+
+def read_bytes(location: str, part: Range | None = None, *, timeout_s: float = 60.0) -> bytes:
+    """Read a file or a part of it.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        UserError: the store refuses or does not answer.
+    """
+    if not is_remote(location):
+        with Path(location).expanduser().open("rb") as file:
+            if part is None:
+                return file.read()
+            file.seek(part[0])
+            return file.read(part[1])
+    files, path = open_store(location, timeout_s=timeout_s)
+    start, end = (None, None) if part is None else (part[0], part[0] + part[1])
+    with reaching(location):
+        return files.cat_file(path, start=start, end=end)
+
+
+def cache_folder(path: str | None) -> Path:
+    """Return the folder for what is computed once: `path`, or one of the user's own."""
+    if path is not None:
+        return Path(path).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "cosmos-rl"
+
+
+def write_atomic(path: Path, data: bytes) -> None:
+    """Write a file on this machine so that every other process sees it whole or not at all."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=PARTIAL)
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+        os.replace(name, path)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+
+
+@contextmanager
+def reaching(location: str) -> Iterator[None]:
+    """Turn what a store says when it refuses or is silent into one UserError with the endpoint and what to look at.
+
+    A missing file stays a FileNotFoundError, and faults of a disk stay what they are.
+    """
+    if not is_remote(location):
+        yield
+        return
+    try:
+        yield
+    except FileNotFoundError:
+        raise
+    except (*store_errors(), TimeoutError) as error:
+        raise UserError(_refusal(location, error)) from error
+
+
+def endpoint(environ: Mapping[str, str] = os.environ) -> str:
+    """Return the name of the S3 endpoint for messages, without user or password."""
+    url = environ.get(ENDPOINT_URL) or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
+    if not url:
+        return "the AWS endpoint"
+    parts = urlsplit(url)
+    return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+
+def _refusal(location: str, error: BaseException) -> str:
+    place = endpoint() if location.startswith(("s3://", "s3a://")) else urlsplit(location).netloc
+    said = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, PermissionError):
+        return f"{location}: {place} refuses: {said}. Look at {ACCESS_KEY_ID}, {SECRET_ACCESS_KEY} and {REGION_NAME}."
+    return f"{location}: {place} cannot be reached: {said}. Look at {ENDPOINT_URL}, and whether the service is up."

@@ -1,0 +1,114 @@
+"""World foundation models as a domain: captions in, images and videos out. Torch and diffusers load with the parts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+
+from cosmos_rl_core.config.problems import known_tables, problems
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.data.config import WFMDataConfig
+from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.sampling import FlowSampling
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from torch import Tensor
+
+    from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
+    from cosmos_rl_core.parallel.setup import ModelSetup
+    from cosmos_rl_core.parallel.shape import ModelShape
+    from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch, WeightSpec
+    from cosmos_rl_wfm.policy import FlowPolicy
+
+
+class WFMDomain:
+    """A term is a denoising step. Implements `cosmos_rl_core.interfaces.Domain`."""
+
+    name = "wfm"
+    Model = WFMModelConfig
+    Data = WFMDataConfig
+    Sampling = FlowSampling
+    engines = ("torch",)
+
+    @property
+    def rewards(self) -> Sequence[str]:
+        from cosmos_rl_wfm.rewards import REWARDS
+
+        return tuple(REWARDS)
+
+    def load_rows(self, data: WFMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
+        """Find captions and clips; nothing is decoded."""
+        from cosmos_rl_wfm.data.rows import load_rows
+
+        return load_rows(data)
+
+    def build_policy(
+        self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any, seed: int, setup: ModelSetup
+    ) -> Policy:
+        """The network to train, spread over its ranks."""
+        from cosmos_rl_wfm.build import build_policy
+
+        return build_policy(model, data=data, sampling=sampling, seed=seed, setup=setup)
+
+    def build_engine(
+        self, model: WFMModelConfig, *, data: WFMDataConfig, name: str, options: Mapping[str, Any]
+    ) -> RolloutEngine:
+        """An engine over network, codec and text encoder."""
+        from cosmos_rl_wfm.build import build_engine
+        from cosmos_rl_wfm.engines.torch import TorchEngineOptions
+
+        try:
+            checked = TorchEngineOptions.model_validate(dict(options), strict=True)
+        except ValidationError as error:
+            found = problems(error, tables=known_tables(TorchEngineOptions, at="rollout.options"), at="rollout.options")
+            raise UserError("; ".join(map(str, found))) from error
+        return build_engine(model, data=data, options=checked)
+
+    def weight_specs(self, model: WFMModelConfig) -> Sequence[WeightSpec] | None:
+        """Only the built model knows."""
+        return None
+
+    def model_shape(self, model: WFMModelConfig) -> ModelShape | None:
+        """Only the built model knows."""
+        return None
+
+    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder:
+        """An album of images and films."""
+        from cosmos_rl_wfm.album import Album
+
+        return Album(directory, groups_per_step=groups, every_steps=every, name=name)
+
+    def reward(self, name: str) -> Callable[..., RewardFn] | None:
+        """A shipped reward's factory; None for any other name."""
+        from cosmos_rl_wfm.rewards import REWARDS
+
+        return REWARDS.get(name)
+
+    def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
+        """Cut rollouts into denoising steps, `microbatch_terms` to a forward pass."""
+        from cosmos_rl_wfm.collate import collate
+
+        return collate(groups, microbatch_terms=microbatch_terms, share=share)
+
+    def collate_sft(
+        self, prompts: Sequence[Prompt], *, policy: FlowPolicy, microbatch_terms: int, share: Share
+    ) -> TrainBatch:
+        """Real clips, each noised at one time."""
+        from cosmos_rl_wfm.supervised import collate_sft
+
+        return collate_sft(prompts, policy=policy, microbatch_terms=microbatch_terms, share=share)
+
+    def export_weights(
+        self, model: WFMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
+    ) -> Iterable[tuple[str, Tensor]]:
+        """The trained weights; for adapters that are to be merged those of the base network with the updates."""
+        from cosmos_rl_wfm.build import export_weights
+
+        return export_weights(model, tensors, merge_adapters=merge_adapters)
+
+
+WFM = WFMDomain()

@@ -1,0 +1,210 @@
+"""The rollout engine: denoises samples of the prompts that wait, in batches, on a thread of its own.
+
+    generate(prompt) -- condition, noise --> steps of the sampler --> clean latents --> decoded video
+                                               ^ one step holds the turn; `switch` takes it in between
+
+New weights come between two steps of a rollout: each term says under which version it was drawn.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from pydantic import Field
+
+from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.types import Prompt, Rollout
+from cosmos_rl_wfm.conditions import Conditions, arrays_of, joined
+from cosmos_rl_wfm.engines.requests import Batch, Queue, Request
+from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.weights import named_weights
+from cosmos_rl_wfm.policy import guided_velocity
+from cosmos_rl_wfm.samplers.noise import draw_noise
+from cosmos_rl_wfm.samplers.sampler import Trajectory, sample
+from cosmos_rl_wfm.samplers.times import draw_times
+from cosmos_rl_wfm.sampling import FlowSampling
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from cosmos_rl_wfm.models.model import DiffusersModel
+    from cosmos_rl_wfm.samplers.guidance import Velocity
+
+
+class TorchEngineOptions(Strict):
+    """[rollout.options] of engine = "torch"."""
+
+    samples_at_once: int = Field(default=8, ge=1)
+    """Samples in one forward pass: those of larger groups are drawn in several, those of smaller ones together."""
+
+
+class _Cancelled(Exception):
+    """Nobody waits for the batch any more."""
+
+
+class FlowEngine:
+    """Implements `interfaces.RolloutEngine` over a model of diffusers."""
+
+    def __init__(
+        self, model: DiffusersModel, *, size: Size, conditions: Conditions, options: TorchEngineOptions
+    ) -> None:
+        """conditions: makes the condition of a row, embedded captions and given frames."""
+        self._model, self._size = model, size
+        self._shift = model.traits.shift
+        self._conditions = conditions
+        self._at_once = options.samples_at_once
+        self._queue = Queue()
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
+        self._turn = threading.Lock()
+        """Held by one step of denoising, or by a switch of the weights."""
+        self._version = -1
+        self._progress = 0
+
+    @property
+    def version(self) -> int:
+        return self._version
+
+    @property
+    def progress(self) -> int:
+        return self._progress
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return named_weights(self._model.network)
+
+    async def generate(
+        self, prompt: Prompt, *, num_samples: int, sampling: FlowSampling, seed: int
+    ) -> tuple[str, list[Rollout]]:
+        request = Request(prompt, num_samples, sampling, seed)
+        self._queue.add(request)
+        loop = asyncio.get_running_loop()
+        loop.call_soon(lambda: self._thread.submit(self._serve, request))  # after those asked for at the same time
+        rollouts = await asyncio.wrap_future(request.done)  # cancelling this task cancels the request
+        return prompt.row["caption"], rollouts
+
+    async def switch(self, version: int, apply: Callable[[], None]) -> None:
+        def between_steps() -> None:
+            with self._turn:
+                apply()
+                self._version = version
+
+        await asyncio.to_thread(between_steps)
+
+    async def close(self) -> None:
+        await asyncio.to_thread(partial(self._thread.shutdown, cancel_futures=True))
+
+    @torch.no_grad()
+    def _serve(self, request: Request) -> None:
+        """In the engine's thread: draw batches until this request is done, by whichever batch."""
+        while not request.done.done():
+            batch = self._queue.take(self._at_once, shift=self._shift, version=self._version)
+            assert batch is not None, "a request that is not done waits in the queue"
+            try:
+                self._draw(batch)
+            except _Cancelled:
+                continue
+            except Exception as error:  # of the engine, for all who wait for this batch; their tasks raise it
+                for waiting, _ in batch.parts:
+                    _fail(waiting, error)
+
+    def _draw(self, batch: Batch) -> None:
+        """Draw a batch, and finish the requests that are whole with it."""
+        batch = replace(batch, parts=tuple(part for part in batch.parts if self._has_condition(part[0])))
+        if not batch.parts:
+            return
+        rollouts = self._denoise(batch)
+        for request, count in batch.parts:
+            request.rollouts += rollouts[:count]
+            del rollouts[:count]
+            if not request.left and request.condition is not None:
+                first = request.rollouts[0]
+                request.rollouts[0] = replace(first, arrays={**first.arrays, **arrays_of(request.condition)})
+                if request.done.set_running_or_notify_cancel():
+                    request.done.set_result(request.rollouts)
+
+    def _has_condition(self, request: Request) -> bool:
+        """Make a request's condition; a row that gives none fails its request alone."""
+        if request.condition is None:
+            try:
+                request.condition = self._conditions.of(request.prompt)
+            except SampleError as error:
+                _fail(request, error)
+                return False
+        return True
+
+    def _denoise(self, batch: Batch) -> list[Rollout]:
+        device = next(self._model.network.parameters()).device
+        conditions = [request.condition for request, count in batch.parts for _ in range(count) if request.condition]
+        sampling, plan, seeds = batch.sampling, batch.plan, batch.seeds
+        without = None if sampling.guidance is None else self._conditions.unconditional.to(device)
+        inner = guided_velocity(self._model, joined(conditions).to(device), without, guidance=sampling.guidance)
+        versions: list[int] = []
+        noise = draw_noise(batch.starts, self._model.latent_shape(self._size), device=device)
+        drawn = sample(partial(self._step, inner, versions, batch), noise, plan=plan, seeds=seeds)
+        video = self._model.decode(drawn.clean).cpu().numpy()
+        terms = np.array(versions, np.int32)
+        if sampling.trains_steps:
+            return _of_steps(drawn, video, terms[list(plan.steps.trained)])
+        return _of_clean(drawn, video, int(terms.min()), seeds, sampling, shift=self._shift)
+
+    def _step(self, velocity: Velocity, versions: list[int], batch: Batch, x: Tensor, times: Tensor, /) -> Tensor:
+        with self._turn:
+            if batch.is_cancelled:
+                raise _Cancelled
+            versions.append(self._version)
+            self._progress += 1
+            return velocity(x, times)
+
+
+def _fail(request: Request, error: Exception) -> None:
+    if request.done.set_running_or_notify_cancel():
+        request.done.set_exception(error)
+
+
+def _of_steps(drawn: Trajectory, video: np.ndarray, versions: np.ndarray) -> list[Rollout]:
+    shared = {
+        "path_from": drawn.path_from.numpy().astype(np.int32),
+        "path_to": drawn.path_to.numpy().astype(np.int32),
+        "times": drawn.times.numpy(),
+        "next_times": drawn.next_times.numpy(),
+    }
+    paths, logprobs = drawn.path.cpu().numpy(), drawn.logprobs.cpu().numpy()
+    return [
+        Rollout(
+            arrays={"path": paths[i], **shared},
+            rollout_logprobs=logprobs[i],
+            versions=versions,
+            loss_mask=np.ones(len(versions), bool),
+            media={"video": video[i]},
+        )
+        for i in range(len(video))
+    ]
+
+
+def _of_clean(
+    drawn: Trajectory, video: np.ndarray, version: int, seeds: Sequence[int], sampling: FlowSampling, *, shift: float
+) -> list[Rollout]:
+    clean, count = drawn.clean.cpu().numpy(), sampling.times_per_rollout
+    rollouts = []
+    for i, seed in enumerate(seeds):
+        generator = torch.Generator().manual_seed(seed)
+        times = draw_times(count, generator=generator, density=sampling.density, shift=shift)
+        noise_seeds = torch.randint(2**63 - 1, (count,), generator=generator)
+        rollouts.append(
+            Rollout(
+                arrays={"clean": clean[i], "times": times.numpy(), "noise_seeds": noise_seeds.numpy()},
+                rollout_logprobs=np.zeros(count, np.float32),
+                versions=np.full(count, version, np.int32),
+                loss_mask=np.ones(count, bool),
+                media={"video": video[i]},
+            )
+        )
+    return rollouts

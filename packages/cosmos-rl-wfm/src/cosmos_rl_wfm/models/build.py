@@ -1,0 +1,241 @@
+"""A model out of the [model] section: from a diffusers folder by parts, or from scratch.
+
+parts: network -> trainer of cached latents     codec -> encode, decode     text -> encode_text
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Collection, Mapping
+from typing import Any, Literal
+
+import torch
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import own_device
+from cosmos_rl_wfm.models.adapters import add_adapters
+from cosmos_rl_wfm.models.cached import CachedCaptions
+from cosmos_rl_wfm.models.captions import CaptionEncoder, EncodeImages, load_captions, load_images
+from cosmos_rl_wfm.models.codec import Codec, PixelCodec, compression, make_codec
+from cosmos_rl_wfm.models.config import FamilyName, WFMModelConfig
+from cosmos_rl_wfm.models.families import NETWORKS, family_name, make_family
+from cosmos_rl_wfm.models.family import Family
+from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, open_folder
+from cosmos_rl_wfm.models.grid import Grid
+from cosmos_rl_wfm.models.model import DiffusersModel, Traits
+from cosmos_rl_wfm.models.tiny import tiny_network, tiny_vae
+from cosmos_rl_wfm.models.weights import empty_network, fill, random_network
+from cosmos_rl_wfm.models.words import WordEncoder
+
+Part = Literal["network", "codec", "text"]
+
+_WORDS = 16
+"""Tokens of a caption of text.encoder = "words"."""
+
+
+def build_model(
+    config: WFMModelConfig,
+    *,
+    parts: Collection[Part] = ("network",),
+    seed: int = 0,
+    held_dtype: torch.dtype | None = None,
+    filled: bool = True,
+    device: torch.device | None = None,
+) -> DiffusersModel:
+    """Build the network and the other `parts` that are asked for.
+
+    Args:
+        seed: of random weights, and of adapters' first values.
+        held_dtype: type of the network's weights; None: the `dtype` that it computes in.
+        filled: False leaves the weights of a model with a path without values, for a network that is sharded first;
+            `fill_network` reads them then.
+        device: where it all lies; None: this process's own.
+
+    Raises UserError for a model that is not there, or whose parts are not supported.
+    """
+    _quiet()
+    device = device or own_device()
+    dtype = getattr(torch, config.dtype)
+    folder = _open(config, parts)
+    class_name, values = _network(config, folder)
+    held = held_dtype or dtype
+    if folder is None:
+        network = random_network(class_name, values, dtype=held, seed=seed)
+    else:
+        network = empty_network(class_name, values, dtype=held)
+        if filled:
+            fill(network, folder.weights(NETWORK))
+    family = make_family(class_name, network.config, tell_fps=config.tell_fps)
+    if config.lora is not None:
+        add_adapters(network, config.lora, targets=family.lora_targets, base=config.path, seed=seed)
+    torch.nn.Module.to(network, device)
+    traits = _traits(config, family, folder)
+    return DiffusersModel(
+        network,
+        family=family,
+        grid=_grid(config, family, folder),
+        traits=traits,
+        codec=_codec(config, family, folder, seed=seed, device=device) if "codec" in parts else None,
+        captions=_captions(config, family, folder, traits, device=device) if "text" in parts else None,
+        images=_images(config, folder, device=device) if "codec" in parts else None,
+        source=folder,
+        compute_dtype=None if held == dtype else dtype,
+    )
+
+
+def load_parts(model: DiffusersModel, config: WFMModelConfig, parts: Collection[Part], *, seed: int = 0) -> None:
+    """Load the codec or the text encoder of a model that was built without. What it has already stays."""
+    _quiet()
+    folder, family = _open(config, parts), model.family
+    device = next(model.network.parameters()).device
+    if "codec" in parts and not model.has_codec:
+        codec = _codec(config, family, folder, seed=seed, device=device)
+        model.take(codec=codec, images=_images(config, folder, device=device))
+    if "text" in parts and not model.has_captions:
+        model.take(captions=_captions(config, family, folder, model.traits, device=device))
+
+
+def fill_network(model: DiffusersModel, config: WFMModelConfig) -> None:
+    """Read the weights of a network built with `filled=False`: of a sharded one this rank's parts."""
+    folder = _open(config, ("network",))
+    assert folder is not None, "a model from scratch is filled when it is built"
+    fill(model.network, folder.weights(NETWORK))
+
+
+def _quiet() -> None:
+    """Keep out of the log what diffusers and torchao say when they are imported: what they do not find here."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+    from diffusers.utils.logging import set_verbosity_error
+
+    set_verbosity_error()
+
+
+def _open(config: WFMModelConfig, parts: Collection[Part]) -> ModelFolder | None:
+    if not config.path:
+        return None
+    wanted = [NETWORK, "scheduler", *(["vae", "image_encoder", "image_processor"] if "codec" in parts else [])]
+    if "text" in parts and config.text.encoder == "model":
+        wanted += [f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")]
+    folder = open_folder(config.path, revision=config.revision, parts=wanted)
+    if "transformer_2" in folder.classes:
+        raise UserError(
+            f"model.path = {config.path!r} has two networks, for high and for low noise (Wan2.2 14B), which is not "
+            "supported; give a model with one, such as Wan2.1"
+        )
+    return folder
+
+
+def _network(config: WFMModelConfig, folder: ModelFolder | None) -> tuple[str, dict[str, Any]]:
+    """Class and arguments of the network."""
+    if folder is None:
+        values = tiny_network(_named_family(config), codec=config.codec) if config.tiny else {}
+        values |= config.network
+        return values.pop("_class_name", None) or NETWORKS[_named_family(config)], values
+    class_name = folder.classes[NETWORK][1]
+    found = family_name(class_name)
+    if config.family not in ("auto", found):
+        raise UserError(
+            f'model.family = "{config.family}", but model.path = {config.path!r} has a {class_name}, of "{found}"; '
+            'leave family "auto"'
+        )
+    return class_name, folder.config(NETWORK)
+
+
+def _named_family(config: WFMModelConfig) -> FamilyName:
+    assert config.family != "auto", "the config lets no model from scratch leave it open"
+    return config.family
+
+
+def _grid(config: WFMModelConfig, family: Family, folder: ModelFolder | None) -> Grid:
+    channels, temporal, spatial = family.channels, 1, 1
+    if config.codec == "vae":
+        name, values = _vae(config, folder)
+        channels, temporal, spatial = compression(name, values)
+        if channels != family.channels:
+            raise UserError(f"model: the network takes {family.channels} channels and its autoencoder makes {channels}")
+    return Grid(
+        channels=channels,
+        temporal=temporal,
+        spatial=spatial,
+        patch=family.patch,
+        largest=family.largest,
+        only_images=family.only_images,
+    )
+
+
+def _vae(config: WFMModelConfig, folder: ModelFolder | None) -> tuple[str, Mapping[str, Any]]:
+    """Class and whole configuration of the autoencoder, defaults included, without building it."""
+    import diffusers
+
+    if folder is not None and not folder.has("vae"):
+        raise UserError(
+            f"model.path = {config.path!r} has no vae, so that it takes no video: give the folder of a whole pipeline, "
+            'or set codec = "pixels" for a network of pixels'
+        )
+    if folder is None:
+        name, values = tiny_vae(_named_family(config))
+    else:
+        name, values = folder.classes["vae"][1], folder.config("vae")
+    found = getattr(diffusers, name, None)
+    if found is None:
+        raise UserError(f"model.path: diffusers {diffusers.__version__} has no autoencoder {name}")
+    defaults = {key: value.default for key, value in inspect.signature(found.__init__).parameters.items()}
+    return name, {**defaults, **values}
+
+
+def _codec(
+    config: WFMModelConfig, family: Family, folder: ModelFolder | None, *, seed: int, device: torch.device
+) -> Codec:
+    if config.codec == "pixels":
+        return PixelCodec(channels=family.channels)
+    dtype = getattr(torch, config.codec_dtype)
+    if folder is None:
+        name, values = tiny_vae(_named_family(config))
+        vae = random_network(name, values, dtype=dtype, seed=seed)
+    else:
+        vae = empty_network(folder.classes["vae"][1], folder.config("vae"), dtype=dtype)
+        fill(vae, folder.weights("vae"))
+    return make_codec(torch.nn.Module.to(vae, device))
+
+
+def _captions(
+    config: WFMModelConfig, family: Family, folder: ModelFolder | None, traits: Traits, *, device: torch.device
+) -> CaptionEncoder:
+    widths = {"width": family.text_width, "pooled_width": family.pooled_width}
+    if config.text.encoder == "words":
+        return WordEncoder(**widths, length=traits.text_length, seed=config.text.seed)
+    if config.text.encoder == "cached":
+        return CachedCaptions(**widths, length=traits.text_length)
+    assert folder is not None, "the config lets no model from scratch ask for an encoder"
+    if not folder.has("text_encoder"):
+        raise UserError(
+            f"model.path = {config.path!r} has no text_encoder: give the folder of a whole pipeline, or set "
+            'text.encoder = "words" or "cached"'
+        )
+    return load_captions(
+        folder,
+        dtype=getattr(torch, config.dtype),
+        device=device,
+        length=traits.text_length,
+        instruction=config.text.instruction,
+    )
+
+
+def _images(config: WFMModelConfig, folder: ModelFolder | None, *, device: torch.device) -> EncodeImages | None:
+    if folder is None or not folder.has("image_encoder"):
+        return None
+    return load_images(folder, dtype=getattr(torch, config.dtype), device=device)
+
+
+def _traits(config: WFMModelConfig, family: Family, folder: ModelFolder | None) -> Traits:
+    scheduler = folder.config("scheduler") if folder is not None and folder.has("scheduler") else {}
+    shift = config.shift or scheduler.get("flow_shift") or scheduler.get("shift") or 1.0
+    length = config.text.length or (_WORDS if config.text.encoder == "words" else family.text_length)
+    return Traits(
+        shift=float(shift),
+        guidance=family.guidance if config.guidance == "auto" else config.guidance,
+        text_length=length,
+        lora=config.lora,
+    )

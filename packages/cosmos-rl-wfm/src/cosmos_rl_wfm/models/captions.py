@@ -1,0 +1,197 @@
+"""Caption encoders of diffusers' pipelines, each as its own pipeline embeds a prompt.
+
+UMT5, T5        Wan, older Cosmos: last hidden states, zero after the caption
+Qwen2.5-VL      Cosmos-Predict2.5: a chat, hidden states of all layers side by side, nothing masked
+CLIP x 2 + T5   SD3: tokens of both CLIPs beside those of T5, and the CLIPs' pooled vectors
+Gemma           Sana: last hidden states and their mask
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models.base import Condition
+from cosmos_rl_wfm.models.folder import ModelFolder
+
+_SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
+"""What Predict2.5's captions were put after."""
+
+
+class CaptionEncoder(Protocol):
+    """captions -> Condition with text [B, L, E] and mask [B, L], on the encoder's device."""
+
+    def __call__(self, captions: Sequence[str]) -> Condition: ...
+
+
+def load_captions(
+    folder: ModelFolder, *, dtype: torch.dtype, device: torch.device, length: int, instruction: str
+) -> CaptionEncoder:
+    """Load a pipeline's tokenizers and encoders. Raises UserError for one that is missing or not supported."""
+
+    def part(name: str) -> Any:
+        return load_part(folder, name, dtype=dtype).to(device)
+
+    def tokenizer(name: str = "tokenizer") -> Any:
+        return load_part(folder, name, dtype=None)
+
+    if folder.has("text_encoder_3"):
+        return _StableDiffusion3(
+            clips=[(tokenizer(), part("text_encoder")), (tokenizer("tokenizer_2"), part("text_encoder_2"))],
+            t5=(tokenizer("tokenizer_3"), part("text_encoder_3")),
+            length=length,
+        )
+    folder.part("text_encoder")
+    kind = folder.classes["text_encoder"][1]
+    if kind in ("UMT5EncoderModel", "T5EncoderModel"):
+        return _T5(tokenizer(), part("text_encoder"), length=length)
+    if kind.startswith("Qwen2_5_VL"):
+        return _Qwen(tokenizer(), part("text_encoder"), length=length)
+    if kind.startswith("Gemma"):
+        return _Gemma(tokenizer(), part("text_encoder"), length=length, instruction=instruction)
+    raise UserError(
+        f"model.path: the text encoder {kind} is not supported (UMT5, T5, Qwen2.5-VL, CLIP + T5 and Gemma are); embed "
+        'the captions beforehand and set text.encoder = "cached"'
+    )
+
+
+def load_part(folder: ModelFolder, name: str, *, dtype: torch.dtype | None) -> Any:
+    """Load a part of a pipeline that is a class of transformers; models frozen, from safetensors alone."""
+    import transformers
+
+    transformers.utils.logging.disable_progress_bar()
+    directory, (library, class_name) = folder.part(name), folder.classes[name]
+    found = getattr(transformers, class_name, None) if library == "transformers" else None
+    if found is None:
+        raise UserError(
+            f"model.path: {name} is {library}.{class_name}, which transformers {transformers.__version__} lacks"
+        )
+    try:
+        if dtype is None:
+            return found.from_pretrained(directory)
+        return found.from_pretrained(directory, dtype=dtype, use_safetensors=True).requires_grad_(False).eval()
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {directory} cannot be loaded as {class_name}: {error}") from error
+
+
+def _plain(caption: str) -> str:
+    """Undo HTML escapes and fold white space, as the pipelines do."""
+    return re.sub(r"\s+", " ", html.unescape(html.unescape(caption))).strip()
+
+
+def _tokens(tokenizer: Any, captions: Sequence[str], *, length: int) -> tuple[Tensor, Tensor]:
+    """Ids and mask, int64 [B, length]."""
+    found = tokenizer(list(captions), padding="max_length", max_length=length, truncation=True, return_tensors="pt")
+    return found.input_ids, found.attention_mask
+
+
+class _T5:
+    def __init__(self, tokenizer: Any, encoder: Any, *, length: int) -> None:
+        self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
+
+    @torch.no_grad()
+    def __call__(self, captions: Sequence[str]) -> Condition:
+        ids, mask = _tokens(self._tokenizer, [_plain(caption) for caption in captions], length=self._length)
+        ids, mask = ids.to(self._encoder.device), mask.to(self._encoder.device)
+        hidden = self._encoder(ids, mask).last_hidden_state
+        return Condition(text=hidden * mask[..., None].to(hidden.dtype), text_mask=mask.bool())
+
+
+class _Qwen:
+    def __init__(self, tokenizer: Any, encoder: Any, *, length: int) -> None:
+        self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
+
+    @torch.no_grad()
+    def __call__(self, captions: Sequence[str]) -> Condition:
+        """[B, length, layers x hidden]: each layer's states normalised to mean 0 and deviation 1 by token."""
+        ids = torch.stack([self._chat(caption) for caption in captions]).to(self._encoder.device)
+        layers = self._encoder(ids, output_hidden_states=True).hidden_states[1:]
+        text = torch.cat([_normal(states) for states in layers], dim=-1)
+        return Condition(text=text, text_mask=torch.ones_like(ids, dtype=torch.bool))
+
+    def _chat(self, caption: str) -> Tensor:
+        said = [("system", _SYSTEM), ("user", caption)]
+        messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+        ids = self._tokenizer.apply_chat_template(
+            messages,
+            tokenize=True,
+            add_generation_prompt=False,
+            add_vision_id=False,
+            max_length=self._length,
+            truncation=True,
+            padding="max_length",
+            return_dict=True,
+        )["input_ids"]
+        return torch.tensor(ids)
+
+
+def _normal(states: Tensor) -> Tensor:
+    return (states - states.mean(dim=-1, keepdim=True)) / (states.std(dim=-1, keepdim=True) + 1e-8)
+
+
+class _StableDiffusion3:
+    def __init__(self, *, clips: Sequence[tuple[Any, Any]], t5: tuple[Any, Any], length: int) -> None:
+        self._clips, self._t5, self._length = clips, t5, length
+
+    @torch.no_grad()
+    def __call__(self, captions: Sequence[str]) -> Condition:
+        tokenizer, encoder = self._t5
+        ids, _ = _tokens(tokenizer, captions, length=self._length)
+        long = encoder(ids.to(encoder.device))[0]
+        short, pooled = zip(*(self._clip(*clip, captions) for clip in self._clips))
+        beside = torch.cat(short, dim=-1).to(long.dtype)
+        text = torch.cat([F.pad(beside, (0, long.shape[-1] - beside.shape[-1])), long], dim=1)
+        mask = torch.ones(text.shape[:2], dtype=torch.bool, device=text.device)  # its attention masks nothing
+        return Condition(text=text, text_mask=mask, pooled=torch.cat(pooled, dim=-1))
+
+    def _clip(self, tokenizer: Any, encoder: Any, captions: Sequence[str]) -> tuple[Tensor, Tensor]:
+        ids, _ = _tokens(tokenizer, captions, length=self._clips[0][0].model_max_length)
+        out = encoder(ids.to(encoder.device), output_hidden_states=True)
+        return out.hidden_states[-2], out[0]
+
+
+class _Gemma:
+    def __init__(self, tokenizer: Any, encoder: Any, *, length: int, instruction: str) -> None:
+        self._tokenizer, self._encoder, self._length, self._instruction = tokenizer, encoder, length, instruction
+        tokenizer.padding_side = "right"
+
+    @torch.no_grad()
+    def __call__(self, captions: Sequence[str]) -> Condition:
+        """Captions after the instruction; of its states the first one is kept, the start of the sequence."""
+        rows = [self._embed(caption) for caption in captions]
+        return Condition(text=torch.cat([text for text, _ in rows]), text_mask=torch.cat([mask for _, mask in rows]))
+
+    def _embed(self, caption: str) -> tuple[Tensor, Tensor]:
+        caption = caption.lower().strip()
+        length = self._length
+        if caption and self._instruction:
+            length += len(self._tokenizer.encode(self._instruction)) - 2
+            caption = self._instruction + caption
+        ids, mask = (tensor.to(self._encoder.device) for tensor in _tokens(self._tokenizer, [caption], length=length))
+        hidden = self._encoder(ids, attention_mask=mask)[0]
+        kept = [0, *range(length - self._length + 1, length)]
+        return hidden[:, kept], mask[:, kept].bool()
+
+
+EncodeImages = Callable[[Tensor], Tensor]
+"""uint8 [B, H, W, 3] -> [B, N, I]."""
+
+
+def load_images(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device) -> EncodeImages:
+    """Load a pipeline's image encoder (CLIP vision, Wan2.1 image to video): hidden states before the last layer."""
+    encoder = load_part(folder, "image_encoder", dtype=dtype).to(device)
+    processor = load_part(folder, "image_processor", dtype=None)
+
+    @torch.no_grad()
+    def encode(images: Tensor) -> Tensor:
+        pixels = processor(images=list(images.cpu().numpy()), return_tensors="pt").pixel_values
+        return encoder(pixels.to(device, dtype), output_hidden_states=True).hidden_states[-2]
+
+    return encode

@@ -1,0 +1,129 @@
+"""Codecs between video and latents: the autoencoders of diffusers, and none at all.
+
+uint8 [B, F, H, W, 3] -> float [B, 3, F, H, W] in [-1, 1] -- encode --> latents [B, C, f, h, w] as networks want them
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from torch import Tensor
+
+from cosmos_rl_core.errors import UserError
+
+if TYPE_CHECKING:
+    from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLWan, ModelMixin
+
+AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKL", "AutoencoderDC")
+
+
+class Codec(Protocol):
+    """clips float32 [B, 3, F, H, W] in [-1, 1] <-> normalised latents float32 [B, C, f, h, w]."""
+
+    def encode(self, clips: Tensor) -> Tensor: ...
+
+    def decode(self, latents: Tensor) -> Tensor: ...
+
+
+def compression(class_name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return an autoencoder's latent channels, frames to a latent frame, and pixels on a side to a latent place.
+
+    Raises UserError for an autoencoder that is not supported.
+    """
+    if class_name == "AutoencoderKLWan":
+        halvings = config["temperal_downsample"]
+        temporal, spatial = 2 ** sum(halvings), 2 ** len(halvings) * (config.get("patch_size") or 1)
+        if temporal != 4:
+            raise UserError(f"model: an AutoencoderKLWan that packs {temporal} frames is not supported; 4 are")
+        return config["z_dim"], temporal, spatial
+    if class_name == "AutoencoderKL":
+        return config["latent_channels"], 1, 2 ** (len(config["block_out_channels"]) - 1)
+    if class_name == "AutoencoderDC":
+        return config["latent_channels"], 1, 2 ** (len(config["encoder_block_out_channels"]) - 1)
+    raise UserError(f"model: the autoencoder {class_name} is not supported; {', '.join(AUTOENCODERS)} are")
+
+
+def to_clips(video: Tensor) -> Tensor:
+    """uint8 [B, F, H, W, 3] -> float32 [B, 3, F, H, W] in [-1, 1]."""
+    assert video.dtype == torch.uint8 and video.ndim == 5 and video.shape[-1] == 3, "video is uint8 [B, F, H, W, 3]"
+    return video.permute(0, 4, 1, 2, 3).float() / 127.5 - 1.0
+
+
+def to_video(clips: Tensor) -> Tensor:
+    """Float [B, 3, F, H, W] -> uint8 [B, F, H, W, 3]; what is outside [-1, 1] is cut."""
+    pixels = ((clips.float() + 1.0) * 127.5).round().clamp(0.0, 255.0)
+    return pixels.to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
+
+
+class PixelCodec:
+    """Latents are the pixels, in colour or grey."""
+
+    def __init__(self, *, channels: int) -> None:
+        """Raises UserError for other than 3 (colour) or 1 (grey) channels."""
+        if channels not in (1, 3):
+            raise UserError(f'codec = "pixels" needs a network of 3 or 1 (grey) channels; this one has {channels}')
+        self._channels = channels
+
+    def encode(self, clips: Tensor) -> Tensor:
+        return clips if self._channels == 3 else clips.mean(dim=1, keepdim=True)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        return latents if self._channels == 3 else latents.expand(-1, 3, -1, -1, -1)
+
+
+class VideoVae:
+    """AutoencoderKLWan, whose latents are normalised channel by channel: (z - mean) / std."""
+
+    def __init__(self, vae: AutoencoderKLWan) -> None:
+        self._vae: Any = vae
+        vae.enable_slicing()  # clip by clip, for activations of a whole batch are large
+        shape = (1, -1, 1, 1, 1)
+        self._mean = torch.tensor(vae.config["latents_mean"]).view(shape)
+        self._std = torch.tensor(vae.config["latents_std"]).view(shape)
+
+    def encode(self, clips: Tensor) -> Tensor:
+        """The posterior's mode, for the encoder is deterministic then and latents can be cached."""
+        latents = self._vae.encode(_onto(clips, self._vae), return_dict=False)[0].mode().float()
+        return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
+
+    def decode(self, latents: Tensor) -> Tensor:
+        latents = latents.float()
+        whole = latents * self._std.to(latents.device) + self._mean.to(latents.device)
+        return self._vae.decode(_onto(whole, self._vae), return_dict=False)[0].float().to(latents.device)
+
+
+class ImageVae:
+    """AutoencoderKL and AutoencoderDC, whose latents are shifted and scaled as a whole; one frame."""
+
+    def __init__(self, vae: AutoencoderKL | AutoencoderDC) -> None:
+        self._vae: Any = vae
+        self._scale = vae.config["scaling_factor"] or 1.0
+        self._shift = vae.config.get("shift_factor") or 0.0
+
+    def encode(self, clips: Tensor) -> Tensor:
+        encoded = self._vae.encode(_onto(_one_frame(clips), self._vae), return_dict=False)[0]
+        latents = encoded if isinstance(encoded, Tensor) else encoded.mode()
+        return (latents.float() - self._shift)[:, :, None] * self._scale
+
+    def decode(self, latents: Tensor) -> Tensor:
+        whole = _one_frame(latents).float() / self._scale + self._shift
+        return self._vae.decode(_onto(whole, self._vae), return_dict=False)[0].float()[:, :, None].to(latents.device)
+
+
+def make_codec(vae: Any) -> Codec:
+    """Return the codec of an autoencoder of diffusers, frozen."""
+    from diffusers import AutoencoderKLWan
+
+    vae.requires_grad_(False).eval()
+    return VideoVae(vae) if isinstance(vae, AutoencoderKLWan) else ImageVae(vae)
+
+
+def _one_frame(clips: Tensor) -> Tensor:
+    assert clips.shape[2] == 1, f"an image autoencoder takes one frame, not {clips.shape[2]}"
+    return clips[:, :, 0]
+
+
+def _onto(tensor: Tensor, vae: ModelMixin) -> Tensor:
+    return tensor.to(device=vae.device, dtype=vae.dtype)

@@ -1,0 +1,95 @@
+"""What differs between families of networks: how one is called, and what its configuration says.
+
+    v = family.velocity(network, latents, times, condition)
+
+A family is bound to a network's configuration and holds no weights. Velocities leave it as the network gives them, but
+on given frames: there the straight line from the given latents is known, v = noise - x_0 = (x_t - x_0) / t.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models.base import Condition
+from cosmos_rl_wfm.models.config import Guidance
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+"""The projections of diffusers' attention layers."""
+
+_SMALLEST_TIME = 1e-6
+
+
+class Family(ABC):
+    """How networks of one family are called."""
+
+    guidance: ClassVar[Guidance] = "from_unconditional"
+    """How the family's own pipeline combines velocities with and without the caption."""
+    lora_targets: ClassVar[tuple[str, ...]] = ATTENTION
+    """Ends of the names of the layers that get adapters."""
+    text_length: ClassVar[int] = 512
+    """Tokens of a caption that the family was trained with."""
+
+    channels: int
+    """Channels of the latents."""
+    patch: tuple[int, int, int]
+    """Latent frames, rows and columns that make one token."""
+    text_width: int
+    """Width of the embedded captions that the network takes."""
+    pooled_width: int | None = None
+    """Width of a caption's one vector, for networks that take it."""
+    largest: tuple[int, int, int] | None = None
+    """Most latent frames, rows and columns, where positions reach no further."""
+    only_images: bool = False
+    """One frame, and latents without a time axis."""
+
+    def __init__(self, config: Mapping[str, Any]) -> None:
+        self.config = config
+
+    @abstractmethod
+    def velocity(self, network: nn.Module, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
+        """Return v [B, C, f, h, w] at `latents` [B, C, f, h, w] and `times` [B]; both float32."""
+
+    def blank_frames(self) -> bool:
+        """Whether the latents of a condition are those of a clip that is grey after the given frames."""
+        return False
+
+    def _value(self, key: str) -> Any:
+        if key not in self.config:
+            raise UserError(f"model: the network's configuration has no {key}, which a {type(self).__name__} has")
+        return self.config[key]
+
+
+def held_dtype(network: nn.Module) -> torch.dtype:
+    """Return the type that a network of diffusers computes in."""
+    from diffusers import ModelMixin
+
+    assert isinstance(network, ModelMixin)
+    return network.dtype
+
+
+def frame_mask(condition: Condition, latents: Tensor) -> Tensor:
+    """Return which frames are given as bool [B, 1, f, 1, 1]; no frame where the condition has none."""
+    if condition.given_mask is None:
+        return torch.zeros(len(latents), 1, latents.shape[2], 1, 1, dtype=torch.bool, device=latents.device)
+    return condition.given_mask[:, None, :, None, None]
+
+
+def put_given(condition: Condition, latents: Tensor) -> Tensor:
+    """Return `latents` with the given frames in their places."""
+    if condition.given is None:
+        return latents
+    return torch.where(frame_mask(condition, latents), condition.given.to(latents.dtype), latents)
+
+
+def straight_on_given(velocity: Tensor, condition: Condition, latents: Tensor, times: Tensor) -> Tensor:
+    """Return `velocity` with (x_t - x_0) / t on the given frames x_0 of noisy `latents` x_t."""
+    if condition.given is None:
+        return velocity
+    known = (latents - condition.given) / times.clamp_min(_SMALLEST_TIME)[:, None, None, None, None]
+    return torch.where(frame_mask(condition, latents), known.to(velocity.dtype), velocity)

@@ -1,0 +1,149 @@
+"""A diffusers folder on this disk: a pipeline with its parts, or a network alone. No torch.
+
+model_index.json        {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"], ...}
+transformer/            config.json {"_class_name": ...}, diffusion_pytorch_model.safetensors
+vae/  scheduler/  text_encoder/  tokenizer/  ...
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+
+INDEX = "model_index.json"
+NETWORK = "transformer"
+"""The part of a pipeline that is trained."""
+WEIGHTS = "diffusion_pytorch_model.safetensors"
+"""What diffusers calls the weights of a model."""
+
+_SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFolder:
+    """Where the parts of a model lie."""
+
+    root: Path
+    classes: Mapping[str, tuple[str, str]]
+    """Library and class by part: {"transformer": ("diffusers", "WanTransformer3DModel")}."""
+    is_pipeline: bool
+    """False for a network alone, whose files lie in the root itself."""
+
+    def part(self, name: str) -> Path:
+        """Return the folder of a part. Raises UserError, with the parts there are, for one that is not."""
+        directory = self.root / name if self.is_pipeline else self.root
+        if name not in self.classes or not directory.is_dir():
+            known = ", ".join(sorted(self.classes))
+            raise UserError(f"model.path = {str(self.root)!r} has no {name}; it has {known}")
+        return directory
+
+    def has(self, name: str) -> bool:
+        """Whether the part is there."""
+        return name in self.classes and (not self.is_pipeline or (self.root / name).is_dir())
+
+    def config(self, name: str) -> dict[str, Any]:
+        """Return the part's configuration, {} where it has none. Raises UserError for a file that is not JSON."""
+        directory = self.part(name)
+        for file in ("config.json", "scheduler_config.json"):
+            if (directory / file).is_file():
+                return _read(directory / file)
+        return {}
+
+    def weights(self, name: str) -> list[Path]:
+        """Return the safetensors of a part. Raises UserError where there are none, or several sets of them."""
+        directory = self.part(name)
+        places = [directory, self.root] if name == NETWORK else [directory]
+        for place in places:
+            if found := _safetensors(place):
+                return found
+        raise UserError(
+            f"model.path: {directory} has no safetensors of the {name}; only that format is read, so convert others "
+            f"(save_pretrained of diffusers writes {WEIGHTS})"
+        )
+
+    def small_files(self, name: str) -> list[Path]:
+        """Return what a part has beside its weights: configuration, vocabulary."""
+        directory = self.part(name)
+        return sorted(file for pattern in _SMALL_FILES for file in directory.glob(pattern) if file.is_file())
+
+
+def open_folder(path: str, *, revision: str | None = None, parts: Sequence[str] = ()) -> ModelFolder:
+    """Open a local folder, or fetch `parts` (all when empty) of a model on the hub and open that.
+
+    Raises UserError for what is not there, is no model of diffusers, or cannot be fetched.
+    """
+    local = Path(path).expanduser()
+    if local.is_dir():
+        if revision is not None:
+            raise UserError(f"model.revision is for a model id on the hub; model.path = {path!r} is a directory here")
+        return _open(local)
+    looks_local = local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1 or local.exists()
+    if looks_local:
+        raise UserError(
+            f"model.path = {path!r} is not a directory; give one that diffusers' save_pretrained has written, "
+            "or a hub's id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
+        )
+    return _open(_fetch(path, revision=revision, parts=parts))
+
+
+def _open(root: Path) -> ModelFolder:
+    if (root / "adapter_config.json").is_file():
+        raise UserError(
+            f"model.path = {str(root)!r} holds adapters of another model; give that model, or what "
+            "`cosmos-rl export --merge-adapters` makes of both"
+        )
+    if (root / INDEX).is_file():
+        listed = {key: value for key, value in _read(root / INDEX).items() if isinstance(value, list)}
+        classes = {key: (str(value[0]), str(value[1])) for key, value in listed.items() if all(value)}
+        if NETWORK not in classes:
+            raise UserError(
+                f"model.path = {str(root)!r}: {INDEX} names no {NETWORK}; only pipelines with one are trained"
+            )
+        return ModelFolder(root=root, classes=classes, is_pipeline=True)
+    name = _read(root / "config.json").get("_class_name") if (root / "config.json").is_file() else None
+    if name is None:
+        raise UserError(
+            f"model.path = {str(root)!r} has neither {INDEX} nor a config.json with _class_name: it is no diffusers "
+            "model; give the folder of a pipeline, or of its transformer"
+        )
+    return ModelFolder(root=root, classes={NETWORK: ("diffusers", str(name))}, is_pipeline=False)
+
+
+def _read(file: Path) -> dict[str, Any]:
+    try:
+        return json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise UserError(f"model.path: {file} cannot be read as JSON ({error})") from error
+
+
+def _safetensors(place: Path) -> list[Path]:
+    """The files of one set of weights: those an index names, or the one file without a variant in its name."""
+    for index in sorted(place.glob("*.safetensors.index.json")):
+        return sorted({place / name for name in _read(index)["weight_map"].values()})
+    for name in (WEIGHTS, "model.safetensors"):
+        if (place / name).is_file():
+            return [place / name]
+    found = sorted(place.glob("*.safetensors"))
+    if len(found) > 1:
+        names = ", ".join(file.name for file in found)
+        raise UserError(f"model.path: {place} has several sets of weights ({names}); keep one, called {WEIGHTS}")
+    return found
+
+
+def _fetch(model_id: str, *, revision: str | None, parts: Sequence[str]) -> Path:
+    from huggingface_hub import snapshot_download
+
+    kinds: list[str] = ["*.safetensors", *_SMALL_FILES]
+    wanted = ["*.json", *(f"{part}/{kind}" for part in parts for kind in kinds)] if parts else kinds
+    try:
+        return Path(snapshot_download(model_id, revision=revision, allow_patterns=wanted))
+    except (OSError, ValueError) as error:
+        where = f"model.path = {model_id!r}" + (f" at model.revision = {revision!r}" if revision else "")
+        raise UserError(
+            f"{where} cannot be fetched from the hub ({error}); give a folder that is on this machine"
+        ) from error

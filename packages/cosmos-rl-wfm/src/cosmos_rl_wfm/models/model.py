@@ -1,0 +1,210 @@
+"""A model of diffusers behind `base.FlowModel`: the network of a family, a codec, an encoder of captions."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from cosmos_rl_wfm.models.adapters import adapter_weights, base_weights, merge, write_adapter_config
+from cosmos_rl_wfm.models.base import Condition, Size
+from cosmos_rl_wfm.models.cached import pad_text
+from cosmos_rl_wfm.models.captions import CaptionEncoder, EncodeImages
+from cosmos_rl_wfm.models.codec import Codec, to_clips, to_video
+from cosmos_rl_wfm.models.config import Guidance, LoraSection
+from cosmos_rl_wfm.models.family import Family, held_dtype
+from cosmos_rl_wfm.models.folder import INDEX, NETWORK, WEIGHTS, ModelFolder
+from cosmos_rl_wfm.models.grid import Grid
+from cosmos_rl_wfm.models.weights import named_weights
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traits:
+    """What samplers, objectives and collation want to know of a model."""
+
+    shift: float
+    """Timestep shift s, t -> s t / (1 + (s - 1) t)."""
+    guidance: Guidance
+    """How velocities with and without the caption are combined."""
+    text_length: int
+    """Tokens of every embedded caption."""
+    lora: LoraSection | None = None
+
+
+class DiffusersModel:
+    """Implements `base.FlowModel`; `build.build_model` makes it."""
+
+    def __init__(
+        self,
+        network: ModelMixin,
+        *,
+        family: Family,
+        grid: Grid,
+        traits: Traits,
+        codec: Codec | None = None,
+        captions: CaptionEncoder | None = None,
+        images: EncodeImages | None = None,
+        source: ModelFolder | None = None,
+        compute_dtype: torch.dtype | None = None,
+    ) -> None:
+        """Take over `network`, whose parameters may be sharded afterwards.
+
+        Args:
+            codec: None where only latents are wanted; likewise `captions` and `images`.
+            source: the folder that the model comes from; None: made from scratch.
+            compute_dtype: type of matrix products, by autocast, where the network is held in another.
+        """
+        self.network = network
+        self.family, self.grid, self.traits = family, grid, traits
+        self._codec, self._captions, self._images = codec, captions, images
+        self._source = source
+        self._compute_dtype = compute_dtype
+
+    @property
+    def has_codec(self) -> bool:
+        return self._codec is not None
+
+    @property
+    def has_captions(self) -> bool:
+        """Whether `encode_text` can be called."""
+        return self._captions is not None
+
+    def take(
+        self,
+        *,
+        codec: Codec | None = None,
+        captions: CaptionEncoder | None = None,
+        images: EncodeImages | None = None,
+    ) -> None:
+        """Add parts that the model was built without."""
+        self._codec, self._captions = codec or self._codec, captions or self._captions
+        self._images = images or self._images
+
+    @property
+    def unguided(self) -> float:
+        """The guidance scale at which the caption alone counts, so that the unconditional pass is skipped."""
+        return 1.0 if self.traits.guidance == "from_unconditional" else 0.0
+
+    def guide(self, conditional: Tensor, unconditional: Tensor, *, scale: float) -> Tensor:
+        """Combine two velocities [B, C, f, h, w] by classifier-free guidance (Ho and Salimans, arXiv:2207.12598)."""
+        start = unconditional if self.traits.guidance == "from_unconditional" else conditional
+        return start + scale * (conditional - unconditional)
+
+    def check(self, size: Size) -> None:
+        self.grid.check(size)
+
+    def latent_shape(self, size: Size) -> tuple[int, int, int, int]:
+        return self.grid.latent_shape(size)
+
+    @torch.no_grad()
+    def encode(self, video: Tensor) -> Tensor:
+        assert self._codec is not None, "the model was built without its codec"
+        return self._codec.encode(to_clips(video)).to(video.device)
+
+    @torch.no_grad()
+    def decode(self, latents: Tensor) -> Tensor:
+        assert self._codec is not None, "the model was built without its codec"
+        return to_video(self._codec.decode(latents))
+
+    def encode_text(self, captions: Sequence[str]) -> Condition:
+        assert self._captions is not None, "the model was built without its text encoder"
+        return self._captions(captions)
+
+    def cached_text(self, embeddings: Sequence[Tensor], *, where: Sequence[str] = ()) -> Condition:
+        """Embeddings [l, E] that came with the data -> Condition. Raises UserError for one of another width."""
+        width = self.family.text_width
+        return pad_text(embeddings, length=self.traits.text_length, width=width, where=where)
+
+    @torch.no_grad()
+    def with_given(self, condition: Condition, video: Tensor, *, counts: Tensor) -> Condition:
+        """Return `condition` with the first `counts` [B] int64 latent frames of `video` uint8 [B, F, H, W, 3] given.
+
+        Image to video networks of Wan need it: to them a condition's latents are those of a clip that turns grey.
+        """
+        assert self._codec is not None, "the model was built without its codec"
+        clips = to_clips(video)
+        latent_of = (torch.arange(video.shape[1], device=video.device) + self.grid.temporal - 1) // self.grid.temporal
+        if self.family.blank_frames():
+            clips = clips * (latent_of[None] < counts[:, None])[:, None, :, None, None]
+        given = self._codec.encode(clips).to(video.device)
+        mask = torch.arange(given.shape[2], device=video.device)[None] < counts[:, None]
+        image = None if self._images is None else self._images(video[:, 0])
+        held = {"text": condition.text, "text_mask": condition.text_mask, "fps": condition.fps}
+        return Condition(**held, pooled=condition.pooled, given=given, given_mask=mask, image=image)
+
+    def velocity(self, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
+        assert latents.shape[1] == self.family.channels and times.shape == latents.shape[:1], "latents [B, C, f, h, w]"
+        mixed = self._compute_dtype is not None and held_dtype(self.network) != self._compute_dtype
+        with torch.autocast(latents.device.type, dtype=self._compute_dtype) if mixed else nullcontext():
+            v = self.family.velocity(self.network, latents.float(), times.float(), condition)
+        return v.float()
+
+    def weights(self) -> dict[str, Tensor]:
+        """Live tensors by checkpoint name, tied tensors once; of a network with adapters these alone."""
+        return named_weights(self.network)
+
+    def save(self, directory: Path) -> None:
+        """Write what loads the model beside its weights: configurations, scheduler, tokenizers, adapters' settings."""
+        self._save_small(directory)
+        if adapter_weights(self.network):
+            write_adapter_config(self.network, directory)
+
+    def write(self, directory: Path) -> None:
+        """Write the whole model, adapters merged, as diffusers reads it: a pipeline's folder, or the network's.
+
+        The network must be whole in this process. Other parts' weights are copied from where the model comes from.
+        """
+        self._save_small(directory)
+        place = directory / NETWORK if self._is_pipeline else directory
+        save_file(_contiguous(self._merged()), place / WEIGHTS, metadata={"format": "pt"})
+        if self._source is None or not self._is_pipeline:
+            return
+        for part in _other_parts(self._source):
+            for file in sorted(self._source.part(part).glob("*.safetensors*")):
+                shutil.copyfile(file, directory / part / file.name)
+
+    @property
+    def _is_pipeline(self) -> bool:
+        return self._source is not None and self._source.is_pipeline
+
+    def _save_small(self, directory: Path) -> None:
+        directory.mkdir(parents=True, exist_ok=True)
+        if self._source is None or not self._source.is_pipeline:
+            self.network.save_config(directory)
+            return
+        self.network.save_config(directory / NETWORK)
+        index = json.loads((self._source.root / INDEX).read_text())
+        there = {NETWORK, *_other_parts(self._source)}
+        missing = {part: [None, None] for part in self._source.classes if part not in there}
+        (directory / INDEX).write_text(json.dumps({**index, **missing}, indent=2) + "\n")
+        for part in _other_parts(self._source):
+            (directory / part).mkdir(exist_ok=True)
+            for file in self._source.small_files(part):
+                shutil.copyfile(file, directory / part / file.name)
+
+    def _merged(self) -> Mapping[str, Tensor]:
+        adapters = adapter_weights(self.network)
+        if not adapters:
+            return named_weights(self.network)
+        assert self.traits.lora is not None, "a network with adapters that no [model.lora] asked for"
+        scaling = self.traits.lora.alpha / self.traits.lora.rank
+        return dict(merge(base_weights(self.network).items(), adapters, scaling=scaling))
+
+
+def _other_parts(source: ModelFolder) -> list[str]:
+    return [part for part in source.classes if part != NETWORK and source.has(part)]
+
+
+def _contiguous(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

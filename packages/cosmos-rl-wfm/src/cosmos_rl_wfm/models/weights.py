@@ -1,0 +1,146 @@
+"""The network's weights: made without values, drawn at random, filled from safetensors, named for the engines.
+
+network = empty_network(name, config)   parameters are memory that nobody has touched yet
+... cut, shard                          each rank keeps its parts of them
+fill(network, files)                    reads those parts, by name
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch.overrides import TorchFunctionMode
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models.adapters import adapter_weights, base_name
+from cosmos_rl_wfm.models.random_state import lent_random_state
+
+if TYPE_CHECKING:
+    from diffusers import ModelMixin
+
+_DRAWS = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.uniform_}
+_DRAWS |= {nn.init.kaiming_uniform_, nn.init.xavier_uniform_}
+
+
+class _NoDraws(TorchFunctionMode):
+    """Leaves parameters as they are where a module's constructor would draw their first values."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func in _DRAWS:
+            return args[0] if args else kwargs["tensor"]
+        return func(*args, **kwargs)
+
+
+def empty_network(class_name: str, config: Mapping[str, Any], *, dtype: torch.dtype) -> ModelMixin:
+    """Make a model of diffusers whose parameters have no values yet; what it computes itself is there.
+
+    Raises UserError for an unknown class, or arguments that it does not take.
+    """
+    with _NoDraws():
+        network = _build(class_name, config)
+    hold(network, dtype)
+    return network
+
+
+def random_network(class_name: str, config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> ModelMixin:
+    """Make a model of diffusers with random values: the same for the same seed. The caller's random state stays.
+
+    Raises UserError as `empty_network`.
+    """
+    with lent_random_state(seed=seed):
+        network = _build(class_name, config)
+    hold(network, dtype)
+    return network
+
+
+def hold(network: ModelMixin, dtype: torch.dtype) -> None:
+    """Cast parameters and persistent buffers in place; in bfloat16 what the class keeps in float32 stays there."""
+    kept = (getattr(network, "_keep_in_fp32_modules", None) or []) if dtype != torch.float32 else []
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        if tensor.is_floating_point() and not set(kept) & set(name.split(".")):
+            tensor.data = tensor.data.to(dtype)
+
+
+@torch.no_grad()
+def fill(network: nn.Module, files: Sequence[Path]) -> None:
+    """Fill this rank's part of each parameter and persistent buffer from safetensors, in the type it is held in.
+
+    Adapters keep the values they have. Raises UserError for weights that are missing or of another shape.
+    """
+    with ExitStack() as opened:
+        sources: dict[str, safe_open] = {}
+        for path in files:
+            try:
+                file = opened.enter_context(safe_open(path, framework="pt"))
+            except (OSError, SafetensorError) as error:
+                raise UserError(f"model.path: {path} is not a safetensors file ({error})") from error
+            sources |= dict.fromkeys(file.keys(), file)
+        wanted = {name: base_name(name) for name in network.state_dict()}
+        missing = sorted(name for name in wanted.values() if name is not None and name not in sources)
+        if missing:
+            raise UserError(
+                f"model.path: {files[0].parent} lacks {len(missing)} weights of {type(network).__name__} "
+                f"({', '.join(missing[:5])}); check that config.json and the weights belong together"
+            )
+        for name, tensor in network.state_dict(keep_vars=True).items():
+            if (source := wanted[name]) is not None:
+                _fill(tensor, source, sources[source])
+
+
+def named_weights(network: nn.Module) -> dict[str, Tensor]:
+    """Live parameters and persistent buffers by checkpoint name; tied tensors once, under their first name.
+
+    Of a network with adapters they are the trained ones alone: nothing else changes.
+    """
+    if adapters := adapter_weights(network):
+        return adapters
+    weights: dict[str, Tensor] = {}
+    seen: set[int] = set()
+    for name, tensor in network.state_dict(keep_vars=True).items():
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            weights[name] = tensor.detach()
+    return weights
+
+
+def _build(class_name: str, config: Mapping[str, Any]) -> ModelMixin:
+    import diffusers
+
+    found = getattr(diffusers, class_name, None)
+    if not isinstance(found, type) or not issubclass(found, diffusers.ModelMixin):
+        raise UserError(f"model: diffusers {diffusers.__version__} has no model class {class_name!r}")
+    values = {key: value for key, value in config.items() if not key.startswith("_")}
+    unknown = sorted(set(values) - set(inspect.signature(found.__init__).parameters))
+    if unknown:
+        known = ", ".join(sorted(set(inspect.signature(found.__init__).parameters) - {"self"}))
+        raise UserError(f"model: {class_name} has no argument {', '.join(unknown)}; it has {known}")
+    try:
+        return cast(Any, found).from_config(dict(config)).eval()
+    except (TypeError, ValueError, ZeroDivisionError, RuntimeError) as error:
+        raise UserError(f"model: {class_name} cannot be made from this configuration: {error}") from error
+
+
+def _fill(tensor: Tensor, name: str, source: safe_open) -> None:
+    whole = source.get_slice(name)
+    if list(tensor.shape) != whole.get_shape():
+        raise UserError(
+            f"model.path: {name} is {whole.get_shape()} in the safetensors and {list(tensor.shape)} by config.json; "
+            "check that they belong together"
+        )
+    if not isinstance(tensor, DTensor):
+        tensor.copy_(source.get_tensor(name))
+        return
+    local = tensor.to_local()
+    if local.numel():
+        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+        local.copy_(whole[tuple(slice(start, start + size) for start, size in zip(offset, shape))])

@@ -1,0 +1,176 @@
+"""The hack monitor: says when a reward is gamed, from a few figures at each look. No clock, no files, no randomness.
+
+figures --against start and bounds--> crossed? --patience--> alarm stands --release--> over
+                                                    |
+                                          warn | rollback | stop, with a sentence for people
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.monitor.config import Action, MonitorConfig, Rule, strongest
+from cosmos_rl_wfm.monitor.figures import Figures
+from cosmos_rl_wfm.monitor.sentence import sentence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """All that the monitor remembers: plain values, for a journal or a checkpoint."""
+
+    start: Mapping[str, float] = field(default_factory=dict)
+    """First finite value of each figure."""
+    crossed: Mapping[str, int] = field(default_factory=dict)
+    """Looks in a row at which a bound was crossed, by "figure rule"."""
+    standing: tuple[str, ...] = ()
+    """Alarms that were raised and are not over, as "figure rule"."""
+    last_good: int | None = None
+    """Step of the last look at which no bound was crossed; None before the first."""
+    rollbacks: int = 0
+    """Times the run was taken back."""
+
+    def as_json(self) -> dict[str, Any]:
+        """Return plain values that `State.from_json` takes."""
+        return asdict(self) | {"standing": list(self.standing)}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> State:
+        """Return the state that `as_json` gave."""
+        return cls(**{**values, "standing": tuple(values["standing"])})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alarm:
+    """A bound that was crossed for long enough."""
+
+    figure: str
+    """As `Figures.named` calls it."""
+    rule: str
+    """`Rule.label`."""
+    action: Action
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """What follows from one look."""
+
+    action: Action | None
+    """The strongest of the new alarms; None where there is none."""
+    text: str
+    """Why, in a sentence for people; empty without an action."""
+    rollback_to: int | None
+    """With "rollback": take the latest checkpoint of this step or an earlier one."""
+    alarms: tuple[Alarm, ...]
+    """Raised at this look."""
+    over: tuple[str, ...]
+    """Alarms that ended at this look, as "figure rule"."""
+    standing: int
+    """Alarms that stand after it."""
+
+
+class HackMonitor:
+    """Watches one run.
+
+    monitor = HackMonitor(MonitorConfig())
+    verdict = monitor.observe(figures)          # once an evaluation
+    journal.append(monitor.state.as_json())     # HackMonitor(config, state=State.from_json(...)) goes on from there
+    """
+
+    def __init__(self, config: MonitorConfig, *, state: State | None = None) -> None:
+        self._config = config
+        self.state = state or State()
+
+    def observe(self, figures: Figures) -> Verdict:
+        """Take one look, remember it, and say what follows.
+
+        Raises:
+            UserError: a rule watches a judge by name, and there are judges but not that one.
+        """
+        self.state, verdict = look(self._config, self.state, figures)
+        return verdict
+
+
+def look(config: MonitorConfig, state: State, figures: Figures) -> tuple[State, Verdict]:
+    """One look as a function of values: the state after it, and the verdict. Raises as `HackMonitor.observe`."""
+    _check_judges(config, figures)
+    values = figures.named()
+    start = {name: value for name, value in values.items() if math.isfinite(value)} | dict(state.start)
+    rose = "reward" in start and values["reward"] > start["reward"]
+    crossed, standing = dict(state.crossed), list(state.standing)
+    alarms: list[Alarm] = []
+    over: list[str] = []
+    for rule, name in _watched(config, values, start):
+        key = f"{name} {rule.label}"
+        crossed[key], stands = _follow(
+            rule,
+            values[name],
+            start.get(name, math.nan),
+            applies=rose or not rule.if_reward_rose,
+            count=crossed.get(key, 0),
+            stood=key in standing,
+        )
+        if stands and key not in standing:
+            standing.append(key)
+            alarms.append(Alarm(figure=name, rule=rule.label, action=rule.action))
+        elif not stands and key in standing:
+            standing.remove(key)
+            over.append(key)
+    after = State(
+        start=start,
+        crossed={key: count for key, count in crossed.items() if count},
+        standing=tuple(standing),
+        last_good=state.last_good if any(crossed.values()) else figures.step,
+        rollbacks=state.rollbacks,
+    )
+    return _decided(config, after, figures, tuple(alarms), tuple(over))
+
+
+def _watched(config: MonitorConfig, values: Mapping[str, float], start: Mapping[str, float]) -> list[tuple[Rule, str]]:
+    """Return each rule with each figure it bounds now.
+
+    A multiple of a start at or below 0 means nothing and bounds nothing; a figure that is not finite always counts.
+    """
+    return [
+        (rule, name)
+        for rule in config.rules
+        for name in rule.names(values)
+        if not rule.of_start or not math.isfinite(values[name]) or start[name] > 0
+    ]
+
+
+def _follow(rule: Rule, value: float, start: float, *, applies: bool, count: int, stood: bool) -> tuple[int, bool]:
+    """Return the looks in a row at which the bound is crossed, and whether the alarm stands, after one more value."""
+    count = count + 1 if applies and rule.crossed(value, start) else 0
+    if stood:
+        return count, applies and not rule.released(value, start)
+    return count, count >= rule.patience
+
+
+def _decided(
+    config: MonitorConfig, state: State, figures: Figures, alarms: tuple[Alarm, ...], over: tuple[str, ...]
+) -> tuple[State, Verdict]:
+    action = strongest(alarm.action for alarm in alarms)
+    if action == "rollback" and (state.last_good is None or state.rollbacks >= config.max_rollbacks):
+        action = "stop"
+    back_to = state.last_good if action == "rollback" else None
+    figures_in_alarm = [key.partition(" ")[0] for key in state.standing]
+    text = sentence(figures, state.start, figures_in_alarm, action=action, back_to=back_to) if action else ""
+    if action == "rollback":  # the weights are others now: what they did is forgotten, where the run began is not
+        state = replace(state, crossed={}, standing=(), rollbacks=state.rollbacks + 1)
+    verdict = Verdict(
+        action=action, text=text, rollback_to=back_to, alarms=alarms, over=over, standing=len(state.standing)
+    )
+    return state, verdict
+
+
+def _check_judges(config: MonitorConfig, figures: Figures) -> None:
+    named = {rule.watch.removeprefix("judge/") for rule in config.rules if rule.watch.startswith("judge/")}
+    if figures.judges and (absent := sorted(named - set(figures.judges))):
+        raise UserError(
+            f"a rule of the monitor watches judge/{absent[0]}, which is not measured; "
+            f"the judges are: {', '.join(figures.judges)}"
+        )

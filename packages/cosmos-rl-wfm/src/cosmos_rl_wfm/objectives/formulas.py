@@ -1,0 +1,147 @@
+"""The formulas of the objectives, as functions of tensors: B samples or T terms, one value each.
+
+    coupled      flow_grpo, ddrl: of a step that a rollout took     guarded_log_ratio, step_kl, velocity_kl
+    decoupled    nft: of clean latents alone                        nft_losses, nft_loss, old_weight_decay
+    supervised   sft, and the anchor of ddrl                        flow_matching_loss
+    shaping      of advantages                                      nft_preference; table.ddrl_shaping
+
+Ratios, clipping and group advantages are the core's. Squares are averaged over latent elements, never summed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from torch import Tensor
+
+Weighting = Literal["uniform", "edm"]
+
+
+def noisy(clean: Tensor, noise: Tensor, *, t: Tensor) -> Tensor:
+    """Return x_t = (1 - t) clean + t noise [B, ...], for times t [B]."""
+    t = _spread(t, clean)
+    return (1 - t) * clean + t * noise
+
+
+def step_kl(whitened: Tensor, other: Tensor) -> Tensor:
+    """Return the divergence [T] of steps with equal std, from their whitened means [T, D] (`Gaussian.whitened`).
+
+    KL(N(m, s^2) || N(m', s^2)) = |m - m'|^2 / (2 s^2), here a mean over the D elements; symmetric. With gradient
+    where `whitened` has one. FlowGRPO's KL term (arXiv 2505.05470, section 4.2).
+    """
+    return 0.5 * (whitened - other).square().sum(1)
+
+
+def velocity_kl(v: Tensor, other: Tensor, *, t: Tensor, t_next: Tensor, sigma: Tensor) -> Tensor:
+    """Return what `step_kl` is for an SDE step from t to t_next [B] of diffusion sigma [B], by its velocities [B, ...].
+
+    KL = |dt| / 2 (sigma (1 - t) / (2 t) + 1 / sigma)^2 mean |v - v'|^2    (FlowGRPO, arXiv 2505.05470)
+    """
+    factor = (t - t_next) / 2 * (sigma * (1 - t) / (2 * t) + 1 / sigma).square()
+    return factor * (v - other).square().flatten(1).mean(1)
+
+
+def guarded_log_ratio(logprobs: Tensor, old_logprobs: Tensor, *, kl: Tensor, std: Tensor) -> Tensor:
+    """Return GRPO-Guard's log-ratio [T], with gradient (arXiv 2510.22319).
+
+    With the drawn noise xi and the shift d of the mean, log ratio = mean(xi d) / std - mean(d^2) / (2 std^2): below 0
+    on average, and steeper where std is small. Adding `kl` = |d|^2 / (2 std^2) and multiplying by std leaves
+    mean(xi d), which is 0 on average and alike at all times. Divide the loss by |dt| to weigh the steps evenly.
+    """
+    return (logprobs - old_logprobs + kl) * std
+
+
+def flow_matching_loss(
+    v: Tensor, *, clean: Tensor, noise: Tensor, t: Tensor, weighting: Weighting = "uniform"
+) -> Tensor:
+    """Return weight(t) mean |v - (noise - clean)|^2 [B], with gradient (arXiv 2210.02747; 2209.03003).
+
+    uniform   1
+    edm       t^2 + (1 - t)^2: the weight (sigma^2 + 1) / sigma^2 on the clean estimate's error, as Cosmos and DDRL
+              take it: that error is t^2 |v - ...|^2 and sigma = t / (1 - t)
+    """
+    squares = (v.float() - (noise - clean)).square().flatten(1).mean(1)
+    if weighting == "uniform":
+        return squares
+    if weighting == "edm":
+        return (t.square() + (1 - t).square()) * squares
+    raise ValueError(f"unknown weighting of the flow loss {weighting!r}; there are 'uniform' and 'edm'")
+
+
+def nft_preference(advantages: Tensor, *, advantage_limit: float) -> Tensor:
+    """Return r = 1/2 + clip(A / limit, -1, 1) / 2, in [0, 1]: how far a rollout counts as good.
+
+    DiffusionNFT's optimality probability (arXiv 2509.16117, section 3.3).
+    """
+    return 0.5 + 0.5 * (advantages / advantage_limit).clamp(-1, 1)
+
+
+def nft_losses(
+    v: Tensor, old_v: Tensor, *, x: Tensor, t: Tensor, clean: Tensor, beta: float, self_normalised: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Return the losses [B] of the implicit positive and of the implicit negative policy, with v's gradient.
+
+    v+ = (1 - beta) old_v + beta v and v- = (1 + beta) old_v - beta v; the loss of each is the square of its error on
+    the clean latents, x - t v+ - clean. DiffusionNFT (arXiv 2509.16117, section 3.2), divided by the detached mean
+    absolute error (section 3.3), which takes the place of a weighting in time.
+
+    x [B, ...] is the noisy state at t [B], old_v [B, ...] the velocity of the old weights, without gradient.
+    """
+    old_v = old_v.detach()
+    step = beta * (v - old_v)
+    positive = _clean_error(old_v + step, x=x, t=t, clean=clean, self_normalised=self_normalised)
+    return positive, _clean_error(old_v - step, x=x, t=t, clean=clean, self_normalised=self_normalised)
+
+
+def nft_loss(
+    positive: Tensor, negative: Tensor, *, preference: Tensor, beta: float, advantage_limit: float = 1.0
+) -> Tensor:
+    """Return limit (r positive + (1 - r) negative) / beta [B]. DiffusionNFT (arXiv 2509.16117, section 3.2).
+
+    Let u = noise - clean of single samples, with old_v their mean: without self-normalisation the optimum is
+    old_v + (2 / beta) E[r (u - old_v)]. At v = old_v the gradient is A times that of `positive` per unit of v, whatever
+    limit and beta are.
+    """
+    return advantage_limit / beta * (preference * positive + (1 - preference) * negative)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OldWeightDecay:
+    """old <- decay old + (1 - decay) new after each update. DiffusionNFT (arXiv 2509.16117, section 3.3)."""
+
+    flat: int
+    """Updates with decay 0, where the old weights are the new ones: on-policy."""
+    rate: float
+    """What the decay grows by, each update after those."""
+    most: float
+    """Where it stops."""
+
+    def at(self, update: int) -> float:
+        """Return the decay after `update` updates."""
+        return min(max(update - self.flat, 0) * self.rate, self.most)
+
+
+OLD_WEIGHT_DECAYS: Mapping[str, OldWeightDecay] = {
+    "none": OldWeightDecay(flat=0, rate=0.0, most=0.0),
+    "slow": OldWeightDecay(flat=0, rate=0.001, most=0.5),
+    "late": OldWeightDecay(flat=75, rate=0.0075, most=0.999),
+}
+"""By name; those of DiffusionNFT's code, in its order."""
+
+SMALLEST_ERROR = 1e-5
+"""What a self-normalised loss is divided by at least."""
+
+
+def _clean_error(v: Tensor, *, x: Tensor, t: Tensor, clean: Tensor, self_normalised: bool) -> Tensor:
+    error = (x - _spread(t, x) * v - clean).float().flatten(1)
+    squares = error.square().mean(1)
+    if not self_normalised:
+        return squares
+    return squares / error.detach().abs().mean(1).clamp_min(SMALLEST_ERROR)
+
+
+def _spread(values: Tensor, like: Tensor) -> Tensor:
+    """[B] -> [B, 1, ...], to go with `like` [B, ...]."""
+    return values.view(-1, *[1] * (like.dim() - 1))

@@ -1,0 +1,112 @@
+"""Spreads a diffusers transformer over the ranks of its replica. In this order, for each step needs the one before:
+
+    float8 -> tokens (cp) -> recomputation, offload, compile -> fully_shard (dp_shard x cp, dp_replicate)
+
+With one process only what needs no other rank happens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from cosmos_rl_core.parallel.float8 import use_float8
+from cosmos_rl_core.parallel.fsdp import shard_fully
+from cosmos_rl_core.parallel.remat import save_memory
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_wfm.parallel.axes import check_axes
+from cosmos_rl_wfm.parallel.blocks import transformer_blocks
+from cosmos_rl_wfm.parallel.context import cut_tokens
+
+_TIMES = "timestep"
+"""What all diffusers transformers call their times."""
+
+
+def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.dtype | None = None) -> None:
+    """Spread `network` in place; every parameter is a DTensor afterwards, adapters too, where there is a mesh.
+
+    Parameters are cut from the rank's own copy and nothing is sent: all ranks must hold the same values, or fill them
+    in later. Adapters are to be there before. It is called, by all ranks along cp together, as it was before: latents
+    go in whole and the velocity comes out whole; gradients of parameters are sums over all ranks.
+
+    Args:
+        compute_dtype: with a mesh, type that parameters are gathered in and the network computes in while its weights
+            keep theirs. Times are never rounded to it. In one process the model's own autocast does that.
+
+    Raises UserError for a network that cannot be spread as `setup` says.
+    """
+    mesh = setup.mesh
+    check_axes(setup.parallel, setup.memory)
+    blocks = transformer_blocks(network)
+    use_float8(network, setup.precision.fp8, skip=_kept_whole(network, blocks))
+    if mesh is not None and (axis := mesh.axis("cp")) is not None:
+        cut_tokens(network, blocks, axis)
+    save_memory(blocks, setup.memory)
+    if mesh is None:
+        return
+    _hold_in_one_type(network, getattr(torch, setup.precision.parameters))
+    network.register_forward_hook(_own_storage)
+    shard_fully(
+        network,
+        blocks=blocks,
+        mesh=mesh,
+        parallel=setup.parallel,
+        memory=setup.memory,
+        precision=setup.precision,
+        compute_dtype=compute_dtype,
+    )
+    if compute_dtype is not None:
+        _cast_inputs(network, compute_dtype)
+
+
+def _kept_whole(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
+    """Linear layers that stay out of float8: those around the blocks, and adapters."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    named = ((name, module) for name, module in network.named_modules() if isinstance(module, nn.Linear))
+    return [module for name, module in named if id(module) not in inside or ".lora_" in name]
+
+
+def _hold_in_one_type(network: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what is trained to `dtype`: `fully_shard` reduces one type, and diffusers leaves parts in float32."""
+    for parameter in network.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+
+
+def _own_storage(_: nn.Module, args: Any, output: Any) -> Any:
+    """Copy the velocity, a view otherwise: an operation in place on a view would lose `fully_shard`'s hook on it."""
+    if isinstance(output, tuple):
+        return tuple(one.clone() for one in output)
+    output.sample = output.sample.clone()
+    return output
+
+
+def _cast_inputs(network: nn.Module, dtype: torch.dtype) -> None:
+    """Cast what goes into `network` but its times, as diffusers' pipelines do.
+
+    `fully_shard` would cast all arguments of every block: rotary angles and times too, and in bfloat16 the time 937.5
+    is 936.
+    """
+    for module in network.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            state._mp_policy = replace(state._mp_policy, cast_forward_inputs=False)
+    network.register_forward_pre_hook(partial(_cast_all_but_times, dtype), with_kwargs=True)
+
+
+def _cast_all_but_times(
+    dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    assert not args, "call the network with keywords: times are found by name"
+    return args, {name: value if name == _TIMES else _cast(value, dtype) for name, value in kwargs.items()}
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_cast(one, dtype) for one in value)
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value

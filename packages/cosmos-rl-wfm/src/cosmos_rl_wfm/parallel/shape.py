@@ -1,0 +1,84 @@
+"""The sizes of a diffusers transformer, for `cosmos-rl plan` and checks of [policy.parallel]. No torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
+
+from cosmos_rl_core.parallel.estimate import layer_of
+from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_wfm.parallel.weights import parameter_shapes
+
+_JOINT = {"SD3Transformer2DModel"}
+"""Classes that attend to text and video at once, and have no cross-attention."""
+_FEED_FORWARD_COPIES = 2
+"""Of a feed-forward's width, what its backward pass needs: before and after the activation; there is no gate."""
+
+
+def model_shape(
+    config: Mapping[str, Any],
+    *,
+    dtype: Literal["float32", "bfloat16"] = "float32",
+    lora_rank: int = 0,
+    lora_targets: Sequence[str] = (),
+) -> ModelShape | None:
+    """Return the shape of the network of a diffusers config.json; None for a class, or sizes, not known here.
+
+    `vocabulary` is the number of outputs for each token. What cross-attention and the gates of a block keep is counted
+    as `latent`, which the activations that were measured came to. With adapters all else is frozen.
+
+    Args:
+        dtype: of matrix products.
+        lora_rank: of adapters; 0 for none.
+        lora_targets: ends of the names of the linear layers that have them, such as "to_q" or "to_out.0".
+    """
+    try:
+        shapes = parameter_shapes(config)
+    except KeyError:
+        return None
+    if not shapes:
+        return None
+    joint = config["_class_name"] in _JOINT
+    heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
+    hidden = heads * head_dim
+    return ModelShape(
+        num_layers=config["num_layers"],
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=head_dim,
+        intermediate=_inner(shapes),
+        vocabulary=shapes["proj_out.weight"][0],
+        compute_dtype=dtype,
+        weights=tuple(WeightSpec(name=name, shape=shape, dtype="float32") for name, shape in sorted(shapes.items())),
+        adapter_parameters=_adapter_parameters(shapes, rank=lora_rank, targets=lora_targets),
+        stream_norms=2 if joint else 3,
+        head_norms=any(name.endswith("norm_q.weight") for name in shapes),
+        gate_copies=_FEED_FORWARD_COPIES,
+        latent=3 * hidden // 4 if joint else 2 * hidden,
+    )
+
+
+def num_tokens(config: Mapping[str, Any], latents: Sequence[int]) -> int:
+    """Return the tokens of a clip, what cp cuts: patches of its latents (C, f, h, w).
+
+    It is the number that one term, a denoising step, counts for in an estimate of memory.
+    """
+    patch = config["patch_size"]
+    sizes = (1, patch, patch) if isinstance(patch, int) else tuple(patch)
+    return math.prod(-(-length // size) for length, size in zip(latents[1:], sizes))
+
+
+def _inner(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    return next(
+        shape[0] for name, shape in shapes.items() if name.endswith(("ff.net.0.proj.weight", "ffn.net.0.proj.weight"))
+    )
+
+
+def _adapter_parameters(shapes: Mapping[str, tuple[int, ...]], *, rank: int, targets: Iterable[str]) -> int:
+    """Numbers in the low-rank updates: rank x (inputs + outputs) of each adapted layer."""
+    ends = tuple(f".{target}.weight" for target in targets)
+    adapted = (shape for name, shape in shapes.items() if layer_of(name) is not None and name.endswith(ends))
+    return rank * sum(sum(shape) for shape in adapted if len(shape) == 2)

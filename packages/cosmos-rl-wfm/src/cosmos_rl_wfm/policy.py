@@ -1,0 +1,189 @@
+"""A trainable velocity network that gives denoising steps a log-probability.
+
+    coupled     states, times   -- velocity --> Gaussian of the next state   -- logprob of where the rollout went
+    decoupled   clean, noise, t -- noised, velocity --> error                -- minus the flow-matching loss
+
+The second is a bound on the log-likelihood of the clean sample up to a constant, so that maximum likelihood of these
+"terms" is flow matching: supervised training, and the anchor of DDRL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
+from cosmos_rl_core.parallel.accumulate import accumulate
+from cosmos_rl_core.parallel.fsdp import reshard
+from cosmos_rl_core.types import Microbatch, PolicyOutputs
+from cosmos_rl_wfm.models.base import Condition
+from cosmos_rl_wfm.models.weights import named_weights
+from cosmos_rl_wfm.objectives.formulas import flow_matching_loss, noisy
+from cosmos_rl_wfm.old import OLD, OldWeights
+from cosmos_rl_wfm.samplers.guidance import Velocity, guided
+from cosmos_rl_wfm.samplers.sampler import replay
+from cosmos_rl_wfm.sampling import FlowSampling
+
+if TYPE_CHECKING:
+    from cosmos_rl_wfm.models.model import DiffusersModel
+    from cosmos_rl_wfm.supervised import Clips
+
+
+class FlowPolicy:
+    """`interfaces.Policy` over a model of diffusers.
+
+    `Microbatch.inputs`, all [T, ...]: `times` float32 [T], the fields of `Condition`, and
+
+    - `states`, `next_states` [T, C, f, h, w] and `next_times` [T] of steps that rollouts took, or
+    - `clean`, `noise` [T, C, f, h, w], and for real data `weights` [T] of its loss.
+
+    `PolicyOutputs.tensors`: `whitened` [T, D] of the first kind; of the second `clean`, `states`, `velocity` and, where
+    there are old weights, `old_velocity`, all [T, C, f, h, w], and `times` [T].
+    """
+
+    def __init__(
+        self,
+        model: DiffusersModel,
+        *,
+        sampling: FlowSampling | None,
+        unconditional: Condition | None = None,
+        clips: Clips | None = None,
+        old: OldWeights | None = None,
+        reference: Callable[[FlowPolicy], Reference] | None = None,
+        reduce_once: bool = False,
+    ) -> None:
+        """Take over a model that is spread over its ranks already.
+
+        Args:
+            sampling: how the rollouts were drawn; None in supervised training.
+            unconditional: the condition of guidance.
+            clips: what reads real data for supervised terms.
+            old: the weights that draw the rollouts, where those are not the trained ones.
+            reference: makes the model that the run starts from, where this policy can be that too.
+        """
+        self._model = model
+        self._sampling = sampling
+        self._unconditional = unconditional
+        self._old = old
+        self._reference = reference
+        self._reduce_once = reduce_once
+        self._t_first = 1.0 if sampling is None else sampling.plan(shift=model.traits.shift).t_first
+        self.clips = clips
+
+    @property
+    def module(self) -> nn.Module:
+        return self._model.network
+
+    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
+        """Return log-probabilities [T]; there is no entropy to steer, the noise of steps is fixed."""
+        outputs = self._outputs(microbatch)
+        if not torch.is_grad_enabled():
+            reshard(self.module)  # no backward pass follows that would
+        return outputs
+
+    def _outputs(self, microbatch: Microbatch) -> PolicyOutputs:
+        device = next(self.module.parameters()).device
+        inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
+        condition = Condition(**{field.name: inputs[field.name] for field in fields(Condition) if field.name in inputs})
+        return self._of_steps(inputs, condition) if "states" in inputs else self._of_clean(inputs, condition)
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
+        microbatches = self._with_old(microbatches)
+        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy, reduce_once=self._reduce_once)
+
+    def stepped(self, version: int) -> None:
+        """Let the old weights follow."""
+        if self._old is not None:
+            self._old.follow(version)
+
+    def second_copies(self) -> Sequence[nn.Parameter]:
+        """None."""
+        return ()
+
+    def reference(self) -> Reference | None:
+        """The base model, where adapters are trained."""
+        return None if self._reference is None else self._reference(self)
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Live tensors by checkpoint name; the old ones too, as `old.<name>`."""
+        weights = named_weights(self.module)
+        return weights if self._old is None else weights | {OLD + name: t for name, t in self._old.weights().items()}
+
+    def rollout_weights(self) -> Mapping[str, Tensor]:
+        """The old weights, where there are any."""
+        return self.weights() if self._old is None else self._old.weights()
+
+    def save_config(self, directory: Path) -> None:
+        self._model.save(directory)
+
+    def _of_steps(self, inputs: Mapping[str, Tensor], condition: Condition) -> PolicyOutputs:
+        assert self._sampling is not None, "steps of rollouts have a sampling"
+        reached = replay(
+            self._velocity(condition),
+            inputs["states"],
+            times=inputs["times"],
+            next_times=inputs["next_times"],
+            rule=self._sampling.rule,
+            noise_level=self._sampling.noise_level,
+            t_first=self._t_first,
+        )
+        return PolicyOutputs(logprobs=reached.logprob(inputs["next_states"]), tensors={"whitened": reached.whitened()})
+
+    def _of_clean(self, inputs: Mapping[str, Tensor], condition: Condition) -> PolicyOutputs:
+        clean, noise, times = inputs["clean"], inputs["noise"], inputs["times"]
+        states = noisy(clean, noise, t=times)
+        velocity = self._model.velocity(states, times, condition)
+        loss = flow_matching_loss(velocity, clean=clean, noise=noise, t=times)
+        if "weights" in inputs:
+            return PolicyOutputs(logprobs=-inputs["weights"] * loss)
+        tensors = {"clean": clean, "states": states, "times": times, "velocity": velocity}
+        if "old_velocity" in inputs:
+            tensors["old_velocity"] = inputs["old_velocity"]
+        return PolicyOutputs(logprobs=-loss, tensors=tensors)
+
+    @torch.no_grad()
+    def _with_old(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
+        """Add what the old weights say of rollouts' clean samples: all at once, for changing weights has its price."""
+        if self._old is None:
+            return microbatches
+        with self._old.counting():
+            return [
+                microbatch
+                if "weights" in microbatch.inputs or "clean" not in microbatch.inputs
+                else replace(
+                    microbatch,
+                    inputs={**microbatch.inputs, "old_velocity": self.forward(microbatch).tensors["velocity"]},
+                )
+                for microbatch in microbatches
+            ]
+
+    def _velocity(self, condition: Condition) -> Velocity:
+        guidance = None if self._sampling is None else self._sampling.guidance
+        return guided_velocity(self._model, condition, self._unconditional, guidance=guidance)
+
+
+def guided_velocity(
+    model: DiffusersModel, condition: Condition, unconditional: Condition | None, *, guidance: float | None
+) -> Velocity:
+    """Bind a condition, and its unconditional twin where guidance is on; `guidance` is in the model's convention."""
+
+    def conditional(x: Tensor, times: Tensor, /) -> Tensor:
+        return model.velocity(x, times, condition)
+
+    scale = 0.0 if guidance is None else guidance - model.unguided
+    if not scale or unconditional is None:
+        return guided(conditional, None, scale=scale)
+    bare = condition.with_text(unconditional)
+
+    def without(x: Tensor, times: Tensor, /) -> Tensor:
+        return model.velocity(x, times, bare)
+
+    return guided(conditional, without, scale=scale)

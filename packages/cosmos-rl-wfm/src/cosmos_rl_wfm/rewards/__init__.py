@@ -1,0 +1,41 @@
+"""Shipped rewards by name. Each is a strict model of its options and is called with a group.
+
+    reward = REWARDS["speed"](floor=0.05)
+    values = reward(group)                          # one float a rollout
+
+The clip is `rollout.media["video"]`, uint8 [F, H, W, 3]; texts come from the group's row. Torch and transformers are
+imported by the first group of a reward that needs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from cosmos_rl_core.interfaces import RewardFn
+from cosmos_rl_wfm.rewards.aesthetic import AestheticReward
+from cosmos_rl_wfm.rewards.clip_score import ClipScoreReward
+from cosmos_rl_wfm.rewards.judge_vlm import VlmJudgeReward
+from cosmos_rl_wfm.rewards.ocr import OcrReward
+from cosmos_rl_wfm.rewards.speed import SpeedReward
+from cosmos_rl_wfm.rewards.statistics import (
+    BrightnessReward,
+    ContrastReward,
+    FlickerReward,
+    MotionReward,
+    SaturationReward,
+    SharpnessReward,
+)
+
+REWARDS: Mapping[str, Callable[..., RewardFn]] = {
+    "aesthetic": AestheticReward,
+    "brightness": BrightnessReward,
+    "clip_score": ClipScoreReward,
+    "contrast": ContrastReward,
+    "flicker": FlickerReward,
+    "motion": MotionReward,
+    "ocr": OcrReward,
+    "saturation": SaturationReward,
+    "sharpness": SharpnessReward,
+    "speed": SpeedReward,
+    "vlm_judge": VlmJudgeReward,
+}

@@ -1,0 +1,76 @@
+"""How probable a vision-language model thinks each of a few answers, looking at frames."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.rewards.pretrained import Pretrained
+
+
+class JudgeModel:
+    """Any model of transformers' AutoModelForImageTextToText whose processor has a chat template."""
+
+    def __init__(self, options: Pretrained, *, answers: Sequence[str]) -> None:
+        dtype = getattr(torch, options.dtype)
+        self._processor: Any = options.load(AutoProcessor.from_pretrained)
+        if getattr(self._processor, "chat_template", None) is None:
+            raise UserError(
+                f"model = {options.model!r} has no chat template; take one that was tuned to answer questions"
+            )
+        self._processor.tokenizer.padding_side = "left"  # every row ends where its answer begins
+        model: Any = options.load(lambda source: AutoModelForImageTextToText.from_pretrained(source, dtype=dtype))
+        self._model = model.eval().requires_grad_(False).to(options.torch_device())
+        self._tokens = answer_tokens(self._processor.tokenizer, answers)
+        self._batch_size = options.batch_size
+
+    @torch.inference_mode()
+    def probabilities(self, clips: Sequence[np.ndarray], question: str) -> list[Mapping[str, float]]:
+        """Return p(answer) for each clip [N, H, W, 3] by answer: the sum over the tokens that begin with it."""
+        found: list[Mapping[str, float]] = []
+        for start in range(0, len(clips), self._batch_size):
+            inputs = self._inputs(clips[start : start + self._batch_size], question)
+            said = self._model.generate(
+                **inputs, max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
+            )
+            for row in said.logits[0].float().softmax(dim=-1):
+                found.append({answer: float(row[tokens].sum()) for answer, tokens in self._tokens.items()})
+        return found
+
+    def _inputs(self, clips: Sequence[np.ndarray], question: str) -> Any:
+        images = [[Image.fromarray(frame) for frame in clip] for clip in clips]
+        texts = [self._chat(len(clip), question) for clip in clips]
+        inputs = self._processor(images=images, text=texts, padding=True, return_tensors="pt")
+        return inputs.to(self._model.device, self._model.dtype)
+
+    def _chat(self, num_images: int, question: str) -> str:
+        content = [*({"type": "image"} for _ in range(num_images)), {"type": "text", "text": question}]
+        return self._processor.apply_chat_template([{"role": "user", "content": content}], add_generation_prompt=True)
+
+
+def answer_tokens(tokenizer: Any, answers: Sequence[str]) -> dict[str, list[int]]:
+    """Return the tokens that say an answer: as written, in small letters and capitals, and after a blank.
+
+    Raises:
+        UserError: an answer is no single token, or two are the same one.
+    """
+    tokens: dict[str, list[int]] = {}
+    for answer in answers:
+        word = answer.strip()
+        written = (word, word.lower(), word.capitalize(), word.upper())
+        forms = {f"{blank}{form}" for blank in ("", " ") for form in written}
+        encoded = [tokenizer.encode(form, add_special_tokens=False) for form in sorted(forms)]
+        known = {ids[0] for ids in encoded if len(ids) == 1 and ids[0] != tokenizer.unk_token_id}
+        if not known:
+            raise UserError(f"the model has no single token for the answer {answer!r}; choose a shorter word")
+        tokens[answer] = sorted(known)
+    taken = [token for ids in tokens.values() for token in ids]
+    if len(taken) != len(set(taken)):
+        raise UserError(f"two of the answers {', '.join(answers)} are the same token to the model; choose other words")
+    return tokens

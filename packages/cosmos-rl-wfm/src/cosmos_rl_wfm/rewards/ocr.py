@@ -1,0 +1,91 @@
+"""The text in a clip is the text its caption quotes."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any, Literal, Self
+
+from pydantic import Field, PrivateAttr, model_validator
+
+from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.types import RolloutGroup
+from cosmos_rl_wfm.rewards.exclusive import Exclusive
+from cosmos_rl_wfm.rewards.text_readers import READERS, TextReader
+from cosmos_rl_wfm.rewards.video import group_videos, row_text, sample_frames
+
+_QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
+
+
+class OcrReward(Strict):
+    """max(0, 1 - edit distance / length of the wanted text), mean over the frames that are read: in [0, 1].
+
+    Flow-GRPO's reward for rendered text (Liu et al. 2025, arXiv 2505.05470): capitals and blanks do not count,
+    and a frame that has the wanted text somewhere in what is read has distance 0.
+    """
+
+    reader: Literal["glyphs", "easyocr", "paddleocr", "pytesseract"] = "easyocr"
+    """Who reads: an installed package, or "glyphs", which knows nothing but Pillow's bitmap font."""
+    reader_options: dict[str, Any] = Field(default_factory=dict)
+    """Handed to the reader, such as {languages = ["en", "de"]} for easyocr."""
+    column: str = "caption"
+    """Column of the row with the quoted text; several quotations are one text."""
+    num_frames: int = Field(default=4, ge=1)
+    """Frames of a clip that are read, evenly spaced."""
+    _reader: Exclusive[TextReader] = PrivateAttr()
+
+    @model_validator(mode="after")
+    def _reader_takes_options(self) -> Self:
+        try:
+            inspect.signature(READERS[self.reader]).bind(**self.reader_options)
+        except TypeError as error:
+            raise ValueError(f"reader_options do not fit the reader {self.reader!r}: {error}") from None
+        return self
+
+    def model_post_init(self, context: Any, /) -> None:
+        make: Callable[..., TextReader] = READERS[self.reader]
+        self._reader = Exclusive(lambda: make(**self.reader_options))
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        wanted = quoted(row_text(group, self.column))
+        clips = [sample_frames(video, self.num_frames) for video in group_videos(group)]
+        with self._reader.use() as reader:
+            texts = [reader.read(clip) for clip in clips]
+        return [sum(match(text, wanted) for text in read) / len(read) for read in texts]
+
+
+def quoted(caption: str) -> str:
+    """Return what stands in double quotes.
+
+    Raises:
+        UserError: nothing does.
+    """
+    parts = [straight or curly for straight, curly in _QUOTED.findall(caption)]
+    text = " ".join(parts).strip()
+    if not _bare(text):
+        raise UserError(f'the caption {caption[:80]!r} quotes no text; the wanted text stands in double quotes: "STOP"')
+    return text
+
+
+def match(text: str, wanted: str) -> float:
+    """Return max(0, 1 - edit distance / length of `wanted`), blanks and capitals aside; 1 where `text` contains it."""
+    text, wanted = _bare(text), _bare(wanted)
+    if wanted in text:
+        return 1.0
+    return max(0.0, 1.0 - edit_distance(text, wanted) / len(wanted))
+
+
+def edit_distance(a: str, b: str) -> int:
+    """Return the fewest letters to insert, delete or replace that turn one text into the other (Levenshtein)."""
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        left, row[0] = row[0], i
+        for j, other in enumerate(b, 1):
+            left, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, left + (letter != other))
+    return row[-1]
+
+
+def _bare(text: str) -> str:
+    return "".join(text.split()).casefold()

@@ -1,0 +1,141 @@
+"""From noise to clean latents, and the same steps again in training.
+
+    noise --step 0--> state --step 1--> ... --step N-1--> clean          sample: no gradient, once a rollout
+                       |  trained steps keep the states before and after, and their log-probability
+    state, time, next time --velocity--> Gaussian                        replay: with gradient, once a trained step
+
+Both take a stochastic step by `steps.step` of the same tensors. Before the first update, and in a batch of the same
+shape, the ratio of their probabilities is exactly 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from cosmos_rl_wfm.samplers.guidance import Velocity
+from cosmos_rl_wfm.samplers.names import RuleName
+from cosmos_rl_wfm.samplers.noise import draw_noise
+from cosmos_rl_wfm.samplers.steps import Gaussian, step
+from cosmos_rl_wfm.samplers.window import Steps
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How a batch of rollouts is made: N steps, alike for all samples."""
+
+    times: Tensor
+    """[N + 1] float32, descending to 0."""
+    rule: RuleName = "ode"
+    """Of stochastic steps."""
+    noise_level: float = 0.0
+    steps: Steps = field(default_factory=Steps)
+    """Which are stochastic and which of those are trained; by default none."""
+    order: Literal[1, 2] = 1
+    """Of the steps of the ODE. 2 uses the previous velocity too: no more passes, and fewer steps for the same error."""
+
+    @property
+    def num_steps(self) -> int:
+        return len(self.times) - 1
+
+    @property
+    def t_first(self) -> float:
+        """The second time: what flow_sde divides by at t = 1."""
+        return float(self.times[1])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """B rollouts, and what training needs of their T trained steps."""
+
+    clean: Tensor
+    """[B, C, f, h, w] float32: the last state."""
+    path: Tensor
+    """[B, M, C, f, h, w] float32: the states that trained steps begin or end with, noisiest first."""
+    path_from: Tensor
+    """[T] int64: row of `path` before each trained step."""
+    path_to: Tensor
+    """[T] int64: row after it."""
+    times: Tensor
+    """[T] float32: time before."""
+    next_times: Tensor
+    """[T] float32: time after."""
+    logprobs: Tensor
+    """[B, T] float32: mean over latent elements of the log-density that the next state was drawn with."""
+
+
+@torch.no_grad()
+def sample(velocity: Velocity, noise: Tensor, *, plan: Plan, seeds: Sequence[int]) -> Trajectory:
+    """Take the plan's steps from standard normal `noise` [B, C, f, h, w].
+
+    Noise of steps comes from each sample's own seed and the step's index. A batch too large for the memory is the
+    caller's to cut: each sample draws the same noise in any batch.
+    """
+    assert len(seeds) == len(noise), "one seed a sample"
+    times = plan.times.to(noise.device)
+    state = noise.float() * times[0]  # where a schedule begins below 1, what is missing is a little of the clean
+    path, logprobs = dict[int, Tensor](), list[Tensor]()
+    history: Tensor | None = None
+    for index in range(plan.num_steps):
+        t, t_next = (times[i].expand(len(state)) for i in (index, index + 1))
+        stochastic = index in plan.steps.stochastic
+        rule = plan.rule if stochastic else "ode"
+        v = velocity(state, t).float()
+        ahead = v if stochastic or history is None else _ahead(v, history, index=index, plan=plan)
+        reached = step(rule, state, ahead, t=t, t_next=t_next, t_first=plan.t_first, noise_level=plan.noise_level)
+        before, state, history = state, reached.mean, v
+        if stochastic:
+            state = reached.sample(draw_noise(seeds, state.shape[1:], stream=f"step {index}", device=state.device))
+            history = None  # where the noise has taken the state, the velocity before says little
+        if index in plan.steps.trained:
+            path |= {index: before, index + 1: state}
+            logprobs.append(reached.logprob(state))
+    return _trajectory(state, path, logprobs, plan=plan)
+
+
+def replay(
+    velocity: Velocity,
+    states: Tensor,
+    *,
+    times: Tensor,
+    next_times: Tensor,
+    rule: RuleName,
+    noise_level: float,
+    t_first: float,
+) -> Gaussian:
+    """Return the distribution of the next states, given states [B, C, f, h, w] at times [B], with gradient.
+
+    `logprob` of the states that a rollout went to is the policy's; steps of many rollouts and times may be mixed.
+    """
+    v = velocity(states, times)
+    return step(rule, states, v, t=times, t_next=next_times, t_first=t_first, noise_level=noise_level)
+
+
+def _ahead(v: Tensor, before: Tensor, *, index: int, plan: Plan) -> Tensor:
+    """The velocity of the middle of step `index`, on the line through this and the previous one. Adams-Bashforth.
+
+    v + dt / 2 (v - v_before) / dt_before. The last step stays of first order: it ends on the network's own estimate.
+    """
+    if plan.order == 1 or index == plan.num_steps - 1:
+        return v
+    dt_before, dt = plan.times[index - 1 : index + 2].diff().tolist()
+    return v + dt / (2 * dt_before) * (v - before)
+
+
+def _trajectory(clean: Tensor, path: Mapping[int, Tensor], logprobs: Sequence[Tensor], *, plan: Plan) -> Trajectory:
+    """`path` holds states by index, the one before step i under i; in ascending order, as they came."""
+    row = {state: place for place, state in enumerate(path)}
+    trained = list(plan.steps.trained)
+    return Trajectory(
+        clean=clean,
+        path=torch.stack(list(path.values()), dim=1) if path else clean[:, None][:, :0],
+        path_from=torch.tensor([row[index] for index in trained], dtype=torch.int64),
+        path_to=torch.tensor([row[index + 1] for index in trained], dtype=torch.int64),
+        times=plan.times[trained],
+        next_times=plan.times[[index + 1 for index in trained]],
+        logprobs=torch.stack(list(logprobs), dim=1) if logprobs else clean.new_empty(len(clean), 0),
+    )

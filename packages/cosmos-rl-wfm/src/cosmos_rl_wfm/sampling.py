@@ -1,0 +1,118 @@
+"""[rollout.sampling] of world models: how a sample is denoised, and which steps of it are trained. Free of torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, Self
+
+from pydantic import Field, model_validator
+
+from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.samplers.names import DensityName, RuleName, ScheduleName, WindowName
+from cosmos_rl_wfm.samplers.window import Window
+
+if TYPE_CHECKING:
+    from cosmos_rl_wfm.samplers.sampler import Plan
+
+OldDecay = Literal["none", "slow", "late"]
+
+
+class FlowSampling(Strict):
+    """[rollout.sampling]: how a sample is denoised, and which steps of it are trained."""
+
+    num_steps: int = Field(default=10, ge=1)
+    """Denoising steps of a rollout; fewer than in use are enough to learn from."""
+    eval_num_steps: int = Field(default=40, ge=1)
+    """Steps of the ODE in an evaluation."""
+    rule: RuleName = "flow_sde"
+    """How a stochastic step is taken; "ode" for objectives that want clean samples alone, as nft."""
+    noise_level: float = Field(default=0.7, gt=0)
+    """How stochastic: FlowGRPO's a, DanceGRPO's eta, or that of CPS."""
+    schedule: ScheduleName = "flow"
+    """Where the times of the steps lie: equally spaced and shifted, or at EDM's noise levels."""
+    guidance: float | None = Field(default=None, ge=0)
+    """Scale of classifier-free guidance, in rollouts and in training, as the model's pipeline counts it; without it the
+    unconditional pass is not made."""
+    same_noise: bool = False
+    """Start all rollouts of a group from the same noise."""
+    window: WindowName = "all"
+    """Which steps are trained."""
+    steps: tuple[int, ...] = ()
+    """window = "fixed": the steps, 0 is the noisiest."""
+    width: int = Field(default=4, ge=1)
+    """window = "random_window", "random_subset" or "sliding": how many steps."""
+    low: int = Field(default=0, ge=0)
+    """The same: the first step that may be among them."""
+    high: int | None = Field(default=None, ge=1)
+    """The same: the first step that may not; by default the last one."""
+    stride: int = Field(default=1, ge=1)
+    """window = "sliding": steps it moves by."""
+    every: int = Field(default=25, ge=1)
+    """window = "sliding": versions after which it moves."""
+    elsewhere: Literal["ode", "sde"] = "ode"
+    """What steps do that are not trained."""
+    times_per_rollout: int = Field(default=2, ge=1)
+    """rule = "ode": times at which each clean sample is trained."""
+    density: DensityName = "uniform"
+    """rule = "ode": how those times are drawn."""
+    old_decay: OldDecay | None = None
+    """Draw rollouts with a second copy of the weights that follows the trained ones; nft contrasts the two. "none": it
+    is the copy of the step before, "slow": its decay grows to 0.5, "late": after 75 steps to 0.999."""
+
+    @model_validator(mode="after")
+    def _trains_something(self) -> Self:
+        if self.trains_steps:
+            self.chosen.at(self.num_steps)  # raises ValueError with what does not fit
+        if self.rule == "cps" and self.noise_level > 1:
+            raise ValueError(f"noise_level = {self.noise_level}: cps takes at most 1")
+        return self
+
+    @property
+    def trains_steps(self) -> bool:
+        """Whether terms are steps that a rollout took, and not times at which its clean sample is noised again."""
+        return self.rule != "ode"
+
+    @property
+    def chosen(self) -> Window:
+        return Window(
+            name=self.window,
+            steps=self.steps,
+            width=self.width,
+            low=self.low,
+            high=self.high,
+            stride=self.stride,
+            every=self.every,
+            elsewhere=self.elsewhere,
+        )
+
+    @property
+    def max_terms(self) -> int:
+        """Trained terms of a rollout."""
+        return len(self.chosen.at(self.num_steps).trained) if self.trains_steps else self.times_per_rollout
+
+    @property
+    def least_microbatch_terms(self) -> int:
+        """1: every term has a forward pass of its own."""
+        return 1
+
+    def evaluation(self, *, temperature: float, max_terms: int | None) -> FlowSampling:
+        """Follow the ODE in `eval_num_steps`."""
+        if temperature or max_terms is not None:
+            raise UserError(
+                "[eval] temperature and max_terms are not for world models, which are evaluated without noise; remove "
+                "them, and set [rollout.sampling] eval_num_steps"
+            )
+        return self.model_copy(update={"rule": "ode", "num_steps": self.eval_num_steps, "times_per_rollout": 1})
+
+    def build(self) -> FlowSampling:
+        return self
+
+    def plan(self, *, shift: float, version: int = 0, seed: int = 0) -> Plan:
+        """Return the steps of a rollout drawn with weights `version`; `shift` is the model's."""
+        from cosmos_rl_wfm.samplers.sampler import Plan
+        from cosmos_rl_wfm.samplers.times import edm_times, flow_times
+        from cosmos_rl_wfm.samplers.window import Steps
+
+        times = flow_times(self.num_steps, shift=shift) if self.schedule == "flow" else edm_times(self.num_steps)
+        steps = self.chosen.at(self.num_steps, version=version, seed=seed) if self.trains_steps else Steps()
+        return Plan(times=times, rule=self.rule, noise_level=self.noise_level, steps=steps)

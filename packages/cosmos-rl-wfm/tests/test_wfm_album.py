@@ -1,0 +1,250 @@
+"""The album: files on disk, read back."""
+
+import importlib.util
+import io
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_wfm.album import Album
+from cosmos_rl_wfm.album_pages import PAPER, Row, animation, as_gif, contact_sheet, fit_clip
+from cosmos_rl_wfm.album_sinks import Page, TensorBoardAlbum, WandbAlbum
+
+
+def make_group(
+    sample: int = 17, *, rewards=(0.1, 0.9), frames: int = 4, size: int = 16, step: int = 1, **row
+) -> RolloutGroup:
+    """Rollout i is a clip of one grey, 20 i, that grows brighter by `step` a frame."""
+    rollouts = []
+    for i, reward in enumerate(rewards):
+        greys = 20 * i + step * np.arange(frames)
+        video = np.broadcast_to(greys[:, None, None, None], (frames, size, size, 3)).astype(np.uint8)
+        rollouts.append(
+            Rollout(
+                arrays={},
+                rollout_logprobs=np.zeros(2, np.float32),
+                versions=np.array([3, 4], np.int32),
+                loss_mask=np.ones(2, bool),
+                reward=reward,
+                reward_breakdown={"brightness": reward},
+                media={"video": video},
+            )
+        )
+    return RolloutGroup(prompt=Prompt(sample_id=sample, row={"caption": "a disc", **row}), rollouts=tuple(rollouts))
+
+
+def read_film(path: Path) -> tuple[list[np.ndarray], float]:
+    import av
+
+    with av.open(str(path)) as container:
+        rate = container.streams.video[0].average_rate
+        return [frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)], float(rate)
+
+
+def index(directory: Path, name: str = "index.jsonl") -> list[dict]:
+    return [json.loads(line) for line in (directory / name).read_text().splitlines()]
+
+
+def test_a_group_becomes_film_record_sheets_and_a_line_of_the_index(tmp_path):
+    film = Album(tmp_path).save(12, make_group())
+    folder = tmp_path / "step_000012"
+    assert film == folder / "sample_17.mp4"
+    assert {path.name for path in folder.iterdir()} == {"sample_17.mp4", "sample_17.json", "sheet.png", "sheet.gif"}
+    assert index(tmp_path) == [
+        {
+            "step": 12,
+            "sample": 17,
+            "caption": "a disc",
+            "file": "step_000012/sample_17.mp4",
+            "reward_mean": 0.5,
+            "reward_max": 0.9,
+        }
+    ]
+
+
+def test_the_film_has_the_frames_and_the_rate_of_the_clips(tmp_path):
+    frames, rate = read_film(Album(tmp_path).save(0, make_group(frames=5, fps=4)))
+    assert (len(frames), rate) == (5, 4.0)
+
+
+def test_a_long_clip_is_thinned_and_lasts_as_long(tmp_path):
+    frames, rate = read_film(Album(tmp_path, max_frames=5, fps=8.0).save(0, make_group(frames=20)))
+    assert (len(frames), rate) == (5, 2.0)
+
+
+def test_the_record_holds_what_is_known_of_each_rollout_in_its_own_order(tmp_path):
+    Album(tmp_path).save(3, make_group(rewards=(0.1, float("nan"))))
+    record = json.loads((tmp_path / "step_000003/sample_17.json").read_text())
+    assert record["rollouts"] == [
+        {"reward": 0.1, "rewards": {"brightness": 0.1}, "advantage": 0.0, "versions": [3, 4]},
+        {"reward": None, "rewards": {"brightness": None}, "advantage": 0.0, "versions": [3, 4]},
+    ]
+
+
+def test_an_image_is_kept_as_png(tmp_path):
+    page = Album(tmp_path, clips=True).save(0, make_group(frames=1))
+    assert page.name == "sample_17.png"
+    names = {path.name for path in page.parent.iterdir()}
+    assert names == {"sample_17.png", "sample_17_0.png", "sample_17_1.png", "sample_17.json", "sheet.png"}
+
+
+def test_each_clip_alone_is_the_clip_enlarged(tmp_path):
+    Album(tmp_path, clips=True, cell=96).save(0, make_group(rewards=(0.1, 0.9)))
+    frames, _ = read_film(tmp_path / "step_000000/sample_17_1.mp4")
+    assert frames[0].shape == (96, 96, 3)
+    assert abs(int(frames[0].mean()) - 20) <= 2
+
+
+def test_a_step_keeps_as_many_groups_as_it_may(tmp_path):
+    album = Album(tmp_path, groups_per_step=2)
+    saved = [album.save(5, make_group(sample)) for sample in (1, 2, 3)]
+    assert [film is not None for film in saved] == [True, True, False]
+    assert album.save(6, make_group(4)) is not None
+    assert [line["sample"] for line in index(tmp_path)] == [1, 2, 4]
+
+
+def test_only_some_steps_are_kept(tmp_path):
+    album = Album(tmp_path, every_steps=10)
+    assert [album.wants(step) for step in (0, 1, 9, 10)] == [True, False, False, True]
+    assert album.save(1, make_group()) is None and not any(tmp_path.iterdir())
+
+
+def test_a_step_long_past_gets_no_more_groups(tmp_path):
+    album = Album(tmp_path)
+    for step in range(4, 10):
+        album.save(step, make_group())
+    assert album.save(6, make_group(18)) is not None
+    assert album.save(5, make_group(18)) is None
+
+
+def test_of_a_large_group_best_and_worst_are_shown(tmp_path):
+    Album(tmp_path, rollouts_per_group=2, cell=16).save(0, make_group(rewards=(0.5, 0.1, 0.9, 0.3)))
+    with Image.open(tmp_path / "step_000000/sheet.png") as sheet:
+        colours = {colour for _, colour in sheet.convert("RGB").getcolors(1 << 20)}
+    assert {(40, 40, 40), (20, 20, 20)} <= colours
+    assert not {(0, 0, 0), (60, 60, 60)} & colours
+
+
+def test_two_processes_share_a_directory(tmp_path):
+    for number in (0, 1):
+        Album(tmp_path, name=f"rollout-{number}").save(0, make_group(number))
+    assert [line["sample"] for line in index(tmp_path, "index_rollout-1.jsonl")] == [1]
+    assert (tmp_path / "step_000000/sheet_rollout-0.png").is_file()
+
+
+def test_a_group_without_clips_is_an_error_and_leaves_nothing(tmp_path):
+    group = make_group()
+    bare = Rollout(arrays={}, rollout_logprobs=np.zeros(0), versions=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool))
+    with pytest.raises(ValueError, match="this rollout has none"):
+        Album(tmp_path).save(0, RolloutGroup(prompt=group.prompt, rollouts=(*group.rollouts, bare)))
+    assert not any(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("option", [{"groups_per_step": 0}, {"cell": 0}, {"fps": 0.0}])
+def test_counts_of_nothing_are_refused(tmp_path, option):
+    with pytest.raises(ValueError, match="must be above 0"):
+        Album(tmp_path, **option)
+
+
+# Pages.
+
+
+@pytest.mark.parametrize(
+    ("size", "cell", "shown"),
+    [((16, 16), 96, (96, 96)), ((64, 64), 96, (128, 128)), ((720, 1280), 96, (54, 96)), ((96, 48), 96, (96, 48))],
+)
+def test_clips_are_brought_to_the_size_of_a_cell(size, cell, shown):
+    assert fit_clip(np.zeros((2, *size, 3), np.uint8), cell=cell, max_frames=8).shape == (2, *shown, 3)
+
+
+def test_small_clips_are_enlarged_pixel_by_pixel():
+    video = np.random.default_rng(0).integers(0, 256, (1, 8, 8, 3), dtype=np.uint8)
+    large = fit_clip(video, cell=32, max_frames=1)
+    assert (large[:, ::4, ::4] == video).all() and (large[:, 3::4, 3::4] == video).all()
+
+
+def make_row(*, clips: int = 3, frames: int = 4, title: str = "a disc") -> Row:
+    greys = [60 * i + 20 * np.arange(frames - i) for i in range(clips)]
+    videos = tuple(np.tile(grey.astype(np.uint8)[:, None, None, None], (1, 32, 32, 3)) for grey in greys)
+    return Row(title=title, clips=videos, labels=tuple((f"{i}.00", "brightness 0.1") for i in range(clips)))
+
+
+def test_pages_of_a_film_are_alike_in_size_and_even():
+    pages = animation([make_row(), make_row(clips=1, title="a very long caption " * 30)])
+    assert len(pages) == 4
+    assert len({page.size for page in pages}) == 1
+    assert pages[0].width % 2 == pages[0].height % 2 == 0
+
+
+def test_frames_of_all_rows_of_a_sheet_stand_under_one_another():
+    short, long = make_row(), Row(title="b", clips=make_row().clips, labels=(("0.1", "a much longer label"),) * 3)
+    edges = []
+    for rows in ([short, long], [long, short]):
+        pixels = np.asarray(contact_sheet(rows))
+        edges.append((pixels[:, :, 0] == 208).sum(axis=0).nonzero()[0][0])
+    assert edges[0] == edges[1]
+
+
+def test_a_gif_keeps_pages_and_paper():
+    pages = animation([make_row(frames=4)])
+    with Image.open(io.BytesIO(as_gif(pages, fps=10))) as film:
+        assert (film.n_frames, film.size, film.info["duration"]) == (4, pages[0].size, 100)
+        film.seek(2)
+        assert film.convert("RGB").getpixel((1, 1)) == PAPER
+
+
+# Sinks.
+
+
+class Shelf:
+    """A sink that keeps what it is shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[tuple[int, str, Page]] = []
+        self.closed = False
+
+    def show(self, step: int, tag: str, page: Page) -> None:
+        self.shown.append((step, tag, page))
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_sinks_are_shown_each_group_by_its_place_in_the_step(tmp_path):
+    shelf = Shelf()
+    album = Album(tmp_path, sinks=[shelf])
+    for sample in (7, 8):
+        album.save(2, make_group(sample))
+    album.close()
+    assert [(step, tag, page.caption) for step, tag, page in shelf.shown] == [
+        (2, "samples/0", "a disc"),
+        (2, "samples/1", "a disc"),
+    ]
+    assert shelf.closed
+
+
+def test_tensorboard_gets_an_animation(tmp_path):
+    from tensorboard.backend.event_processing.event_file_loader import EventFileLoader
+
+    album = Album(tmp_path / "media", sinks=[TensorBoardAlbum(tmp_path)])
+    album.save(4, make_group(step=40))
+    album.close()
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    (event,) = [event for event in EventFileLoader(str(file)).Load() if event.summary.value]
+    value = event.summary.value[0]
+    assert (event.step, value.tag) == (4, "samples/0")
+    width, height, gif = value.tensor.string_val[:3]  # how TensorBoard reads an image summary
+    with Image.open(io.BytesIO(gif)) as film:
+        assert film.n_frames == 4
+        assert film.size == (int(width), int(height))
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_an_absent_sink_says_what_to_install(tmp_path):
+    with pytest.raises(UserError, match=r"pip install 'cosmos-rl-core\[wandb\]'"):
+        WandbAlbum(tmp_path)

@@ -1,0 +1,202 @@
+"""Low-rank adapters: what is trained, named, merged and written, the old pair, and the base as the reference."""
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models.adapters import (
+    adapter_weights,
+    add_old,
+    base_name,
+    base_weights,
+    counting,
+    follow,
+    merge,
+)
+from cosmos_rl_wfm.models.average import WeightAverage
+from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.build import build_model
+from cosmos_rl_wfm.models.config import LoraSection, TextSection, WFMModelConfig
+
+pytest.importorskip("peft")
+
+FAMILIES = ("wan", "cosmos", "sd3", "sana", "sana_video")
+LORA = LoraSection(rank=4, alpha=6.0)
+
+
+def model(family="wan", *, lora=LORA, seed=0):
+    config = WFMModelConfig(family=family, tiny=True, text=TextSection(encoder="words"), lora=lora)
+    return build_model(config, parts=("network", "text"), seed=seed)
+
+
+def trained(family="wan"):
+    """A model whose B have values, as a few steps would give them."""
+    built = model(family)
+    generator = torch.Generator().manual_seed(1)
+    for name, weight in adapter_weights(built.network).items():
+        if "lora_B" in name:
+            weight.copy_(torch.randn(weight.shape, generator=generator) * 0.1)
+    return built
+
+
+def velocity(built):
+    size = built.grid.nearest(Size(frames=5, height=32, width=32))
+    latents = torch.randn(1, *built.latent_shape(size), generator=torch.Generator().manual_seed(0))
+    return built.velocity(latents, torch.tensor([0.6]), built.encode_text(["a red square"]))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_training_starts_at_the_base_network(family):
+    assert torch.equal(velocity(model(family)), velocity(model(family, lora=None)))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_alone_are_trained(family):
+    built = trained(family)
+    velocity(built).pow(2).sum().backward()
+    parameters = dict(built.network.named_parameters())
+    wanted = {name for name in parameters if base_name(name) is None}
+    assert wanted == {name for name, parameter in parameters.items() if parameter.requires_grad}
+    assert wanted == {name for name, parameter in parameters.items() if parameter.grad is not None}
+
+
+def test_the_family_says_which_layers_are_adapted():
+    names = {name.split(".lora_")[0].removeprefix("base_model.model.") for name in adapter_weights(model().network)}
+    attention = ("to_q", "to_k", "to_v", "to_out.0")
+    assert names == {f"blocks.{n}.attn{a}.{end}" for n in (0, 1) for a in (1, 2) for end in attention}
+
+
+def test_layers_can_be_named_and_unknown_ones_are_refused():
+    chosen = adapter_weights(model(lora=LoraSection(target_modules=("ffn.net.2", "attn1.to_q"))).network)
+    assert len(chosen) == 2 * 2 * 2
+    with pytest.raises(UserError, match=r"no linear layer whose name ends in q_proj; it has .*attn1.to_q"):
+        model(lora=LoraSection(target_modules=("q_proj",)))
+    assert len(adapter_weights(model(lora=LoraSection(target_modules="all-linear")).network)) > 32
+
+
+def test_weights_for_the_engines_are_the_adapters_alone():
+    built = model()
+    assert built.weights().keys() == adapter_weights(built.network).keys()
+    assert all(tensor.dtype == torch.float32 for tensor in built.weights().values())
+
+
+def test_first_values_depend_on_the_seed_alone():
+    first, same, other = (adapter_weights(model(seed=seed).network) for seed in (3, 3, 4))
+    name = "base_model.model.blocks.1.attn1.to_q.lora_A.weight"
+    assert torch.equal(first[name], same[name])
+    assert not torch.equal(first[name], other[name])
+    bound = 24**-0.5
+    assert 0.8 * bound < first[name].abs().max() <= bound
+
+
+@torch.no_grad()
+def test_inside_the_base_counts_and_outside_the_adapters():
+    built = trained()
+    with_adapters = velocity(built)
+    with counting(built.network, "none"):
+        base = velocity(built)
+    assert torch.equal(base, velocity(model(lora=None)))
+    assert not torch.equal(base, with_adapters)
+    assert torch.equal(velocity(built), with_adapters)
+
+
+def test_switching_leaves_what_is_trained():
+    built = trained()
+    before = [name for name, parameter in built.network.named_parameters() if parameter.requires_grad]
+    with counting(built.network, "none"):
+        assert before == [name for name, parameter in built.network.named_parameters() if parameter.requires_grad]
+    assert before == [name for name, parameter in built.network.named_parameters() if parameter.requires_grad]
+
+
+@torch.no_grad()
+def test_the_old_pair_stays_until_it_follows():
+    built = trained()
+    start = velocity(built)
+    add_old(built.network)
+    assert torch.equal(velocity(built), start)
+    for weight in adapter_weights(built.network).values():
+        weight.mul_(1.5)
+    now = velocity(built)
+    assert not torch.equal(now, start)
+    with counting(built.network, "old"):
+        assert torch.equal(velocity(built), start)
+    follow(built.network, decay=0.25)
+    old, current = adapter_weights(built.network, "old"), adapter_weights(built.network)
+    for name in current:
+        torch.testing.assert_close(old[name], current[name] * (0.25 / 1.5 + 0.75))
+    follow(built.network, decay=0.0)
+    with counting(built.network, "old"):
+        assert torch.equal(velocity(built), now)
+
+
+def test_the_old_pair_is_never_trained_nor_sent():
+    built = trained()
+    expected = built.weights().keys()
+    add_old(built.network)
+    velocity(built).pow(2).sum().backward()
+    parameters = dict(built.network.named_parameters())
+    assert not [name for name, parameter in parameters.items() if ".old." in name and parameter.requires_grad]
+    assert not [name for name, parameter in parameters.items() if ".old." in name and parameter.grad is not None]
+    assert [name for name, parameter in parameters.items() if parameter.grad is not None]
+    assert built.weights().keys() == expected
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_merged_weights_are_those_of_the_adapted_network(tmp_path, family):
+    built = trained(family)
+    built.write(tmp_path)
+    plain = WFMModelConfig(path=str(tmp_path), codec="pixels", text=TextSection(encoder="words"))
+    back = build_model(plain, parts=("network", "text"))
+    back.grid = built.grid
+    torch.testing.assert_close(velocity(back), velocity(built), atol=1e-5, rtol=1e-5)
+
+
+def test_merging_by_hand():
+    base = {"layer.weight": torch.tensor([[1.0, 0.0], [0.0, 1.0]]), "layer.bias": torch.tensor([5.0, 6.0])}
+    adapters = {
+        "base_model.model.layer.lora_A.weight": torch.tensor([[1.0, 2.0]]),
+        "base_model.model.layer.lora_B.weight": torch.tensor([[3.0], [4.0]]),
+    }
+    merged = dict(merge(base.items(), adapters, scaling=0.5))
+    assert merged["layer.weight"].tolist() == [[2.5, 3.0], [2.0, 5.0]]
+    assert merged["layer.bias"].tolist() == [5.0, 6.0]
+    with pytest.raises(UserError, match=r"no weight layer.weight for an adapter"):
+        dict(merge({}, adapters, scaling=1.0))
+
+
+@torch.no_grad()
+def test_peft_reads_the_files(tmp_path):
+    from peft import PeftModel
+
+    built = trained()
+    built.save(tmp_path)
+    save_file(built.weights(), tmp_path / "adapter_model.safetensors")
+    plain = model(lora=None)
+    expected = velocity(built)
+    PeftModel.from_pretrained(plain.network, str(tmp_path))  # puts its layers into the network
+    torch.testing.assert_close(velocity(plain), expected)
+
+
+def test_base_weights_have_their_names_in_the_checkpoint():
+    built = trained()
+    expected = model(lora=None).network.state_dict()
+    found = base_weights(built.network)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+
+
+def test_an_average_is_of_the_adapters_alone():
+    built = trained()
+    average = WeightAverage(built.network, decay=0.5)
+    assert set(average.tensors()) == {name for name, p in built.network.named_parameters() if p.requires_grad}
+
+
+def test_a_missing_peft_says_what_to_install(monkeypatch):
+    import sys
+
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(UserError, match=r"pip install 'cosmos-rl-wfm\[lora\]'"):
+        model()

@@ -1,0 +1,190 @@
+"""Caption encoders: each embeds as the encode_prompt of its own pipeline, at tiny random sizes."""
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models.captions import load_captions, load_images
+from cosmos_rl_wfm.models.folder import ModelFolder
+from cosmos_rl_wfm.models.tiny import tiny_vae
+from cosmos_rl_wfm.models.weights import random_network
+
+CAPTIONS = ["a red  square moves", "two discs &amp; a cross"]
+VOCABULARY = ["<pad>", "</s>", "<unk>", "a", "red", "square", "moves", "two", "discs", "cross", "&", "draw", ":"]
+CHAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'][0]['text'] }} {% endfor %}"
+
+
+class Unguarded:
+    """In place of the gated safety checker."""
+
+
+def tokenizer(*, length=8):
+    core = Tokenizer(models.WordLevel({word: n for n, word in enumerate(VOCABULARY)}, unk_token="<unk>"))
+    core.pre_tokenizer = pre_tokenizers.Whitespace()
+    core.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
+    made = PreTrainedTokenizerFast(
+        tokenizer_object=core, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", model_max_length=length
+    )
+    made.chat_template = CHAT
+    return made
+
+
+def folder(root, **parts):
+    """A pipeline's folder with these parts alone."""
+    classes = {}
+    for name, part in parts.items():
+        part.save_pretrained(root / name)
+        classes[name] = ("transformers", type(part).__name__)
+    return ModelFolder(root=root, classes=classes, is_pipeline=True)
+
+
+def load(there, *, length=8, instruction=""):
+    device = torch.device("cpu")
+    return load_captions(there, dtype=torch.float32, device=device, length=length, instruction=instruction)
+
+
+def t5(kind):
+    import transformers
+
+    config = getattr(transformers, kind.replace("EncoderModel", "Config"))
+    sizes = {"d_model": 16, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 2, "vocab_size": len(VOCABULARY)}
+    torch.manual_seed(0)
+    return getattr(transformers, kind)(config(**sizes)).eval()
+
+
+def test_wan_captions_are_those_of_its_pipeline(tmp_path):
+    from diffusers import WanPipeline
+
+    parts = {"tokenizer": tokenizer(), "text_encoder": t5("UMT5EncoderModel")}
+    pipeline = WanPipeline(**parts, vae=None, scheduler=None, transformer=None)
+    expected, blank = pipeline.encode_prompt(CAPTIONS, negative_prompt="", max_sequence_length=8)
+    encode = load(folder(tmp_path, **parts))
+    found = encode(CAPTIONS)
+    torch.testing.assert_close(found.text, expected)
+    assert found.text_mask.sum(dim=1).tolist() == [5, 6]
+    torch.testing.assert_close(encode([""]).text, blank[:1])
+
+
+def test_cosmos_captions_are_those_of_its_pipeline(tmp_path):
+    from diffusers import Cosmos2_5_PredictBasePipeline
+    from transformers import Qwen2_5_VLConfig, Qwen2_5_VLForConditionalGeneration
+
+    text = {
+        "hidden_size": 16,
+        "intermediate_size": 16,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "vocab_size": len(VOCABULARY),
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]},
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 1,
+    }
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    torch.manual_seed(0)
+    encoder = Qwen2_5_VLForConditionalGeneration(Qwen2_5_VLConfig(text_config=text, vision_config=vision)).eval()
+    parts = {"tokenizer": tokenizer(length=24), "text_encoder": encoder}
+    vae = random_network(*tiny_vae("cosmos"), dtype=torch.float32, seed=0)
+    others = {"transformer": None, "vae": vae, "scheduler": None, "safety_checker": Unguarded()}
+    pipeline = Cosmos2_5_PredictBasePipeline(**parts, **others)
+    with torch.no_grad():
+        expected = pipeline._get_prompt_embeds(CAPTIONS, max_sequence_length=24)
+    found = load(folder(tmp_path, **parts), length=24)(CAPTIONS)
+    assert found.text.shape == (2, 24, 3 * 16)
+    torch.testing.assert_close(found.text, expected)
+    assert found.text_mask.all()
+
+
+def test_stable_diffusion_3_captions_are_those_of_its_pipeline(tmp_path):
+    from diffusers import StableDiffusion3Pipeline
+    from transformers import CLIPTextConfig, CLIPTextModelWithProjection
+
+    def clip(seed):
+        torch.manual_seed(seed)
+        sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
+        ids = {"vocab_size": len(VOCABULARY), "eos_token_id": 1, "pad_token_id": 0, "bos_token_id": 0}
+        config = CLIPTextConfig(**sizes, **ids, projection_dim=6, max_position_embeddings=8)
+        return CLIPTextModelWithProjection(config).eval()
+
+    parts = {
+        "tokenizer": tokenizer(),
+        "tokenizer_2": tokenizer(),
+        "tokenizer_3": tokenizer(),
+        "text_encoder": clip(0),
+        "text_encoder_2": clip(1),
+        "text_encoder_3": t5("T5EncoderModel"),
+    }
+    pipeline = StableDiffusion3Pipeline(**parts, transformer=None, vae=None, scheduler=None)
+    with torch.no_grad():
+        expected = pipeline.encode_prompt(
+            CAPTIONS, None, None, device=torch.device("cpu"), do_classifier_free_guidance=False, max_sequence_length=8
+        )
+    found = load(folder(tmp_path, **parts))(CAPTIONS)
+    torch.testing.assert_close(found.text, expected[0])
+    torch.testing.assert_close(found.pooled, expected[2])
+
+
+@pytest.mark.parametrize("instruction", ["", "draw :"])
+def test_sana_captions_are_those_of_its_pipeline(tmp_path, instruction):
+    from diffusers import SanaPipeline
+    from transformers import Gemma2Config, Gemma2Model
+
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    ids = {"vocab_size": len(VOCABULARY), "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    torch.manual_seed(0)
+    encoder = Gemma2Model(Gemma2Config(**sizes, **ids, num_key_value_heads=1, head_dim=8)).eval()
+    parts = {"tokenizer": tokenizer(), "text_encoder": encoder}
+    pipeline = SanaPipeline(**parts, vae=None, transformer=None, scheduler=None)
+    device = torch.device("cpu")
+    with torch.no_grad():
+        expected = pipeline.encode_prompt(
+            CAPTIONS,
+            negative_prompt="",
+            device=device,
+            max_sequence_length=8,
+            complex_human_instruction=[instruction] if instruction else None,
+        )
+    encode = load(folder(tmp_path, **parts), instruction=instruction)
+    found, blank = encode(CAPTIONS), encode([""])
+    torch.testing.assert_close(found.text, expected[0])
+    assert torch.equal(found.text_mask, expected[1].bool())
+    torch.testing.assert_close(blank.text, expected[2][:1])
+
+
+def test_an_encoder_that_is_not_supported_is_named(tmp_path):
+    from transformers import BertConfig, BertModel
+
+    sizes = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 1, "intermediate_size": 8}
+    there = folder(tmp_path, tokenizer=tokenizer(), text_encoder=BertModel(BertConfig(vocab_size=16, **sizes)))
+    with pytest.raises(UserError, match=r"text encoder BertModel is not supported .*text.encoder = \"cached\""):
+        load(there)
+
+
+def test_an_encoder_without_its_tokenizer_is_named(tmp_path):
+    with pytest.raises(UserError, match="has no tokenizer; it has text_encoder"):
+        load(folder(tmp_path, text_encoder=t5("UMT5EncoderModel")))
+
+
+@torch.no_grad()
+def test_the_first_frame_is_embedded_as_by_the_pipeline_of_wan(tmp_path):
+    from diffusers import WanImageToVideoPipeline
+    from PIL import Image
+    from transformers import CLIPImageProcessor, CLIPVisionConfig, CLIPVisionModel
+
+    sizes = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2}
+    torch.manual_seed(0)
+    encoder = CLIPVisionModel(CLIPVisionConfig(**sizes, image_size=16, patch_size=8)).eval()
+    square = {"height": 16, "width": 16}
+    processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size=square)
+    parts = {"image_encoder": encoder, "image_processor": processor}
+    others = dict.fromkeys(["tokenizer", "text_encoder", "vae", "scheduler", "transformer"])
+    pipeline = WanImageToVideoPipeline(**parts, **others)
+    pixels = torch.arange(2 * 24 * 32 * 3).remainder(256).to(torch.uint8).view(2, 24, 32, 3)
+    expected = pipeline.encode_image([Image.fromarray(image.numpy()) for image in pixels], torch.device("cpu"))
+    encode = load_images(folder(tmp_path, **parts), dtype=torch.float32, device=torch.device("cpu"))
+    found = encode(pixels)
+    assert found.shape == (2, 5, 8)
+    torch.testing.assert_close(found, expected)

@@ -1,0 +1,211 @@
+"""Conventions of time, sign and guidance: two Euler steps of ours are those of each family's own pipeline."""
+
+import functools
+
+import pytest
+import torch
+from PIL import Image
+
+from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.build import build_model
+from cosmos_rl_wfm.models.config import TextSection, WFMModelConfig
+from cosmos_rl_wfm.models.tiny import tiny_network
+from cosmos_rl_wfm.models.torchvision_free import without_torchvision
+
+FAMILIES = ("wan", "cosmos", "sd3", "sana", "sana_video")
+CLIP = Size(frames=5, height=32, width=32)
+PARTS = ("network", "codec", "text")
+
+
+@functools.cache
+def model(family):
+    config = WFMModelConfig(family=family, tiny=True, text=TextSection(encoder="words"))
+    return build_model(config, parts=PARTS)
+
+
+@functools.cache
+def image_to_video():
+    network = {**tiny_network("wan"), "in_channels": 36}
+    config = WFMModelConfig(family="wan", tiny=True, network=network, text=TextSection(encoder="words"))
+    return build_model(config, parts=PARTS)
+
+
+def size_of(built):
+    return built.grid.nearest(CLIP)
+
+
+def noise(built, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, *built.latent_shape(size_of(built)), generator=generator)
+
+
+def video(built, count=1, seed=0):
+    size = size_of(built)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, size.frames, size.height, size.width, 3)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+CAPTIONS = ["a red square moves left", "two discs"]
+
+
+def euler(built, latents, scheduler, *, condition, unconditional=None, scale=0.0):
+    """Sample by dx = v dt over the scheduler's sigmas."""
+    for now, after in zip(scheduler.sigmas, scheduler.sigmas[1:]):
+        times = now.expand(len(latents)).float()
+        v = built.velocity(latents, times, condition)
+        if unconditional is not None:
+            v = built.guide(v, built.velocity(latents, times, unconditional), scale=scale)
+        latents = latents + (after - now) * v
+    return latents
+
+
+def scheduler():
+    from diffusers import FlowMatchEulerDiscreteScheduler
+
+    return FlowMatchEulerDiscreteScheduler(shift=3.0)
+
+
+def vae_of(built):
+    return built._codec._vae
+
+
+def shared(built, pipeline, *, scale, **more):
+    """Arguments of a pipeline's call."""
+    pipeline.set_progress_bar_config(disable=True)
+    size = size_of(built)
+    return {
+        "height": size.height,
+        "width": size.width,
+        "num_inference_steps": 2,
+        "guidance_scale": scale,
+        "output_type": "latent",
+        "return_dict": False,
+        **more,
+    }
+
+
+@torch.no_grad()
+def test_wan_text_to_video_samples_as_its_pipeline():
+    from diffusers import WanPipeline
+
+    built = model("wan")
+    condition = built.encode_text([CAPTIONS[0]])
+    blank = condition.with_text(built.encode_text([""]))
+    latents = noise(built, 1)
+    pipeline = WanPipeline(
+        tokenizer=None, text_encoder=None, vae=vae_of(built), scheduler=scheduler(), transformer=built.network
+    )
+    call = shared(built, pipeline, scale=5.0, num_frames=5, latents=latents)
+    expected = pipeline(prompt_embeds=condition.text, negative_prompt_embeds=blank.text, **call)[0]
+    found = euler(built, latents, pipeline.scheduler, condition=condition, unconditional=blank, scale=5.0)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_wan_image_to_video_samples_as_its_pipeline():
+    from diffusers import WanImageToVideoPipeline
+
+    built = image_to_video()
+    clip, latents = video(built), noise(built, 1)
+    condition = built.encode_text([CAPTIONS[0]])
+    given = built.with_given(condition, clip, counts=torch.tensor([1]))
+    blank = given.with_text(built.encode_text([""]))
+    pipeline = WanImageToVideoPipeline(
+        tokenizer=None, text_encoder=None, vae=vae_of(built), scheduler=scheduler(), transformer=built.network
+    )
+    call = shared(built, pipeline, scale=5.0, num_frames=5, latents=latents)
+    texts = {"prompt_embeds": condition.text, "negative_prompt_embeds": blank.text}
+    expected = pipeline(image=Image.fromarray(clip[0, 0].numpy()), **texts, **call)[0]
+    found = euler(built, latents, pipeline.scheduler, condition=given, unconditional=blank, scale=5.0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+class Unguarded:
+    """In place of the gated safety checker."""
+
+    def to(self, device):
+        return self
+
+
+def cosmos_pipeline(built):
+    from diffusers import Cosmos2_5_PredictBasePipeline
+
+    return Cosmos2_5_PredictBasePipeline(
+        text_encoder=None,
+        tokenizer=None,
+        transformer=built.network,
+        vae=vae_of(built),
+        scheduler=scheduler(),
+        safety_checker=Unguarded(),
+    )
+
+
+@pytest.mark.parametrize("with_image", [False, True])
+@torch.no_grad()
+def test_cosmos_samples_as_its_pipeline(with_image):
+    built = model("cosmos")
+    clip, latents, pipeline = video(built), noise(built, 1), cosmos_pipeline(built)
+    text = condition = built.encode_text([CAPTIONS[0]])
+    if with_image:
+        condition = built.with_given(text, clip, counts=torch.tensor([1]))
+    blank = condition.with_text(built.encode_text([""]))
+    call = shared(built, pipeline, scale=3.0, num_frames=5, latents=latents)
+    image = Image.fromarray(clip[0, 0].numpy()) if with_image else None
+    texts = {"prompt_embeds": text.text, "negative_prompt_embeds": blank.text}
+    with without_torchvision():
+        expected = pipeline(image=image, **texts, **call)[0]
+    found = euler(built, latents, pipeline.scheduler, condition=condition, unconditional=blank, scale=3.0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_stable_diffusion_3_samples_as_its_pipeline():
+    from diffusers import StableDiffusion3Pipeline
+
+    built = model("sd3")
+    latents, condition = noise(built, 1), built.encode_text([CAPTIONS[0]])
+    blank = condition.with_text(built.encode_text([""]))
+    missing = dict.fromkeys([f"{part}{n}" for part in ("text_encoder", "tokenizer") for n in ("", "_2", "_3")])
+    pipeline = StableDiffusion3Pipeline(transformer=built.network, scheduler=scheduler(), vae=vae_of(built), **missing)
+    pooled = {"pooled_prompt_embeds": condition.pooled, "negative_pooled_prompt_embeds": blank.pooled}
+    call = shared(built, pipeline, scale=4.5, latents=latents[:, :, 0], **pooled)
+    expected = pipeline(prompt_embeds=condition.text, negative_prompt_embeds=blank.text, **call)[0]
+    found = euler(built, latents, pipeline.scheduler, condition=condition, unconditional=blank, scale=4.5)
+    torch.testing.assert_close(found[:, :, 0], expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", ["sana", "sana_video"])
+@torch.no_grad()
+def test_sana_samples_as_its_pipeline(family):
+    from diffusers import SanaPipeline, SanaVideoPipeline
+
+    built = model(family)
+    latents, condition = noise(built, 1), built.encode_text([CAPTIONS[0]])
+    blank = condition.with_text(built.encode_text([CAPTIONS[1]]))
+    kind = SanaPipeline if family == "sana" else SanaVideoPipeline
+    pipeline = kind(
+        tokenizer=None, text_encoder=None, vae=vae_of(built), transformer=built.network, scheduler=scheduler()
+    )
+    length = {} if family == "sana" else {"frames": 5}
+    call = shared(built, pipeline, scale=4.5, use_resolution_binning=False, **length)
+    expected = pipeline(
+        latents=latents[:, :, 0] if family == "sana" else latents,
+        prompt_embeds=condition.text,
+        prompt_attention_mask=condition.text_mask.long(),
+        negative_prompt=None,
+        negative_prompt_embeds=blank.text,
+        negative_prompt_attention_mask=blank.text_mask.long(),
+        **call,
+    )[0]
+    found = euler(built, latents, pipeline.scheduler, condition=condition, unconditional=blank, scale=4.5)
+    found = found[:, :, 0] if family == "sana" else found
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_unguided_scale_leaves_the_velocity_of_the_caption(family):
+    built = model(family)
+    with_caption, without = noise(built, 1, seed=1), noise(built, 1, seed=2)
+    guided = built.guide(with_caption, without, scale=built.unguided)
+    torch.testing.assert_close(guided, with_caption)

@@ -1,0 +1,268 @@
+"""Families of networks: shapes, gradients, codecs, given frames, and life without torchvision."""
+
+import functools
+import sys
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models.base import Condition, Size
+from cosmos_rl_wfm.models.build import build_model
+from cosmos_rl_wfm.models.config import TextSection, WFMModelConfig
+from cosmos_rl_wfm.models.tiny import tiny_network
+from cosmos_rl_wfm.models.torchvision_free import without_torchvision
+
+FAMILIES = ("wan", "cosmos", "sd3", "sana", "sana_video")
+CLIP = Size(frames=5, height=32, width=32)
+PARTS = ("network", "codec", "text")
+
+
+@functools.cache
+def model(family, **keys):
+    return fresh(family, **keys)
+
+
+def fresh(family, **keys):
+    config = WFMModelConfig(family=family, tiny=True, text=TextSection(encoder="words"), **keys)
+    return build_model(config, parts=PARTS)
+
+
+@functools.cache
+def image_to_video():
+    network = {**tiny_network("wan"), "in_channels": 36}
+    config = WFMModelConfig(family="wan", tiny=True, network=network, text=TextSection(encoder="words"))
+    return build_model(config, parts=PARTS)
+
+
+def size_of(built):
+    return built.grid.nearest(CLIP)
+
+
+def noise(built, count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(count, *built.latent_shape(size_of(built)), generator=generator)
+
+
+def video(built, count=1, seed=0):
+    size = size_of(built)
+    generator = torch.Generator().manual_seed(seed)
+    shape = (count, size.frames, size.height, size.width, 3)
+    return torch.randint(0, 256, shape, generator=generator, dtype=torch.uint8)
+
+
+CAPTIONS = ["a red square moves left", "two discs"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_velocity_has_the_shape_of_the_latents_in_float32(family):
+    built = model(family)
+    latents = noise(built, 2)
+    with torch.no_grad():
+        v = built.velocity(latents, torch.tensor([0.3, 1.0]), built.encode_text(CAPTIONS))
+    assert v.shape == latents.shape and v.dtype == torch.float32
+    assert torch.isfinite(v).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gradients_reach_every_parameter(family):
+    built = fresh(family)
+    v = built.velocity(noise(built, 2), torch.tensor([0.3, 0.8]), built.encode_text(CAPTIONS))
+    v.pow(2).mean().backward()
+    assert not [name for name, parameter in built.network.named_parameters() if parameter.grad is None]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_time_and_caption_both_count(family):
+    built = model(family)
+    latents, condition = noise(built, 1), built.encode_text(CAPTIONS)
+    with torch.no_grad():
+        first = built.velocity(latents, torch.tensor([0.2]), condition.select(torch.tensor([0])))
+        later = built.velocity(latents, torch.tensor([0.9]), condition.select(torch.tensor([0])))
+        other = built.velocity(latents, torch.tensor([0.2]), condition.select(torch.tensor([1])))
+    assert not torch.equal(first, later)
+    assert not torch.equal(first, other)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_sample_does_not_depend_on_its_neighbours(family):
+    built = model(family)
+    latents, times, condition = noise(built, 2), torch.tensor([0.4, 0.7]), built.encode_text(CAPTIONS)
+    with torch.no_grad():
+        together = built.velocity(latents, times, condition)
+        alone = built.velocity(latents[1:], times[1:], condition.select(torch.tensor([1])))
+    torch.testing.assert_close(together[1:], alone, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_codecs_make_the_promised_shapes_and_give_no_gradient(family):
+    built = model(family)
+    clips = video(built, 2)
+    latents = built.encode(clips)
+    assert latents.shape == (2, *built.latent_shape(size_of(built))) and latents.dtype == torch.float32
+    decoded = built.decode(latents)
+    assert decoded.shape == clips.shape and decoded.dtype == torch.uint8
+    assert not latents.requires_grad
+
+
+def test_the_same_seed_makes_the_same_network_and_leaves_the_random_state():
+    torch.manual_seed(3)
+    expected = torch.rand(1)
+    torch.manual_seed(3)
+    first, same = fresh("wan").weights(), fresh("wan").weights()
+    assert torch.equal(torch.rand(1), expected)
+    other = build_model(WFMModelConfig(family="wan", tiny=True, text=TextSection(encoder="words")), seed=1).weights()
+    assert all(torch.equal(first[name], same[name]) for name in first)
+    assert not torch.equal(first["proj_out.weight"], other["proj_out.weight"])
+
+
+def test_a_part_that_was_not_asked_for_is_not_there():
+    built = build_model(WFMModelConfig(family="wan", tiny=True, text=TextSection(encoder="words")))
+    assert not built.has_codec
+    with pytest.raises(AssertionError, match="without its codec"):
+        built.encode(torch.zeros(1, 5, 32, 32, 3, dtype=torch.uint8))
+
+
+@pytest.mark.filterwarnings("ignore:Mismatch dtype:UserWarning")  # torch, of its slower norm under autocast
+def test_a_network_held_in_float32_can_compute_in_bfloat16():
+    config = WFMModelConfig(family="wan", tiny=True, dtype="bfloat16", text=TextSection(encoder="words"))
+    built = build_model(config, parts=PARTS, held_dtype=torch.float32)
+    assert {parameter.dtype for parameter in built.network.parameters()} == {torch.float32}
+    condition = built.encode_text(CAPTIONS)
+    v = built.velocity(noise(built, 2), torch.tensor([0.3, 1.0]), condition)
+    v.sum().backward()
+    exact = model("wan").velocity(noise(built, 2), torch.tensor([0.3, 1.0]), condition)
+    assert v.dtype == torch.float32 and not torch.equal(v, exact)
+    torch.testing.assert_close(v, exact, atol=0.05, rtol=0.05)
+
+
+def test_bfloat16_weights_keep_in_float32_what_their_class_keeps():
+    config = WFMModelConfig(family="wan", tiny=True, dtype="bfloat16", text=TextSection(encoder="words"))
+    built = build_model(config, parts=PARTS)
+    types = {name: parameter.dtype for name, parameter in built.network.named_parameters()}
+    assert types["blocks.0.attn1.to_q.weight"] == torch.bfloat16
+    assert types["condition_embedder.time_embedder.linear_1.weight"] == torch.float32
+    assert built.velocity(noise(built, 2), torch.tensor([0.3, 1.0]), built.encode_text(CAPTIONS)).dtype == torch.float32
+
+
+# ---- given frames
+
+
+@pytest.mark.parametrize("family", ["wan", "cosmos"])
+@torch.no_grad()
+def test_on_given_frames_the_velocity_points_from_the_given_latents(family):
+    built = model(family)
+    condition = built.with_given(built.encode_text(CAPTIONS), video(built, 2), counts=torch.tensor([1, 0]))
+    times, fresh_noise = torch.tensor([0.25, 1.0]), noise(built, 2)
+    t = times[:, None, None, None, None]
+    v = built.velocity((1 - t) * condition.given + t * fresh_noise, times, condition)
+    torch.testing.assert_close(v[0, :, 0], (fresh_noise - condition.given)[0, :, 0], atol=1e-4, rtol=1e-4)
+    assert not torch.allclose(v[0, :, 1], (fresh_noise - condition.given)[0, :, 1], atol=1e-2)
+    assert not torch.allclose(v[1, :, 0], (fresh_noise - condition.given)[1, :, 0], atol=1e-2)  # none is given
+
+
+@pytest.mark.parametrize("family", ["wan", "cosmos"])
+@torch.no_grad()
+def test_noise_on_given_frames_never_reaches_the_network(family):
+    built = model(family)
+    condition = built.with_given(built.encode_text(CAPTIONS[:1]), video(built), counts=torch.tensor([1]))
+    latents = noise(built, 1)
+    other = latents.clone()
+    other[:, :, 0] += 3.0
+    first, second = (built.velocity(x, torch.tensor([0.5]), condition) for x in (latents, other))
+    assert torch.equal(first[:, :, 1:], second[:, :, 1:])
+
+
+@torch.no_grad()
+def test_what_comes_after_the_given_frames_is_not_told():
+    for built in (model("wan"), model("cosmos"), image_to_video()):
+        clip = video(built)
+        other = clip.clone()
+        other[:, 1:] = 0
+        text, latents = built.encode_text(CAPTIONS[:1]), noise(built, 1)
+        first, second = (
+            built.velocity(latents, torch.tensor([0.5]), built.with_given(text, clip, counts=torch.tensor([1])))
+            for clip in (clip, other)
+        )
+        torch.testing.assert_close(first, second)
+
+
+@torch.no_grad()
+def test_no_given_frame_is_the_same_as_none_given():
+    for built in (model("wan"), model("cosmos")):
+        text, latents = built.encode_text(CAPTIONS[:1]), noise(built, 1)
+        none = built.with_given(text, video(built), counts=torch.tensor([0]))
+        first, second = (built.velocity(latents, torch.tensor([0.5]), condition) for condition in (text, none))
+        torch.testing.assert_close(first, second, atol=1e-5, rtol=1e-5)
+
+
+def test_gradients_come_from_the_other_frames_alone():
+    built = fresh("cosmos")
+    condition = built.with_given(built.encode_text(CAPTIONS[:1]), video(built), counts=torch.tensor([1]))
+    v = built.velocity(noise(built, 1), torch.tensor([0.5]), condition)
+    v[:, :, 1:].sum().backward()
+    assert not [name for name, parameter in built.network.named_parameters() if parameter.grad is None]
+
+
+def test_image_to_video_without_a_frame_is_an_error_with_the_remedy():
+    built = image_to_video()
+    with pytest.raises(UserError, match="min_frames"):
+        built.velocity(noise(built, 1), torch.tensor([0.5]), built.encode_text(CAPTIONS[:1]))
+
+
+def test_a_network_without_given_frames_says_so():
+    built = model("sana_video")
+    condition = built.with_given(built.encode_text(CAPTIONS[:1]), video(built), counts=torch.tensor([1]))
+    with pytest.raises(UserError, match="max_frames = 0"):
+        built.velocity(noise(built, 1), torch.tensor([0.5]), condition)
+
+
+@torch.no_grad()
+def test_cosmos_takes_several_frame_rates_in_one_batch():
+    built = model("cosmos", tell_fps=True)
+    text, latents, times = built.encode_text([CAPTIONS[0]] * 3), noise(built, 3), torch.tensor([0.2, 0.5, 0.9])
+    rates = torch.tensor([24.0, 8.0, 24.0])
+
+    def told(rows):
+        rows = torch.tensor(rows)
+        condition = Condition(text=text.text[rows], text_mask=text.text_mask[rows], fps=rates[rows])
+        return built.velocity(latents[rows], times[rows], condition)
+
+    together = told([0, 1, 2])
+    for row in range(3):
+        torch.testing.assert_close(together[row : row + 1], told([row]), atol=1e-5, rtol=1e-5)
+    untold = built.velocity(latents, times, text)
+    assert not torch.allclose(together[1], untold[1], atol=1e-4)
+
+
+# ---- torchvision
+
+
+def test_the_stand_in_for_torchvision_lasts_for_the_call_alone():
+    from diffusers.models.transformers import transformer_cosmos
+    from diffusers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        pytest.skip("torchvision is installed")
+    assert "transforms" not in vars(transformer_cosmos)
+    with without_torchvision():
+        with without_torchvision():
+            pass
+        resized = transformer_cosmos.transforms.functional.resize(torch.arange(16.0).view(1, 1, 4, 4), [2, 2])
+        assert resized.tolist() == [[[[0.0, 2.0], [8.0, 10.0]]]]
+    assert "transforms" not in vars(transformer_cosmos)
+    assert "torchvision" not in sys.modules
+
+
+def test_an_image_becomes_a_tensor_without_torchvision():
+    from diffusers.pipelines.cosmos import pipeline_cosmos2_5_predict as module
+    from diffusers.utils import is_torchvision_available
+
+    if is_torchvision_available():
+        pytest.skip("torchvision is installed")
+    pixels = np.arange(24, dtype=np.uint8).reshape(2, 4, 3)
+    with without_torchvision():
+        found = module.torchvision.transforms.functional.to_tensor(Image.fromarray(pixels))
+    assert found.shape == (3, 2, 4) and float(found[1, 1, 2]) == pytest.approx(pixels[1, 2, 1] / 255)

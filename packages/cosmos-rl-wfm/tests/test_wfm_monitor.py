@@ -1,0 +1,259 @@
+"""The hack monitor, look by look; the figures of the first tests were measured on tiny clips (docs/wfm_rewards.md)."""
+
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.monitor import Figures, HackMonitor, MonitorConfig, Rule, State, beyond, diversity
+
+BASE = Figures(step=0, reward=0.089, judges={"prompt_ok": 0.394}, held_out_loss=0.16)
+
+
+def watch(*looks: Figures, config: MonitorConfig | None = None) -> list:
+    monitor = HackMonitor(config or MonitorConfig())
+    return [monitor.observe(figures) for figures in looks]
+
+
+def one_rule(**rule) -> MonitorConfig:
+    return MonitorConfig(rules=(Rule(**rule),))
+
+
+def losses(*values: float, **rule) -> list:
+    looks = [Figures(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate(values)]
+    return watch(*looks, config=one_rule(watch="held_out_loss", **rule))
+
+
+# Brightness as the reward: what happened to 60 iterations of each method.
+
+
+def test_unregularised_flow_grpo_is_stopped_with_a_sentence_that_says_why():
+    hacked = Figures(step=60, reward=0.994, judges={"prompt_ok": 0.083}, held_out_loss=6.7, beyond=1.0)
+    first, last = watch(BASE, hacked)
+    assert first.action is None
+    assert last.action == "stop"
+    assert last.text == (
+        "step 60: the reward rose from 0.089 to 0.994 while judge 'prompt_ok' fell from 0.394 to 0.083: the model "
+        "games the reward; held-out loss 0.16 -> 6.7; 100% of the rewards lie beyond the best of the data; "
+        "the run stops"
+    )
+
+
+@pytest.mark.parametrize(("reward", "judge"), [(0.141, 0.46), (0.133, 0.34), (0.128, 0.35)])
+def test_ddrl_with_an_anchor_of_01_raises_no_alarm(reward, judge):
+    after = Figures(step=60, reward=reward, judges={"prompt_ok": judge}, held_out_loss=0.25)
+    verdicts = watch(BASE, after)
+    assert [(verdict.action, verdict.standing) for verdict in verdicts] == [(None, 0), (None, 0)]
+
+
+@pytest.mark.parametrize(("reward", "judge"), [(0.27, 0.26), (0.31, 0.26)])
+def test_a_weak_kl_term_that_lets_the_judge_slip_is_warned_about(reward, judge):
+    _, after = watch(BASE, Figures(step=60, reward=reward, judges={"prompt_ok": judge}))
+    assert after.action == "warn"
+    assert "while judge 'prompt_ok' fell from 0.394 to 0.26" in after.text
+
+
+def test_the_loss_alone_stops_a_run_without_judges():
+    _, after = watch(
+        Figures(step=0, reward=0.089, held_out_loss=0.16), Figures(step=60, reward=0.994, held_out_loss=6.7)
+    )
+    assert (after.action, after.text) == ("stop", "step 60: held-out loss 0.16 -> 6.7; the run stops")
+
+
+# One rule at a time.
+
+
+def test_a_judge_that_falls_with_the_reward_is_no_hack():
+    _, after = watch(BASE, Figures(step=9, reward=0.05, judges={"prompt_ok": 0.08}))
+    assert after.action is None
+
+
+def test_several_judges_are_watched_one_by_one():
+    _, after = watch(
+        Figures(step=0, reward=0.1, judges={"a": 0.5, "b": 0.5}),
+        Figures(step=1, reward=0.2, judges={"a": 0.6, "b": 0.1}),
+    )
+    assert {alarm.figure for alarm in after.alarms} == {"judge/b"}
+
+
+def test_a_bound_is_exclusive_and_a_multiple_of_the_first_value():
+    assert [v.action for v in losses(0.5, 1.0, 1.0001, above=2.0)] == [None, None, "warn"]
+
+
+def test_an_absolute_bound_does_not_look_at_the_start():
+    assert [v.action for v in losses(0.9, 1.1, above=1.0, of_start=False)] == [None, "warn"]
+
+
+def test_patience_wants_looks_in_a_row():
+    verdicts = losses(1.0, 3.0, 1.0, 3.0, 3.0, 3.0, above=2.0, patience=2)
+    assert [v.action for v in verdicts] == [None, None, None, None, "warn", None]
+
+
+def test_an_alarm_stands_until_the_figure_is_well_inside():
+    verdicts = losses(1.0, 2.1, 1.9, 2.1, 1.7, 2.1, above=2.0, release=0.1)
+    assert [v.action for v in verdicts] == [None, "warn", None, None, None, "warn"]
+    assert [v.standing for v in verdicts] == [0, 1, 1, 1, 0, 1]
+    assert verdicts[4].over == ("held_out_loss above 2 of start: warn",)
+
+
+def test_a_lower_bound_releases_upwards():
+    looks = [Figures(step=step, reward=0.0, diversity=value) for step, value in enumerate([1.0, 0.4, 0.52, 0.56])]
+    verdicts = watch(*looks, config=one_rule(watch="diversity", below=0.5))
+    assert [v.standing for v in verdicts] == [0, 1, 1, 0]
+    assert verdicts[1].text == "step 1: diversity 1 -> 0.4"
+
+
+def test_an_alarm_about_a_judge_is_over_when_the_reward_is_back_at_its_start():
+    fallen = {"prompt_ok": 0.2}
+    verdicts = watch(BASE, Figures(step=1, reward=0.2, judges=fallen), Figures(step=2, reward=0.08, judges=fallen))
+    assert [v.standing for v in verdicts] == [0, 1, 0]
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("bound", [{"above": 2.0}, {"below": 0.5}])
+def test_what_is_no_number_is_outside_every_bound_and_never_releases(value, bound):
+    verdicts = losses(1.0, value, value, **bound)
+    assert [v.standing for v in verdicts] == [0, 1, 1]
+
+
+def test_a_start_that_is_no_number_is_not_taken_for_one():
+    verdicts = losses(float("nan"), 1.0, 1.5, 3.0, above=2.0)
+    assert [v.action for v in verdicts] == ["warn", None, None, "warn"]
+
+
+def test_a_start_of_zero_has_no_multiples():
+    looks = [Figures(step=step, reward=0.1 * step, judges={"ocr": value}) for step, value in enumerate([0.0, -1.0])]
+    assert [v.action for v in watch(*looks)] == [None, None]
+
+
+def test_a_figure_that_is_not_measured_keeps_its_alarm_and_its_count():
+    looks = [
+        Figures(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate([1.0, 3.0, None, 3.0, None])
+    ]
+    verdicts = watch(*looks, config=one_rule(watch="held_out_loss", above=2.0, patience=2))
+    assert [v.action for v in verdicts] == [None, None, None, "warn", None]
+    assert verdicts[-1].standing == 1
+
+
+def test_the_strongest_of_several_actions_is_taken():
+    rules = tuple(
+        Rule(watch="held_out_loss", above=x, action=a) for x, a in ((2, "warn"), (3, "stop"), (4, "rollback"))
+    )
+    looks = (Figures(step=0, reward=0, held_out_loss=1.0), Figures(step=5, reward=0, held_out_loss=9.0))
+    assert watch(*looks, config=MonitorConfig(rules=rules))[1].action == "stop"
+
+
+# Going back.
+
+
+def test_a_rollback_names_the_last_step_at_which_all_was_well():
+    verdicts = losses(1.0, 1.5, 2.5, 2.6, above=2.0, action="rollback", patience=2)
+    assert [v.rollback_to for v in verdicts] == [None, None, None, 1]
+    assert verdicts[3].text == "step 3: held-out loss 1 -> 2.6; the run goes back to step 1"
+
+
+def test_after_the_last_rollback_the_run_stops():
+    verdicts = losses(1.0, 3.0, 1.0, 3.0, above=2.0, action="rollback")
+    assert [v.action for v in verdicts] == [None, "rollback", None, "stop"]
+
+
+def test_a_rollback_forgets_alarms_but_not_where_the_run_began():
+    monitor = HackMonitor(one_rule(watch="held_out_loss", above=2.0, action="rollback"))
+    for step, value in enumerate([1.0, 3.0]):
+        monitor.observe(Figures(step=step, reward=0.0, held_out_loss=value))
+    assert monitor.state == State(start={"reward": 0.0, "held_out_loss": 1.0}, last_good=0, rollbacks=1)
+
+
+def test_with_no_good_step_to_go_back_to_the_run_stops():
+    (verdict,) = losses(3.0, above=2.0, of_start=False, action="rollback")
+    assert (verdict.action, verdict.rollback_to) == ("stop", None)
+
+
+# State and recipes.
+
+
+def test_a_monitor_goes_on_from_its_journaled_state():
+    looks = [Figures(step=i, reward=i / 10, judges={"j": j}) for i, j in enumerate([0.5, 0.3, 0.3, 0.2, 0.5, 0.1])]
+    whole = HackMonitor(MonitorConfig())
+    state = State()
+    for figures in looks:
+        resumed = HackMonitor(MonitorConfig(), state=State.from_json(json.loads(json.dumps(state.as_json()))))
+        assert resumed.observe(figures) == whole.observe(figures)
+        state = resumed.state
+    assert state == whole.state
+
+
+@given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=12))
+def test_alarms_raised_less_those_over_are_those_that_stand(looks):
+    verdicts = watch(*(Figures(step=i, reward=r, judges={"j": j}) for i, (r, j) in enumerate(looks)))
+    standing = 0
+    for verdict in verdicts:
+        standing += len(verdict.alarms) - len(verdict.over)
+        assert verdict.standing == standing
+        assert bool(verdict.text) == (verdict.action is not None) == bool(verdict.alarms)
+
+
+@pytest.mark.parametrize(
+    ("rule", "message"),
+    [
+        ({"watch": "loss", "above": 2}, "is no figure; known: reward, held_out_loss"),
+        ({"watch": "beyond"}, "one of above and below"),
+        ({"watch": "beyond", "above": 1, "below": 0}, "one of above and below"),
+        ({"watch": "reward", "below": -1}, "of_start = false"),
+        ({"watch": "beyond", "above": 1, "patience": 0}, "patience"),
+        ({"watch": "beyond", "above": 1, "then": "stop"}, "Extra inputs"),
+    ],
+)
+def test_a_rule_that_means_nothing_is_refused(rule, message):
+    with pytest.raises(ValidationError, match=message):
+        Rule(**rule)
+
+
+def test_the_same_rule_twice_is_refused():
+    rule = Rule(watch="beyond", above=0.5, of_start=False)
+    with pytest.raises(ValidationError, match=r"same rule more than once: beyond above 0\.5: warn"):
+        MonitorConfig(rules=(rule, rule))
+
+
+def test_a_rule_for_an_absent_judge_names_those_there_are():
+    with pytest.raises(UserError, match="watches judge/shape, which is not measured; the judges are: prompt_ok"):
+        watch(BASE, config=one_rule(watch="judge/shape", below=0.5))
+
+
+# Figures.
+
+
+def test_diversity_is_the_mean_distance_of_pairs():
+    videos = np.zeros((3, 2, 4, 4, 3), np.uint8)
+    videos[2] = 255
+    assert diversity(videos) == pytest.approx(2 / 3)  # pairs at 0, 1 and 1
+
+
+def test_diversity_of_latents_is_in_their_own_unit():
+    assert diversity(np.array([[0.0, 0.0], [3.0, 4.0]])) == pytest.approx(np.sqrt(12.5))
+
+
+def test_diversity_equals_brute_force_across_chunks():
+    videos = np.random.default_rng(0).integers(0, 256, (5, 3, 4, 4, 3), dtype=np.uint8)
+    scaled = videos / 255
+    pairs = [np.sqrt(np.mean((scaled[i] - scaled[j]) ** 2)) for i in range(5) for j in range(i)]
+    assert diversity(videos, chunk=7) == pytest.approx(np.mean(pairs), rel=1e-12)
+
+
+def test_diversity_of_equal_clips_is_zero():
+    assert diversity(np.full((4, 2, 8, 8, 3), 201, np.uint8)) == 0.0
+
+
+def test_diversity_of_one_clip_is_not_defined():
+    with pytest.raises(ValueError, match="group of 2 samples"):
+        diversity(np.zeros((1, 2, 4, 4, 3), np.uint8))
+
+
+def test_beyond_is_the_share_above_the_best():
+    assert beyond([0.1, 0.2, 0.3, 0.4], 0.2) == 0.5
+    with pytest.raises(ValueError, match="no rewards"):
+        beyond([], 0.2)
