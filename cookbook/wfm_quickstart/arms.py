@@ -68,6 +68,7 @@ class Result:
     arm: Arm
     reward: tuple[float, float]
     judge: tuple[float, float]
+    held_out_loss: tuple[float, float]
     minutes: float
 
 
@@ -76,11 +77,17 @@ def result_of(arm: Arm, directory: Path) -> Result:
     run = directory / arm.name
     evaluations = [json.loads(line) for line in (run / "eval.jsonl").read_text().splitlines()]
     steps = (run / "metrics.jsonl").read_text().splitlines()
-    first, last = evaluations[0], evaluations[-1]
+
+    def both(name: str) -> tuple[float, float]:
+        """A figure of the first and of the last evaluation that has it."""
+        found = [evaluation[name] for evaluation in evaluations if name in evaluation]
+        return found[0], found[-1]
+
     return Result(
         arm=arm,
-        reward=(first[f"eval/reward/{arm.reward}"], last[f"eval/reward/{arm.reward}"]),
-        judge=(first["eval/reward/PromptOk"], last["eval/reward/PromptOk"]),
+        reward=both(f"eval/reward/{arm.reward}"),
+        judge=both("eval/reward/PromptOk"),
+        held_out_loss=both("eval/loss"),
         minutes=json.loads(steps[-1])["time_s"] / 60,
     )
 

@@ -36,6 +36,7 @@ def main() -> None:
     print("1/4  clips of shapes that move, as mp4 files with captions; and a judge that is never a reward")
     data = directory / "data"
     make_clips(data, count=arguments.clips)
+    make_clips(directory / "held_out_clips", count=120, seed=1)
     train_judge(data)
     write_prompts(data / "prompts.jsonl", repeats=1)
     write_prompts(data / "held_out.jsonl", repeats=10)
@@ -97,6 +98,7 @@ def train(arm: Arm, base: Path, directory: Path, url: str, *, steps: int) -> Res
         f"model.path={base}",
         f"data.path={directory / 'data' / 'prompts.jsonl'}",
         f"eval.data.path={directory / 'data' / 'held_out.jsonl'}",
+        f"eval.loss_data.path={directory / 'held_out_clips'}",
         *(override.replace("CLIPS", str(directory / "data")) for override in arm.overrides),
     ]
     recipe = tomllib.loads((HERE / "rl.toml").read_text(encoding="utf-8"))

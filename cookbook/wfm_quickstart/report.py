@@ -32,13 +32,14 @@ def write_report(directory: Path, base: dict[str, float], results: list[Result])
     }
     rows = [
         f"| {r.arm.name} | {r.arm.reward} | {r.reward[0]:.3f} | {r.reward[1]:.3f} | {real[r.arm.reward]:.3f} | "
-        f"{best[r.arm.reward]:.3f} | {r.judge[0]:.2f} | {r.judge[1]:.2f} | {r.minutes:.1f} |"
+        f"{best[r.arm.reward]:.3f} | {r.judge[0]:.2f} | {r.judge[1]:.2f} | {r.held_out_loss[0]:.2f} | {r.held_out_loss[1]:.2f} | {r.minutes:.1f} |"
         for r in results
     ]
     table = "\n".join(
         [
-            "| run | reward | base | after | real clips | best real clip | judge, base | judge, after | minutes |",
-            "|---|---|---|---|---|---|---|---|---|",
+            "| run | reward | base | after | real clips | best real clip | judge, base | after | loss on real clips, base | "
+            "after | minutes |",
+            "|---|---|---|---|---|---|---|---|---|---|---|",
             *rows,
         ]
     )

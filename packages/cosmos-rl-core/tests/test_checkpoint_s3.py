@@ -146,3 +146,27 @@ def test_a_run_keeps_its_checkpoints_in_a_bucket_and_goes_on_from_there(root, tm
 def test_an_unknown_kind_of_place_is_the_users_error():
     with pytest.raises(UserError, match=r"cannot open nope://x: .*a URL such as s3://"):
         Folder.at("nope://x")
+
+
+def test_settings_of_s3_of_our_own_come_before_those_of_aws(server, monkeypatch):
+    boto3.client(
+        "s3", endpoint_url=server, aws_access_key_id="x", aws_secret_access_key="x", region_name="us-east-1"
+    ).create_bucket(Bucket="own-settings")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    for name, value in {
+        "ENDPOINT_URL": server,
+        "ACCESS_KEY_ID": "test",
+        "SECRET_ACCESS_KEY": "test",
+        "REGION_NAME": "us-east-1",
+    }.items():
+        monkeypatch.setenv(f"PROD_S3_CHECKPOINT_{name}", value)
+    folder = Folder.at("s3://own-settings/run")
+    folder.write("state.json", [b"{}"])
+    assert folder.read("state.json") == b"{}"
+
+
+def test_half_a_key_is_an_error_that_names_the_other_half(monkeypatch):
+    monkeypatch.setenv("PROD_S3_CHECKPOINT_ACCESS_KEY_ID", "test")
+    monkeypatch.delenv("PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY", raising=False)
+    with pytest.raises(UserError, match="PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY is not"):
+        Folder.at("s3://bucket/run")

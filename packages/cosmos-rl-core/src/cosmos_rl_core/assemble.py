@@ -229,12 +229,13 @@ def build_collate(config: RunConfig, domain: Domain, share: Share) -> Callable[[
 def build_validation(
     config: RunConfig, domain: Domain, policy: Policy, *, share: Share, mesh: ReplicaMesh | None = None
 ) -> Validation | None:
-    """What measures the loss on [eval.data], in each rank; None where rewards are measured, or nothing is."""
+    """What measures the loss on held-out rows, in each rank: of [eval.data], or of [eval.loss_data] beside rewards."""
     from cosmos_rl_core.train.validation import Validation
 
-    if not config.is_sft or config.eval.data is None:
+    data = config.eval.data if config.is_sft else config.eval.loss_data
+    if data is None:
         return None
-    rows, origin = domain.load_rows(config.eval.data)
+    rows, origin = domain.load_rows(data)
     return Validation(
         policy,
         source=PromptSource(rows[: config.eval.limit], origin=origin, shuffle=False, epochs=1),

@@ -24,11 +24,14 @@ from cosmos_rl_core.interfaces import Domain
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 
-def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, generating: bool = False
+) -> RunConfig:
     """Return the validated config of a recipe (a TOML file or its content) with "section.key=value" on top.
 
-    [run] domain names the domain, whose own models validate [model], [data] and [eval.data]. Raises
-    ConfigError with everything that is wrong, and UserError for a file that cannot be read.
+    [run] domain names the domain, whose own models validate [model], [data] and [eval.data]. With `generating` nothing
+    will be trained: a supervised recipe may then say in [rollout] how it is sampled. Raises ConfigError with everything
+    that is wrong, and UserError for a file that cannot be read.
     """
     file = "" if isinstance(source, Mapping) else str(source)
     written = dict(source) if isinstance(source, Mapping) else read_toml(Path(source))
@@ -38,7 +41,8 @@ def load_config(source: str | Path | Mapping[str, Any], overrides: Sequence[str]
     found += domain_problems
     tables = _all_tables(domain) | _algorithm_table(raw)
     parts, part_problems = _domain_parts(raw, domain, tables)
-    config, core_problems = _core(raw, tables, parts, {problem.section for problem in part_problems})
+    unsound = {problem.section for problem in part_problems}
+    config, core_problems = _core(raw, tables, parts, unsound, refused=SFT_SAMPLED if generating else RL_ONLY)
     found += part_problems + core_problems
     if found:
         raise ConfigError(in_file_order(_each_once(found), raw), file=file)
@@ -123,8 +127,10 @@ def _algorithm_table(raw: Mapping[str, Any]) -> dict[str, list[str]]:
     return {} if options is None else known_tables(options, at="algorithm.options")
 
 
-_PLACES = ("model", "data", "eval.data", "anchor.data", "rollout.sampling")
+_PLACES = ("model", "data", "eval.data", "eval.loss_data", "anchor.data", "rollout.sampling")
 """Sections whose keys belong to the domain."""
+SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
+"""Sections that mean nothing where the model of supervised training is sampled."""
 _ALWAYS = ("model", "data", "rollout.sampling")
 """Those that are there whether they are written down or not."""
 
@@ -166,7 +172,9 @@ def _with_parts(config: RunConfig, parts: Mapping[str, BaseModel]) -> RunConfig:
         update={
             "model": parts.get("model"),
             "data": parts.get("data"),
-            "eval": config.eval.model_copy(update={"data": parts.get("eval.data")}),
+            "eval": config.eval.model_copy(
+                update={"data": parts.get("eval.data"), "loss_data": parts.get("eval.loss_data")}
+            ),
             "anchor": config.anchor.model_copy(update={"data": parts.get("anchor.data")}),
             "rollout": config.rollout.model_copy(update={"sampling": parts.get("rollout.sampling")}),
         }
@@ -178,10 +186,12 @@ def _core(
     tables: Mapping[str, Sequence[str]],
     parts: Mapping[str, BaseModel],
     unsound: Collection[str],
+    *,
+    refused: Collection[str],
 ) -> tuple[RunConfig, list[Problem]]:
     """Validate the sections of core, then the rules between those sections that are sound.
 
-    `unsound` names sections in which the domain found something wrong. The config holds only the sound sections; it is
+    `unsound` names sections in which the domain found something wrong, `refused` those that SFT does not have. The config holds only the sound sections; it is
     whole where no problem is returned.
     """
     found: list[Problem] = []
@@ -193,10 +203,11 @@ def _core(
         sound = {name: section for name, section in raw.items() if name not in broken}
         config = _validated(RunConfig, {"run": {"domain": "unknown"}} | sound)
     if config.is_sft:  # what is wrong inside a section that has to go is not worth mending
-        found = [problem for problem in found if problem.section not in RL_ONLY]
+        found = [problem for problem in found if problem.section not in refused]
     config = _with_parts(config, parts)
     broken = _broken_sections(found) | set(unsound) | ({"rollout"} - {at.partition(".")[0] for at in parts})
-    clashes = [conflict for conflict in conflicts(config, given=raw) if not broken & conflict.sections]
+    given = raw.keys() - (set(RL_ONLY) - set(refused))
+    clashes = [conflict for conflict in conflicts(config, given=given) if not broken & conflict.sections]
     return config, found + [conflict.problem(config) for conflict in clashes]
 
 

@@ -24,8 +24,9 @@ from cosmos_rl_core.config.sections import (
     RunSection,
     SyncSection,
 )
+from cosmos_rl_core.monitor.config import MonitorConfig
 
-RL_ONLY = ("rollout", "reward", "anchor", "sync")
+RL_ONLY = ("rollout", "reward", "anchor", "sync", "monitor")
 """Sections that mean nothing to supervised fine-tuning."""
 
 
@@ -46,6 +47,7 @@ class RunConfig(Strict):
     sync: SyncSection = SyncSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
+    monitor: MonitorConfig = MonitorConfig()
     logging: LoggingSection = LoggingSection()
     elastic: ElasticSection = ElasticSection()
 
@@ -83,6 +85,13 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
     """Yield every pair of keys that clash; `given` names the sections that were written down."""
     yield from _sft_conflicts(given) if config.is_sft else _rl_conflicts(config)
     yield from _length_conflicts(config)
+    if config.is_sft and config.eval.loss_data is not None:
+        yield Conflict(
+            key="eval.loss_data",
+            other="algorithm.name",
+            wrong="is measured beside rewards, which there are none of with",
+            suggestion="call it [eval.data]",
+        )
     if config.eval.every_steps and config.eval.data is None:
         yield Conflict(
             key="eval.every_steps",
@@ -138,6 +147,13 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
             other="anchor.data",
             wrong="must be above 0 with",
             suggestion="set it, 0.01 for example, or remove [anchor.data]",
+        )
+    if set(config.monitor.judges) - {f.title for f in config.reward.functions if f.weight == 0}:
+        yield Conflict(
+            key="monitor.judges",
+            other="reward.functions",
+            wrong="names what is no reward of weight 0 in",
+            suggestion="add it there with weight = 0, so that it is measured and not trained on",
         )
     if config.rollout.sampling is not None:
         yield from _term_conflicts(config)

@@ -226,11 +226,15 @@ class EvalSection(Strict):
     """0 is greedy."""
     data: Any = None
     """The rows to evaluate on, with the keys of [data]; without it nothing is evaluated."""
+    loss_data: Any = None
+    """Rows with wanted answers whose loss is measured beside the rewards, with the keys of [data]: real data that the
+    model should still find likely."""
 
     def due(self, version: int, *, last: int | None) -> bool:
         """Return whether this version is evaluated: the untrained, the last, and those asked for in between."""
         regular = self.every_steps > 0 and version % self.every_steps == 0
-        return self.data is not None and (regular or version in (0, last))
+        measured = self.data is not None or self.loss_data is not None
+        return measured and (regular or version in (0, last))
 
 
 class LoggingSection(Strict):

@@ -36,6 +36,7 @@ from cosmos_rl_core.launch.node import is_loopback, policy_node
 from cosmos_rl_core.launch.placement import Launch, Workers, start_processes, start_tasks
 from cosmos_rl_core.launch.result import RunObserver, RunResult
 from cosmos_rl_core.launch.resume import Resumption, claim_root, find_resumption
+from cosmos_rl_core.launch.watch import Watch
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.rollout.source import PromptSource
 from cosmos_rl_core.train.manifest import TrainState
@@ -170,7 +171,8 @@ class _Run:
             suspect_grace_s=config.elastic.suspect_grace_s,
             max_attempts=config.rollout.max_attempts,
         )
-        return Controller(
+        watch = Watch(self._observer, config, stop=lambda reason: controller.stop(reason))
+        controller = Controller(
             Job(
                 config_toml=text,
                 run_dir=self._directory,
@@ -185,8 +187,9 @@ class _Run:
             ledger=self._ledger(ledger_config, journal),
             journal=journal,
             clock=time.monotonic,
-            observer=self._observer,
+            observer=watch,
         )
+        return controller
 
     def _ledger(self, config: LedgerConfig, journal: Journal) -> Ledger:
         if self._resumption is None:

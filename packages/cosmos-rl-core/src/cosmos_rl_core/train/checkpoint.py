@@ -14,6 +14,7 @@ Tensors go by name: weights by their checkpoint names, optimizer state by its pa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -47,7 +48,7 @@ def load(location: str | Path | Folder, *, policy: Policy, optimizer: Optimizer,
     """
     folder = Folder.at(location)
     with CheckpointReader(folder) as reader:
-        model = _model_tensors(reader, policy)
+        model = _model_tensors(reader, policy.weights())
         state = _empty_state(reader.contents, policy, optimizer)
         entries = {name: tensor for by_name in state.values() for name, tensor in by_name.items()}
         random = _empty_rng(reader.contents, rank=rank, saved_ranks=read_origin(folder).num_ranks)
@@ -61,8 +62,16 @@ def load(location: str | Path | Folder, *, policy: Policy, optimizer: Optimizer,
 
 def load_policy(location: str | Path | Folder, policy: Policy) -> None:
     """Read the weights alone, as `load`."""
+    load_weights(location, policy.weights())
+
+
+def load_weights(location: str | Path | Folder, weights: Mapping[str, Tensor]) -> None:
+    """Read live tensors by checkpoint name, such as an engine's. What else the checkpoint holds is left there.
+
+    Raises UserError for the checkpoint of another model.
+    """
     with CheckpointReader(Folder.at(location)) as reader:
-        reader.fill(_model_tensors(reader, policy))
+        reader.fill(_model_tensors(reader, weights))
 
 
 def parameter_names(policy: Policy, optimizer: Optimizer) -> dict[str, nn.Parameter]:
@@ -83,9 +92,9 @@ def parameter_names(policy: Policy, optimizer: Optimizer) -> dict[str, nn.Parame
     return names
 
 
-def _model_tensors(reader: CheckpointReader, policy: Policy) -> dict[str, Tensor]:
+def _model_tensors(reader: CheckpointReader, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The live weights by their names in the checkpoint, where they are all there. Raises UserError where not."""
-    model = {MODEL + name: tensor for name, tensor in policy.weights().items()}
+    model = {MODEL + name: tensor for name, tensor in weights.items()}
     folder, contents = reader.folder, reader.contents
     missing = sorted(name.removeprefix(MODEL) for name in set(model) - set(contents.tensors))
     if missing:

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.s3 import s3_options
 
 BLOCK_BYTES = 8 * 2**20
 """Size of the pieces that files are read and hashed in."""
@@ -44,7 +45,8 @@ class Folder:
         from fsspec.core import url_to_fs
 
         try:
-            files, path = url_to_fs(text if rest else os.path.abspath(text), use_listings_cache=False)
+            options = s3_options() if scheme in ("s3", "s3a") else {"use_listings_cache": False}
+            files, path = url_to_fs(text if rest else os.path.abspath(text), **options)
         except (ImportError, ValueError) as error:
             hint = 'pip install "cosmos-rl-core[s3]"' if scheme == "s3" else "a path, or a URL such as s3://bucket/run"
             raise UserError(f"cannot open {text}: {error}. Try {hint}.") from error

@@ -1,12 +1,4 @@
-"""Files of a dataset on a disk or in an object store, through fsspec. No torch.
-
-Settings of S3 come from these variables where they are set, and otherwise from those of the AWS command line:
-
-    PROD_S3_CHECKPOINT_ACCESS_KEY_ID   PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY
-    PROD_S3_CHECKPOINT_ENDPOINT_URL    PROD_S3_CHECKPOINT_REGION_NAME
-
-They go to the client and nowhere else: into no file, no log and no message.
-"""
+"""Files of a dataset on a disk or in an object store, through fsspec. No torch."""
 
 from __future__ import annotations
 
@@ -19,13 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.s3 import ACCESS_KEY_ID, ENDPOINT_URL, REGION_NAME, SECRET_ACCESS_KEY, s3_options
 from cosmos_rl_core.train.folder import store_errors
-
-PREFIX = "PROD_S3_CHECKPOINT_"
-ACCESS_KEY_ID = f"{PREFIX}ACCESS_KEY_ID"
-SECRET_ACCESS_KEY = f"{PREFIX}SECRET_ACCESS_KEY"
-ENDPOINT_URL = f"{PREFIX}ENDPOINT_URL"
-REGION_NAME = f"{PREFIX}REGION_NAME"
 
 PARTIAL = ".partial"
 """How the names of files end while they are written."""
@@ -37,30 +24,6 @@ Range = Sequence[int]
 def is_remote(location: str) -> bool:
     """Whether this is a URL and no path."""
     return "://" in location and not location.startswith("file://")
-
-
-def s3_options(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 60.0) -> dict[str, Any]:
-    """Return the options of s3fs from the environment.
-
-    Raises:
-        UserError: one half of the key without the other.
-    """
-    key, secret = environ.get(ACCESS_KEY_ID), environ.get(SECRET_ACCESS_KEY)
-    if bool(key) != bool(secret):
-        there, missing = (ACCESS_KEY_ID, SECRET_ACCESS_KEY) if key else (SECRET_ACCESS_KEY, ACCESS_KEY_ID)
-        raise UserError(f"{there} is set and {missing} is not; set both, or neither to use those of AWS")
-    quick = min(timeout_s, 10.0)
-    client = {"endpoint_url": environ.get(ENDPOINT_URL), "region_name": environ.get(REGION_NAME)}
-    options: dict[str, Any] = {
-        "client_kwargs": {name: value for name, value in client.items() if value},
-        "config_kwargs": {  # s3fs has its own retries, with longer and longer waits; those of the client multiply them
-            "connect_timeout": quick,
-            "read_timeout": timeout_s,
-            "retries": {"max_attempts": 0},
-        },
-        "use_listings_cache": False,
-    }
-    return options | {"key": key, "secret": secret} if key else options
 
 
 def open_store(location: str, *, timeout_s: float = 60.0) -> tuple[Any, str]:

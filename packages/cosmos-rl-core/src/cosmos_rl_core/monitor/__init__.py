@@ -1,8 +1,8 @@
 """The hack monitor: a few figures of a run in, warnings, rollbacks and stops out."""
 
-from cosmos_rl_wfm.monitor.config import DEFAULT_RULES, MonitorConfig, Rule
-from cosmos_rl_wfm.monitor.figures import Figures, beyond, diversity
-from cosmos_rl_wfm.monitor.monitor import Alarm, HackMonitor, State, Verdict, look
+from cosmos_rl_core.monitor.config import DEFAULT_RULES, MonitorConfig, Rule
+from cosmos_rl_core.monitor.figures import Figures, beyond, diversity
+from cosmos_rl_core.monitor.monitor import Alarm, HackMonitor, State, Verdict, look
 
 __all__ = [
     "DEFAULT_RULES",

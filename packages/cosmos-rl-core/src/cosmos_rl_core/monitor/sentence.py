@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from cosmos_rl_wfm.monitor.config import Action
-from cosmos_rl_wfm.monitor.figures import Figures
+from cosmos_rl_core.monitor.config import Action
+from cosmos_rl_core.monitor.figures import Figures
 
 _NAMES = {"held_out_loss": "held-out loss", "diversity": "diversity", "reward": "reward"}
 

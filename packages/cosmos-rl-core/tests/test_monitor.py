@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.monitor import Figures, HackMonitor, MonitorConfig, Rule, State, beyond, diversity
+from cosmos_rl_core.monitor import Figures, HackMonitor, MonitorConfig, Rule, State, beyond, diversity
 
 BASE = Figures(step=0, reward=0.089, judges={"prompt_ok": 0.394}, held_out_loss=0.16)
 

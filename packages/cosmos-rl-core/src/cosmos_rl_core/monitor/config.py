@@ -104,8 +104,10 @@ DEFAULT_RULES = (
 
 
 class MonitorConfig(Strict):
-    """When a run that games its reward is warned about, taken back, or stopped."""
+    """[monitor]: when a run that games its reward is warned about, taken back, or stopped."""
 
+    judges: tuple[str, ...] = ()
+    """Rewards of weight 0 that watch over those that are trained on, by their labels; higher is better."""
     rules: tuple[Rule, ...] = DEFAULT_RULES
     """Bounds; several on one figure may have different actions. The rules of a recipe take the place of these."""
     max_rollbacks: int = Field(default=1, ge=0)

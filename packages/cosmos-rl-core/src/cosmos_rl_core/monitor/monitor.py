@@ -13,9 +13,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.monitor.config import Action, MonitorConfig, Rule, strongest
-from cosmos_rl_wfm.monitor.figures import Figures
-from cosmos_rl_wfm.monitor.sentence import sentence
+from cosmos_rl_core.monitor.config import Action, MonitorConfig, Rule, strongest
+from cosmos_rl_core.monitor.figures import Figures
+from cosmos_rl_core.monitor.sentence import sentence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
