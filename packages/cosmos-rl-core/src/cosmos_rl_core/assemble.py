@@ -60,7 +60,7 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
             "[policy.memory] parameter_offload = true needs a replica of several ranks, whose shards it moves; set "
             "[policy.parallel] dp_shard to 2 or more, or parameter_offload = false"
         )
-    if (shape := domain.model_shape(config.model)) is not None:
+    if (shape := domain.model_shape(config.model, data=config.data)) is not None:
         check_fit(shape, config.policy.parallel, dims=dims)
     if config.is_sft:
         return

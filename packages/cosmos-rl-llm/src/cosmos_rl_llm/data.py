@@ -60,6 +60,18 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
     return result
 
 
+def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
+    """Return the row of a prompt that is to be answered: a text, or columns, of which no answer is asked for."""
+    unasked = {"answer_column": None, "answer_pattern": None, "response_column": None, "messages_column": None}
+    if isinstance(given, str):
+        return normalise(
+            {"prompt": given},
+            where=where,
+            config=config.model_copy(update={**unasked, "prompt_column": "prompt", "prompt_template": None}),
+        )
+    return normalise(given, where=where, config=config.model_copy(update=unasked))
+
+
 def _prompt(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str | list[dict[str, Any]]:
     """A string for plain text, otherwise messages with the system prompt in front."""
     if config.prompt_template is not None:

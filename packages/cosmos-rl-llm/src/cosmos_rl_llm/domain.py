@@ -21,8 +21,8 @@ from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
-from cosmos_rl_llm.data import load_rows
-from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
+from cosmos_rl_llm.data import load_rows, prompt_row
+from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions, spread
 from cosmos_rl_llm.rewards import REWARDS
 from cosmos_rl_llm.shape import read_shape
 
@@ -55,6 +55,12 @@ class LLMDomain:
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read rows with `prompt`, `answer` and `response` beside their own columns, and their origin."""
         return load_rows(data)
+
+    def prompt_row(
+        self, data: LLMDataConfig, given: str | Mapping[str, Any], *, where: str, folder: Path
+    ) -> Mapping[str, Any]:
+        """A prompt with the system prompt of [data]. Implements `cosmos_rl_core.abilities.ReadsPrompts`."""
+        return prompt_row(given, where=where, config=data)
 
     def build_policy(
         self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Sampling | None, seed: int, setup: ModelSetup
@@ -92,6 +98,10 @@ class LLMDomain:
         known = ", ".join(self.engines)
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
+    def spread_engine(self, name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
+        """vLLM cuts matrices over GPUs. Implements `cosmos_rl_core.abilities.SpreadsEngines`."""
+        return spread(name, options, tp_size=tp_size)
+
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
         """Names, shapes and types from the headers of a local directory's safetensors; None for a hub's id.
 
@@ -103,7 +113,7 @@ class LLMDomain:
             return None
         return read_specs(directory)
 
-    def model_shape(self, model: LLMModelConfig) -> ModelShape | None:
+    def model_shape(self, model: LLMModelConfig, *, data: LLMDataConfig) -> ModelShape | None:
         """From config.json and the headers of a local directory's safetensors; None for a hub's id.
 
         Raises:

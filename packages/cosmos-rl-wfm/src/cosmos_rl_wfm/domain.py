@@ -46,6 +46,15 @@ class WFMDomain:
 
         return load_rows(data)
 
+    def prompt_row(
+        self, data: WFMDataConfig, given: str | Mapping[str, Any], *, where: str, folder: Path
+    ) -> Mapping[str, Any]:
+        """A caption alone, or with columns beside it. Implements `cosmos_rl_core.abilities.ReadsPrompts`."""
+        from cosmos_rl_wfm.data.prompts import prompt_row
+
+        columns = {data.caption_column: given} if isinstance(given, str) else given
+        return prompt_row(data, columns, where=where, folder=str(folder))
+
     def build_policy(
         self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any, seed: int, setup: ModelSetup
     ) -> Policy:
@@ -72,9 +81,11 @@ class WFMDomain:
         """Only the built model knows."""
         return None
 
-    def model_shape(self, model: WFMModelConfig) -> ModelShape | None:
-        """Only the built model knows."""
-        return None
+    def model_shape(self, model: WFMModelConfig, *, data: WFMDataConfig) -> ModelShape | None:
+        """The sizes of a network on this machine, or of one from scratch; None for one on a hub."""
+        from cosmos_rl_wfm.shape import read_shape
+
+        return read_shape(model, data)
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder:
         """An album of images and films."""

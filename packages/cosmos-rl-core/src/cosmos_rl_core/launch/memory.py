@@ -33,7 +33,7 @@ def parse_bytes(text: str) -> int:
 def estimate_of(shape: ModelShape, policy: PolicySection) -> MemoryEstimate:
     """Return what the fullest rank of a policy replica holds with microbatches as full as the recipe allows."""
     dims = ParallelDims.of(policy.parallel, world_size=policy.world_size)
-    return estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms)
+    return estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms * shape.tokens_per_term)
 
 
 def changes_that_fit(shape: ModelShape, config: RunConfig, *, memory: int) -> list[Change]:

@@ -163,7 +163,7 @@ def _ranks(config: RunConfig) -> Ranks:
 
 
 def _memory(config: RunConfig, given: int | None) -> Memory | None:
-    shape = load_domain(config.run.domain).model_shape(config.model)
+    shape = load_domain(config.run.domain).model_shape(config.model, data=config.data)
     if shape is None:
         return None
     rank = estimate_of(shape, config.policy)

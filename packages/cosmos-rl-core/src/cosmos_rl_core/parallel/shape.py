@@ -53,6 +53,10 @@ class ModelShape:
     """Type of activations."""
     weights: tuple[WeightSpec, ...]
     """All of them by checkpoint name; the first number in a name is the layer."""
+    tokens_per_term: int = 1
+    """Places of the stream that one term takes: a denoising step passes over a whole clip."""
+    axes: frozenset[str] = frozenset({"pp", "cp", "tp", "ep"})
+    """Axes beside those of data parallelism that it can be spread over."""
     adapter_parameters: int = 0
     """Parameters that are trained beside these, which are then frozen (LoRA); 0: all weights are trained."""
 
@@ -67,6 +71,12 @@ def check_fit(shape: ModelShape, section: ParallelSection, *, dims: ParallelDims
 
 
 def _misfits(shape: ModelShape, section: ParallelSection, dims: ParallelDims) -> Iterator[str]:
+    for axis in ("tp", "pp", "ep"):
+        if (size := getattr(section, axis)) > 1 and axis not in shape.axes:
+            yield (
+                f"[policy.parallel] {axis} = {size}: this model is spread over dp and {', '.join(sorted(shape.axes))} "
+                "alone; use dp_shard for parameters that do not fit, and cp for activations that do not"
+            )
     try:
         cut_layers(shape.num_layers, num_stages(section))
     except UserError as error:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import Field, field_validator
 
 from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.errors import UserError
 
 OURS = frozenset({
     "cpu_offload_gb",
@@ -59,3 +61,20 @@ class VllmEngineOptions(Strict):
         if taken := sorted(OURS & extra.keys() | cls.model_fields.keys() & extra.keys()):
             raise ValueError(f"{', '.join(taken)}: set by the engine or by an option of its own; remove it from extra")
         return extra
+
+
+def spread(name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
+    """Return [rollout.options] of an engine over `tp_size` GPUs. Raises UserError where that contradicts them."""
+    if name != "vllm":
+        if tp_size > 1:
+            raise UserError(
+                f'--tp-size {tp_size}: the engine {name!r} holds the model on one GPU; set rollout.engine = "vllm"'
+            )
+        return options
+    written = options.get("tensor_parallel_size", tp_size)
+    if written != tp_size:
+        raise UserError(
+            f"--tp-size {tp_size} is not rollout.options.tensor_parallel_size = {written}; give --tp-size {written}, "
+            "or remove the key"
+        )
+    return {**options, "tensor_parallel_size": tp_size}
