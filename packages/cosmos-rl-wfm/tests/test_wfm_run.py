@@ -1,0 +1,72 @@
+"""Whole runs of every algorithm, in one process, on mock data."""
+
+import json
+
+import pytest
+
+from cosmos_rl_core import run
+from cosmos_rl_wfm.testing import NETWORK
+
+RECIPE = {
+    "run": {"domain": "wfm", "placement": "inline", "max_steps": 3},
+    "model": {"family": "wan", "codec": "pixels", "network": NETWORK, "text": {"encoder": "words", "length": 4}},
+    "data": {"kind": "mock", "size": {"frames": 4, "height": 8, "width": 8}, "mock": {"rows": 6}},
+    "policy": {"prompts_per_step": 2, "microbatch_terms": 6, "optimizer": {"learning_rate": 1e-3}},
+    "rollout": {"group_size": 3, "sampling": {"num_steps": 4, "window": "fixed", "steps": [0, 2]}},
+    "reward": {"functions": [{"name": "brightness"}]},
+    "sync": {"max_staleness": 0},
+    "logging": {"sinks": ["jsonl"], "media_every": 0},
+}
+CLEAN = {"num_steps": 4, "rule": "ode", "old_decay": "slow"}
+ARMS = {
+    "flow_grpo": {"algorithm": {"name": "flow_grpo"}},
+    "ddrl": {"algorithm": {"name": "ddrl"}, "anchor": {"coef": 0.01, "rows_per_step": 4}},
+    "nft": {"algorithm": {"name": "nft"}, "rollout": {"group_size": 3, "sampling": CLEAN}},
+    "lora": {
+        "algorithm": {"name": "nft"},
+        "rollout": {"group_size": 3, "sampling": CLEAN},
+        "model": {**RECIPE["model"], "lora": {"rank": 2}},
+    },
+}
+
+
+def trained(directory, changes, *overrides, **keys):
+    """The figures of a run's steps."""
+    run({**RECIPE, **changes}, [f"run.output_dir={directory}", *overrides], **keys)
+    return [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_a_run_trains(tmp_path, arm):
+    steps = trained(tmp_path / arm, ARMS[arm])
+    assert len(steps) == 3
+    first, last = steps[0], steps[-1]
+    assert last["grad_norm"] > 0
+    assert last["rollouts"] == 6
+    match arm:
+        case "flow_grpo":
+            assert (first["ratio_mean"], first["clip_fraction"], first["kl"]) == (1.0, 0.0, 0.0)
+            assert last["kl"] > 0
+        case "ddrl":
+            assert first["ratio_mean"] == 1.0
+            assert first["loss_anchor"] > 0
+        case _:
+            assert first["old_distance"] == 0.0 < last["old_distance"]
+            assert first["kl"] == 0.0 < last["kl"]
+
+
+def test_a_run_that_goes_on_trains_as_if_it_had_never_stopped(tmp_path):
+    whole = trained(tmp_path / "whole", ARMS["nft"], "checkpoint.every_steps=1")
+    trained(tmp_path / "cut", ARMS["nft"], "run.max_steps=2")
+    cut = trained(tmp_path / "cut", ARMS["nft"], "run.max_steps=3", resume="auto")
+    figures = ("loss", "reward_mean", "grad_norm", "old_distance", "preference")
+    assert [cut[-1][name] for name in figures] == [whole[-1][name] for name in figures]
+
+
+def test_real_clips_are_learnt(tmp_path):
+    recipe = {name: section for name, section in RECIPE.items() if name not in ("rollout", "reward", "sync")}
+    recipe["logging"] = {"sinks": ["jsonl"]}
+    overrides = [f"run.output_dir={tmp_path / 'sft'}", "run.max_steps=40", "policy.prompts_per_step=6"]
+    run({**recipe, "algorithm": {"name": "sft"}}, [*overrides, "policy.optimizer.learning_rate=5e-3"])
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
+    assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
