@@ -5,6 +5,7 @@ import json
 import pytest
 
 from cosmos_rl_core import run
+from cosmos_rl_core.launch.export import export
 from cosmos_rl_wfm.testing import NETWORK
 
 RECIPE = {
@@ -70,3 +71,14 @@ def test_real_clips_are_learnt(tmp_path):
     run({**recipe, "algorithm": {"name": "sft"}}, [*overrides, "policy.optimizer.learning_rate=5e-3"])
     losses = [json.loads(line)["loss"] for line in (tmp_path / "sft" / "metrics.jsonl").read_text().splitlines()]
     assert sum(losses[-10:]) < 0.8 * sum(losses[:10])
+
+
+def test_what_is_exported_is_a_network_of_diffusers(tmp_path):
+    from diffusers import WanTransformer3DModel
+
+    trained(tmp_path / "run", ARMS["nft"], "run.max_steps=1")
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").glob("step_*")
+    export(str(checkpoint), tmp_path / "exported")
+    network, loading = WanTransformer3DModel.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(loading.values())
+    assert sum(parameter.numel() for parameter in network.parameters()) > 1000

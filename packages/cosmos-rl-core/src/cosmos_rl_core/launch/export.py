@@ -18,11 +18,11 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.resume import checkpoint_root
 from cosmos_rl_core.train.folder import Folder
 from cosmos_rl_core.train.manifest import MANIFEST, list_steps, read_origin, verify
+from cosmos_rl_core.train.weights_name import ADAPTER_CONFIG, CONFIG, PIPELINE_CONFIG, weights_name
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-ADAPTER_CONFIG = "adapter_config.json"
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5 * 10**9
 """Largest file of an export, as the Hugging Face hub likes them."""
@@ -61,14 +61,15 @@ def export(
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} is there already; give a new or empty directory")
-    adapters = (folder / "policy").has(ADAPTER_CONFIG)
+    policy = folder / "policy"
+    configs = {name: policy.read(name) for name in (ADAPTER_CONFIG, CONFIG, PIPELINE_CONFIG) if policy.has(name)}
     partial = directory.with_name(f".{directory.name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
     try:
-        _copy_files(folder / "policy", partial, dtype=dtype, without=ADAPTER_CONFIG if merge_adapters else "")
+        _copy_files(policy, partial, dtype=dtype, without=ADAPTER_CONFIG if merge_adapters else "")
         tensors = _cast(_weights(folder, merge_adapters=merge_adapters), getattr(torch, dtype) if dtype else None)
-        name = "adapter_model" if adapters and not merge_adapters else "model"
+        name = weights_name(configs, merged=merge_adapters)
         sizes = write_sharded(partial, tensors, name=name, max_shard_bytes=max_shard_bytes)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
@@ -98,9 +99,14 @@ def find_checkpoint(source: str, *, step: int | None) -> Folder:
 def write_sharded(
     directory: Path, tensors: Iterable[tuple[str, Tensor]], *, name: str, max_shard_bytes: int
 ) -> dict[str, int]:
-    """Write NAME.safetensors, or NAME-00001-of-00003.safetensors and so on with an index. Returns bytes by tensor."""
+    """Write NAME.safetensors, or NAME-00001-of-00003.safetensors and so on with an index. Returns bytes by tensor.
+
+    NAME may begin with a folder in `directory`.
+    """
     from cosmos_rl_core.train.safetensors_file import write_tensors
 
+    directory, name = (directory / name).parent, Path(name).name
+    directory.mkdir(parents=True, exist_ok=True)
     sizes: dict[str, int] = {}
     shards: list[list[str]] = []
     folder = Folder.at(directory)

@@ -10,7 +10,7 @@ alone and is told; at the end of the run it is the run's error.
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from cosmos_rl_core.train.manifest import Origin, TrainState, list_steps
 from cosmos_rl_core.train.retention import surplus
 from cosmos_rl_core.train.snapshot import Snapshot, SnapshotPlanner
 from cosmos_rl_core.train.trainer import Trainer
+from cosmos_rl_core.train.weights_name import weights_name
 from cosmos_rl_core.train.writer import CheckpointWriter, SaveFailed
 
 
@@ -67,7 +68,7 @@ class CheckpointSaver:
         self._on_failed = on_failed
         beside = files_beside(trainer.policy) if self._ranks.leads else {}
         self._writer = CheckpointWriter(root, ranks=self._ranks, origin=origin or Origin(), beside=beside)
-        self._planner = SnapshotPlanner(self._ranks, weights_file=weights_file(beside))
+        self._planner = SnapshotPlanner(self._ranks, weights_file=f"policy/{weights_name(beside)}.safetensors")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._writing: Future[None] | None = None
         self._saved_step = state.step if resumed_from == str(root / f"step_{state.step}") else -1
@@ -155,8 +156,3 @@ def files_beside(policy: Policy) -> dict[str, bytes]:
         policy.save_config(Path(folder))
         files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
         return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
-
-
-def weights_file(beside: Iterable[str]) -> str:
-    """What the weights of one process are called, so that what is beside them finds them: peft has its own name."""
-    return "policy/adapter_model.safetensors" if "adapter_config.json" in beside else "policy/model.safetensors"
