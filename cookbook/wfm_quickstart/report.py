@@ -30,19 +30,21 @@ def write_report(directory: Path, base: dict[str, float], results: list[Result])
         "brightness": float(np.mean([brightness(video) for video in videos])),
         "speed": float(np.mean([speed_along(*clip) for clip in zip(videos, captions)])),
     }
-    rows = [
-        f"| {r.arm.name} | {r.arm.reward} | {r.reward[0]:.3f} | {r.reward[1]:.3f} | {real[r.arm.reward]:.3f} | "
-        f"{best[r.arm.reward]:.3f} | {r.judge[0]:.2f} | {r.judge[1]:.2f} | {r.held_out_loss[0]:.2f} | {r.held_out_loss[1]:.2f} | {r.minutes:.1f} |"
-        for r in results
-    ]
-    table = "\n".join(
-        [
-            "| run | reward | base | after | real clips | best real clip | judge, base | after | loss on real clips, base | "
-            "after | minutes |",
-            "|---|---|---|---|---|---|---|---|---|---|---|",
-            *rows,
-        ]
-    )
+    columns = {
+        "run": [r.arm.name for r in results],
+        "reward": [r.arm.reward for r in results],
+        "base": [f"{r.reward[0]:.3f}" for r in results],
+        "after": [f"{r.reward[1]:.3f}" for r in results],
+        "real clips": [f"{real[r.arm.reward]:.3f}" for r in results],
+        "best of them": [f"{best[r.arm.reward]:.3f}" for r in results],
+        "judge, base": [f"{r.judge[0]:.2f}" for r in results],
+        "judge, after": [f"{r.judge[1]:.2f}" for r in results],
+        "loss on real clips, base": [f"{r.held_out_loss[0]:.2f}" for r in results],
+        "that, after": [f"{r.held_out_loss[1]:.2f}" for r in results],
+        "minutes": [f"{r.minutes:.1f}" for r in results],
+    }
+    lines = [list(columns), ["---"] * len(columns), *zip(*columns.values())]
+    table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
     sheets = [
         f"- {r.arm.name}: " + ", ".join(str(path.relative_to(directory)) for path in _sheets(directory / r.arm.name))
         for r in results

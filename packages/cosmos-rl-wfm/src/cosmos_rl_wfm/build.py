@@ -40,12 +40,12 @@ def build_policy(
     """
     in_parts = setup.mesh is not None and bool(config.path)
     held = getattr(torch, setup.precision.parameters)
-    model = build_model(config, seed=seed, held_dtype=held, filled=not in_parts)
+    model = build_model(config, seed=config.seed, held_dtype=held, filled=not in_parts)
     size = size_of(data)
     model.check(size)
     guided = sampling is not None and sampling.guidance is not None
     if guided:
-        load_parts(model, config, {"text"}, seed=seed)
+        load_parts(model, config, {"text"}, seed=config.seed)
     if sampling is not None and sampling.old_decay is not None and config.lora is not None:
         add_old(model.network)
     if config.lora is None:
@@ -59,7 +59,7 @@ def build_policy(
     conditions = Conditions(model, reader, config.given)
 
     def with_media() -> DiffusersModel:
-        load_parts(model, config, {"codec", "text"}, seed=seed)
+        load_parts(model, config, {"codec", "text"}, seed=config.seed)
         return model
 
     clips = Clips(
@@ -84,7 +84,7 @@ def build_policy(
 
 def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: TorchEngineOptions) -> FlowEngine:
     """Load network, codec and text encoder."""
-    model = build_model(config, parts=("network", "codec", "text"))
+    model = build_model(config, parts=("network", "codec", "text"), seed=config.seed)
     size = size_of(data)
     model.check(size)
     model.network.requires_grad_(False).eval()
@@ -110,7 +110,7 @@ def export_weights(
     trained = ((name, tensor) for name, tensor in tensors if not name.startswith(OLD))
     if config.lora is None or not merge_adapters:
         return trained
-    base = build_model(config.model_copy(update={"lora": None}), device=torch.device("cpu"))
+    base = build_model(config.model_copy(update={"lora": None}), seed=config.seed, device=torch.device("cpu"))
     return merge(base.weights().items(), dict(trained), scaling=config.lora.alpha / config.lora.rank)
 
 

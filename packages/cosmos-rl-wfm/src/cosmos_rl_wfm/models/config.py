@@ -67,6 +67,8 @@ class WFMModelConfig(Strict):
     """With path = "": arguments of the network's class, which has random weights; "_class_name" for family "flow"."""
     tiny: bool = False
     """With path = "": the family's classes at sizes that run anywhere, with random weights: for trying out recipes."""
+    seed: int = Field(default=0, ge=0)
+    """Of random weights: of a model from scratch, the same in policy and engines, and of adapters' first values."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of forward passes and of the engine's weights; [policy.precision] has that of trained weights."""
     codec: Literal["vae", "pixels"] = "vae"

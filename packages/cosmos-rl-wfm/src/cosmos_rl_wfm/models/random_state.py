@@ -1,6 +1,6 @@
-"""torch's one random state of a process, which constructors of modules draw first values from: lent to a thread at a time.
+"""The random state that a process has one of, and modules draw their first values from: lent to threads in turns.
 
-Inline, policy and engine are built side by side in threads. Without turns each would get some of the other's draws.
+Inline, policy and engine are built side by side, in threads. Without turns each would get some of the other's draws.
 """
 
 from __future__ import annotations
