@@ -58,9 +58,7 @@ def test_a_step_without_a_single_clip_is_an_error(folder):
 def test_what_is_drawn_follows_from_the_place_in_the_stream():
     data = mock_data()
     policy = policy_of(data)
-    (one,), (same,), (other,) = (
-        collated(policy, prompts_of(data, first=first)).microbatches for first in (0, 0, 100)
-    )
+    (one,), (same,), (other,) = (collated(policy, prompts_of(data, first=first)).microbatches for first in (0, 0, 100))
     assert torch.equal(one.inputs["noise"], same.inputs["noise"])
     assert torch.equal(one.inputs["times"], same.inputs["times"])
     assert not torch.equal(one.inputs["times"], other.inputs["times"])

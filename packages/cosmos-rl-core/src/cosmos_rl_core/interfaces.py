@@ -184,6 +184,10 @@ class Recorder(Protocol):
         """Write a group drawn with version `step`, unless that has enough of them."""
         ...
 
+    def write(self, stem: Path, group: RolloutGroup, place: int, /) -> Path:
+        """Write rollout `place` of a group whole, to `stem` with the suffix of its kind, and return the file."""
+        ...
+
     def close(self) -> None: ...
 
 
@@ -249,7 +253,7 @@ class Domain(Protocol):
         """
         ...
 
-    def model_shape(self, model: Any) -> ModelShape | None:
+    def model_shape(self, model: Any, *, data: Any) -> ModelShape | None:
         """The sizes that decide how the model can be spread and what it will hold, read without loading it.
 
         None where they are not known before the model is built. Raises UserError as `weight_specs` does.

@@ -101,6 +101,14 @@ class Album:
         self._append_index(step, group, film)
         return film
 
+    def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
+        """Write one clip whole, pixel by pixel, to `stem`.mp4 or for an image `stem`.png, and return the file.
+
+        Raises:
+            ValueError: the rollout has no `media["video"]`.
+        """
+        return _write_film(stem, _video(group.rollouts[place]), fps=_fps(group, self._fps))
+
     def close(self) -> None:
         for sink in self._sinks:
             sink.close()

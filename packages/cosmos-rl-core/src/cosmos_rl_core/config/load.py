@@ -23,6 +23,9 @@ from cosmos_rl_core.interfaces import Domain
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
+SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
+"""Sections that mean nothing where the model of supervised training is sampled."""
+
 
 def load_config(
     source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, generating: bool = False
@@ -129,8 +132,6 @@ def _algorithm_table(raw: Mapping[str, Any]) -> dict[str, list[str]]:
 
 _PLACES = ("model", "data", "eval.data", "eval.loss_data", "anchor.data", "rollout.sampling")
 """Sections whose keys belong to the domain."""
-SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
-"""Sections that mean nothing where the model of supervised training is sampled."""
 _ALWAYS = ("model", "data", "rollout.sampling")
 """Those that are there whether they are written down or not."""
 
@@ -191,8 +192,8 @@ def _core(
 ) -> tuple[RunConfig, list[Problem]]:
     """Validate the sections of core, then the rules between those sections that are sound.
 
-    `unsound` names sections in which the domain found something wrong, `refused` those that SFT does not have. The config holds only the sound sections; it is
-    whole where no problem is returned.
+    `unsound` names sections in which the domain found something wrong, `refused` those that SFT does not have. The
+    config holds only the sound sections; it is whole where no problem is returned.
     """
     found: list[Problem] = []
     try:

@@ -8,6 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 
+from cosmos_rl_core.launch import drawing
+from cosmos_rl_core.launch.drawing import Overrides, Recipe
+from cosmos_rl_core.launch.python_path import import_from
+
 app = typer.Typer(
     name="cosmos-rl",
     help="Asynchronous reinforcement learning for Physical AI, from TOML recipes.",
@@ -16,12 +20,6 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-
-Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="A TOML recipe.")]
-Overrides = Annotated[
-    list[str] | None,
-    typer.Argument(metavar="[section.key=value ...]", help="Values that replace the recipe's."),
-]
 
 
 @app.command()
@@ -43,7 +41,7 @@ def run(
         check(file, overrides)
         plan(file, overrides)
         return
-    folders = _import_from(file)
+    folders = import_from(file)
     from cosmos_rl_core.config.load import load_config
     from cosmos_rl_core.errors import WorkerFailed
     from cosmos_rl_core.launch.run import run as run_config
@@ -61,7 +59,7 @@ def run(
 @app.command()
 def check(file: Recipe, overrides: Overrides = None) -> None:
     """Tell every error of a recipe at once, or what the run will do."""
-    _import_from(file)
+    import_from(file)
     from cosmos_rl_core.config.load import load_config
     from cosmos_rl_core.launch.check import check as check_config
 
@@ -80,7 +78,7 @@ def plan(
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of tables.")] = False,
 ) -> None:
     """Show the processes a recipe will start and how much they hold, without starting anything."""
-    _import_from(file)
+    import_from(file)
     import json
 
     from cosmos_rl_core.config.load import load_config
@@ -161,7 +159,7 @@ def reward_server(
     token_file: Annotated[Path | None, typer.Option(help="The token's file, made when missing.")] = None,
 ) -> None:
     """Serve rewards to runs on this and other machines; flags replace what FILE says."""
-    folders = _import_from(file or Path("rewards.toml"))
+    folders = import_from(file or Path("rewards.toml"))
     from cosmos_rl_core.config.load import read_toml
     from cosmos_rl_core.reward.service.start import run_server
 
@@ -209,6 +207,10 @@ def status(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The 
     typer.echo(render(run_dir, read_status(run_dir), pid=live_pid(run_dir), now=time.time()))
 
 
+app.command()(drawing.generate)
+app.command("eval")(drawing.evaluate)
+
+
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: exit code 2 with one message for a user's error, 130 after Ctrl-C."""
     try:
@@ -220,11 +222,3 @@ def main(arguments: list[str] | None = None) -> None:
             raise
         typer.echo(f"error: {error}", err=True)
         sys.exit(2)
-
-
-def _import_from(recipe: Path) -> tuple[str, str]:
-    """Let "module:attribute" name a file beside the recipe or in the current directory; return the two."""
-    beside, here = str(recipe.resolve().parent), str(Path.cwd())
-    sys.path.insert(0, beside)
-    sys.path.append(here)
-    return beside, here

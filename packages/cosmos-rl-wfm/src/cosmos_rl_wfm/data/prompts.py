@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
@@ -32,18 +32,23 @@ def read_prompts(config: WFMDataConfig) -> list[Row]:
     for where, columns in _located(text, name=path.name, suffix=path.suffix, column=config.caption_column):
         if not isinstance(columns, dict):
             raise UserError(f"{where}: a row is an object with named columns, not a {type(columns).__name__}")
-        try:
-            caption = caption_of(columns, column=config.caption_column)
-        except ValueError as error:
-            raise UserError(f"{where}: {error}") from None
-        row = {"key": where, "fps": config.fps or 0.0, **columns, "caption": caption}
-        row["video"] = _resolved(columns.get("video"), config.path, where=where)
-        embedding = columns.get("text_embedding") if config.text_embeddings == "auto" else None
-        row["text_embedding"] = _resolved(embedding, config.path, where=where)
-        rows.append(row)
+        rows.append(prompt_row(config, columns, where=where, folder=config.path.rpartition("/")[0]))
         if len(rows) == config.limit:
             break
     return rows
+
+
+def prompt_row(config: WFMDataConfig, columns: Mapping[str, Any], *, where: str, folder: str) -> Row:
+    """Return the row of a prompt; paths in it are relative to `folder`. Raises UserError for one without a caption."""
+    try:
+        caption = caption_of(dict(columns), column=config.caption_column)
+    except ValueError as error:
+        raise UserError(f"{where}: {error}") from None
+    row = {"key": where, "fps": config.fps or 0.0, **columns, "caption": caption}
+    row["video"] = _resolved(columns.get("video"), folder, where=where)
+    embedding = columns.get("text_embedding") if config.text_embeddings == "auto" else None
+    row["text_embedding"] = _resolved(embedding, folder, where=where)
+    return row
 
 
 def _located(text: str, *, name: str, suffix: str, column: str) -> Iterator[tuple[str, Any]]:
@@ -64,12 +69,11 @@ def _located(text: str, *, name: str, suffix: str, column: str) -> Iterator[tupl
         raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
 
 
-def _resolved(location: Any, listed_in: str, *, where: str) -> str:
+def _resolved(location: Any, folder: str, *, where: str) -> str:
     if location is None:
         return ""
     if not isinstance(location, str):
         raise UserError(f"{where}: a path is text, not a {type(location).__name__}")
     if not location or is_remote(location) or location.startswith("/"):
         return location
-    folder = listed_in.rpartition("/")[0]
     return f"{folder}/{location}" if folder else location

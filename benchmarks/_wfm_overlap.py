@@ -1,0 +1,84 @@
+"""Rollouts, rewards and training at the same time: a real run in processes, and what its own files say of it.
+
+    metrics.jsonl    step_s       from one step to the next
+    timeline.json    rollouts     a span of each group: denoising, then the reward
+                     training     collate, forward_backward, optim_step of each step
+
+Rollouts and training have one core each; the reward is a wait, as for a remote service.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import _wfm_ours
+from _wfm_work import Model, Work
+
+from cosmos_rl_core import run
+
+HERE = Path(__file__).resolve().parent
+TRAINING = ("collate", "forward_backward", "optim_step")
+MAX_STALENESS = 2
+WARM = 4
+"""Steps at the start, in which the pipeline fills, that are not counted; likewise those at the end, where it drains."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phases:
+    """Seconds a step, medians of the steady part of a run."""
+
+    step: float
+    rollout: float
+    """In which the engine had something to denoise, for the groups of a step."""
+    reward: float
+    """That a group waits for its reward; all groups of a step wait side by side."""
+    train: float
+
+    @property
+    def longest(self) -> float:
+        return max(self.rollout, self.reward, self.train)
+
+
+def measure(model: Model, folder: Path, *, work: Work, steps: int, reward_s: float, out: Path) -> Phases:
+    """Run `steps` training steps in `out`, with a reward that takes `reward_s`."""
+    recipe = _wfm_ours.recipe(model, folder, text="words", work=work)
+    recipe["run"] |= {"max_steps": steps, "output_dir": str(out), "placement": "local"}
+    recipe["policy"] |= {"threads": 1}
+    recipe["rollout"] |= {"threads": 1, "options": {"samples_at_once": work.group_size}}
+    recipe["sync"] = {"max_staleness": MAX_STALENESS}
+    recipe["reward"] = {"functions": [{"name": "_wfm_reward:Remote", "options": {"seconds": reward_s}}]}
+    recipe["logging"] = {"sinks": ["jsonl"], "rollouts_every": 0, "media_every": 0}
+    run(recipe, overwrite=True, python_path=[str(HERE)])
+    figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    steady = range(WARM, steps - MAX_STALENESS - 1)
+    spans = [event for event in json.loads((out / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    return Phases(
+        step=median(figures[step]["step_s"] for step in steady),
+        rollout=_rollout(spans, steady, groups=work.num_prompts, reward_s=reward_s),
+        reward=reward_s,
+        train=median(_train(spans, step) for step in steady),
+    )
+
+
+def _train(spans: Iterable[Mapping[str, Any]], step: int) -> float:
+    return sum(each["dur"] for each in spans if each["name"] in TRAINING and each["args"]["step"] == step) / 1e6
+
+
+def _rollout(spans: Iterable[Mapping[str, Any]], steady: range, *, groups: int, reward_s: float) -> float:
+    """Busy time of the engine over the groups of the steady steps: the union of their spans without the reward."""
+    wanted = range(steady.start * groups, steady.stop * groups)
+    denoised = sorted(
+        (each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6 - reward_s)
+        for each in spans
+        if each["name"] == "rollout" and each["args"]["sample"] in wanted
+    )
+    busy, end = 0.0, 0.0
+    for first, last in denoised:
+        busy += max(0.0, last - max(first, end))
+        end = max(end, last)
+    return busy / len(steady)
