@@ -7,13 +7,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ANCHOR = (
-    "anchor.coef=0.01",
+    "anchor.coef=0.05",
     "anchor.rows_per_step=48",
     "anchor.data.path=CLIPS",
     "anchor.data.size.frames=8",
     "anchor.data.size.height=16",
     "anchor.data.size.width=16",
-    "anchor.data.noise.density=uniform",
+    "anchor.data.noise.mean=0.5",
+    "anchor.data.start=first",
 )
 
 

@@ -7,10 +7,10 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Share
-from cosmos_rl_wfm.data.clips import ClipReader, ClipStream
+from cosmos_rl_wfm.data.clips import ClipReader, ClipStream, DecodedClips
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.rows import load_rows
-from cosmos_rl_wfm.data.video import ClipError, write_video
+from cosmos_rl_wfm.data.video import Clip, ClipError, write_video
 
 ROWS = [{"key": f"row-{number}", "number": number} for number in range(10)]
 
@@ -206,3 +206,26 @@ def test_mock_data_flows_through_all_of_it():
         clips = [next(stream) for _ in range(6)]
     assert {clip.video.shape for clip in clips} == {(9, 16, 16, 3), (9, 8, 24, 3)}
     assert all(clip.text is not None and clip.text.shape == (3, 8) for clip in clips)
+
+
+def test_clips_that_begin_where_they_always_do_are_decoded_once(tmp_path):
+    path = tmp_path / "clip.mp4"
+    write_video(path, np.zeros((4, 16, 16, 3), np.uint8), fps=8)
+    row = {"video": str(path), "key": "clip", "caption": "", "fps": 0.0}
+    config = {"path": str(tmp_path), "size": {"frames": 4, "height": 16, "width": 16}}
+    first = ClipReader(WFMDataConfig.model_validate({**config, "start": "first"}))
+    anywhere = ClipReader(WFMDataConfig.model_validate({**config, "start": "random"}))
+    clips = [reader.clip(row, np.random.default_rng(0)).video for reader in (first, anywhere)]
+    path.unlink()
+    assert np.array_equal(first.clip(row, np.random.default_rng(1)).video, clips[0])
+    with pytest.raises(ClipError):
+        anywhere.clip(row, np.random.default_rng(1))
+
+
+def test_only_so_many_decoded_clips_are_kept():
+    held = DecodedClips(max_bytes=100)
+    small, large = (Clip(video=np.zeros(size, np.uint8), fps=8.0) for size in (60, 90))
+    held.put("small", small)
+    held.put("large", large)
+    assert held.get("small") is small
+    assert held.get("large") is None

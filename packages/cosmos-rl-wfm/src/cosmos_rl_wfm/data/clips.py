@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
@@ -33,6 +33,8 @@ log = logging.getLogger(__name__)
 Row = Mapping[str, Any]
 T = TypeVar("T")
 
+DECODED_BYTES = 1 << 28
+"""Most that a process keeps of decoded clips."""
 SHOWN = 3
 """Faults in a message."""
 
@@ -52,6 +54,26 @@ class TrainingClip:
     """float32 [L, E]: the caption's embedding where the row has one and the caption was not dropped."""
 
 
+class DecodedClips:
+    """Clips in memory, as many as fit; the first ones stay. Any thread may call."""
+
+    def __init__(self, *, max_bytes: int = DECODED_BYTES) -> None:
+        self._left = max_bytes
+        self._held: dict[Hashable, Clip] = {}
+        self._lock = Lock()
+
+    def get(self, key: Hashable) -> Clip | None:
+        """Return a clip, or None."""
+        return self._held.get(key)
+
+    def put(self, key: Hashable, clip: Clip) -> None:
+        """Keep a clip, if there is room."""
+        with self._lock:
+            if key not in self._held and clip.video.nbytes <= self._left:
+                self._left -= clip.video.nbytes
+                self._held[key] = clip
+
+
 class ClipReader:
     """Reads a row's clip as [data] says. Called from many threads.
 
@@ -62,6 +84,8 @@ class ClipReader:
         self._config = config
         self._text_width = text_width
         """Width that embeddings must have."""
+        self._decoded = DecodedClips() if config.start != "random" else None
+        """Clips that are the same whenever they are read."""
 
     def __call__(self, row: Row, rng: np.random.Generator) -> TrainingClip:
         """Decode the clip, drop its caption now and then, and read its embedding.
@@ -81,7 +105,17 @@ class ClipReader:
         )
 
     def clip(self, row: Row, rng: np.random.Generator) -> Clip:
-        """Decode the clip alone."""
+        """Decode the clip alone; those that begin where they always do are remembered, as far as there is room."""
+        if self._decoded is None:
+            return self._decode(row, rng)
+        key = row["video"], tuple(row.get("video_at") or ())
+        clip = self._decoded.get(key)
+        if clip is None:
+            clip = self._decode(row, rng)
+            self._decoded.put(key, clip)
+        return clip
+
+    def _decode(self, row: Row, rng: np.random.Generator) -> Clip:
         config, location, part = self._config, row["video"], row.get("video_at")
         frames, sizes = config.size.frames, config.sizes
         if not location:
