@@ -10,11 +10,12 @@ from transformers import AutoModelForCausalLM
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.lora import adapter_weights, base_name, merge
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMModelConfig, LoraSection
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.lora import adapter_weights, add_adapters, base_name, merge, read_tensors
+from cosmos_rl_llm.lora import add_adapters, read_tensors
 from cosmos_rl_llm.model import load_model, make_model, named_weights
 from cosmos_rl_llm.parity import FAMILIES, assert_equal, make_batch, train, train_rank
 from cosmos_rl_llm.policy import CausalLMPolicy

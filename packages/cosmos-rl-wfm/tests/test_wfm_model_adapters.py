@@ -5,15 +5,8 @@ import torch
 from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.adapters import (
-    adapter_weights,
-    add_old,
-    base_name,
-    base_weights,
-    counting,
-    follow,
-    merge,
-)
+from cosmos_rl_core.parallel.lora import adapter_weights, base_name, counting, merge
+from cosmos_rl_wfm.models.adapters import add_old, base_weights, follow
 from cosmos_rl_wfm.models.average import WeightAverage
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model

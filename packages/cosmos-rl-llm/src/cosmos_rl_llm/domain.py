@@ -150,7 +150,8 @@ class LLMDomain:
         """The weights as they are; for adapters that are to be merged those of the base model with the updates."""
         if model.lora is None or not merge_adapters:
             return tensors
-        from cosmos_rl_llm.lora import merge, read_tensors
+        from cosmos_rl_core.parallel.lora import merge
+        from cosmos_rl_llm.lora import read_tensors
 
         base = read_tensors(_directory(model))
         return merge(base, dict(tensors), scaling=model.lora.alpha / model.lora.rank)

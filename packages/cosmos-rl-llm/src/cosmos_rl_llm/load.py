@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import PreTrainedModel
 
+from cosmos_rl_core.parallel.lora import base_name
 from cosmos_rl_llm.checkpoint import read_specs, resolve
-from cosmos_rl_llm.lora import base_name
 from cosmos_rl_llm.model import named_weights
 
 

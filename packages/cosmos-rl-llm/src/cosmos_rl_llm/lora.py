@@ -1,20 +1,11 @@
-"""Low-rank adapters through peft: y = W x + (alpha / rank) B A x, where A and B are trained and W stays as it is.
+"""Low-rank adapters of language models: which layers get them, and what is written beside them.
 
-    <layer>.weight  ->  <layer>.base_layer.weight        [out, in]    frozen
-                        <layer>.lora_A.default.weight    [rank, in]   A, random
-                        <layer>.lora_B.default.weight    [out, rank]  B, zero: training starts at the base model
-
-Adapters travel, and are written, under the names that peft gives them in its files.
-Source: Hu et al., arXiv:2106.09685.
+Their names, first values and merging are core's (`parallel/lora.py`).
 """
 
 from __future__ import annotations
 
-import math
-import re
-import zlib
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,8 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Policy, Reference
-from cosmos_rl_core.types import Microbatch, PolicyOutputs
+from cosmos_rl_core.parallel.lora import adapter_weights, fill_adapters
 from cosmos_rl_llm.config import LoraSection
 
 if TYPE_CHECKING:
@@ -36,12 +26,8 @@ MERGED = "merged"
 
 _ADAPTER = "default"
 """peft's name of a model's one adapter; it is part of the parameters' names and not of the files'."""
-_PREFIX = "base_model.model."
-"""Before every name in peft's files."""
 _NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Linear layers that are left out beside stacked experts: peft would adapt the experts and the router instead."""
-_PARAMETER = re.compile(rf"(?P<layer>.+)\.(?P<matrix>lora_[AB])\.{_ADAPTER}\.weight")
-_FILED = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.(?P<matrix>lora_[AB])\.weight")
 
 
 def add_adapters(model: PreTrainedModel, section: LoraSection, *, base: str, seed: int = 0) -> None:
@@ -58,40 +44,7 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, *, base: str, see
         model.add_adapter(config, _ADAPTER)
     path = Path(base).expanduser()
     config.base_model_name_or_path = str(path.resolve()) if path.is_dir() else base
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if base_name(name) is None and parameter.device.type != "meta":
-                parameter.copy_(initial_adapter(name, tuple(parameter.shape), seed=seed))
-
-
-def initial_adapter(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
-    """Return the first value of an adapter's parameter, float32: uniform within 1 / sqrt(in) for A, zero for B."""
-    found = _PARAMETER.fullmatch(name)
-    assert found is not None, f"{name} is no adapter"
-    if found["matrix"] == "lora_B":
-        return torch.zeros(shape)
-    generator = torch.Generator().manual_seed(seed + zlib.crc32(name.encode()))
-    bound = 1 / math.sqrt(shape[1])
-    return torch.empty(shape).uniform_(-bound, bound, generator=generator)
-
-
-def adapter_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the live adapters under their names in peft's files; nothing for a model without."""
-    return {
-        f"{_PREFIX}{found['layer']}.{found['matrix']}.weight": parameter.detach()
-        for name, parameter in model.named_parameters()
-        if (found := _PARAMETER.fullmatch(name))
-    }
-
-
-def adapter_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the linear layers that hold A and B."""
-    return [module for name, module in model.named_modules() if _PARAMETER.fullmatch(f"{name}.weight")]
-
-
-def base_name(parameter: str) -> str | None:
-    """Return the name in the base model's checkpoint of a parameter beside adapters; None for an adapter's own."""
-    return None if _PARAMETER.fullmatch(parameter) else parameter.replace(".base_layer.", ".")
+    fill_adapters(model, seed=seed)
 
 
 def with_adapters(plan: Mapping[str, str]) -> dict[str, str]:
@@ -130,73 +83,6 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
         with safe_open(path, framework="pt") as file:
             for name in file.keys():  # noqa: SIM118  # a file, no mapping
                 yield name, file.get_tensor(name)
-
-
-def merge(
-    weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], *, scaling: float
-) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base model's `weights` with W + scaling * B A where there is an adapter, in the type of W.
-
-    Args:
-        weights: name and tensor of the base model's checkpoint.
-        adapters: by their names in peft's files.
-        scaling: alpha / rank.
-
-    Raises UserError when adapters are left over: they belong to another model.
-    """
-    pairs: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in adapters.items():
-        found = _FILED.fullmatch(name)
-        if found is None:
-            raise UserError(f"{name} is no weight of a LoRA adapter")
-        pairs.setdefault(f"{found['layer']}.weight", {})[found["matrix"]] = tensor
-    for name, weight in weights:
-        pair = pairs.pop(name, None)
-        yield name, weight if pair is None else _merged(weight, pair["lora_A"], pair["lora_B"], scaling)
-    if pairs:
-        raise UserError(f"the base model has no weight {min(pairs)} for an adapter: another model?")
-
-
-def _merged(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """W [out, in], A [rank, in], B [out, rank] -> W + scaling * B A, computed in float32."""
-    if weight.shape != (b.shape[0], a.shape[1]):
-        raise UserError(f"an adapter of {b.shape[0]} x {a.shape[1]} does not fit a weight of {list(weight.shape)}")
-    return (weight.float() + scaling * (b.float() @ a.float())).to(weight.dtype)
-
-
-@contextmanager
-def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Run `model` as its base: every adapter's scale is 0 inside.
-
-    peft's own switch also stops gradients of the adapters, which fully sharded modules would remember.
-    """
-    from peft.tuners.lora import LoraLayer
-
-    layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
-    for layer in layers:
-        layer.set_scale(_ADAPTER, 0.0)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.set_scale(_ADAPTER, 1.0)
-
-
-def reference_of(policy: Policy) -> Reference | None:
-    """The model under a policy's adapters, as the reference of a KL term; None for a policy without adapters."""
-    return BaseOfAdapters(policy) if adapter_layers(policy.module) else None
-
-
-class BaseOfAdapters:
-    """A policy with its adapters switched off for each forward pass: no copy of the model is needed."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-
-    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """As the policy's, without the adapters."""
-        with adapters_off(self._policy.module):
-            return self._policy.forward(microbatch, with_entropy=with_entropy)
 
 
 def _peft_config(model: PreTrainedModel, section: LoraSection) -> LoraConfig:

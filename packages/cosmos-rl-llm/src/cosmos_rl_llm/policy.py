@@ -18,9 +18,10 @@ from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
 from cosmos_rl_core.parallel.accumulate import accumulate
 from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.fsdp import reshard
+from cosmos_rl_core.parallel.lora import reference_of
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
-from cosmos_rl_llm.lora import reference_of, write_config
+from cosmos_rl_llm.lora import write_config
 from cosmos_rl_llm.model import named_weights
 from cosmos_rl_llm.parallelize import parallelize
 from cosmos_rl_llm.routing import ExpertLoad

@@ -54,7 +54,7 @@ def read_shape(directory: Path, model: LLMModelConfig) -> ModelShape | None:
     )
 
 
-def _expert_sizes(config: Mapping[str, Any], weights: Iterable[WeightSpec]) -> dict[str, int]:
+def _expert_sizes(config: Mapping[str, Any], weights: Iterable[WeightSpec]) -> dict[str, Any]:
     """What a mixture of experts has beside; nothing for a dense model."""
     number = _first(config, _EXPERTS)
     with_experts = sorted(

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cosmos_rl_core.parallel.lora import merge
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_wfm.conditions import Conditions
 from cosmos_rl_wfm.data.cache import TensorCache
 from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.engines.torch import FlowEngine, TorchEngineOptions
-from cosmos_rl_wfm.models.adapters import add_old, counting, merge
+from cosmos_rl_wfm.models.adapters import add_old
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import WFMModelConfig
@@ -65,7 +65,7 @@ def build_policy(
     clips = Clips(
         with_media,
         data,
-        conditions=lambda _: conditions,
+        conditions=conditions,
         reader=reader,
         cache=_cache(config, data),
         fingerprint=f"{config.path}@{config.revision} {config.codec} {config.codec_dtype}",
@@ -77,7 +77,6 @@ def build_policy(
         unconditional=conditions.unconditional if guided else None,
         clips=clips,
         old=None if sampling is None or sampling.old_decay is None else old_weights(model.network, sampling.old_decay),
-        reference=None if config.lora is None else BaseModel,
         reduce_once=setup.parallel.reduce_once,
     )
 
@@ -90,17 +89,6 @@ def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: TorchE
     model.network.requires_grad_(False).eval()
     reader = ClipReader(data, text_width=model.family.text_width)
     return FlowEngine(model, size=size, conditions=Conditions(model, reader, config.given), options=options)
-
-
-class BaseModel:
-    """The network without its adapters: the reference of a run that trains adapters."""
-
-    def __init__(self, policy: FlowPolicy) -> None:
-        self._policy = policy
-
-    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        with counting(self._policy.module, "none"):
-            return self._policy.forward(microbatch, with_entropy=with_entropy)
 
 
 def export_weights(

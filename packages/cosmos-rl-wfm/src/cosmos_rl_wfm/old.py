@@ -16,6 +16,7 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
+from cosmos_rl_core.parallel.lora import adapter_weights, counting
 from cosmos_rl_wfm.models import adapters
 from cosmos_rl_wfm.models.weights import named_weights
 from cosmos_rl_wfm.objectives.formulas import OLD_WEIGHT_DECAYS
@@ -44,7 +45,7 @@ class OldWeights(Protocol):
 def old_weights(network: nn.Module, decay: OldDecay) -> OldWeights:
     """Make the copy. A network with adapters needs its second pair before it is sharded (`adapters.add_old`)."""
     at = OLD_WEIGHT_DECAYS[decay].at
-    return OldAdapters(network, at) if adapters.adapter_weights(network) else OldCopy(network, at)
+    return OldAdapters(network, at) if adapter_weights(network) else OldCopy(network, at)
 
 
 class OldAdapters:
@@ -57,10 +58,10 @@ class OldAdapters:
         adapters.follow(self._network, decay=self._decay(version))
 
     def counting(self) -> AbstractContextManager[None]:
-        return adapters.counting(self._network, "old")
+        return counting(self._network, "old")
 
     def weights(self) -> dict[str, Tensor]:
-        return adapters.adapter_weights(self._network, "old")
+        return adapter_weights(self._network, "old")
 
 
 class OldCopy:

@@ -9,7 +9,7 @@ The second is a bound on the log-likelihood of the clean sample up to a constant
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
 from cosmos_rl_core.parallel.accumulate import accumulate
 from cosmos_rl_core.parallel.fsdp import reshard
+from cosmos_rl_core.parallel.lora import reference_of
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.weights import named_weights
@@ -54,7 +55,6 @@ class FlowPolicy:
         unconditional: Condition | None = None,
         clips: Clips | None = None,
         old: OldWeights | None = None,
-        reference: Callable[[FlowPolicy], Reference] | None = None,
         reduce_once: bool = False,
     ) -> None:
         """Take over a model that is spread over its ranks already.
@@ -64,13 +64,11 @@ class FlowPolicy:
             unconditional: the condition of guidance.
             clips: what reads real data for supervised terms.
             old: the weights that draw the rollouts, where those are not the trained ones.
-            reference: makes the model that the run starts from, where this policy can be that too.
         """
         self._model = model
         self._sampling = sampling
         self._unconditional = unconditional
         self._old = old
-        self._reference = reference
         self._reduce_once = reduce_once
         self._t_first = 1.0 if sampling is None else sampling.plan(shift=model.traits.shift).t_first
         self.clips = clips
@@ -107,7 +105,7 @@ class FlowPolicy:
 
     def reference(self) -> Reference | None:
         """The base model, where adapters are trained."""
-        return None if self._reference is None else self._reference(self)
+        return reference_of(self)
 
     def figures(self) -> Mapping[str, float]:
         return {}

@@ -52,7 +52,7 @@ class Clips:
         model: Callable[[], DiffusersModel],
         data: WFMDataConfig,
         *,
-        conditions: Callable[[DiffusersModel], Conditions],
+        conditions: Conditions,
         reader: ClipReader,
         cache: TensorCache | None,
         fingerprint: str,
@@ -60,11 +60,11 @@ class Clips:
     ) -> None:
         """model: with codec and text encoder, asked for with the first row. cache: for latents, with what tells models
         apart as `fingerprint`."""
-        self._model, self._conditions = model, conditions
+        self._load, self._conditions = model, conditions
         self._data, self._reader = data, reader
         self._cache, self._fingerprint = cache, fingerprint
         self._seed = seed
-        self._made: tuple[DiffusersModel, Conditions] | None = None
+        self._model: DiffusersModel | None = None
         self._pool = ThreadPoolExecutor(data.workers, thread_name_prefix="clips")
 
     def terms(self, prompts: Sequence[Prompt]) -> list[Term]:
@@ -89,10 +89,9 @@ class Clips:
             return error
 
     def _term(self, prompt: Prompt, clip: TrainingClip, rng: np.random.Generator, *, number: int) -> Term:
-        if self._made is None:
-            model = self._model()
-            self._made = model, self._conditions(model)
-        model, conditions = self._made
+        if self._model is None:
+            self._model = self._load()
+        model, conditions = self._model, self._conditions
         video = torch.from_numpy(clip.video)[None]
         clean = self._latents(model, prompt, video)
         condition = conditions.with_given(conditions.of_caption(clip.caption, prompt.row), video, rng)

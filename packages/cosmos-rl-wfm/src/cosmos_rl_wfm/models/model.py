@@ -14,7 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cosmos_rl_wfm.models.adapters import adapter_weights, base_weights, merge, write_adapter_config
+from cosmos_rl_core.parallel.lora import adapter_weights, merge
+from cosmos_rl_wfm.models.adapters import base_weights, write_adapter_config
 from cosmos_rl_wfm.models.base import Condition, Size
 from cosmos_rl_wfm.models.cached import pad_text
 from cosmos_rl_wfm.models.captions import CaptionEncoder, EncodeImages

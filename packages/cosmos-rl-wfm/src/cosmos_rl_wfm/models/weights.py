@@ -21,7 +21,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.overrides import TorchFunctionMode
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.adapters import adapter_weights, base_name
+from cosmos_rl_core.parallel.lora import adapter_weights, base_name
 from cosmos_rl_wfm.models.random_state import lent_random_state
 
 if TYPE_CHECKING:
