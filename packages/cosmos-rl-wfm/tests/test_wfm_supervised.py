@@ -92,3 +92,18 @@ def test_captions_are_dropped_for_guidance():
     data = mock_data(caption_dropout=0.9)
     (microbatch,) = collated(policy_of(data), prompts_of(data)).microbatches
     assert 0 < (microbatch.inputs["text_mask"].sum(1) == 0).sum() <= 6
+
+
+def test_clips_of_several_shapes_are_never_in_one_microbatch():
+    data = mock_data(buckets=("8x8", "8x16"))
+    policy = policy_of(data)
+    batch = collated(policy, prompts_of(data))
+    shapes = {tuple(microbatch.inputs["clean"].shape[1:]) for microbatch in batch.microbatches}
+    assert shapes == {(3, 4, 8, 8), (3, 4, 8, 16)}
+    assert sum(len(microbatch.inputs["times"]) for microbatch in batch.microbatches) == batch.num_terms == 6
+    assert all(policy.forward(microbatch).logprobs.isfinite().all() for microbatch in batch.microbatches)
+
+
+def test_every_bucket_has_to_suit_the_model():
+    with pytest.raises(UserError, match="9"):
+        policy_of(mock_data(buckets=("8x8", "9x8")))

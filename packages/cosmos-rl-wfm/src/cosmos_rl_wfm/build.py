@@ -41,8 +41,8 @@ def build_policy(
     in_parts = setup.mesh is not None and bool(config.path)
     held = getattr(torch, setup.precision.parameters)
     model = build_model(config, seed=config.seed, held_dtype=held, filled=not in_parts)
-    size = size_of(data)
-    model.check(size)
+    for height, width in {(data.size.height, data.size.width), *data.sizes}:
+        model.check(Size(frames=data.size.frames, height=height, width=width))
     guided = sampling is not None and sampling.guidance is not None
     if guided:
         load_parts(model, config, {"text"}, seed=config.seed)

@@ -57,11 +57,20 @@ def condition_of(first: Rollout) -> dict[str, np.ndarray]:
 
 
 def stack(terms: Sequence[Term], *, num_rollouts: int, microbatch_terms: int, share: Share) -> TrainBatch:
-    """Deal terms over ranks and microbatches; counts are those of the whole batch."""
-    dealt = deal([1] * len(terms), capacity=microbatch_terms, share=share)
+    """Deal terms over ranks and microbatches, each of clips of one shape; counts are those of the whole batch."""
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for place, term in enumerate(terms):
+        alike.setdefault(np.shape(term.inputs["states" if "states" in term.inputs else "clean"]), []).append(place)
+    dealt = [
+        ([places[i] for i in members], places[0])
+        for places in alike.values()
+        for members in deal([1] * len(places), capacity=microbatch_terms, share=share)
+    ]
     trained = {term.rollout for term in terms if term.trained}
     return TrainBatch(
-        microbatches=tuple(_microbatch([terms[i] for i in members] or [_idle(terms[0])]) for members in dealt),
+        microbatches=tuple(
+            _microbatch([terms[i] for i in members] or [_idle(terms[first])]) for members, first in dealt
+        ),
         num_terms=sum(term.trained for term in terms),
         num_rollouts=len(trained),
     )
