@@ -1,4 +1,4 @@
-"""One process of a sync is killed at a random moment. `-m slow` runs 200 trials, the default suite ten of them."""
+"""One process of a sync is killed at a random moment. `-m slow` runs 200 trials, the default suite six of them."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from cosmos_rl_transfer.testing.faults.nursery import nursery
 from cosmos_rl_transfer.testing.faults.trials import MOST_WAIT_S, Outcome, Trial, run_trial, summarize
 
 SEEDS = range(200)
-FEW = (0, 1, 3, 4, 5, 6, 14, 16, 17, 21)
+FEW = (0, 1, 3, 4, 17, 21)
 
 
 @pytest.fixture(scope="module")

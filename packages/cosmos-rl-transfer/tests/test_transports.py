@@ -1,6 +1,7 @@
 import asyncio
 import logging
 import socket
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -191,8 +192,19 @@ def publisher():
 
 
 def test_a_wrong_token_is_refused(publisher):
-    with pytest.raises(AuthenticationError, match="token"):
+    with pytest.raises(AuthenticationError, match="the publisher has another token"):
         Link.connect(publisher.address, token=b"guess", timeout_s=5)
+
+
+def test_a_publisher_that_dies_while_it_answers_is_lost_and_refused_nobody():
+    with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
+        connecting = pool.submit(Link.connect, f"127.0.0.1:{listener.getsockname()[1]}", token=b"secret", timeout_s=5)
+        dying, _ = listener.accept()
+        dying.sendall(dying.recv(53, socket.MSG_WAITALL))  # its name and a nonce, and the proof that follows is read
+        dying.recv(32, socket.MSG_WAITALL)
+        dying.close()
+        with pytest.raises(PeerLost, match="the publisher is gone"):
+            connecting.result()
 
 
 def test_a_stranger_gets_no_message_before_it_proves_the_token(publisher):

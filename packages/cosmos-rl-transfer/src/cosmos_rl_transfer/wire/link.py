@@ -25,6 +25,8 @@ from cosmos_rl_transfer.wire.messages import Reply, Request
 
 _MAGIC = b"cosmos-rl-transfer/1\n"
 _NONCE_BYTES = 32
+_REFUSED = bytes(32)
+"""What a publisher answers a stranger in place of its proof: a connection that ends in silence was lost."""
 _MAX_FRAME_BYTES = 1 << 30
 _MAX_PARTS = 1024
 """IOV_MAX: parts of one sendmsg."""
@@ -89,14 +91,12 @@ class Link:
         other = "publisher" if self._side == "subscriber" else "subscriber"
         if self._side == "subscriber":
             self._send(_proof(token, self._side, mine, theirs))
-        try:
-            proof = self._receive(32)
-        except PeerLost as error:
-            raise AuthenticationError("the publisher closed the connection: is the run's token the same?") from error
-        if not hmac.compare_digest(proof, _proof(token, other, theirs, mine)):
-            raise AuthenticationError("the other side does not know this run's token")
+        proof = self._receive(32)
+        known = hmac.compare_digest(proof, _proof(token, other, theirs, mine))
         if self._side == "publisher":
-            self._send(_proof(token, self._side, mine, theirs))
+            self._send(_proof(token, self._side, mine, theirs) if known else _REFUSED)
+        if not known:
+            raise AuthenticationError(f"the {other} has another token than this run's")
 
     def send(self, message: Request | Reply, raw: memoryview | None = None) -> None:
         """Send a message and the raw bytes behind it."""
