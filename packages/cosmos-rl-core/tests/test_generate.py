@@ -18,6 +18,8 @@ from cosmos_rl_core.launch.generate import generate
 from cosmos_rl_core.launch.instances import Instances
 from cosmos_rl_core.launch.request import Request
 
+pytestmark = pytest.mark.xdist_group("core_generate")  # one process makes what they share
+
 RECIPE = """
 [run]
 domain = "cosmos_rl_core.testing.tiny:TINY"

@@ -1,10 +1,12 @@
 """What a rank holds, whether a model fits its mesh, and what to change where it does not fit the memory."""
 
+import math
+
 import pytest
 
 from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.config.sections import RunSection
+from cosmos_rl_core.config.sections import RunSection, SamplingSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.memory import changes_that_fit, estimate_of, parse_bytes, written
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -137,6 +139,15 @@ def test_adapters_alone_have_gradients_and_moments():
     assert (found.gradients, found.optimizer) == (4000, 8000)
 
 
+def test_frozen_weights_have_neither_gradients_nor_moments():
+    frozen = next(spec for spec in shape().weights if "embed" in spec.name)
+    found = of(shape(frozen=frozenset({frozen.name})))
+    left = WHOLE - math.prod(frozen.shape)
+    assert found.parameters == 4 * WHOLE
+    assert found.gradients == 4 * left
+    assert found.optimizer == 8 * left + 4 * (len(shape().weights) - 1)
+
+
 def test_experts_are_cut_over_all_ranks_but_not_over_pp():
     experts = [spec(f"model.layers.0.mlp.experts.{e}.gate_proj.weight", INNER, H) for e in range(8)]
     model = shape(num_layers=1, experts=8, experts_per_token=2, expert_intermediate=INNER, weights=tuple(experts))
@@ -214,6 +225,17 @@ def test_where_one_change_is_not_enough_several_are_put_together():
     changes = changes_that_fit(shape(), config, memory=estimate_of(shape(), both).device)
     assert written(changes[0]) == 'policy.memory.activation_checkpointing="full" policy.microbatch_terms=512'
     assert changes_that_fit(shape(), config, memory=1000) == []
+
+
+def test_where_a_term_takes_many_tokens_a_microbatch_may_have_few_of_them():
+    sampling = SamplingSection(max_terms=4)
+    config = recipe(microbatch_terms=64, memory=MemorySection(activation_checkpointing="full"))
+    config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
+    model = shape(tokens_per_term=300)
+    smallest = config.policy.model_copy(update={"microbatch_terms": 4})
+    changes = changes_that_fit(model, config, memory=estimate_of(model, smallest).device)
+    assert changes[0] == {"policy.microbatch_terms": 4}
+    assert {"policy.microbatch_terms": 2} not in changes_that_fit(model, config, memory=10**9)  # a rollout is whole
 
 
 @pytest.mark.parametrize(

@@ -162,6 +162,12 @@ def test_every_step_is_dealt_into_exactly_one_minibatch(lengths, count, seed):
     assert max(sizes) - min(sizes) <= 1 and len(dealt) == count
 
 
+def test_more_minibatches_than_there_is_to_deal_name_the_key():
+    group = group_of(episode_rollout([0.0, 0.0], [0.0, 0.0, 0.0]))
+    with pytest.raises(UserError, match=r"minibatches = 3.* only 2 .*prompts_per_step"):
+        deal_minibatches([group], count=3, random=np.random.default_rng(0))
+
+
 def test_the_decoupled_ratio_divides_by_the_policy_of_the_steps_start():
     terms = TermBatch(
         rollout_logprobs=torch.tensor([-2.0]),

@@ -3,6 +3,8 @@
 import importlib.util
 import json
 import math
+import os
+from pathlib import Path
 
 import pytest
 
@@ -68,6 +70,19 @@ def test_a_missing_extra_names_the_line_that_installs_it(tmp_path):
     with pytest.raises(UserError) as caught:
         build_sinks(["wandb"], tmp_path)
     assert "pip install 'cosmos-rl-core[wandb]'" in str(caught.value)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_where_one_cannot_be_opened_the_others_are_closed(tmp_path):
+    def is_open():
+        return str(tmp_path / "metrics.jsonl") in [os.path.realpath(fd) for fd in Path("/proc/self/fd").iterdir()]
+
+    with pytest.raises(UserError, match="pip install"):
+        build_sinks(["jsonl", "wandb"], tmp_path)
+    assert not is_open()
+    (sink,) = build_sinks(["jsonl"], tmp_path)
+    assert is_open()
+    sink.close()
 
 
 def test_an_unknown_sink_is_named_with_the_known_ones_before_any_is_opened(tmp_path):

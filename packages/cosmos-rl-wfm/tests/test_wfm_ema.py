@@ -18,6 +18,8 @@ from cosmos_rl_core.train.folder import Folder
 from cosmos_rl_core.train.reader import CheckpointReader
 from cosmos_rl_wfm.testing import lines_of, pixel_model, recipe
 
+pytestmark = pytest.mark.xdist_group("wfm_ema")  # one process makes what they share
+
 EMA = {"decay": 0.75, "reference": True}
 RECIPE = recipe(
     model=pixel_model(ema=EMA).model_dump(mode="json", exclude_none=True),
@@ -104,6 +106,7 @@ def test_the_files_of_one_process_are_a_network_of_diffusers(whole):
     assert torch.equal(weight, saved(whole[0], 3)[MODEL + name])
 
 
+@pytest.mark.slow
 def test_the_average_is_evaluated_unless_the_trained_weights_are_asked_for(whole, tmp_path):
     config = load_config({**RECIPE, "eval": {"data": RECIPE["data"]}})
     rewards = {}

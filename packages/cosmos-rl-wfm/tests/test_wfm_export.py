@@ -18,6 +18,8 @@ from cosmos_rl_wfm.samplers.noise import draw_noise
 from cosmos_rl_wfm.sampling import FlowSampling
 from cosmos_rl_wfm.testing import mock_data, prompt, recipe, save_pipeline
 
+pytestmark = pytest.mark.xdist_group("wfm_export")  # one process makes what they share
+
 SIZE = {"frames": 5, "height": 32, "width": 32}
 TEXT = {"length": 8}
 CAPTION = "two discs & a red square"

@@ -25,6 +25,8 @@ from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_wfm.testing import mock_data, pixel_model, shown
 
+pytestmark = pytest.mark.xdist_group("wfm_generate")  # one process makes what they share
+
 RECIPE = {
     "run": {"domain": "wfm", "max_steps": 1},
     "model": pixel_model().model_dump(mode="json"),

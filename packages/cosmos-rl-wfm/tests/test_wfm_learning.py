@@ -25,6 +25,8 @@ from cosmos_rl_wfm.samplers.times import draw_times, flow_times
 from cosmos_rl_wfm.samplers.window import Window
 from cosmos_rl_wfm.testing import seeded
 
+pytestmark = pytest.mark.xdist_group("wfm_learning")  # one process makes what they share
+
 # A velocity of 2-D points, pretrained on a ring of radius 1; the reward draws them to the right.
 
 

@@ -112,6 +112,8 @@ def test_a_gradient_that_is_counted_twice_is_found_and_named():
     name = "blocks.0.attn1.to_q.weight"
     error, where = largest_error(expected, [{**expected, name: 2 * expected[name]}], ParallelDims())
     assert (error, where) == (pytest.approx(1.0), f"rank 0: {name}")
+    broken = {**expected, name: np.full_like(expected[name], np.nan)}
+    assert largest_error(expected, [broken], ParallelDims()) == (np.inf, f"rank 0: {name}")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

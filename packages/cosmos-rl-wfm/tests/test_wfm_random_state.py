@@ -1,12 +1,13 @@
 """Policy and engine of an inline run are built in two threads, and have to begin with the same network."""
 
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from cosmos_rl_wfm.models.build import build_model
-from cosmos_rl_wfm.models.random_state import lent_random_state
 from cosmos_rl_wfm.testing import pixel_model
 
 
@@ -20,9 +21,31 @@ def test_networks_built_side_by_side_are_the_one_built_alone():
         assert all(torch.equal(weights[name], tensor) for name, tensor in alone.items())
 
 
-def test_draws_begin_at_the_seed_and_leave_the_state_as_it_was():
-    before = torch.get_rng_state()
-    with lent_random_state(seed=3):
-        drawn = torch.rand(4)
-    assert torch.equal(drawn, torch.rand(4, generator=torch.Generator().manual_seed(3)))
-    assert torch.equal(torch.get_rng_state(), before)
+IN_THE_MIDDLE = """
+import sys, threading, time
+from cosmos_rl_wfm.models.build import build_model
+from cosmos_rl_wfm.testing import pixel_model
+
+def is_there(name):
+    module = sys.modules.get(name)
+    return module is not None and not module.__spec__._initializing
+
+def second():
+    while not is_there("diffusers.utils.logging"):
+        time.sleep(0.001)
+    assert not is_there("diffusers")
+    built.append(build_model(pixel_model()))
+
+assert "diffusers" not in sys.modules
+built = []
+thread = threading.Thread(target=second)
+thread.start()
+built.append(build_model(pixel_model()))
+thread.join()
+print(len(built))
+"""
+
+
+def test_a_network_is_built_while_another_thread_imports_diffusers():
+    done = subprocess.run([sys.executable, "-c", IN_THE_MIDDLE], capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "2", done.stderr

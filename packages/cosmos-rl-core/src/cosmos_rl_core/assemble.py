@@ -60,7 +60,8 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
             "[policy.memory] parameter_offload = true needs a replica of several ranks, whose shards it moves; set "
             "[policy.parallel] dp_shard to 2 or more, or parameter_offload = false"
         )
-    if (shape := domain.model_shape(config.model, data=config.data)) is not None:
+    shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
+    if shape is not None:
         check_fit(shape, config.policy.parallel, dims=dims)
     if config.is_sft:
         return
@@ -216,10 +217,11 @@ def build_reference(
 
 
 def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None) -> Policy:
-    sampling = None if config.is_sft else config.rollout.sampling.build()
     section = config.policy
     setup = ModelSetup(mesh=mesh, parallel=section.parallel, memory=section.memory, precision=section.precision)
-    return domain.build_policy(config.model, data=config.data, sampling=sampling, seed=config.run.seed, setup=setup)
+    return domain.build_policy(
+        config.model, data=config.data, sampling=config.policy_sampling, seed=config.run.seed, setup=setup
+    )
 
 
 def build_collate(config: RunConfig, domain: Domain, share: Share) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from cosmos_rl_core.types import (
     LossTerm,
@@ -195,9 +195,12 @@ class Recorder(Protocol):
 class SamplingConfig(Protocol):
     """What core asks of a domain's [rollout.sampling]. `build` gives what engine and policy are handed."""
 
+    unit: ClassVar[str]
+    """What `max_terms` counts, in messages."""
+
     @property
     def max_terms(self) -> int:
-        """Most terms of one rollout."""
+        """Most terms of one rollout, or another measure of its length."""
         ...
 
     @property
@@ -248,23 +251,18 @@ class Domain(Protocol):
         ...
 
     def weight_specs(self, model: Any) -> Sequence[WeightSpec] | None:
-        """The weights by checkpoint name, read without loading them; None where only the built model knows. Raises
-        UserError for a model that cannot be there.
-        """
+        """The weights by name, read without loading them; None where only the built model knows. Raises UserError."""
         ...
 
-    def model_shape(self, model: Any, *, data: Any) -> ModelShape | None:
+    def model_shape(self, model: Any, *, data: Any, sampling: Any) -> ModelShape | None:
         """The sizes that decide how the model can be spread and what it will hold, read without loading it.
 
-        None where they are not known before the model is built. Raises UserError as `weight_specs` does.
+        None where only the built model knows. `sampling` says what a term is (None: SFT). Raises as `weight_specs`.
         """
         ...
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:
-        """What keeps `groups` groups of every `every`-th version in a directory; None where rollouts are but text.
-
-        `name` tells replicas apart that share the directory.
-        """
+        """What keeps `groups` groups of each `every`-th version, of replica `name`; None where they are but text."""
         ...
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:

@@ -226,6 +226,8 @@ class PolicyOutputs:
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """[T, ...] by name: what objectives of the domain's own read beside these. `whitened` [T, D], where a term is a
     Gaussian: its mean divided so that half the squared distance of two of them is the KL divergence."""
+    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    """[T] by name, to be reported: parts that a loss consists of, such as those of an auxiliary head."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -113,7 +113,7 @@ class LLMDomain:
             return None
         return read_specs(directory)
 
-    def model_shape(self, model: LLMModelConfig, *, data: LLMDataConfig) -> ModelShape | None:
+    def model_shape(self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Any) -> ModelShape | None:
         """From config.json and the headers of a local directory's safetensors; None for a hub's id.
 
         Raises:

@@ -11,18 +11,16 @@ loads (experts, often) are loaded whole by each rank into the host's memory and 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from contextlib import ExitStack
 from pathlib import Path
 
 import torch
 from safetensors import safe_open
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from torch import nn
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.parallel.lora import base_name
+from cosmos_rl_core.parallel.own_part import fill_own_part
 from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.model import named_weights
 
@@ -48,15 +46,4 @@ def read_parts(module: nn.Module, path_or_id: str | os.PathLike[str]) -> None:
         tensors = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
         for name, tensor in tensors.values():  # tied tensors once, under their first name
             if (wanted := base_name(name)) is not None:  # an adapter has its first values already
-                _fill(tensor, wanted, sources)
-
-
-def _fill(tensor: Tensor, name: str, sources: Mapping[str, safe_open]) -> None:
-    whole = sources[name].get_slice(name)
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(whole[...])
-        return
-    local = tensor.to_local()
-    if local.numel():
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local.copy_(whole[tuple(slice(start, start + size) for start, size in zip(offset, shape))])
+                fill_own_part(tensor, sources[wanted].get_slice(wanted).__getitem__)

@@ -9,13 +9,13 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.lora import adapter_weights, fill_adapters
+from cosmos_rl_core.parallel.lora import adapter_weights, fill_adapters, peft_config
+from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_llm.config import LoraSection
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, *, base: str, see
     Raises UserError for layers that the model does not have, and where peft is not installed.
     """
     config = _peft_config(model, section)
-    with torch.random.fork_rng(devices=[]):  # peft draws values of its own
+    with lent_random_state(seed=seed):  # peft draws values of its own
         model.add_adapter(config, _ADAPTER)
     path = Path(base).expanduser()
     config.base_model_name_or_path = str(path.resolve()) if path.is_dir() else base
@@ -86,17 +86,12 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def _peft_config(model: PreTrainedModel, section: LoraSection) -> LoraConfig:
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise UserError(f"[model.lora] needs peft ({error}); pip install 'cosmos-rl-llm[lora]'") from error
     targets, excluded = _targets(model, section.target_modules)
-    return LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it by the rank
-        lora_dropout=0.0,
-        bias="none",
+    return peft_config(
+        rank=section.rank,
+        alpha=section.alpha,
         target_modules=targets,
+        package="cosmos-rl-llm",
         exclude_modules=excluded or None,
         task_type="CAUSAL_LM",
     )

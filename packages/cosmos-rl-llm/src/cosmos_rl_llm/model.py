@@ -26,6 +26,7 @@ from transformers.utils import logging
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.linear import product
 from cosmos_rl_core.parallel.lora import adapter_weights
+from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_llm.checkpoint import resolve
 
 _HEAD_SCALES = ("logit_scale", "logits_scaling")
@@ -98,8 +99,7 @@ def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> P
         raise UserError('model config needs the key model_type, for example model_type = "qwen3"')
     try:
         built = AutoConfig.for_model(kind, **values)
-        with _LOADING, torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
+        with _LOADING, lent_random_state(seed=seed):
             return AutoModelForCausalLM.from_config(built, dtype=dtype)
     except (ValueError, StrictDataclassError) as error:
         raise UserError(f"model config: {_first_line(error)}") from error

@@ -27,6 +27,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple
+from cosmos_rl_core.testing.difference import largest_difference
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
@@ -172,7 +173,7 @@ def differences(expected: Figures, ranks: Sequence[Figures]) -> dict[str, float]
         scale = max(1.0, float(np.abs(wanted).max(initial=0.0)))
         for value in values:
             assert value.shape == wanted.shape, f"{name}: {value.shape} for {wanted.shape}"
-            error = float(np.abs(value - wanted).max(initial=0.0)) / scale
+            error = largest_difference(value, wanted) / scale
             found[name] = max(found.get(name, 0.0), error)
     return found
 

@@ -97,7 +97,7 @@ class WFMDomain:
         """Only the built model knows."""
         return None
 
-    def model_shape(self, model: WFMModelConfig, *, data: WFMDataConfig) -> ModelShape | None:
+    def model_shape(self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any) -> ModelShape | None:
         """The sizes of a network on this machine, or of one from scratch; None for one on a hub."""
         from cosmos_rl_wfm.shape import read_shape
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -19,6 +19,8 @@ OldDecay = Literal["none", "slow", "late"]
 
 class FlowSampling(Strict):
     """[rollout.sampling]: how a sample is denoised, and which steps of it are trained."""
+
+    unit: ClassVar[str] = "terms"
 
     num_steps: int = Field(default=10, ge=1)
     """Denoising steps of a rollout; fewer than in use are enough to learn from."""

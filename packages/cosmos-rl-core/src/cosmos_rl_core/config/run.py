@@ -56,6 +56,11 @@ class RunConfig(Strict):
         """True for supervised fine-tuning: no rollouts, rewards or weight sync."""
         return self.algorithm.name == "sft"
 
+    @property
+    def policy_sampling(self) -> Any:
+        """How the terms that the policy trains on are drawn; None in supervised fine-tuning."""
+        return None if self.is_sft else self.rollout.sampling.build()
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:

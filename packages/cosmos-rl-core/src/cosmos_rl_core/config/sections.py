@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -55,6 +55,8 @@ class PromptsSection(Strict):
 
 class SamplingSection(Strict):
     """[rollout.sampling]: how rollouts are drawn."""
+
+    unit: ClassVar[str] = "terms"
 
     max_terms: int = Field(default=256, ge=1)
     """Most terms to generate for one rollout."""

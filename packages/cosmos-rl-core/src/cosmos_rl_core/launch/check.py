@@ -114,7 +114,7 @@ def _resume(checked: Checked) -> list[tuple[str, str]]:
         rollout = config.rollout
         step = (
             f"{policy.prompts_per_step} prompts x {rollout.group_size} rollouts x up to "
-            f"{rollout.sampling.max_terms} terms, at most {config.sync.max_staleness} versions stale"
+            f"{rollout.sampling.max_terms} {rollout.sampling.unit}, at most {config.sync.max_staleness} versions stale"
         )
         rewards = ", ".join(f"{f.weight:g} x {f.title}" for f in config.reward.functions)
     return [

@@ -29,6 +29,7 @@ from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.interfaces import Recorder, RolloutEngine
 from cosmos_rl_core.launch.answers import LINE_BYTES, Answer, Failed, Reply, Row, Task
+from cosmos_rl_core.launch.collector import collector_paused
 from cosmos_rl_core.launch.failure import Failure
 from cosmos_rl_core.reward.rubric import Rubric
 from cosmos_rl_core.rollout.rollouter import request_seed
@@ -125,7 +126,8 @@ def _build_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
         torch.cuda.set_device(device)
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
-    return assemble.build_engine(config, load_domain(config.run.domain))
+    with collector_paused():
+        return assemble.build_engine(config, load_domain(config.run.domain))
 
 
 async def load_engine(

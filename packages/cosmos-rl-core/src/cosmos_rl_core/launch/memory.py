@@ -19,6 +19,7 @@ Change = Mapping[str, Any]
 
 MOST_CHANGES = 3
 SMALLEST_MICROBATCH = 512
+"""Tokens; smaller ones keep no device busy."""
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -39,7 +40,7 @@ def estimate_of(shape: ModelShape, policy: PolicySection) -> MemoryEstimate:
 def changes_that_fit(shape: ModelShape, config: RunConfig, *, memory: int) -> list[Change]:
     """Return the first few changes, cheapest first, after which a rank needs at most `memory` bytes of its device."""
     found: list[Change] = []
-    for change in _candidates(config):
+    for change in _candidates(config, tokens_per_term=shape.tokens_per_term):
         policy = _changed(config.policy, change)
         if estimate_of(shape, policy).device <= memory and not any(_contains(change, other) for other in found):
             found.append(change)
@@ -53,10 +54,10 @@ def written(change: Change) -> str:
     return " ".join(f"{key}={as_toml(value)}" for key, value in change.items())
 
 
-def _candidates(config: RunConfig) -> Iterator[Change]:
+def _candidates(config: RunConfig, *, tokens_per_term: int) -> Iterator[Change]:
     """Alone what costs least time first; then all of it together with more ranks."""
     recomputed = list(_recomputations(config.policy))
-    smaller = list(_smaller_microbatches(config))
+    smaller = list(_smaller_microbatches(config, tokens_per_term=tokens_per_term))
     more = list(_more_ranks(config.policy))
     offloaded: list[Change] = [{"policy.memory.parameter_offload": True}]
     yield from recomputed
@@ -82,8 +83,10 @@ def _recomputations(policy: PolicySection) -> Iterator[Change]:
         yield {key: "full"}
 
 
-def _smaller_microbatches(config: RunConfig) -> Iterator[Change]:
-    least = SMALLEST_MICROBATCH if config.is_sft else max(SMALLEST_MICROBATCH, config.rollout.sampling.max_terms)
+def _smaller_microbatches(config: RunConfig, *, tokens_per_term: int) -> Iterator[Change]:
+    least = -(-SMALLEST_MICROBATCH // tokens_per_term)
+    if not config.is_sft:
+        least = max(least, config.rollout.sampling.least_microbatch_terms)
     terms = config.policy.microbatch_terms // 2
     while terms >= least:
         yield {"policy.microbatch_terms": terms}

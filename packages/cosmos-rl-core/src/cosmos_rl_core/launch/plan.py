@@ -91,6 +91,8 @@ class Plan:
     """0 for supervised fine-tuning."""
     groups_in_flight: int
     """Most groups leased, ready or in training at once: (max_staleness + 1) * prompts_per_step."""
+    unit: str
+    """What a rollout's length is counted in."""
     generated_terms_per_step: int
     """Upper bound: every rollout as long as [rollout.sampling] max_terms."""
     microbatch_terms: int
@@ -114,7 +116,7 @@ class Plan:
             ("prompts a step", self.prompts_per_step),
             ("rollouts a step", self.rollouts_per_step),
             ("groups in flight", f"at most {self.groups_in_flight}"),
-            ("generated terms a step", f"at most {self.generated_terms_per_step}"),
+            (f"generated {self.unit} a step", f"at most {self.generated_terms_per_step}"),
             ("terms a forward pass", f"at most {self.microbatch_terms}"),
         ]
         head = f"{self.name}: {self.placement}, {self.cores} cores"
@@ -146,6 +148,7 @@ def plan(config: RunConfig, *, memory: int | None = None) -> Plan:
         prompts_per_step=prompts,
         rollouts_per_step=rollouts,
         groups_in_flight=0 if config.is_sft else (config.sync.max_staleness + 1) * prompts,
+        unit=config.rollout.sampling.unit,
         generated_terms_per_step=rollouts * config.rollout.sampling.max_terms,
         microbatch_terms=config.policy.microbatch_terms,
         weights=_weights(config),
@@ -163,7 +166,8 @@ def _ranks(config: RunConfig) -> Ranks:
 
 
 def _memory(config: RunConfig, given: int | None) -> Memory | None:
-    shape = load_domain(config.run.domain).model_shape(config.model, data=config.data)
+    domain = load_domain(config.run.domain)
+    shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     if shape is None:
         return None
     rank = estimate_of(shape, config.policy)

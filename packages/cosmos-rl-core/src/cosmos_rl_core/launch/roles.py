@@ -18,6 +18,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.client import ControllerClient
 from cosmos_rl_core.control.wire import Connection
 from cosmos_rl_core.launch.assignment import Assignment, WorkerContext
+from cosmos_rl_core.launch.collector import collector_paused
 
 
 class Role(Protocol):
@@ -34,10 +35,10 @@ class Role(Protocol):
 
 async def run_role(role: str, context: WorkerContext, connection: Connection) -> None:
     """Receive the recipe, run `policy` or `rollout` to the end, say goodbye."""
-    # torch comes with the roles' parts: a worker that cannot connect fails before that
-    from cosmos_rl_core.launch.desk import ControllerDesk
-    from cosmos_rl_core.launch.policy_role import PolicyRole
-    from cosmos_rl_core.launch.rollout_role import RolloutRole
+    with collector_paused():  # torch comes with the roles' parts: a worker that cannot connect fails before that
+        from cosmos_rl_core.launch.desk import ControllerDesk
+        from cosmos_rl_core.launch.policy_role import PolicyRole
+        from cosmos_rl_core.launch.rollout_role import RolloutRole
 
     welcome = await connection.receive()
     if context.ranks is not None:

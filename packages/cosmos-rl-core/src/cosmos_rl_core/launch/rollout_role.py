@@ -15,6 +15,7 @@ from cosmos_rl_core.control.wire import Server
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.launch.assignment import Assignment
+from cosmos_rl_core.launch.collector import collector_paused
 from cosmos_rl_core.launch.node import is_loopback
 from cosmos_rl_core.launch.real_rewards import score_real_rows
 from cosmos_rl_core.rollout.rollouter import Rollouter
@@ -113,7 +114,7 @@ class RolloutRole:
 
     def _build_engine(self) -> RolloutEngine:
         self._at.prepare_torch()
-        with self._at.context.timeline.span("build"):
+        with self._at.context.timeline.span("build"), collector_paused():
             return assemble.build_engine(self._at.config, self._at.domain)
 
     async def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -125,7 +126,10 @@ def build_sinks(names: Sequence[str], run_dir: Path, *, first_step: int | None =
     unknown = [name for name in names if name not in _SINKS]
     if unknown:
         raise UserError(f"unknown metrics sink {unknown[0]!r}: choose from {', '.join(_SINKS)}")
-    return [_SINKS[name](run_dir, first_step) for name in dict.fromkeys(names)]
+    with ExitStack() as opened:  # closes those that are open where one cannot be
+        sinks = [opened.enter_context(closing(_SINKS[name](run_dir, first_step))) for name in dict.fromkeys(names)]
+        opened.pop_all()
+    return sinks
 
 
 def size_of(picture: bytes) -> tuple[int, int]:

@@ -100,7 +100,8 @@ class _Rank:
         policy = self.policy
         trained_bytes = BYTES[policy.precision.parameters]
         held = sum(self._shard(spec) for spec in self.specs)
-        trained, num_tensors = held, len(self.specs)
+        learning = [spec for spec in self.specs if spec.name not in self.shape.frozen]
+        trained, num_tensors = sum(map(self._shard, learning)), len(learning)
         if self.shape.adapter_parameters:
             trained, num_tensors = -(-self.shape.adapter_parameters // self._ranks_of_weights), 0
             held += trained
@@ -131,6 +132,8 @@ class _Rank:
         return self.dims.dp_shard * self.dims.cp * self.dims.pp
 
     def _holds(self, spec: WeightSpec) -> bool:
+        if self.first and self.last:
+            return True  # towers beside the decoder may have more layers than it
         layer = layer_of(spec.name)
         if layer is not None:
             return any(layer in stage for stage in self.stages)

@@ -16,8 +16,9 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -26,10 +27,32 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy, Reference
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
+if TYPE_CHECKING:
+    from peft import LoraConfig
+
 _PREFIX = "base_model.model."
 """Before every name in peft's files."""
 _PARAMETER = re.compile(r"(?P<layer>.+)\.(?P<matrix>lora_[AB])\.default\.weight")
 _FILED = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.(?P<matrix>lora_[AB])\.weight")
+
+
+def peft_config(*, rank: int, alpha: float, target_modules: Sequence[str], package: str, **further: Any) -> LoraConfig:
+    """Return what peft makes adapters by; `further` are keys of its LoraConfig.
+
+    Raises UserError without peft, with the line that installs it beside `package`.
+    """
+    try:
+        from peft import LoraConfig
+    except ImportError as error:
+        raise UserError(f"[model.lora] needs peft ({error}); pip install '{package}[lora]'") from error
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # peft divides it by the rank
+        lora_dropout=0.0,
+        bias="none",
+        target_modules=list(target_modules),
+        **further,
+    )
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:

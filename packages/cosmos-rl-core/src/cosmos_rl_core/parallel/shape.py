@@ -58,7 +58,9 @@ class ModelShape:
     axes: frozenset[str] = frozenset({"pp", "cp", "tp", "ep"})
     """Axes beside those of data parallelism that it can be spread over."""
     adapter_parameters: int = 0
-    """Parameters that are trained beside these, which are then frozen (LoRA); 0: all weights are trained."""
+    """Parameters that are trained beside these, which are then frozen (LoRA); 0: there are none."""
+    frozen: frozenset[str] = frozenset()
+    """Names of weights that are not trained, where the others are."""
 
     def has_experts(self, layer: int) -> bool:
         return self.experts > 0 and layer >= self.dense_layers

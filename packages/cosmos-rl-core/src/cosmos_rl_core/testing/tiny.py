@@ -51,7 +51,7 @@ class Tiny:
     def weight_specs(self, model: TinyModel) -> None:
         return None
 
-    def model_shape(self, model: TinyModel, *, data: TinyData) -> None:
+    def model_shape(self, model: TinyModel, *, data: TinyData, sampling: Any) -> None:
         return None
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> None:

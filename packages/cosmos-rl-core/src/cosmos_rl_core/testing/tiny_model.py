@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from cosmos_rl_core.interfaces import MicrobatchLoss
 from cosmos_rl_core.parallel.accumulate import accumulate
 from cosmos_rl_core.parallel.fsdp import reshard, shard_fully
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
 from cosmos_rl_core.train.balance import deal
@@ -49,13 +49,8 @@ class TinyNetwork(nn.Module):
         return self.out(torch.tanh(self.context(contexts) * self.place(places)))
 
 
-_BUILDING = threading.Lock()
-"""The seed is torch's, of the whole process; policy and engine may be built in two threads of it."""
-
-
 def build_network(model: TinyModel) -> TinyNetwork:
-    with _BUILDING, torch.random.fork_rng(devices=[]):
-        torch.manual_seed(model.seed)
+    with lent_random_state(seed=model.seed):
         return TinyNetwork(contexts=model.contexts, actions=model.actions, hidden=model.hidden)
 
 

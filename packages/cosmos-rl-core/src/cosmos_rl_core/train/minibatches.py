@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
 
@@ -20,14 +21,17 @@ def deal_minibatches(
 ) -> list[list[RolloutGroup]]:
     """Deal what is trained on into `count` minibatches of equal size up to one.
 
-    Raises ValueError where there is less to deal than minibatches.
+    Raises UserError where there is less to deal than minibatches.
     """
     if count == 1:
         return [list(groups)]
     masks = [[_trained_units(rollout) for rollout in group.rollouts] for group in groups]
     total = sum(int(mask.sum()) for of_group in masks for mask in of_group)
     if total < count:
-        raise ValueError(f"{total} steps cannot be dealt into {count} minibatches")
+        raise UserError(
+            f"[policy] minibatches = {count}: the rollouts of this step have only {total} parts to train on; "
+            "lower it, or raise prompts_per_step"
+        )
     places = random.permutation(total) % count
     minibatches: list[list[RolloutGroup]] = [[] for _ in range(count)]
     start = 0

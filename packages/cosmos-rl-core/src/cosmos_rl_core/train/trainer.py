@@ -107,8 +107,9 @@ class Trainer:
             self._add(f"loss_{loss.name}", value)
         self._add("loss", total)
         mask = terms.loss_mask
-        for name, values in metrics.items():
-            self._add(name, (mask * values).sum() / max(1, self._batch.num_terms))
+        for name, values in {**metrics, **outputs.figures}.items():
+            trained = values.detach().masked_fill(mask == 0, 0.0)
+            self._add(name, (mask * trained).sum() / max(1, self._batch.num_terms))
         return total
 
     def optim_step(self, *, last: bool = True) -> StepResult:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.lora import fill_adapters
+from cosmos_rl_core.parallel.lora import fill_adapters, peft_config
+from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_wfm.models.config import LoraSection
-from cosmos_rl_wfm.models.random_state import lent_random_state
 
 if TYPE_CHECKING:
     from diffusers.loaders import PeftAdapterMixin
@@ -59,16 +59,11 @@ def _settings(network: nn.Module) -> LoraConfig:
 
 
 def _peft_config(network: nn.Module, section: LoraSection, family: Sequence[str]) -> LoraConfig:
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise UserError(f"[model.lora] needs peft ({error}); pip install 'cosmos-rl-wfm[lora]'") from error
-    return LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it by the rank
-        lora_dropout=0.0,
-        bias="none",
+    return peft_config(
+        rank=section.rank,
+        alpha=section.alpha,
         target_modules=_targets(network, section, family),
+        package="cosmos-rl-wfm",
     )
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Collection, Mapping
+from importlib import import_module
 from typing import Any, Literal
 
 import torch
@@ -107,6 +108,9 @@ def _quiet() -> None:
     """Keep out of the log what diffusers and torchao say when they are imported: what they do not find here."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    # diffusers puts another module in its own place while it is imported: an `import` of it in a second thread, which
+    # policy and engine of an inline run are built in, would go on with the one that was replaced
+    import_module("diffusers")
     from diffusers.utils.logging import set_verbosity_error
 
     set_verbosity_error()

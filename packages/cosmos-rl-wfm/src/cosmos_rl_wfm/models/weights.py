@@ -16,16 +16,16 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.overrides import TorchFunctionMode
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name
-from cosmos_rl_wfm.models.random_state import lent_random_state
+from cosmos_rl_core.parallel.own_part import fill_own_part
+from cosmos_rl_core.parallel.random_state import lent_random_state
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin
+
 
 _DRAWS = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.uniform_}
 _DRAWS |= {nn.init.kaiming_uniform_, nn.init.xavier_uniform_}
@@ -137,10 +137,4 @@ def _fill(tensor: Tensor, name: str, source: safe_open) -> None:
             f"model.path: {name} is {whole.get_shape()} in the safetensors and {list(tensor.shape)} by config.json; "
             "check that they belong together"
         )
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(source.get_tensor(name))
-        return
-    local = tensor.to_local()
-    if local.numel():
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local.copy_(whole[tuple(slice(start, start + size) for start, size in zip(offset, shape))])
+    fill_own_part(tensor, whole.__getitem__)

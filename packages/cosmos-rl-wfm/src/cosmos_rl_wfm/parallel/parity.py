@@ -20,6 +20,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.fsdp import reshard
 from cosmos_rl_core.parallel.gather import whole
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.difference import largest_difference
 from cosmos_rl_core.types import Share
 from cosmos_rl_wfm.parallel.parallelize import parallelize
 
@@ -73,7 +74,7 @@ def largest_error(
             expected = expected[share.index :: share.count] if name.startswith("velocity") else expected
             assert figures[name].shape == expected.shape, name
             scale = float(np.abs(expected).max()) or 1.0  # of what nothing depends on, such as the last text of SD3
-            errors.append((float(np.abs(figures[name] - expected).max()) / scale, f"rank {rank}: {name}"))
+            errors.append((largest_difference(figures[name], expected) / scale, f"rank {rank}: {name}"))
     return max(errors)
 
 
