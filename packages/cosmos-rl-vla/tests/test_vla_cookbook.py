@@ -32,7 +32,8 @@ from cosmos_rl_vla.sims.libero_tasks import find_task
 
 
 class Table(Worded):
-    def __init__(self, *, cameras, image_size, max_steps=520):
+    def __init__(self, *, cameras, image_size, drawing, max_steps=520):
+        assert drawing == "robosuite"
         self.spec = SimSpec(
             cameras=dict.fromkeys(cameras, (image_size, image_size)), state_dim=8, action_dim=7,
             action_low=(-1.0,) * 7, action_high=(1.0,) * 7, max_steps=max_steps, control_hz=20.0,

@@ -21,7 +21,7 @@ from cosmos_rl_vla.collate import collate
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.data.rows import load_rows
 from cosmos_rl_vla.engines.torch import TorchEngineOptions
-from cosmos_rl_vla.models.config import VLAModelConfig
+from cosmos_rl_vla.models.config import NoiseSection, VLAModelConfig
 from cosmos_rl_vla.sampling import VLASampling
 
 DATA = VLADataConfig(simulator="reach", tasks=("red", "green"), options={"image_size": 16, "max_steps": 20})
@@ -107,7 +107,9 @@ def test_an_episode_at_its_limit_is_bootstrapped_and_one_that_ends_is_not(model)
     assert np.isfinite(rules.of_steps(rollout.episode).advantages).all()
 
 
-def test_versions_are_those_of_each_decision(model):
+def test_versions_are_those_of_each_decision_and_decide_its_noise(model):
+    model = model.model_copy(update={"noise": NoiseSection(level=0.5, level_end=0.1, level_steps=4)})
+
     async def switch_later(engine):
         while engine.progress < 1:
             await asyncio.sleep(0.001)
@@ -116,7 +118,10 @@ def test_versions_are_those_of_each_decision(model):
     rollouts = generate(model, prompts(0, 1, 2, 3), slots=1, during=switch_later)
     versions = np.concatenate([rollout.versions for (rollout,) in rollouts])
     assert versions.min() == 3 and versions.max() == 4
-    assert all((np.diff(rollout.versions) >= 0).all() for (rollout,) in rollouts)
+    for (rollout,) in rollouts:
+        assert (np.diff(rollout.versions) >= 0).all()
+        of_decisions = rollout.versions.reshape(len(rollout.arrays["valid"]), -1)[:, 0]
+        np.testing.assert_allclose(rollout.arrays["replay/level"], 0.5 - 0.1 * of_decisions, rtol=1e-6)
 
 
 def test_a_greedy_episode_says_nothing_to_learn_from_and_is_the_same_twice(model):

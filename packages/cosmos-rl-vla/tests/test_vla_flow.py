@@ -132,19 +132,3 @@ def test_supervised_times_follow_the_beta_distribution():
     assert tau.max() == pytest.approx(1.0)
     assert tau.mean().item() == pytest.approx(0.999 * beta.mean.item() + 0.001, abs=1e-3)
     assert tau.std().item() == pytest.approx(0.999 * beta.stddev.item(), abs=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("noise", "num_steps", "said"),
-    [
-        (Noise(kind="cps", level=0.5, steps="last"), 4, "draws nothing"),
-        (Noise(steps="last", ignore_last=True), 4, "ignore_last"),
-        (Noise(steps="all", ignore_last=True), 1, "2 or more"),
-        (Noise(kind="cps", level=0.5, steps="all"), 1, "single"),
-        (Noise(level=0.0), 4, "level"),
-        (Noise(std_low=0.2, std_high=0.1), 4, "std_low"),
-    ],
-)
-def test_noise_that_leaves_nothing_to_draw_is_refused(noise, num_steps, said):
-    with pytest.raises(ValueError, match=said):
-        noise.check(num_steps)

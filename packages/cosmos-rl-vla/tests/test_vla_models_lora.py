@@ -17,7 +17,7 @@ from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.sampling import VLASampling
 
-pytest.importorskip("peft")
+pytest.importorskip("peft", reason="an extra of the package")
 
 FAMILIES = pytest.mark.parametrize("family", ["pi05", "openvla", "openvla_oft"])
 DATA = VLADataConfig(simulator="reach", tasks=("red",))

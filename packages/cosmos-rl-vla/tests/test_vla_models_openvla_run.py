@@ -15,6 +15,8 @@ from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
 
+pytestmark = pytest.mark.xdist_group("openvla_run")  # one process makes what they share
+
 COMMAND = [sys.executable, "-c", "from cosmos_rl_core.launch.cli import main; main()"]
 
 
@@ -78,6 +80,7 @@ def test_what_is_exported_has_public_names_and_loads(trained):
 
 
 def test_adapters_are_trained_on_top_of_it(trained, tmp_path):
+    pytest.importorskip("peft", reason="an extra of the package")
     model = {"path": str(trained / "model"), "lora": {"rank": 2, "target_modules": ["q_proj", "v_proj"]}}
     tables = recipe(tmp_path / "run", model, placement="inline")
     result = run({**tables, "algorithm": {"name": "grpo", "kl_coef": 0.1}})

@@ -12,26 +12,11 @@ from cosmos_rl_vla.models.backbone import to_pixels
 from cosmos_rl_vla.models.base import Draw, Inputs
 from cosmos_rl_vla.models.noise import Noise
 from cosmos_rl_vla.models.pi import PiModel
-from cosmos_rl_vla.models.pi_config import GemmaSize, PiConfig, ValueSize, VisionSize, tiny
+from cosmos_rl_vla.models.pi_config import ValueSize, tiny
 from cosmos_rl_vla.models.pi_folder import random_pi
+from cosmos_rl_vla.testing import small_pi
 
-SIZE = GemmaSize(width=32, depth=2, mlp=48, heads=2, kv_heads=1, head_dim=16)
-CONFIG = PiConfig(
-    family="pi05",
-    state="prefix",
-    prompt="words",
-    vocab_size=20,
-    vision=VisionSize(image_size=16, patch_size=8, width=16, depth=1, mlp=32, heads=2),
-    language=SIZE,
-    expert=replace(SIZE, width=24, mlp=40),
-    horizon=3,
-    action_dim=2,
-    model_horizon=4,
-    model_action_dim=5,
-    max_state_dim=6,
-    num_steps=3,
-    value=ValueSize(hidden=(16,)),
-)
+CONFIG = small_pi()
 PI0 = replace(CONFIG, family="pi0", state="suffix", value=ValueSize(place="expert", hidden=(16,)))
 
 
@@ -347,7 +332,7 @@ def test_the_tiny_preset_is_as_small_as_it_says():
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"expert": replace(SIZE, depth=3)}, "depth"),
+        ({"expert": replace(CONFIG.expert, depth=3)}, "depth"),
         ({"horizon": 5}, "horizon 5"),
         ({"action_dim": 7}, "action_dim 7"),
         ({"vision": replace(CONFIG.vision, patch_size=5)}, "patch_size"),

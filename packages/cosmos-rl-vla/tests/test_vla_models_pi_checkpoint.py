@@ -13,26 +13,11 @@ from cosmos_rl_vla.models.base import Draw, Inputs
 from cosmos_rl_vla.models.noise import Noise
 from cosmos_rl_vla.models.pi import PiModel
 from cosmos_rl_vla.models.pi_checkpoint import own_name, public_name
-from cosmos_rl_vla.models.pi_config import GemmaSize, PiConfig, ValueSize, VisionSize, full
+from cosmos_rl_vla.models.pi_config import ValueSize, full
 from cosmos_rl_vla.models.pi_folder import load_pi, random_pi, read_config, save_config, save_pi
+from cosmos_rl_vla.testing import small_pi
 
-SIZE = GemmaSize(width=32, depth=2, mlp=48, heads=2, kv_heads=1, head_dim=16)
-PI0 = PiConfig(
-    family="pi0",
-    state="suffix",
-    prompt="pi0",
-    vocab_size=20,
-    vision=VisionSize(image_size=16, patch_size=8, width=16, depth=1, mlp=32, heads=2),
-    language=SIZE,
-    expert=replace(SIZE, width=24, mlp=40),
-    horizon=3,
-    action_dim=2,
-    model_horizon=4,
-    model_action_dim=5,
-    max_state_dim=6,
-    num_steps=3,
-    value=ValueSize(place="expert", hidden=(16,)),
-)
+PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))
 PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=ValueSize(hidden=(16,)))
 DRAW = Draw(seeds=[1, 2], places=[0, 0])
 

@@ -18,6 +18,9 @@ from cosmos_rl_core.reward.remote import RemoteReward
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
+for needed in ("httpx", "starlette", "uvicorn"):
+    pytest.importorskip(needed, reason="an extra of the package")
+
 COMMAND = "from cosmos_rl_core.launch.cli import main; main()"
 HORIZON = 4
 JUDGE = """

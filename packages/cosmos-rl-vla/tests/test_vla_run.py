@@ -171,6 +171,7 @@ def wait_for(condition, process, *, timeout_s=120.0):
     return value
 
 
+@pytest.mark.slow
 def test_a_policy_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path, stats):
     steps = 6
     recipe = recipe_of(stats, run={"max_steps": steps}, checkpoint={"every_steps": 2})

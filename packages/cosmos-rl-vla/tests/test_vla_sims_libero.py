@@ -16,39 +16,31 @@ import pytest
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import HELD_OUT
 from cosmos_rl_vla.sims.find import describe
-from cosmos_rl_vla.sims.gl import choose_gl
 from cosmos_rl_vla.sims.inits import stored_state
 from cosmos_rl_vla.sims.libero import Libero, axis_angle
 from cosmos_rl_vla.sims.libero_inits import read_states
+from cosmos_rl_vla.sims.libero_scene import Scenes
 from cosmos_rl_vla.sims.libero_tasks import MAX_STEPS, find_task, suites
+from cosmos_rl_vla.testing import why_not_drawn
 
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "libero_object_0.json").read_text())
 TASK = "libero_object/0"
 SCENE = """
 <mujoco>
   <worldbody>
-    <light pos="0 0 3"/>
+    <light pos="2 0 3" dir="-2 0 -3" diffuse="1 1 1"/>
     <camera name="agentview" pos="0 0 2"/>
     <camera name="robot0_eye_in_hand" pos="0 0 1"/>
     <geom type="box" size=".2 .5 .1" pos=".4 0 0" rgba="1 0 0 1" group="1"/>
+    <geom type="box" size="2 2 .01" pos="0 0 -.6" group="1"/>
     <geom type="box" size="2 2 .01" pos="0 0 .5" rgba="0 1 0 1" group="0"/>
     <body><freejoint/><geom size=".01" pos="0 0 -1"/></body>
   </worldbody>
 </mujoco>
 """
 
-
-def why_not():
-    if importlib.util.find_spec("mujoco") is None:
-        return "mujoco is not installed"
-    try:
-        choose_gl(dict(os.environ))
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-needs_mujoco = pytest.mark.skipif(bool(why_not()), reason=why_not())
+WHY_NOT = why_not_drawn("mujoco")
+needs_mujoco = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 
 
 def save(path, content):
@@ -128,17 +120,11 @@ def libero(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path / "config"))
     monkeypatch.setitem(sys.modules, "libero.libero.envs.env_wrapper", wrapper)
-    monkeypatch.setattr("cosmos_rl_vla.sims.libero.scenes", fresh_scenes())
+    one = Scenes()
+    monkeypatch.setattr("cosmos_rl_vla.sims.libero.scenes", lambda: one)
     yield types.SimpleNamespace(made=made, states=states, package=package)
     for name in ("libero", "libero.libero"):
         sys.modules.pop(name, None)
-
-
-def fresh_scenes():
-    from cosmos_rl_vla.sims.libero_scene import Scenes
-
-    one = Scenes()
-    return lambda: one
 
 
 @needs_mujoco
@@ -171,6 +157,20 @@ def test_pictures_are_upright_with_left_and_right_exchanged_and_without_shapes_f
     red = image[..., 0] > image[..., 1] + 50
     assert red[:, :12].any() and not red[:, 12:].any()  # the box is on the right
     assert not (image[..., 1] > image[..., 0] + 50).any()  # the green plane hides nothing
+
+
+@needs_mujoco
+def test_shadows_and_smooth_edges_are_left_where_robosuites_pictures_are_asked_for(libero):
+    images = {}
+    for drawing in ("fast", "robosuite", "fast"):
+        simulator = Libero(image_size=24, settle_steps=0, drawing=drawing)
+        simulator.reset(TASK, 0)
+        images[drawing] = simulator.observe().images["agentview"].astype(int)
+        simulator.close()
+    _, own = (env.model for env in libero.made)  # the first scene is not left to the second player, but to the third
+    assert own.light_castshadow.all() and (own.vis.quality.shadowsize, own.vis.quality.offsamples) == (4096, 4)
+    darker = (images["fast"] - images["robosuite"]).min(2) > 40
+    assert 0.02 < darker.mean() < 0.3
 
 
 @needs_mujoco
@@ -211,9 +211,11 @@ def test_a_missing_libero_says_what_to_install(monkeypatch):
         Libero()
 
 
-def test_a_camera_that_does_not_exist():
+def test_a_camera_or_drawing_that_does_not_exist():
     with pytest.raises(UserError, match="no camera 'eye'; cameras: agentview"):
         Libero(cameras=["eye"])
+    with pytest.raises(UserError, match="drawing is fast or robosuite, not 'egl'"):
+        Libero(drawing="egl")
 
 
 def test_the_suites():

@@ -1,27 +1,15 @@
 """MetaWorld: one episode for one seed, frames that show something, experts that succeed."""
 
-import importlib.util
-import os
-
 import numpy as np
 import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.gl import choose_gl
 from cosmos_rl_vla.sims.metaworld_tasks import INSTRUCTIONS, instruction
+from cosmos_rl_vla.testing import why_not_drawn
 
-
-def why_not():
-    if importlib.util.find_spec("metaworld") is None:
-        return "metaworld is not installed"
-    try:
-        choose_gl(dict(os.environ))
-    except UserError as error:
-        return str(error)
-    return ""
-
-
-needs_metaworld = pytest.mark.skipif(bool(why_not()), reason=why_not())
+WHY_NOT = why_not_drawn("metaworld")
+needs_metaworld = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
 CAMERA = "corner2"
 
 

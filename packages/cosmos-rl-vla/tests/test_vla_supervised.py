@@ -104,7 +104,10 @@ def test_the_forward_pass_is_minus_the_loss_with_that_of_the_auxiliary_targets(d
     for coef in (0.0, 1.0, 3.0):
         policy = policy_of(data, aux_dim=6, aux_coef=coef)
         (microbatch,) = collated(data, policy=policy).microbatches
-        values[coef] = policy.forward(microbatch).logprobs.detach()
+        outputs = policy.forward(microbatch)
+        values[coef] = outputs.logprobs.detach()
+        parts = outputs.figures["loss_actions"] + coef * outputs.figures["loss_aux"]
+        torch.testing.assert_close(parts, -outputs.logprobs)
     assert microbatch.inputs["aux"].shape == (6, 6)
     assert (values[0.0] < 0).all() and (values[1.0] < values[0.0]).all()
     torch.testing.assert_close(values[3.0] - values[0.0], 3 * (values[1.0] - values[0.0]))

@@ -12,7 +12,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.engines.torch import SimulationEngine, TorchEngineOptions
 from cosmos_rl_vla.models.config import VLAModelConfig
-from cosmos_rl_vla.models.families import load
+from cosmos_rl_vla.models.families import make
 from cosmos_rl_vla.observations import Observer
 from cosmos_rl_vla.parallel import parallelize
 from cosmos_rl_vla.policy import VLAPolicy
@@ -39,7 +39,7 @@ def build_policy(
         return opened[key]
 
     measured = demonstrations(data) if data.demos else None
-    loaded = load(
+    loaded = make(
         config,
         stats=None if measured is None else measured.stats,
         words=() if measured is None else measured.instructions,
@@ -49,6 +49,7 @@ def build_policy(
     if setup.mesh is None:
         loaded.module.to(own_device())
     parallelize(loaded, setup, compute_dtype=getattr(torch, config.dtype))
+    loaded.fill()
     return VLAPolicy(
         loaded,
         sampling=sampling,
@@ -61,9 +62,10 @@ def build_policy(
 
 def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchEngineOptions) -> SimulationEngine:
     """Load the model, and start the simulators."""
-    loaded = load(config)
+    loaded = make(config)
     loaded.hold(getattr(torch, config.dtype))
     loaded.module.to(own_device())
+    loaded.fill()
     weights = loaded.trained_weights()
     loaded.module.requires_grad_(False).eval()
     pool = SimulatorPool(

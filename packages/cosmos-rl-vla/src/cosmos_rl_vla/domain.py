@@ -72,11 +72,13 @@ class VLADomain:
         """Only the built model knows."""
         return None
 
-    def model_shape(self, model: VLAModelConfig, *, data: VLADataConfig) -> ModelShape | None:
+    def model_shape(
+        self, model: VLAModelConfig, *, data: VLADataConfig, sampling: VLASampling | None
+    ) -> ModelShape | None:
         """Sizes of a model in a directory; of one from scratch only the built model knows."""
         from cosmos_rl_vla.shape import read_shape
 
-        return read_shape(model)
+        return read_shape(model, sampling)
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:
         """An album of films of episodes."""

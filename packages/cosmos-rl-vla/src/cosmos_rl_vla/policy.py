@@ -167,5 +167,9 @@ class VLAPolicy:
             draw=Draw(seeds=seeds, places=[0] * len(seeds)),
             aux=inputs.get("aux"),
         )
-        loss = losses.loss if losses.aux is None else losses.loss + self._aux_coef * losses.aux
-        return PolicyOutputs(logprobs=-loss)
+        if losses.aux is None:
+            return PolicyOutputs(logprobs=-losses.loss)
+        return PolicyOutputs(
+            logprobs=-(losses.loss + self._aux_coef * losses.aux),
+            figures={"loss_actions": losses.loss, "loss_aux": losses.aux},
+        )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field
 
@@ -14,6 +14,8 @@ StepName = Literal["chunk", "action"]
 
 class VLASampling(Strict):
     """[rollout.sampling]: an episode and its terms."""
+
+    unit: ClassVar[str] = "actions"
 
     terms: TermName = "token"
     """What has one log-probability, and so one ratio: each dimension of an action, each action, or a whole chunk."""

@@ -1,7 +1,7 @@
 """The sizes of a recipe's model, read off its config.json and the headers of its weights. No torch.
 
-A model from scratch is known when it is built, and small. What stands for a term is the part of a decision's
-tokens that falls to one dimension of one action: of one camera, so that each further one adds to what is estimated.
+A model from scratch is known when it is built, and small. What stands for a term is its share of a decision's tokens:
+all of them where a chunk is a term, or a frame of a demonstration. They are of one camera: each further one adds to it.
 """
 
 from __future__ import annotations
@@ -18,17 +18,22 @@ from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_vla.models.config import LoraSection, VLAModelConfig
 from cosmos_rl_vla.models.pi_config import full
+from cosmos_rl_vla.sampling import VLASampling
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _CHUNK = {"horizon": 8, "action_dim": 7}
 """Of a public directory that leaves them to the recipe, where the recipe does not say either."""
 _TEXT = 64
 """Tokens of an instruction, about."""
+_VELOCITY = 32
+"""Numbers that a pi model gives for an action: it has no head of words."""
+_TRUNK = "paligemma_with_expert.paligemma."
+"""In the names of the weights of a pi model's language and vision model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Language:
-    """A language model's sizes."""
+class _Decoder:
+    """Sizes of the layers that gradients go through."""
 
     layers: int
     hidden: int
@@ -37,39 +42,49 @@ class _Language:
     head_dim: int
     intermediate: int
     vocabulary: int
-    pictures: int
-    """Tokens of one camera."""
+    tokens: int
+    """Of a decision with one camera, in these layers."""
 
 
-def read_shape(model: VLAModelConfig) -> ModelShape | None:
-    """Return the shape of the model in a directory; None from scratch, and for a family without transformer."""
+def read_shape(model: VLAModelConfig, sampling: VLASampling | None) -> ModelShape | None:
+    """Return the shape of the model in a directory; None from scratch, and for a family without transformer.
+
+    sampling: None in supervised training.
+    """
     if not model.path:
         return None
     directory = Path(model.path).expanduser()
-    language = _language(directory)
+    decoder = _decoder(directory, model)
     weights = _weights(directory)
-    if language is None or not weights:
+    if decoder is None or not weights:
         return None
     lora = model.lora
     adapted = () if lora is None else (spec.shape for spec in weights if _is_adapted(spec, lora))
-    terms = (model.horizon or _CHUNK["horizon"]) * (model.action_dim or _CHUNK["action_dim"])
     return ModelShape(
-        num_layers=language.layers,
-        hidden=language.hidden,
-        heads=language.heads,
-        kv_heads=language.kv_heads,
-        head_dim=language.head_dim,
-        intermediate=language.intermediate,
-        vocabulary=language.vocabulary,
+        num_layers=decoder.layers,
+        hidden=decoder.hidden,
+        heads=decoder.heads,
+        kv_heads=decoder.kv_heads,
+        head_dim=decoder.head_dim,
+        intermediate=decoder.intermediate,
+        vocabulary=decoder.vocabulary,
         compute_dtype=model.dtype,
         weights=weights,
-        tokens_per_term=-(-(language.pictures + _TEXT) // terms),
+        tokens_per_term=-(-decoder.tokens // _terms_of_a_decision(model, sampling)),
         axes=frozenset(),
         adapter_parameters=0 if lora is None else lora.rank * sum(map(sum, adapted)),
+        frozen=frozenset(spec.name for spec in weights if model.train == "expert" and _TRUNK in spec.name),
     )
 
 
-def _language(directory: Path) -> _Language | None:
+def _terms_of_a_decision(model: VLAModelConfig, sampling: VLASampling | None) -> int:
+    if sampling is None or sampling.terms == "chunk":
+        return 1
+    actions = model.horizon or _CHUNK["horizon"]
+    return actions if sampling.terms == "action" else actions * (model.action_dim or _CHUNK["action_dim"])
+
+
+def _decoder(directory: Path, model: VLAModelConfig) -> _Decoder | None:
     path = directory / "config.json"
     if not path.is_file():
         return None  # building it says what is wrong
@@ -83,22 +98,24 @@ def _language(directory: Path) -> _Language | None:
         case "cosmos_rl_mlp":
             return None
     size = full("pi05", horizon=1, action_dim=1)
-    sizes, vision = size.language, size.vision
-    gemma = held["language"] if "language" in held else {name: getattr(sizes, name) for name in sizes.__slots__}
+    sizes, vision = (size.expert if model.train == "expert" else size.language), size.vision
+    part = "expert" if model.train == "expert" else "language"
+    gemma = held[part] if part in held else {name: getattr(sizes, name) for name in sizes.__slots__}
     image, patch = (held.get("vision", {}).get(name, getattr(vision, name)) for name in ("image_size", "patch_size"))
-    return _Language(
+    horizon = held.get("model_horizon", held.get("chunk_size", held.get("action_horizon", size.model_horizon)))
+    return _Decoder(
         layers=gemma["depth"],
         hidden=gemma["width"],
         heads=gemma["heads"],
         kv_heads=gemma["kv_heads"],
         head_dim=gemma["head_dim"],
         intermediate=gemma["mlp"],
-        vocabulary=held.get("vocab_size", size.vocab_size),
-        pictures=(image // patch) ** 2,
+        vocabulary=_VELOCITY,
+        tokens=horizon if model.train == "expert" else (image // patch) ** 2 + _TEXT,
     )
 
 
-def _llama(held: Mapping[str, Any]) -> _Language:
+def _llama(held: Mapping[str, Any]) -> _Decoder:
     """Sizes of a public config are those of Llama 2 7B where it leaves them to transformers."""
     sizes = {
         "vocab_size": 32_064,
@@ -109,7 +126,7 @@ def _llama(held: Mapping[str, Any]) -> _Language:
         **held.get("text_config", {}),
     }
     heads = sizes["num_attention_heads"]
-    return _Language(
+    return _Decoder(
         layers=sizes["num_hidden_layers"],
         hidden=sizes["hidden_size"],
         heads=heads,
@@ -117,7 +134,7 @@ def _llama(held: Mapping[str, Any]) -> _Language:
         head_dim=sizes["hidden_size"] // heads,
         intermediate=sizes["intermediate_size"],
         vocabulary=sizes["vocab_size"],
-        pictures=(held.get("image_sizes", [224])[0] // 14) ** 2,
+        tokens=(held.get("image_sizes", [224])[0] // 14) ** 2 + _TEXT,
     )
 
 

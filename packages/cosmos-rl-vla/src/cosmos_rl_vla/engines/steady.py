@@ -39,7 +39,7 @@ def _pass(model: ActionModel, inputs: Inputs, chosen: range, draw: Draw, greedy:
     own = inputs.select(torch.tensor(places, device=inputs.tokens.device))
     missing = length - own.tokens.shape[1]
     own = replace(own, tokens=F.pad(own.tokens, (0, missing)), token_mask=F.pad(own.token_mask, (0, missing)))
-    drawn = Draw(seeds=[draw.seeds[i] for i in places], places=[draw.places[i] for i in places])
+    drawn = replace(draw, seeds=[draw.seeds[i] for i in places], places=[draw.places[i] for i in places])
     acted = model.act(own, draw=drawn, greedy=greedy)
     return Acted(
         actions=acted.actions[: len(chosen)],

@@ -235,12 +235,11 @@ class SimulationEngine:
         """One pass of the policy over slots that stand; those at their limit want its estimate alone."""
         episodes = [self._slots[slot] for slot in slots]
         seen = self._observer.look(self._pool, slots, [running.request.prompt.row for running in episodes])
-        draw = Draw(
-            seeds=[running.seed for running in episodes],
-            places=[len(running.trajectory.decisions) for running in episodes],
-        )
+        seeds = [running.seed for running in episodes]
+        places = [len(running.trajectory.decisions) for running in episodes]
         with self._turn:
             version = self._version
+            draw = Draw(seeds=seeds, places=places, version=version)
             decided = Decided.of(self._act(seen, draw, greedy=greedy), seen, version=version)
             self._progress += 1
         chunks: dict[int, list[tuple[int, np.ndarray]]] = {}

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.lora import fill_adapters, merge
+from cosmos_rl_core.parallel.lora import fill_adapters, merge, peft_config
+from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_vla.models.checkpoint import Names, read, weight_files
 from cosmos_rl_vla.models.config import LoraSection
-from cosmos_rl_vla.models.random_state import lent_random_state
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -71,17 +71,7 @@ def merged(
 
 
 def _peft_config(section: LoraSection, *, targets: list[str]) -> LoraConfig:
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise UserError(f"[model.lora] needs peft ({error}); pip install 'cosmos-rl-vla[lora]'") from error
-    return LoraConfig(
-        r=section.rank,
-        lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it by the rank
-        lora_dropout=0.0,
-        bias="none",
-        target_modules=targets,
-    )
+    return peft_config(rank=section.rank, alpha=section.alpha, target_modules=targets, package="cosmos-rl-vla")
 
 
 def _targets(module: nn.Module, section: LoraSection) -> list[str]:

@@ -67,6 +67,8 @@ class Draw:
     """[B]: one of each episode, or of each demonstrated sample."""
     places: Sequence[int]
     """[B]: which decision of its episode; 0 where there is only one."""
+    version: int = 0
+    """Of the weights: noise may become less from one to the next."""
 
     def generators(self) -> list[np.random.Generator]:
         """Return one counter-based generator (Philox) a sample, at the start of its stream."""

@@ -8,20 +8,20 @@ A family has its `Names`; filling, and what is said about a file that does not f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.lora import base_name
+from cosmos_rl_core.parallel.own_part import Index, fill_own_part
+from cosmos_rl_core.parallel.random_state import lent_random_state
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +79,38 @@ class _Source:
         whole = self.file.get_slice(self.name).get_shape()
         return whole if self.owner.parts == 1 else [whole[0] // self.owner.parts, *whole[1:]]
 
-    def read(self, index: tuple[slice, ...] | None = None) -> Tensor:
+    def read(self, index: Index = ...) -> Tensor:
         """Return it, or the box `index` of it."""
         if self.owner.parts == 1:
-            return self.file.get_tensor(self.name) if index is None else self.file.get_slice(self.name)[index]
-        rows, *others = [slice(0, size) for size in self.shape] if index is None else index
+            return self.file.get_slice(self.name)[index]
+        rows, *others = [slice(0, size) for size in self.shape] if index is ... else index
         begin = self.owner.part * self.shape[0]
         return self.file.get_slice(self.name)[(slice(begin + rows.start, begin + rows.stop), *others)]
+
+
+class WithHeads(Protocol):
+    """A model with parts that public checkpoints lack."""
+
+    def draw_heads(self) -> None:
+        """Make them anew, with values drawn at random."""
+        ...
+
+
+M = TypeVar("M", bound=WithHeads)
+
+
+def empty(make: Callable[[], M], *, seed: int) -> M:
+    """Make a model whose parameters are memory that nobody has touched yet, but for its heads, drawn by `seed`.
+
+    What the model computes itself is there, such as rotary frequencies.
+    """
+    with lent_random_state(seed=seed):
+        from transformers.initialization import no_init_weights  # not in two threads at once: it replaces itself
+
+        with no_init_weights():
+            model = make()
+        model.draw_heads()
+    return model
 
 
 @torch.no_grad()
@@ -93,16 +118,18 @@ def fill(module: nn.Module, files: Sequence[Path], *, names: Names, may_lack: tu
     """Fill this rank's part of each parameter from safetensors, in the type it is held in.
 
     Args:
-        may_lack: beginnings of names, of parts that may be missing: they keep their values, as adapters do.
+        may_lack: beginnings of names, of parts that may be missing, or of another shape: they keep their values, as
+            adapters do. What the files have of a part that the module is without is left out.
         hint: what to check where names or shapes do not fit.
 
-    Returns the names that the files lack. Raises UserError for any other weight that is missing, of another shape or
+    Returns the names that keep their values. Raises UserError for any other weight that is missing, of another shape or
     unknown.
     """
     with ExitStack() as opened:
         sources, unknown = _sources(files, names=names, opened=opened)
         wanted = {name: base_name(name) for name in module.state_dict()}
         known = set(wanted.values())
+        sources = _without_others(sources, module, parts=may_lack)
         unknown += [source.name for ours, source in sources.items() if ours not in known]
         absent = sorted(name for name in known if name is not None and name not in sources)
         missing = [name for name in absent if not name.startswith(may_lack)]
@@ -156,6 +183,14 @@ def _sources(files: Sequence[Path], *, names: Names, opened: ExitStack) -> tuple
     return found, unknown
 
 
+def _without_others(sources: dict[str, _Source], module: nn.Module, *, parts: tuple[str, ...]) -> dict[str, _Source]:
+    """Leave out parts that the module is without, or has of other sizes."""
+    shapes = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
+    differ = [name for name, source in sources.items() if name.startswith(parts) and source.shape != shapes.get(name)]
+    others = tuple(part for part in parts if any(name.startswith(part) for name in differ))
+    return {name: source for name, source in sources.items() if not name.startswith(others)}
+
+
 def _open(path: Path, opened: ExitStack) -> safe_open:
     try:
         return opened.enter_context(safe_open(path, framework="pt"))
@@ -178,10 +213,4 @@ def _fill(tensor: Tensor, source: _Source, *, hint: str) -> None:
             f"model.path: {source.name} is {source.shape} in the safetensors and {list(tensor.shape)} by config.json"
             f"{hint and f'; {hint}'}"
         )
-    if not isinstance(tensor, DTensor):
-        tensor.copy_(source.read())
-        return
-    local = tensor.to_local()
-    if local.numel():
-        shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-        local.copy_(source.read(tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))))
+    fill_own_part(tensor, source.read)

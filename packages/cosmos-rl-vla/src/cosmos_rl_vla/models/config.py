@@ -18,6 +18,10 @@ class NoiseSection(Strict):
     """"sde" (flow-SDE), "cps", "learned" (flow-noise: a head gives the deviation), "fixed": around the ODE's mean."""
     level: float = Field(default=0.3, gt=0)
     """sde: a of sigma. cps: 0 .. 1. fixed: the standard deviation."""
+    level_end: float | None = Field(default=None, gt=0)
+    """What the level comes to in equal parts over `level_steps` optimizer steps; without it it stays."""
+    level_steps: int = Field(default=0, ge=0)
+    """Those steps."""
     steps: Literal["random", "last", "all"] = "last"
     """Which step draws: one at random in each decision, the last, or all of them."""
     ignore_last: bool = False
@@ -77,7 +81,7 @@ class VLAModelConfig(Strict):
     noise: NoiseSection | None = None
     """Without it that of the checkpoint, or the default."""
     critic: CriticSection | None = None
-    """The same; one that a checkpoint lacks begins as it is drawn."""
+    """The same; one that a checkpoint lacks, or has of other sizes, begins as it is drawn."""
     temperature: float | None = Field(default=None, gt=0)
     """openvla: of the distribution over action tokens, in rollouts and in training; 1 without it."""
     image_crop: float | None = Field(default=None, gt=0, le=1)

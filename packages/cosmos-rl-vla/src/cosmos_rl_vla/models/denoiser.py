@@ -50,7 +50,11 @@ class Denoiser(nn.Module):
             self.action_time_mlp_in = nn.Linear(2 * width, width)
             self.action_time_mlp_out = nn.Linear(width, width)
         self.state_proj = nn.Linear(config.max_state_dim, width) if config.state == "suffix" else None
-        self.noise_head = _noise_head(width, actions) if config.noise.kind == "learned" else None
+        self.noise_head = self._noise_head()
+
+    def draw_noise_head(self) -> None:
+        """Make it anew, with values drawn at random."""
+        self.noise_head = self._noise_head()
 
     def forward(self, x: Tensor, *, tau: Tensor, state: Tensor, prefix: Prefix) -> Denoised:
         """Return the velocity at chunks `x` [B, model_horizon, model_action_dim] and times `tau` [B]."""
@@ -66,6 +70,12 @@ class Denoiser(nn.Module):
         std = None if self.noise_head is None else bounded_std(self.noise_head(hidden).float(), noise=self.noise)
         return Denoised(velocity=self.action_out_proj(hidden).float(), hidden=hidden, std=std)
 
+    def _noise_head(self) -> nn.Module | None:
+        if self.noise.kind != "learned":
+            return None
+        actions, width = self.action_in_proj.in_features, self.action_in_proj.out_features
+        return nn.Sequential(nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, actions))
+
     def _embed(self, x: Tensor, time: Tensor) -> tuple[Tensor, Tensor | None]:
         actions = self.action_in_proj(x)
         if self.adaptive:
@@ -79,7 +89,3 @@ def embed_time(tau: Tensor, *, width: int, shortest: float = 4e-3, longest: floa
     fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=tau.device)
     angles = 2 * math.pi * tau[:, None].double() / (shortest * (longest / shortest) ** fraction)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
-
-
-def _noise_head(width: int, outputs: int) -> nn.Module:
-    return nn.Sequential(nn.Linear(width, 128), nn.Tanh(), nn.Linear(128, 64), nn.Tanh(), nn.Linear(64, outputs))

@@ -25,7 +25,14 @@ _OPENVLA = ("openvla", "openvla_oft")
 
 
 def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = ()) -> Loaded:
-    """Return the policy of a [model] section.
+    """Return the policy of a [model] section, with its weights; see `make`."""
+    loaded = make(config, stats=stats, words=words)
+    loaded.fill()
+    return loaded
+
+
+def make(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = ()) -> Loaded:
+    """Return the policy of a [model] section, whose weights `Loaded.fill` reads once it lies where it is to.
 
     Args:
         stats: measured on demonstrations; those that the recipe names, or that lie beside the model, go before.
@@ -36,17 +43,17 @@ def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Seq
     family = _family_of(Path(config.path).expanduser()) if config.path else config.family
     known = _stats(config, family=family) or stats
     if family == "mlp":
-        from cosmos_rl_vla.models.mlp import load_mlp
+        from cosmos_rl_vla.models.mlp import make_mlp
 
-        loaded = load_mlp(config, stats=known)
+        loaded = make_mlp(config, stats=known)
     elif family in _OPENVLA:
-        from cosmos_rl_vla.models.openvla import load_openvla
+        from cosmos_rl_vla.models.openvla import make_openvla
 
-        loaded = load_openvla(config, stats=known, words=(*config.words, *words))
+        loaded = make_openvla(config, stats=known, words=(*config.words, *words))
     else:
-        from cosmos_rl_vla.models.pi_family import load_pi_family
+        from cosmos_rl_vla.models.pi_family import make_pi
 
-        loaded = load_pi_family(config, stats=known, words=(*config.words, *words))
+        loaded = make_pi(config, stats=known, words=(*config.words, *words))
     if config.train == "expert":
         _freeze_trunk(loaded)
     if config.lora is not None:

@@ -70,26 +70,36 @@ def mix(actions: Tensor, noise: Tensor, tau: Tensor) -> Tensor:
 
 
 def transition(
-    x: Tensor, velocity: Tensor, *, index: Tensor, num_steps: int, noise: Noise, std: Tensor | None = None
+    x: Tensor,
+    velocity: Tensor,
+    *,
+    index: Tensor,
+    num_steps: int,
+    noise: Noise,
+    level: Tensor | None = None,
+    std: Tensor | None = None,
 ) -> Gaussian:
     """The distribution of x after the stochastic step `index` [B] int64 from `x` [B, C].
 
-    std: [B, C] of noise "learned", from the network's head.
+    Args:
+        level: [B] in place of the noise's own.
+        std: [B, C] of noise "learned", from the network's head.
     """
     tau = _beside(times(index, num_steps=num_steps), x)
     after = _beside(times(index + 1, num_steps=num_steps), x)
+    amount = torch.full_like(tau, noise.level) if level is None else _beside(level, x)
     if noise.kind == "sde":
         # at tau = 1 the variance has no bound: its denominator is that of the next step
         clean = torch.where(index == 0, times(index + 1, num_steps=num_steps), times(index, num_steps=num_steps))
-        variance = noise.level**2 * tau / (1 - _beside(clean, x))
+        variance = amount**2 * tau / (1 - _beside(clean, x))
         return _around(x, velocity, tau, after, after - variance / (2 * num_steps * tau), (variance / num_steps).sqrt())
     if noise.kind == "cps":
-        angle = math.pi * noise.level / 2
-        return _around(x, velocity, tau, after, after * math.cos(angle), after * math.sin(angle))
+        angle = math.pi * amount / 2
+        return _around(x, velocity, tau, after, after * angle.cos(), after * angle.sin())
     if noise.kind == "learned":
         assert std is not None
         return _around(x, velocity, tau, after, after, std)
-    return _around(x, velocity, tau, after, after, torch.full_like(after, noise.level))
+    return _around(x, velocity, tau, after, after, amount)
 
 
 def ode_step(x: Tensor, velocity: Tensor, *, num_steps: int) -> Tensor:

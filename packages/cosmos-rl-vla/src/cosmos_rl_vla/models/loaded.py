@@ -1,4 +1,9 @@
-"""A policy with what belongs to it: the network, the statistics of its numbers, the tokenizer of its instructions."""
+"""A policy with what belongs to it: the network, the statistics of its numbers, the tokenizer of its instructions.
+
+loaded = make(config)    of a directory's model no weight is read: its parameters are memory nobody has touched
+... hold, adapt, shard   each rank keeps its parts of them
+loaded.fill()            reads those parts
+"""
 
 from __future__ import annotations
 
@@ -32,6 +37,8 @@ class Loaded:
     """Name of a parameter -> that of the family's public checkpoints."""
     write_config: Callable[[Path], None]
     """Writes config.json."""
+    fill: Callable[[], object]
+    """Fills the module, or this rank's parts of it, with the directory's weights; nothing where they were drawn."""
     aux_dim: int = 0
     """Auxiliary targets that supervised training teaches it to read off the pictures."""
     blocks: tuple[nn.Module, ...] = ()
@@ -75,3 +82,7 @@ class Loaded:
             write_adapter_config(self.module, self.lora, directory, base=self.base)
         self.stats.save(directory)
         self.instructions.save(directory)
+
+
+def nothing_to_fill() -> None:
+    """`Loaded.fill` of a model whose values were drawn."""

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.base import Acted, Draw, Evaluated, Inputs, Replay, Supervised
+from cosmos_rl_vla.models.checkpoint import SameNames, fill, weight_files
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.instructions import word_instructions
-from cosmos_rl_vla.models.loaded import Loaded
-from cosmos_rl_vla.models.random_state import lent_random_state
+from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
 
 HIDDEN = (64, 64)
 
@@ -75,22 +75,21 @@ class MLPModel(nn.Module):
         return -0.5 * ((actions - mean) / self.log_std.exp()) ** 2 - self.log_std - 0.5 * math.log(2 * math.pi)
 
 
-def load_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> Loaded:
-    """Load a directory, or draw the weights at random."""
+def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> Loaded:
+    """Make a directory's model, or draw one at random."""
     directory = Path(config.path).expanduser()
     sizes: dict[str, Any] = {"state_dim": config.state_dim, "action_dim": config.action_dim}
     if config.path:
         sizes = _read(directory)
     with lent_random_state(seed=config.seed):
         model = MLPModel(**sizes)
-    if config.path:
-        model.load_state_dict(load_file(directory / "model.safetensors"))
     return Loaded(
         model=model,
         stats=stats or ActionStats.unit(model.action_dim),
         instructions=word_instructions(("",)),
         public_name=str,
         write_config=partial(_write, model),
+        fill=partial(_fill, model, directory) if config.path else nothing_to_fill,
     )
 
 
@@ -103,6 +102,10 @@ def _layers(widths: Sequence[int], *, last_gain: float) -> nn.Sequential:
         nn.init.zeros_(linear.bias)
         layers += [linear] if last else [linear, nn.Tanh()]
     return nn.Sequential(*layers)
+
+
+def _fill(model: MLPModel, directory: Path) -> None:
+    fill(model, weight_files(directory), names=SameNames(), may_lack=(), hint="")
 
 
 def _write(model: MLPModel, directory: Path) -> None:

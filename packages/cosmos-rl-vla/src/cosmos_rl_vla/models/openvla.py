@@ -11,17 +11,23 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
-from cosmos_rl_vla.models.loaded import Loaded
+from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
 from cosmos_rl_vla.models.openvla_checkpoint import OpenVLANames
 from cosmos_rl_vla.models.openvla_config import Critic, Family, OpenVLAConfig, tiny
-from cosmos_rl_vla.models.openvla_folder import load_weights, random_openvla, read_config, save_config
+from cosmos_rl_vla.models.openvla_folder import (
+    empty_openvla,
+    fill_openvla,
+    random_openvla,
+    read_config,
+    save_config,
+)
 
 MAX_TOKENS = {"words": 24, "openvla": 128}
 """Longest prompt by the way it is written."""
 
 
-def load_openvla(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str]) -> Loaded:
-    """Load a directory, or draw a small model at random. Raises UserError for sizes that do not fit."""
+def make_openvla(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str]) -> Loaded:
+    """Make a directory's model, or draw a small one at random. Raises UserError for sizes that do not fit."""
     _refuse(config)
     if stats is None:
         raise UserError(
@@ -29,11 +35,11 @@ def load_openvla(config: VLAModelConfig, *, stats: ActionStats | None, words: Se
             "action_stats.json or dataset_statistics.json, or train on demonstrations first, which measures them"
         )
     family: Family | None = config.family if config.family in ("openvla", "openvla_oft") else None
+    directory = Path(config.path).expanduser()
     if config.path:
-        directory = Path(config.path).expanduser()
         sizes = _chosen(read_config(directory, family=family, action_dim=len(stats.action)), config)
         instructions = Instructions.load(directory, format=sizes.prompt, max_length=MAX_TOKENS[sizes.prompt])
-        model = load_weights(directory, config=sizes, seed=config.seed)
+        model = empty_openvla(sizes, seed=config.seed)
     else:
         assert family is not None and config.action_dim is not None and config.state_dim is not None
         instructions = word_instructions(words, max_length=MAX_TOKENS["words"])
@@ -54,6 +60,7 @@ def load_openvla(config: VLAModelConfig, *, stats: ActionStats | None, words: Se
         instructions=instructions,
         public_name=OpenVLANames(sizes.towers).public_name,
         write_config=partial(save_config, sizes, stats),
+        fill=partial(fill_openvla, model, directory) if config.path else nothing_to_fill,
         blocks=tuple(model.blocks()),
         exact=() if model.value_head is None else ((model.value_head,),),
     )

@@ -14,13 +14,13 @@ from typing import Any
 import msgspec
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.checkpoint import fill, shapes_in, weight_files
+from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
 from cosmos_rl_vla.models.openvla_checkpoint import HEADS, HINT, OpenVLANames
 from cosmos_rl_vla.models.openvla_config import TOWERS, Family, OpenVLAConfig, TowerSize
 from cosmos_rl_vla.models.openvla_model import OpenVLAModel
 from cosmos_rl_vla.models.openvla_stats import to_published
-from cosmos_rl_vla.models.random_state import lent_random_state
 
 _OURS = "cosmos_rl"
 _DATASET = "cosmos_rl"
@@ -38,11 +38,17 @@ def random_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
         return OpenVLAModel(config)
 
 
-def load_weights(directory: Path, *, config: OpenVLAConfig, seed: int) -> OpenVLAModel:
-    """Return the model of a directory; a critic that it lacks is drawn by `seed`. Raises UserError."""
-    model = random_openvla(config, seed=seed)
-    fill(model, weight_files(directory), names=OpenVLANames(config.towers), may_lack=HEADS, hint=HINT)
-    return model
+def empty_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
+    """Make a model whose parameters are memory that nobody has touched yet, but for its critic, drawn by `seed`."""
+    return empty(lambda: OpenVLAModel(config), seed=seed)
+
+
+def fill_openvla(model: OpenVLAModel, directory: Path) -> None:
+    """Fill a model, or this rank's parts of one, with the weights of a directory, which may lack a critic.
+
+    Raises UserError.
+    """
+    fill(model, weight_files(directory), names=OpenVLANames(model.config.towers), may_lack=HEADS, hint=HINT)
 
 
 def save_config(config: OpenVLAConfig, stats: ActionStats, directory: Path) -> None:

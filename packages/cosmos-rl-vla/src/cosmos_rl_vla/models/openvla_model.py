@@ -56,12 +56,11 @@ class OpenVLAModel(nn.Module):
         width = self.language_model.config.hidden_size
         self.projector = Projector(self.vision_backbone.width, width)
         self.proprio_projector = ProprioProjector(config.state_dim, width) if config.state_dim else None
-        critic = config.critic
-        self.value_head = (
-            Readout(width, outputs=self.value_dim, pool="mean", hidden=critic.hidden, detach=critic.detach)
-            if self.value_dim
-            else None
-        )
+        self.value_head = self._value_head()
+
+    def draw_heads(self) -> None:
+        """Make anew what public checkpoints lack, with values drawn at random."""
+        self.value_head = self._value_head()
 
     def blocks(self) -> list[nn.Module]:
         """Return the layers in the order they run: what is sharded, recomputed and compiled as one."""
@@ -190,6 +189,12 @@ class OpenVLAModel(nn.Module):
 
     def _log_probs(self, hidden: Tensor) -> Tensor:
         return self.bins.log_probs(self._logits(hidden), temperature=self.config.temperature)
+
+    def _value_head(self) -> Readout | None:
+        if not self.value_dim:
+            return None
+        critic, width = self.config.critic, self.language_model.config.hidden_size
+        return Readout(width, outputs=self.value_dim, pool="mean", hidden=critic.hidden, detach=critic.detach)
 
     def _as_chunk(self, x: Tensor) -> Tensor:
         """[B, H D, ...] -> [B, H, D, ...]."""

@@ -39,6 +39,11 @@ class PiModel(nn.Module):
         self.value_head = _value_head(config)
         self.aux_head = _aux_head(config)
 
+    def draw_heads(self) -> None:
+        """Make anew what public checkpoints lack, with values drawn at random."""
+        self.denoiser.draw_noise_head()
+        self.value_head, self.aux_head = _value_head(self.config), _aux_head(self.config)
+
     def blocks(self) -> list[nn.Module]:
         """Return the layers in the order they run: what is sharded, recomputed and compiled as one."""
         paligemma = self.backbone.paligemma
@@ -79,7 +84,7 @@ class PiModel(nn.Module):
             logprobs.append(logprob)
             hidden.append(denoised.hidden[:, : self.horizon])
         before, after = (_pick(torch.stack(x, dim=1), noises.index) for x in (states[:-1], states[1:]))
-        replay = {"before": before, "after": self._executed(after), "index": noises.index}
+        replay = {"before": before, "after": self._executed(after), "index": noises.index, "level": noises.level}
         logprob = self._averaged(_pick(torch.stack(logprobs, dim=1), noises.index), start=before[:, 0])
         return Acted(
             actions=self._executed(states[-1]),
@@ -89,13 +94,16 @@ class PiModel(nn.Module):
         )
 
     def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
-        """Run the steps of `replay` again: `before` [B, S, M, A], `after` [B, S, H, D], `index` [B, S] int64."""
+        """Run the steps of `replay` again.
+
+        It has `before` [B, S, M, A], `after` [B, S, H, D], `index` [B, S] int64, and the noise's `level` [B].
+        """
         prefix = self.backbone(inputs)
         gaussians, hidden = [], []
         for step in range(replay["index"].shape[1]):
             before, index = replay["before"][:, step], replay["index"][:, step]
             denoised = self._denoise(before, index=index, state=inputs.state, prefix=prefix)
-            gaussians.append(self._cut(self._gaussian(before, denoised, index=index)))
+            gaussians.append(self._cut(self._gaussian(before, denoised, index=index, level=replay["level"])))
             hidden.append(denoised.hidden[:, : self.horizon])
         logprobs = [drawn.logprob(after) for drawn, after in zip(gaussians, replay["after"].unbind(1), strict=True)]
         learned = self.config.noise.kind == "learned"
@@ -129,7 +137,7 @@ class PiModel(nn.Module):
         mine = noises.index == step  # [B, S]
         own = torch.einsum("bs,bsma->bma", mine.float(), noises.steps)
         draws = mine.any(1)[:, None, None]
-        gaussian = self._gaussian(x, denoised, index=torch.full_like(noises.index[:, 0], step))
+        gaussian = self._gaussian(x, denoised, index=torch.full_like(noises.index[:, 0], step), level=noises.level)
         after = torch.where(draws, gaussian.mean + gaussian.std * own, after)
         return after, torch.where(draws, self._cut(gaussian).logprob(self._executed(after)), 0)
 
@@ -140,9 +148,16 @@ class PiModel(nn.Module):
     def _denoise(self, x: Tensor, *, index: Tensor, state: Tensor, prefix: Prefix) -> Denoised:
         return self.denoiser(x, tau=flow.times(index, num_steps=self.config.num_steps), state=state, prefix=prefix)
 
-    def _gaussian(self, x: Tensor, denoised: Denoised, *, index: Tensor) -> Gaussian:
-        noise, steps = self.config.noise, self.config.num_steps
-        return flow.transition(x, denoised.velocity, index=index, num_steps=steps, noise=noise, std=denoised.std)
+    def _gaussian(self, x: Tensor, denoised: Denoised, *, index: Tensor, level: Tensor) -> Gaussian:
+        return flow.transition(
+            x,
+            denoised.velocity,
+            index=index,
+            num_steps=self.config.num_steps,
+            noise=self.config.noise,
+            level=level,
+            std=denoised.std,
+        )
 
     def _cut(self, gaussian: Gaussian) -> Gaussian:
         return Gaussian(mean=self._executed(gaussian.mean), std=self._executed(gaussian.std.expand_as(gaussian.mean)))
@@ -194,7 +209,8 @@ class PiModel(nn.Module):
             index = torch.full((len(drawn), 1), choices - 1, device=device)
         else:
             index = torch.tensor([[int(g.integers(choices))] for g in generators], device=device)
-        return Noises(start=first, steps=torch.stack(rest, dim=1), index=index)
+        level = torch.full((len(drawn),), noise.level_at(draw.version), device=device)
+        return Noises(start=first, steps=torch.stack(rest, dim=1), index=index, level=level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +223,8 @@ class Noises:
     """[B, S, M, A]: of the stochastic steps."""
     index: Tensor
     """[B, S] int64: which denoising steps those are, ascending."""
+    level: Tensor
+    """[B] float32: how much noise."""
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:

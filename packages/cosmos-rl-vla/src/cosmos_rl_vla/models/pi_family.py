@@ -11,23 +11,23 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
-from cosmos_rl_vla.models.loaded import Loaded
+from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
 from cosmos_rl_vla.models.noise import Noise
 from cosmos_rl_vla.models.pi_checkpoint import public_name
 from cosmos_rl_vla.models.pi_config import PiConfig, ValueSize, tiny
-from cosmos_rl_vla.models.pi_folder import load_pi, random_pi, read_config, save_config
+from cosmos_rl_vla.models.pi_folder import empty_pi, fill_pi, random_pi, read_config, save_config
 
 MAX_TOKENS = {"words": 24, "pi0": 48, "pi05": 200}
 """Longest prompt by the way it is written, as openpi has it."""
 
 
-def load_pi_family(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str]) -> Loaded:
-    """Load a directory, or draw a small model at random. Raises UserError for sizes that do not fit."""
+def make_pi(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str]) -> Loaded:
+    """Make a directory's model, or draw a small one at random. Raises UserError for sizes that do not fit."""
     directory = Path(config.path).expanduser()
     if config.path:
         sizes = _chosen(read_config(directory), config)
         instructions = Instructions.load(directory, format=sizes.prompt, max_length=MAX_TOKENS[sizes.prompt])
-        model, _ = load_pi(directory, config=sizes, seed=config.seed)
+        model = empty_pi(sizes, seed=config.seed)
     else:
         instructions = word_instructions(words, max_length=MAX_TOKENS["words"])
         assert config.action_dim is not None and config.state_dim is not None
@@ -52,6 +52,7 @@ def load_pi_family(config: VLAModelConfig, *, stats: ActionStats | None, words: 
         instructions=instructions,
         public_name=public_name,
         write_config=partial(save_config, sizes),
+        fill=partial(fill_pi, model, directory) if config.path else nothing_to_fill,
         aux_dim=sizes.aux_dim,
         blocks=tuple(model.blocks()),
         root_blocks=(model.backbone.paligemma.language_model.layers[-1],),

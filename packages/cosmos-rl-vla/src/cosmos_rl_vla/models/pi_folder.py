@@ -15,11 +15,11 @@ import msgspec
 from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.models.checkpoint import fill, shapes_in, weight_files
+from cosmos_rl_core.parallel.random_state import lent_random_state
+from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
 from cosmos_rl_vla.models.pi import PiModel
 from cosmos_rl_vla.models.pi_checkpoint import HEADS, HINT, PiNames, family_of, public_name
 from cosmos_rl_vla.models.pi_config import Family, PiConfig, full
-from cosmos_rl_vla.models.random_state import lent_random_state
 
 _MODEL_TYPE = "cosmos_rl_pi"
 _VARIANTS = ("gemma_2b", "gemma_300m")
@@ -31,14 +31,24 @@ def random_pi(config: PiConfig, *, seed: int) -> PiModel:
         return PiModel(config)
 
 
+def empty_pi(config: PiConfig, *, seed: int) -> PiModel:
+    """Make a model whose parameters are memory that nobody has touched yet, but for its heads, drawn by `seed`."""
+    return empty(lambda: PiModel(config), seed=seed)
+
+
+def fill_pi(model: PiModel, directory: Path) -> list[str]:
+    """Fill a model, or this rank's parts of one, with the weights of a directory. Returns the heads it lacks."""
+    names = PiNames(model.config.family)
+    return fill(model, weight_files(directory), names=names, may_lack=HEADS, hint=HINT)
+
+
 def load_pi(directory: Path, *, config: PiConfig | None = None, seed: int = 0) -> tuple[PiModel, list[str]]:
     """Return the model of a directory and the names of heads that it lacks, drawn by `seed`.
 
     config: in place of the directory's own, as `read_config` gives it with other noise, critic or action sizes.
     """
-    model = random_pi(config or read_config(directory), seed=seed)
-    names = PiNames(model.config.family)
-    return model, fill(model, weight_files(directory), names=names, may_lack=HEADS, hint=HINT)
+    model = empty_pi(config or read_config(directory), seed=seed)
+    return model, fill_pi(model, directory)
 
 
 def save_pi(model: PiModel, directory: Path) -> None:

@@ -23,15 +23,25 @@ _MAX_MODELS = 16
 _MAX_GEOMS = 2000
 
 
-def lighten(model: Any, *, height: int, width: int) -> None:
-    """Turn a `mujoco.MjModel`'s shadows and multisampling off and fit its off-screen buffer to the image.
+def fit(model: Any, *, height: int, width: int) -> None:
+    """Fit a `mujoco.MjModel`'s off-screen buffer to the image; its looks stay. To be called before it is drawn.
 
-    Shadow maps and multisampling are nine tenths of drawing in software. To be called before the model is drawn.
+    The shadow map, 64 MB, is left out where no light casts a shadow.
     """
-    model.vis.quality.shadowsize = 0
-    model.vis.quality.offsamples = 0
-    model.light_castshadow[:] = 0
     model.vis.global_.offheight, model.vis.global_.offwidth = height, width
+    if not model.light_castshadow.any():
+        model.vis.quality.shadowsize = 0
+
+
+def lighten(model: Any, *, height: int, width: int) -> None:
+    """Turn a `mujoco.MjModel`'s shadows, reflections and multisampling off as well; see `fit`.
+
+    They are most of drawing in software, nine tenths where there are shadows.
+    """
+    model.light_castshadow[:] = 0
+    model.mat_reflectance[:] = 0
+    model.vis.quality.offsamples = 0
+    fit(model, height=height, width=width)
 
 
 @functools.cache
@@ -51,10 +61,10 @@ class Artist:
     def __init__(self) -> None:
         self._context = make_context(1, 1)  # the images go to buffers of their own, not to a window of this size
         self._mujoco: Any = importlib.import_module("mujoco")  # whose stubs leave most of it out
-        self._models: OrderedDict[tuple[str, int, int], tuple[Any, Any]] = OrderedDict()
+        self._models: OrderedDict[tuple[object, ...], tuple[Any, Any]] = OrderedDict()
 
     def draw(self, called: str, model: Any, data: Any, *, camera: str, height: int, width: int) -> NDArray[np.uint8]:
-        """Return what a camera of the model sees, [H, W, 3].
+        """Return what a camera of the model sees, [H, W, 3]. To be called after `fit` or `lighten`.
 
         `called` names the model's file: models of one name have the same meshes and textures.
         """
@@ -85,14 +95,13 @@ class Artist:
     def _uploaded(self, called: str, model: Any, height: int, width: int) -> tuple[Any, Any]:
         """Return the model's drawing context and scene, made where they are not there; the oldest makes room."""
         mujoco = self._mujoco
-        key = (called, height, width)
+        quality = model.vis.quality
+        key = (called, height, width, int(quality.shadowsize), int(quality.offsamples))
         if key not in self._models:
             while len(self._models) >= _MAX_MODELS:
                 _, (oldest, _) = self._models.popitem(last=False)
                 oldest.free()  # while the context it belongs to is current
             scene = mujoco.MjvScene(model, _MAX_GEOMS)
-            scene.flags[mujoco.mjtRndFlag.mjRND_SHADOW] = 0
-            scene.flags[mujoco.mjtRndFlag.mjRND_REFLECTION] = 0
             self._models[key] = mujoco.MjrContext(model, mujoco.mjtFontScale.mjFONTSCALE_50.value), scene
         self._models.move_to_end(key)
         return self._models[key]

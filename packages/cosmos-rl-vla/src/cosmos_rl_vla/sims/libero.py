@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.inits import stored_state
-from cosmos_rl_vla.sims.libero_scene import Scene, import_libero, scenes
+from cosmos_rl_vla.sims.libero_scene import Drawing, Scene, import_libero, scenes
 from cosmos_rl_vla.sims.libero_tasks import MAX_STEPS, find_task
 
 CAMERAS = ("agentview", "robot0_eye_in_hand", "frontview", "birdview", "sideview")
@@ -39,15 +39,20 @@ class Libero(Worded):
         image_size: int = 256,
         max_steps: int | None = None,
         settle_steps: int = 10,
+        drawing: Drawing = "fast",
     ) -> None:
         """`max_steps` takes the place of the suites' limits. Objects fall into place in `settle_steps` first.
 
-        Raises UserError for a camera that does not exist, and where LIBERO cannot be imported.
+        `drawing`: "robosuite" gives its own pictures, "fast" leaves shadows, reflections and multisampling out.
+        Raises UserError for a camera or drawing that does not exist, and where LIBERO cannot be imported.
         """
         for camera in cameras:
             if camera not in CAMERAS:
                 raise UserError(f"simulator libero has no camera {camera!r}; cameras: {', '.join(CAMERAS)}")
+        if drawing not in ("fast", "robosuite"):
+            raise UserError(f"simulator libero: drawing is fast or robosuite, not {drawing!r}")
         import_libero()
+        self._drawing: Drawing = drawing
         self._cameras, self._size, self._settle, self._limit = tuple(cameras), image_size, settle_steps, max_steps
         self._scene: Scene | None = None
         self._seen: Mapping[str, Any] = {}
@@ -72,7 +77,7 @@ class Libero(Worded):
         found = find_task(task)
         if self._scene is None or self._scene.task != found:
             self.close()
-            self._scene = scenes().take(found, image_size=self._size)
+            self._scene = scenes().take(found, image_size=self._size, drawing=self._drawing)
         states = self._scene.states
         self._seen = self._scene.reset(states[stored_state(init, states=len(states), held_out=HELD_OUT_STATES)])
         for _ in range(self._settle):

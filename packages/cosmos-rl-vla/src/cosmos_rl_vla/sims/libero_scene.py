@@ -10,17 +10,19 @@ import os
 import tempfile
 from collections import OrderedDict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import SimulatorError
-from cosmos_rl_vla.sims.drawing import artist, lighten
+from cosmos_rl_vla.sims.drawing import artist, fit, lighten
 from cosmos_rl_vla.sims.gl import choose_gl
 from cosmos_rl_vla.sims.libero_inits import read_states
 from cosmos_rl_vla.sims.libero_tasks import LiberoTask
+
+Drawing = Literal["fast", "robosuite"]
 
 _INSTALL = "pip install 'cosmos-rl-vla[libero]', or in an interpreter of its own, named by [rollout.options] python"
 _DIVERGED = slice(4, 7)
@@ -81,11 +83,11 @@ def _assets() -> Path:
 class Scene:
     """One task's physics; an episode depends on its stored state alone."""
 
-    def __init__(self, task: LiberoTask, *, image_size: int) -> None:
+    def __init__(self, task: LiberoTask, *, image_size: int, drawing: Drawing) -> None:
         """Build it, which takes seconds. Raises UserError where files of LIBERO are missing."""
         libero: Any = importlib.import_module("libero.libero")
         control: Any = importlib.import_module("libero.libero.envs.env_wrapper").ControlEnv
-        self.task, self.image_size = task, image_size
+        self.task, self.image_size, self.drawing = task, image_size, drawing
         described = Path(libero.get_libero_path("bddl_files")) / task.suite / f"{task.name}.bddl"
         self.states = read_states(Path(libero.get_libero_path("init_states")) / task.suite / f"{task.name}.pruned_init")
         if not described.is_file():
@@ -99,7 +101,8 @@ class Scene:
         )
         self._model, self._data = self._env.sim.model._model, self._env.sim.data._data
         self._model.geom_group[self._model.geom_group == _COLLISION] = _HIDDEN
-        lighten(self._model, height=image_size, width=image_size)
+        prepare = lighten if drawing == "fast" else fit
+        prepare(self._model, height=image_size, width=image_size)
 
     def reset(self, state: NDArray[np.float64]) -> dict[str, Any]:
         """Begin at a stored state [n] and return robosuite's observation, without images."""
@@ -139,12 +142,12 @@ class Scenes:
     def __init__(self) -> None:
         self._idle: OrderedDict[int, Scene] = OrderedDict()
 
-    def take(self, task: LiberoTask, *, image_size: int) -> Scene:
-        """Return a scene of that task, built where none is idle."""
+    def take(self, task: LiberoTask, *, image_size: int, drawing: Drawing) -> Scene:
+        """Return a scene of that task and those pictures, built where none is idle."""
         for key, scene in reversed(self._idle.items()):
-            if (scene.task, scene.image_size) == (task, image_size):
+            if (scene.task, scene.image_size, scene.drawing) == (task, image_size, drawing):
                 return self._idle.pop(key)
-        return Scene(task, image_size=image_size)
+        return Scene(task, image_size=image_size, drawing=drawing)
 
     def give_back(self, scene: Scene) -> None:
         """Keep a scene for the next who plays its task; the one that has waited longest makes room."""

@@ -1,0 +1,45 @@
+"""What tests of several files make."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import replace
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_vla.models.pi_config import GemmaSize, PiConfig, ValueSize, VisionSize
+from cosmos_rl_vla.sims.gl import choose_gl
+
+
+def small_pi(**changes: Any) -> PiConfig:
+    """Return a pi0.5 of a few thousand parameters whose sizes all differ, with other choices where asked for."""
+    size = GemmaSize(width=32, depth=2, mlp=48, heads=2, kv_heads=1, head_dim=16)
+    base = PiConfig(
+        family="pi05",
+        state="prefix",
+        prompt="words",
+        vocab_size=20,
+        vision=VisionSize(image_size=16, patch_size=8, width=16, depth=1, mlp=32, heads=2),
+        language=size,
+        expert=replace(size, width=24, mlp=40),
+        horizon=3,
+        action_dim=2,
+        model_horizon=4,
+        model_action_dim=5,
+        max_state_dim=6,
+        num_steps=3,
+        value=ValueSize(hidden=(16,)),
+    )
+    return replace(base, **changes)
+
+
+def why_not_drawn(package: str) -> str:
+    """Return why nothing can be drawn with a simulator's package here; "" where it can."""
+    if importlib.util.find_spec(package) is None:
+        return f"{package} is not installed"
+    try:
+        choose_gl(dict(os.environ))
+    except UserError as error:
+        return str(error)
+    return ""
