@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -55,8 +54,9 @@ class Outcome:
 class Sides:
     """The two sides and what both need."""
 
-    def __init__(self, trl: Path, overrides: Sequence[str]) -> None:
-        self._trl = trl
+    def __init__(self, *, ours: Path, trl: Path, overrides: Sequence[str]) -> None:
+        """Take the interpreters of both, and keys of our recipe."""
+        self._ours, self._trl = ours, trl
         self._overrides = overrides
         self._prompts = WORK / "prompts.jsonl"
         WORK.mkdir(parents=True, exist_ok=True)
@@ -70,7 +70,7 @@ class Sides:
         """Import both sides once, so that no run has to compile Python's bytecode."""
         imports = "from transformers import LlamaForCausalLM, Qwen3ForCausalLM"
         for python, module in (
-            (sys.executable, "cosmos_rl_llm.engines.torch"),
+            (self._ours, "cosmos_rl_llm.engines.torch"),
             (self._trl, "trl.trainer.grpo_trainer"),
         ):
             command = [str(python), "-c", f"import {module}; {imports}"]
@@ -117,7 +117,7 @@ class Sides:
             "policy.optimizer.learning_rate": workload.learning_rate,
             "sync.max_staleness": max_staleness,
         }
-        program = Path(sys.executable).with_name("cosmos-rl")
+        program = self._ours.with_name("cosmos-rl")
         overrides = [f"{key}={value}" for key, value in values.items()]
         return [str(program), "run", str(HERE / "llm_vs_trl.toml"), *overrides, *self._overrides]
 

@@ -23,11 +23,13 @@ from statistics import median
 import _digits
 from _figures import Figure, report
 from _peer_env import TRL as REQUIREMENT
-from _peer_env import peer_python
+from _peer_env import our_python, peer_python
 from _sides import ASYNC, HERE, SYNC, TRL, WORK, Outcome, Sides, Workload
 from _watch import CommandFailed
 
 TRL_ROOT = HERE.parent / ".cache" / "trl"
+OUR_ROOT = HERE.parent / ".cache" / "ours"
+OURS = ("cosmos-rl-core", "cosmos-rl-transfer", "cosmos-rl-llm")
 MODEL = HERE.parent / "models" / "SmolLM2-135M-Instruct"
 QWEN3, SMOLLM2 = "Qwen3 0.8M", "SmolLM2"
 MIB = 1 << 20
@@ -43,7 +45,7 @@ MEMORY_NOTE = (
     "peak RSS: the peak of each process (VmHWM) added up. TRL is one process; ours are controller, policy and rollout, "
     "and what they share (libraries, the weights on their way) counts in each. PSS counts shared pages once"
 )
-SIZE_NOTE = "installed size without bytecode: ours with every development tool (tests, linters), TRL's with TRL alone"
+SIZE_NOTE = "installed size without bytecode, each in an environment with nothing else"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,7 +140,7 @@ def unmeasured(title: str, why: str, rows: Iterable[Row]) -> list[Figure]:
 
 def sizes() -> list[Figure]:
     """What an installation takes on disk."""
-    roots = {"ours": Path(sys.prefix), TRL: TRL_ROOT}
+    roots = {"ours": OUR_ROOT, TRL: TRL_ROOT}
     return [
         Figure(figure=f"environment on disk, {side}", value=_size(root) / MIB, unit="MiB", note=SIZE_NOTE)
         for side, root in roots.items()
@@ -176,12 +178,14 @@ def main() -> int:
     parser.add_argument("--model", type=Path, default=MODEL, help="folder of SmolLM2-135M (scripts/fetch_smollm2)")
     parser.add_argument("overrides", nargs="*", help="section.key=value for our side")
     given = parser.parse_args()
-    trl = peer_python(REQUIREMENT, TRL_ROOT)
-    if isinstance(trl, str):
-        report("llm_vs_trl", unmeasured(QWEN3, trl, QWEN3_ROWS) + unmeasured(SMOLLM2, trl, SMOLLM2_ROWS))
+    trl, ours = peer_python(REQUIREMENT, TRL_ROOT), our_python(OURS, OUR_ROOT)
+    if isinstance(trl, str) or isinstance(ours, str):
+        why = " / ".join(each for each in (trl, ours) if isinstance(each, str))
+        report("llm_vs_trl", unmeasured(QWEN3, why, QWEN3_ROWS) + unmeasured(SMOLLM2, why, SMOLLM2_ROWS))
         return 0
     try:
-        figures = measure(Sides(trl, given.overrides), quick=given.quick, smollm2=given.model.resolve())
+        sides = Sides(ours=ours, trl=trl, overrides=given.overrides)
+        figures = measure(sides, quick=given.quick, smollm2=given.model.resolve())
     except CommandFailed as error:
         print(error, file=sys.stderr)
         return 1

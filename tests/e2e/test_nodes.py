@@ -5,6 +5,8 @@ import shlex
 import signal
 from pathlib import Path
 
+import pytest
+
 from cosmos_rl_core.train.manifest import read_state
 
 STEPS = 4
@@ -38,6 +40,7 @@ def test_a_second_machine_joins_by_the_printed_command(tmp_path, bandit, write_r
     assert read_state(run_dir / "checkpoints" / f"step_{STEPS}").step == STEPS
 
 
+@pytest.mark.slow
 def test_a_rank_killed_on_the_second_machine_ends_the_run_and_is_named(tmp_path, bandit, write_recipe, start, wait_for):
     run_dir = tmp_path / "run"
     tables = bandit(

@@ -43,7 +43,9 @@ def rank_pids(run_dir):
 @pytest.mark.parametrize(
     ("error", "code", "told"),
     [
-        ("UserError('row 3 is too long')", 2, "error: policy-0, rank 1: row 3 is too long"),
+        pytest.param(
+            "UserError('row 3 is too long')", 2, "error: policy-0, rank 1: row 3 is too long", marks=pytest.mark.slow
+        ),
         ("KeyError('answer')", 1, "error: policy-0, rank 1: KeyError: 'answer'; the run cannot go on without it"),
     ],
 )
@@ -76,6 +78,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path, bandit, write_recipe,
     assert pid_of(run_dir, "rollout-0") is None
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_goes_on_as_one_process(tmp_path, bandit, write_recipe, start, wait_for, rows_of):
     run_dir = tmp_path / "run"
     tables = bandit(

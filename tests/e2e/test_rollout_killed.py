@@ -19,7 +19,7 @@ DOMAIN = Talking()
 """
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
+@pytest.mark.parametrize("replicas", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_killed_rollout_process_costs_no_sample(
     replicas, tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
 ):

@@ -9,6 +9,8 @@ import pytest
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
 
+pytestmark = pytest.mark.xdist_group("spool")  # one process makes what they share
+
 STEPS, PROMPTS, GROUP = 4, 4, 4
 PATIENT = """
 import os

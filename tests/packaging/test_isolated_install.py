@@ -17,6 +17,10 @@ ABSENT = {
     "cosmos-rl-core": ("transformers", "cosmos_rl_transfer", "cosmos_rl_llm", "vllm"),
     "cosmos-rl-transfer": ("transformers", "cosmos_rl_llm", "vllm"),
     "cosmos-rl-llm": ("datasets", "vllm", "trl"),
+    "cosmos-rl-vla": (
+        *("peft", "boto3", "torchvision", "mujoco", "metaworld", "mani_skill", "libero", "robosuite", "lerobot"),
+        *("cosmos_rl_llm", "cosmos_rl_wfm", "vllm"),
+    ),
     "cosmos-rl-wfm": ("peft", "boto3", "torchvision", "webdataset", "cosmos_rl_llm", "vllm"),
 }
 """What an environment with only this package must not contain."""
