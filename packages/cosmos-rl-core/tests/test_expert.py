@@ -53,9 +53,9 @@ def test_ranks_give_what_one_rank_gives_and_its_gradients(world_size):
         hidden, experts, gates, weights = routed(3 * rank, seed=rank)
         output = one_by_one(hidden, experts, gates, weights)
         of_hidden, of_gates, of_weights = torch.autograd.grad(output.square().sum(), [hidden, gates, weights])
-        np.testing.assert_allclose(result["output"], output.detach(), atol=1e-5)
-        np.testing.assert_allclose(result["hidden"], of_hidden, atol=1e-5)
-        np.testing.assert_allclose(result["gates"], of_gates, atol=1e-5)
+        np.testing.assert_allclose(result["output"], output.detach(), rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result["hidden"], of_hidden, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(result["gates"], of_gates, rtol=1e-5, atol=1e-5)
         weight_gradient += of_weights
     np.testing.assert_allclose(np.concatenate([r["weights"] for r in ranks]), weight_gradient, rtol=1e-5, atol=1e-5)
 

@@ -18,15 +18,17 @@ from torch.nn import functional as F
 MIN_WEIGHTS = 128 * 128
 """Elements of the smallest weight for which the call's fixed cost of some 10 microseconds pays in generation.
 
-It counts with one thread only. With more, MKL cuts the rows among the threads, so that a row's last bit depends on
-how many rows there are; oneDNN computes each row alike, and a rollout must not depend on what runs beside it.
+It counts with one thread and two columns only. With more threads or one column, MKL cuts the product so that a row's
+last bit depends on how many rows there are; a rollout must not depend on what runs beside it.
 """
 MIN_ROWS = 4
-"""Fewest rows of a product in generation, filled up with rows that are thrown away.
+"""Fewest rows of a batch in generation, filled up with rows that are thrown away.
 
-Products of one to three rows go through other CPU kernels that round differently. From four rows on, a row's
-result was seen not to depend on its neighbours, so that a rollout has the same bits whatever runs beside it.
+Products of one to three rows go through other CPU kernels that round differently. From four rows on, oneDNN was seen
+to give a row the same bits whatever its neighbours.
 """
+_MKL_ROWS = 16
+"""`MIN_ROWS` of MKL's products on Intel's CPUs, whose kernels for few rows reach the further the longer a row is."""
 MIN_TRAINED_WEIGHTS = 64 * 64
 """`MIN_WEIGHTS` in training, where many more rows share one call."""
 
@@ -36,11 +38,14 @@ def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_r
 
     `many_rows`: without gradients there are as many rows as in training, and the same products go through oneDNN.
     """
-    trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
-    few = MIN_WEIGHTS if torch.get_num_threads() == 1 else 0
-    smallest = MIN_TRAINED_WEIGHTS if trained or many_rows else few
-    if not _is_served(input, weight) or weight.numel() < smallest:
+    if not _is_served(input, weight):
         return F.linear(input, weight, bias)
+    trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
+    if trained or many_rows:
+        if weight.numel() < MIN_TRAINED_WEIGHTS:
+            return F.linear(input, weight, bias)
+    elif weight.numel() < MIN_WEIGHTS and len(weight) > 1 and torch.get_num_threads() == 1:
+        return _steady_mkl(input, weight, bias)
     return _Product.apply(input, weight, bias) if trained else _onednn(input, weight, bias)
 
 
@@ -77,6 +82,14 @@ def _is_served(input: Tensor, weight: Tensor) -> bool:
         and torch.backends.mkldnn.is_available()
         and not torch.is_autocast_enabled("cpu")
     )
+
+
+def _steady_mkl(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    if input.numel() >= _MKL_ROWS * input.shape[-1]:
+        return F.linear(input, weight, bias)
+    rows = input.reshape(-1, input.shape[-1])
+    output = F.linear(F.pad(rows, (0, 0, 0, _MKL_ROWS - len(rows))), weight, bias)
+    return output[: len(rows)].view(*input.shape[:-1], len(weight))
 
 
 def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

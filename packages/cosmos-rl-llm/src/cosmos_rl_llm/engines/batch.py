@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from cosmos_rl_core.parallel.linear import MIN_ROWS, use_onednn
 from cosmos_rl_core.types import FinishReason
 from cosmos_rl_llm.engines.activations import use_steady_activations
-from cosmos_rl_llm.engines.cache import DecodeLayout, SlotCache, whole_spans
+from cosmos_rl_llm.engines.cache import DecodeLayout, SlotCache, span_unit
 from cosmos_rl_llm.engines.experts import use_steady_experts
 from cosmos_rl_llm.engines.sampling import Sampler, uniforms
 from cosmos_rl_llm.engines.sequence import Request, RunningSequence
@@ -67,6 +67,7 @@ class RunningBatch:
         self._model, self._head, self._decode = model, Head.of(model), decode
         self._stop_ids = frozenset(stop_ids)
         self._max_sequences, self._cache_terms = max_sequences, cache_terms
+        self._span_unit = span_unit(model)
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
         self._recorder = RouteRecorder(model) if record_routes else None
         self._sampler: Sampler | None = None
@@ -79,7 +80,7 @@ class RunningBatch:
 
     def samples_at_a_time(self, num_terms: int) -> int:
         """Most sequences of `num_terms`, prompt included, that can run together; 0 when they never fit."""
-        room = self._cache_terms // whole_spans(num_terms)
+        room = self._cache_terms // self._whole_spans(num_terms)
         return min(room, self._max_sequences) if room >= MIN_ROWS else 0
 
     def fits(self, requests: Sequence[Request]) -> bool:
@@ -95,7 +96,7 @@ class RunningBatch:
             self._add(request)
         self._cache.reserve(
             slots=max(len(self.sequences), MIN_ROWS),
-            capacity=whole_spans(max(sequence.request.num_terms for sequence in self.sequences)),
+            capacity=self._whole_spans(max(sequence.request.num_terms for sequence in self.sequences)),
         )
         lengths = [len(request.prompt_tokens) for request in requests]
         self._begin_prefill(requests, lengths, first)
@@ -113,7 +114,7 @@ class RunningBatch:
         self._place[count:MIN_ROWS] = 0  # spare rows: they write into unused slots
         rows = slice(0, max(count, MIN_ROWS))
         place = torch.from_numpy(self._place[rows]).to(self._model.device)
-        span = whole_spans(int(self._place[rows].max()) + 1)
+        span = self._whole_spans(int(self._place[rows].max()) + 1)
         self._cache.begin_decode(place, span=span)
         hidden = self._forward(self._token[rows, None], self._place[rows, None], DecodeLayout(place=place, span=span))
         self.stats.decode_terms += count
@@ -125,6 +126,9 @@ class RunningBatch:
         for sequence in request.sequences:
             sequence.finish_reason = sequence.finish_reason or "cancelled"
         self._compact()
+
+    def _whole_spans(self, num_terms: int) -> int:
+        return -(-num_terms // self._span_unit) * self._span_unit
 
     def _add(self, request: Request) -> None:
         for sequence in request.start():

@@ -16,13 +16,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
 
 from cosmos_rl_llm.attention import Scoring
 
-SPAN = 32
-"""Decode steps read a multiple of this many places: shapes that repeat, and whole vectors of the CPU, so that a
-sequence's result does not depend on how far the longest one beside it reaches."""
+_VECTORS = 32
+"""Places that are whole vectors of any CPU."""
+_FEWEST_PRODUCTS = 400
+"""torch multiplies batches of matrices on the CPU in a loop of its own below this (`bmm_out_or_baddbmm_`)."""
 
 
 class SlotCache(Cache):
@@ -146,13 +147,22 @@ def bytes_per_term(model: PreTrainedModel) -> int:
     if latent is not None:
         return config.num_hidden_layers * (latent + config.qk_rope_head_dim) * model.dtype.itemsize
     heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return 2 * config.num_hidden_layers * heads * head_dim * model.dtype.itemsize
+    return 2 * config.num_hidden_layers * heads * _head_dim(config) * model.dtype.itemsize
 
 
-def whole_spans(num_terms: int) -> int:
-    """`num_terms` rounded up to a multiple of `SPAN`."""
-    return -(-num_terms // SPAN) * SPAN
+def span_unit(model: PreTrainedModel) -> int:
+    """Decode steps read a multiple of this many places.
+
+    Shapes that repeat, and one kernel for all of them, so that a sequence's result does not depend on how far the
+    longest one beside it reaches.
+    """
+    config = model.config.get_text_config()
+    narrowest = getattr(config, "v_head_dim", None) or _head_dim(config)
+    return _VECTORS * math.ceil(_FEWEST_PRODUCTS / (_VECTORS * narrowest))
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
 
 
 def _power_of_two(n: int) -> int:

@@ -1,28 +1,47 @@
-"""Experts on a CPU whose rows do not depend on their neighbours.
+"""Experts and their routers on a CPU whose rows do not depend on their neighbours.
 
 How many rows an expert gets depends on everything that runs at the time, and torch's grouped product takes other
 kernels for few rows than for many. Here each expert gets at least `MIN_ROWS`, filled up, through `linear.product`.
+Routers are no linear modules, but multiply like one.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
 
 from cosmos_rl_core.parallel.expert import combine, dispatch
 from cosmos_rl_core.parallel.linear import MIN_ROWS, product
 from cosmos_rl_llm.experts import is_experts, run_experts
+from cosmos_rl_llm.routing import routers
 
 
-def use_steady_experts(model: nn.Module) -> None:
-    """Let the experts of a model on the CPU give each row the same bits whatever runs beside it."""
+class _SteadyProducts(TorchFunctionMode):
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return (product if func is F.linear else func)(*args, **(kwargs or {}))
+
+
+def use_steady_experts(model: PreTrainedModel) -> None:
+    """Let experts and routers of a model on the CPU give each row the same bits whatever runs beside it."""
+    if model.device.type != "cpu":
+        return
     for module in model.modules():
-        if is_experts(module) and next(module.parameters()).device.type == "cpu":
+        if is_experts(module):
             module.forward = partial(_forward, module)
+    for router in routers(model).values():
+        router.forward = partial(_route, router.forward)
+
+
+def _route(forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+    with _SteadyProducts():
+        return forward(hidden)
 
 
 def _forward(module: nn.Module, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:
