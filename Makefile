@@ -23,6 +23,7 @@ test: setup
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m hypothesis --hypothesis-profile=search
 
 lint: setup
 	$(BIN)/ruff check .

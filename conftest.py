@@ -1,8 +1,13 @@
-"""For all tests: the server that ranks are forked from imports the models too, once; the longest come first."""
+"""For all tests: what ranks are forked from imports models once, the longest go first, examples never vary."""
 
 import pytest
+from hypothesis import settings
 
 from cosmos_rl_core.testing import ranks
+
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.register_profile("search", deadline=None, print_blob=True)
+settings.load_profile("suite")
 
 
 def pytest_configure() -> None:

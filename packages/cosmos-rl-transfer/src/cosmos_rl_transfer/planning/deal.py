@@ -49,7 +49,8 @@ def deal_near(count: int, size: int, room: Sequence[int], distance: Sequence[int
 def interleave(counts: Sequence[int], turn: int) -> np.ndarray[Any, Any]:
     """Return [sum(counts)]: the owner of each copy, every owner's spread evenly, so that every window is balanced.
 
-    `turn` rotates the sequence.
+    In any window, an owner of the share s of all copies has s of the window's, give or take (1 - s) + s * (others that
+    have copies). `turn` rotates the sequence.
     """
     if len(set(counts)) == 1:
         return (np.arange(sum(counts)) + turn) % len(counts)
