@@ -42,7 +42,7 @@ def test_one_file_grpo():
 
 
 def test_custom_reward(tmp_path):
-    python("custom_reward/recipe.py", "--dir", tmp_path, "run.max_steps=30")
+    python("custom_reward/recipe.py", "--dir", tmp_path, "run.max_steps=30", "run.placement=inline")
     before, after = before_and_after(tmp_path / "grpo")
     assert after > before + 0.5
     last = lines(tmp_path / "grpo/metrics.jsonl")[-1]
@@ -51,8 +51,7 @@ def test_custom_reward(tmp_path):
 
 
 def test_custom_algorithm(tmp_path):
-    overrides = ["run.placement=inline"]
-    python("custom_algorithm/recipe.py", "--dir", tmp_path, *overrides)
+    python("custom_algorithm/recipe.py", "--dir", tmp_path, "run.placement=inline")
     before, after = before_and_after(tmp_path / "rl")
     assert after > before + 0.15
     assert all(line["weight_mean"] <= 1.5 for line in lines(tmp_path / "rl/metrics.jsonl"))

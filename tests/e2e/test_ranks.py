@@ -111,15 +111,8 @@ def test_a_run_of_two_ranks_goes_on_as_one_process(tmp_path, bandit, write_recip
     assert len(set().union(*trained)) == STEPS * PROMPTS, "a sample was trained twice"
 
 
-@pytest.mark.parametrize(
-    "parallel",
-    [
-        {"pp": 2},
-        pytest.param({"cp": 2}, marks=pytest.mark.slow),
-        pytest.param({"dp_replicate": 2, "dp_shard": 2}, marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", [{"pp": 2}, {"cp": 2}, {"dp_replicate": 2, "dp_shard": 2}], ids=str)
 def test_a_spread_model_trains_and_is_synced_as_one_process_does(parallel, tmp_path, sums):
     def metrics(name, **changes):
         lines = run(sums(tmp_path / name, run__max_steps=3, sync__max_staleness=0, **changes)).metrics
