@@ -5,7 +5,6 @@ Importing this module loads configs and data only; torch and transformers come w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -23,6 +22,7 @@ from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions, spread
+from cosmos_rl_llm.quiet import quiet_torchao
 from cosmos_rl_llm.rewards import REWARDS
 from cosmos_rl_llm.shape import read_shape
 
@@ -70,7 +70,7 @@ class LLMDomain:
         `model.dtype` is the type it computes in, [policy.precision] that of its weights. They come from a checkpoint,
         so that `seed` decides nothing but the first values of adapters.
         """
-        _quiet_torchao()
+        quiet_torchao()
         from cosmos_rl_llm.build import build_policy
 
         source = _checkpoint(model)
@@ -165,14 +165,8 @@ def _options(kind: type[Options], given: Mapping[str, Any]) -> Options:
         raise ConfigError(problems(error, tables=known_tables(kind, at=at), at=at)) from error
 
 
-def _quiet_torchao() -> None:
-    """Keep out of the log what torchao says when transformers imports it: CUDA kernels that it cannot load here."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
-
-
 def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngineOptions) -> RolloutEngine:
-    _quiet_torchao()
+    quiet_torchao()
     import torch
 
     from cosmos_rl_core.parallel.device import own_device
@@ -207,7 +201,7 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
 def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngineOptions) -> RolloutEngine:
     if model.lora is not None:
         raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
-    _quiet_torchao()
+    quiet_torchao()
     from cosmos_rl_llm.engines.vllm import VllmEngine
     from cosmos_rl_llm.engines.vllm_start import read_config, start
 

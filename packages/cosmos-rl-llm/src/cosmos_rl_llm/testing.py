@@ -10,6 +10,8 @@ import json
 import random
 from pathlib import Path
 
+from cosmos_rl_llm.quiet import quiet_torchao
+
 CHARACTERS = "0123456789+="
 """What the tokenizer knows, one token each, beside <pad>, <eos> and <unk>."""
 
@@ -34,6 +36,7 @@ def write_tiny_model(directory: Path, *, num_layers: int = 4, initializer_range:
 
     Four layers make 0.8 million parameters. The context is 64 tokens.
     """
+    quiet_torchao()
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging

@@ -1,0 +1,11 @@
+"""What libraries say when they are imported and no user can act on."""
+
+from __future__ import annotations
+
+import logging
+
+
+def quiet_torchao() -> None:
+    """Keep out of the log what torchao says when transformers imports it: CUDA kernels that it cannot load here."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)
