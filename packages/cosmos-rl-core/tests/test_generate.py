@@ -297,6 +297,7 @@ def test_nothing_but_failures_has_exit_code_1(recipe, tmp_path, capsys):
     assert "and 2 more rows without rollouts" in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(recipe, tmp_path):
     options = ["rollout.options.delay_s=0.05", "--prompts-at-once", "1", "--out", str(tmp_path), "--num-gpus", "2"]
     code = "from cosmos_rl_core.launch.cli import main; main()"

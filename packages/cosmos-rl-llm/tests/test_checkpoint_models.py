@@ -113,6 +113,8 @@ CASES = [
     ("qwen3-moe", {"dp_shard": 4, "ep": 2}, ONE),
 ]
 
+SLOW = (CASES[3], CASES[5])
+
 
 def name_of(dims):
     return " ".join(f"{axis}={size}" for axis, size in dims.items()) or "one"
@@ -120,7 +122,7 @@ def name_of(dims):
 
 @pytest.mark.parametrize(
     ("family", "saved_under", "loaded_under"),
-    CASES,
+    [pytest.param(*case, marks=pytest.mark.slow) if case in SLOW else case for case in CASES],
     ids=[f"{family}: {name_of(before)} to {name_of(after)}" for family, before, after in CASES],
 )
 def test_training_goes_on_under_another_layout(tmp_path, family, saved_under, loaded_under):

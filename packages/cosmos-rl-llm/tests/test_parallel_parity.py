@@ -59,8 +59,6 @@ def test_a_difference_is_found_and_named():
         ("llama", {"pp": 2}, None, {"algorithm": "sft"}),
         ("qwen3-moe", {"dp_shard": 2, "ep": 2}, None, {"packed": False}),
         ("llama", {"dp_shard": 2, "tp": 2}, None, {"packed": False}),
-        ("llama", {"dp_replicate": 2, "dp_shard": 2}, None, {}),
-        ("qwen3", {"pp": 2, "dp_shard": 2}, None, {}),
     ],
 )
 def test_ranks_train_as_one_process(family, dims, parallel, options):
@@ -83,6 +81,8 @@ def test_each_axis_alone(axis, family, packed, algorithm):
 @pytest.mark.parametrize(
     ("family", "dims", "parallel", "options"),
     [
+        ("llama", {"dp_replicate": 2, "dp_shard": 2}, None, {}),
+        ("qwen3", {"pp": 2, "dp_shard": 2}, None, {}),
         ("llama", {"tp": 4}, SEQUENCE, {"algorithm": "sft"}),
         ("llama", {"cp": 2, "tp": 2}, SEQUENCE, {}),
         ("qwen3", {"dp_shard": 2, "cp": 2}, None, {"packed": False}),

@@ -86,6 +86,7 @@ def base(config, tmp_path_factory):
     return evaluate(config, request=Request(out=out, num_samples=2))
 
 
+@pytest.mark.slow
 def test_one_and_two_processes_make_the_same_films(config, base, tmp_path):
     two = evaluate(config, request=Request(out=tmp_path, num_samples=2, instances=Instances(num_gpus=2)))
     assert (two.rows, two.failed, two.figures) == (5, {}, base.figures)
