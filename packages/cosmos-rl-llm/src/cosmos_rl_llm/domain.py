@@ -17,12 +17,12 @@ from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.config.sections import SamplingSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
+from cosmos_rl_core.quiet import quiet_torchao
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions, spread
-from cosmos_rl_llm.quiet import quiet_torchao
 from cosmos_rl_llm.rewards import REWARDS
 from cosmos_rl_llm.shape import read_shape
 

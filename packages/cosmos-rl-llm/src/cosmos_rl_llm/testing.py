@@ -10,7 +10,7 @@ import json
 import random
 from pathlib import Path
 
-from cosmos_rl_llm.quiet import quiet_torchao
+from cosmos_rl_core.quiet import quiet_torchao
 
 CHARACTERS = "0123456789+="
 """What the tokenizer knows, one token each, beside <pad>, <eos> and <unk>."""

@@ -39,9 +39,9 @@ def use_steady_experts(model: PreTrainedModel) -> None:
         router.forward = partial(_route, router.forward)
 
 
-def _route(forward: Callable[[Tensor], Any], hidden: Tensor) -> Any:
+def _route(forward: Callable[..., Any], *given: Any) -> Any:
     with _SteadyProducts():
-        return forward(hidden)
+        return forward(*given)
 
 
 def _forward(module: nn.Module, hidden: Tensor, experts: Tensor, gates: Tensor) -> Tensor:

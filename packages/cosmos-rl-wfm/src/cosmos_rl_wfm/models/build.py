@@ -6,7 +6,6 @@ parts: network -> trainer of cached latents     codec -> encode, decode     text
 from __future__ import annotations
 
 import inspect
-import logging
 from collections.abc import Collection, Mapping
 from importlib import import_module
 from typing import Any, Literal
@@ -15,6 +14,7 @@ import torch
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import own_device
+from cosmos_rl_core.quiet import quiet_torchao
 from cosmos_rl_wfm.models.adapters import add_adapters
 from cosmos_rl_wfm.models.cached import CachedCaptions
 from cosmos_rl_wfm.models.captions import CaptionEncoder, EncodeImages, load_captions, load_images
@@ -106,8 +106,7 @@ def fill_network(model: DiffusersModel, config: WFMModelConfig) -> None:
 
 def _quiet() -> None:
     """Keep out of the log what diffusers and torchao say when they are imported: what they do not find here."""
-    for name in ("torchao", "torch.utils._pytree"):
-        logging.getLogger(name).setLevel(logging.ERROR)
+    quiet_torchao()
     # diffusers puts another module in its own place while it is imported: an `import` of it in a second thread, which
     # policy and engine of an inline run are built in, would go on with the one that was replaced
     import_module("diffusers")

@@ -26,7 +26,6 @@ from cosmos_rl_core.parallel.random_state import lent_random_state
 if TYPE_CHECKING:
     from diffusers import ModelMixin
 
-
 _DRAWS = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.uniform_}
 _DRAWS |= {nn.init.kaiming_uniform_, nn.init.xavier_uniform_}
 

@@ -6,6 +6,6 @@ import logging
 
 
 def quiet_torchao() -> None:
-    """Keep out of the log what torchao says when transformers imports it: CUDA kernels that it cannot load here."""
+    """Keep out of the log what torchao says when it is imported: CUDA kernels that it cannot load here."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)
