@@ -81,7 +81,7 @@ def test_misspelt_keys_are_told_all_at_once_with_what_was_meant(tmp_path, bandit
     [
         ({"run__domain": "lm"}, "no domain is called 'lm'; did you mean 'llm'?"),
         ({"run__domain": "nowhere:TINY"}, "No module named 'nowhere'"),
-        ({"algorithm__name": "gpro"}, "no algorithm is called 'gpro'; did you mean \"gspo\"?"),
+        ({"algorithm__name": "gpro"}, "no algorithm is called 'gpro'; did you mean 'gspo'?"),
         ({"reward__functions": [{"name": "hit"}]}, "no reward is called 'hit'"),
         ({"sync__backend": "trasfer"}, "no weight_sync is called 'trasfer'; did you mean 'transfer'?"),
         ({"data__rows": 0}, "tiny has no rows: nothing to draw prompts from. Check [data]"),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 
@@ -107,13 +110,26 @@ def run_bare(code: str, *paths) -> str:
 import sys
 from importlib import metadata
 real = metadata.entry_points
-ours = ("cosmos-rl-core", "cosmos-rl-llm", "cosmos-rl-transfer")
-metadata.entry_points = lambda **query: [p for p in real(**query) if p.dist.name not in ours]
+metadata.entry_points = lambda **query: [p for p in real(**query) if not p.dist.name.startswith("cosmos-rl-")]
 sys.path[:0] = {[str(path) for path in paths]!r}
 """
     done = subprocess.run([sys.executable, "-c", prelude + code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
+
+
+def test_all_that_the_packages_offer_is_found_without_an_install():
+    declared = {}
+    for file in Path(__file__).parents[2].glob("*/pyproject.toml"):
+        points = tomllib.loads(file.read_text())["project"].get("entry-points", {})
+        for group in points.keys() & set(plugins.GROUPS):
+            declared |= {f"{group} {name}": target for name, target in points[group].items()}
+    code = """
+from cosmos_rl_core.plugins import GROUPS, locate, names
+print({f"{group} {name}": locate(group, name) for group in GROUPS for name in names(group)})
+"""
+    sources = sorted(str(path) for path in Path(__file__).parents[2].glob("*/src"))
+    assert ast.literal_eval(run_bare(code, *sources)) == declared
 
 
 def test_a_sibling_on_the_path_is_found_without_an_install(tmp_path):
@@ -125,15 +141,23 @@ def test_a_sibling_on_the_path_is_found_without_an_install(tmp_path):
     assert run_bare(code, tmp_path) == "from source"
 
 
-def test_a_sibling_that_is_not_there_comes_with_its_install_line():
+@pytest.mark.parametrize(
+    ("find", "name", "package"),
+    [
+        ("cosmos_rl_core.config.load:load_domain", "llm", "llm"),
+        ("cosmos_rl_core.config.load:load_domain", "vla", "vla"),
+        ("cosmos_rl_core.algorithms.table:find_algorithm", "ddrl", "wfm"),
+    ],
+)
+def test_a_sibling_that_is_not_there_comes_with_its_install_line(find, name, package):
     code = f"""
 import importlib.util
 find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name == "cosmos_rl_llm" else find(name, *rest)
+importlib.util.find_spec = lambda name, *rest: None if name.startswith("cosmos_rl_{package}") else find(name, *rest)
 from cosmos_rl_core import plugins
 try:
-    plugins.load({GROUP!r}, "llm")
+    plugins.load("any", {find!r})({name!r})
 except ValueError as error:
     print(error)
 """
-    assert run_bare(code) == "domain 'llm' is not installed: pip install cosmos-rl-llm"
+    assert run_bare(code).endswith(f" {name!r} is not installed: pip install cosmos-rl-{package}")

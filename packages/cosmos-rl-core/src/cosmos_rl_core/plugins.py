@@ -6,35 +6,43 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
 
-
-@dataclass(frozen=True, slots=True)
-class _Shipped:
-    """A plug-in from a sibling package, found also where that package runs from source without an install."""
-
-    target: str
-    distribution: str
-
-
-_SHIPPED: dict[str, dict[str, _Shipped]] = {
+_SHIPPED: dict[str, dict[str, str]] = {
     "cosmos_rl.domains": {
-        "llm": _Shipped("cosmos_rl_llm.domain:LLM", "cosmos-rl-llm"),
+        "llm": "cosmos_rl_llm.domain:LLM",
+        "vla": "cosmos_rl_vla.domain:VLA",
+        "wfm": "cosmos_rl_wfm.domain:WFM",
     },
-    "cosmos_rl.weight_sync": {
-        "transfer": _Shipped("cosmos_rl_transfer.backend:TransferSync", "cosmos-rl-transfer"),
-    },
+    "cosmos_rl.weight_sync": {"transfer": "cosmos_rl_transfer.backend:TransferSync"},
     "cosmos_rl.transports": {
-        "shm": _Shipped("cosmos_rl_transfer.transports.shm:SharedMemory", "cosmos-rl-transfer"),
-        "tcp": _Shipped("cosmos_rl_transfer.transports.tcp:Tcp", "cosmos-rl-transfer"),
-        "nixl": _Shipped("cosmos_rl_transfer.transports.nixl:Nixl", "cosmos-rl-transfer"),
-        "collective": _Shipped("cosmos_rl_transfer.transports.collective:Collective", "cosmos-rl-transfer"),
+        "shm": "cosmos_rl_transfer.transports.shm:SharedMemory",
+        "tcp": "cosmos_rl_transfer.transports.tcp:Tcp",
+        "nixl": "cosmos_rl_transfer.transports.nixl:Nixl",
+        "collective": "cosmos_rl_transfer.transports.collective:Collective",
+    },
+    "cosmos_rl.rewards": {"remote": "cosmos_rl_core.reward.remote:RemoteReward"},
+    "cosmos_rl.algorithms": {
+        "ddrl": "cosmos_rl_wfm.objectives.table:DDRL",
+        "flow_grpo": "cosmos_rl_wfm.objectives.table:FLOW_GRPO",
+        "nft": "cosmos_rl_wfm.objectives.table:NFT",
+    },
+    "cosmos_rl.simulators": {
+        "behavior": "cosmos_rl_vla.sims.behavior:Behavior",
+        "gymnasium": "cosmos_rl_vla.sims.gymnasium:Gymnasium",
+        "libero": "cosmos_rl_vla.sims.libero:Libero",
+        "maniskill": "cosmos_rl_vla.sims.maniskill:ManiSkill",
+        "maniskill_batch": "cosmos_rl_vla.sims.maniskill:ManiSkillBatch",
+        "metaworld": "cosmos_rl_vla.sims.metaworld:MetaWorld",
+        "reach": "cosmos_rl_vla.sims.reach:Reach",
+        "robotwin": "cosmos_rl_vla.sims.robotwin:RoboTwin",
     },
 }
+"""Plug-ins of the five packages as their entry points name them, by group and name: a package that is importable from
+source without an installation has no entry points, and one that is missing needs its `pip install` line."""
 
 GROUPS = (
     "cosmos_rl.domains",
@@ -84,23 +92,30 @@ def _targets(group: str) -> dict[str, str]:
                 f"two installed packages offer {point.name!r} in {group}: {other} and {point.value}; "
                 f"uninstall one, or write the one you mean as module:attribute"
             )
-    for name, shipped in _SHIPPED.get(group, {}).items():
-        package = shipped.target.partition(".")[0]
-        if name not in found and importlib.util.find_spec(package) is not None:
-            found[name] = shipped.target
+    for name, target in _SHIPPED.get(group, {}).items():
+        if name not in found and importlib.util.find_spec(_package(target)) is not None:
+            found[name] = target
     return found
+
+
+def _package(target: str) -> str:
+    return target.partition(".")[0]
+
+
+def _distribution(target: str) -> str:
+    return _package(target).replace("_", "-")
 
 
 def _unknown(group: str, name: str, beside: Sequence[str]) -> str:
     kind = group.rpartition(".")[2].removesuffix("s")
     shipped = _SHIPPED.get(group, {}).get(name)
     if shipped is not None:
-        return f"{kind} {name!r} is not installed: pip install {shipped.distribution}"
+        return f"{kind} {name!r} is not installed: pip install {_distribution(shipped)}"
     known = sorted({*names(group), *beside})
     near = difflib.get_close_matches(name, known, n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     installable = [
-        f"{other} (pip install {shipped.distribution})"
+        f"{other} (pip install {_distribution(shipped)})"
         for other, shipped in sorted(_SHIPPED.get(group, {}).items())
         if other not in known
     ]

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.launch.collector import collector_paused
 from cosmos_rl_core.observe.trace import Timeline
 
 if TYPE_CHECKING:
@@ -30,6 +34,10 @@ class WorkerContext:
     """Whether other roles live in this process, whose random state is then nobody's to set."""
     ranks: Ranks | None = None
     """Those of its replica; None where the replica is one process."""
+    build_lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while a role builds its parts; the roles of one process share it. transformers and diffusers replace their
+    own modules while they are imported, and models are built under settings of the whole process (default dtype,
+    device, random state): two threads must not do either at once."""
 
     @property
     def leads(self) -> bool:
@@ -53,6 +61,13 @@ class Assignment:
     """Version the run ends with, where it is known."""
     kept: tuple[str, ...]
     """Files of an earlier process of this replica that its spool has to keep."""
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Build parts inside, in the compute thread: alone in this process, timed, without garbage collection."""
+        context = self.context
+        with context.build_lock, context.timeline.span("build"), collector_paused():
+            yield
 
     def prepare_torch(self) -> None:
         """Fix GPU, threads and seed; called in the compute thread, the GPU being each thread's own, before all else."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import threading
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -82,7 +83,9 @@ class Tasks:
         self._tasks = tasks
 
     async def leave(self) -> None:
-        await asyncio.wait_for(asyncio.gather(*self._tasks), STOP_GRACE_S)
+        _, late = await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
+        for task in late:  # the run's own error, if there is one, must not give way to a TimeoutError
+            task.cancel()
 
     def kill(self) -> None:
         """They go with the process."""
@@ -137,11 +140,20 @@ async def start_tasks(launch: Launch) -> Workers:
             'ranks; set placement = "local"'
         )
 
+    build_lock = threading.Lock()
+
     async def work(role: str, name: str) -> None:
         hello = Hello(name=name, role=role)
         connection = await connect(launch.address, token=launch.token, hello=hello, decode=p.ToWorker, timeout_s=10.0)
         timeline = Timeline(process=name)
-        context = WorkerContext(name=name, token=launch.token, timeline=timeline, threads=None, shares_process=True)
+        context = WorkerContext(
+            name=name,
+            token=launch.token,
+            timeline=timeline,
+            threads=None,
+            shares_process=True,
+            build_lock=build_lock,
+        )
         await serve_role(role, context, connection)
 
     config = launch.config

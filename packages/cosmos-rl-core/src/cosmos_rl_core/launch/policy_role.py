@@ -15,7 +15,6 @@ from cosmos_rl_core.control.wire import ConnectionClosed
 from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.launch.assignment import Assignment
 from cosmos_rl_core.launch.batch_maker import BatchMaker, batch_share
-from cosmos_rl_core.launch.collector import collector_paused
 from cosmos_rl_core.launch.desk import Desk
 from cosmos_rl_core.launch.looks import read_healthy
 from cosmos_rl_core.launch.resume import checkpoint_root, recipe_of
@@ -86,7 +85,7 @@ class PolicyRole:
     def _build(self) -> tuple[ReplicaMesh | None, Trainer, Reference | None, TrainState]:
         at = self._at
         at.prepare_torch()
-        with at.context.timeline.span("build"), collector_paused():
+        with at.building():
             mesh = assemble.build_mesh(at.config)
             trainer = assemble.build_trainer(at.config, at.domain, mesh)
             reference = assemble.build_reference(at.config, at.domain, trainer, mesh)

@@ -15,7 +15,6 @@ from cosmos_rl_core.control.wire import Server
 from cosmos_rl_core.errors import SampleError, UserError
 from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.launch.assignment import Assignment
-from cosmos_rl_core.launch.collector import collector_paused
 from cosmos_rl_core.launch.node import is_loopback
 from cosmos_rl_core.launch.real_rewards import score_real_rows
 from cosmos_rl_core.rollout.rollouter import Rollouter
@@ -43,9 +42,10 @@ class RolloutRole:
     async def run(self) -> None:
         at = self._at
         async with AsyncExitStack() as parts:  # an engine that is not closed keeps its process alive
-            engine = await asyncio.get_running_loop().run_in_executor(at.compute, self._build_engine)
+            loop = asyncio.get_running_loop()
+            engine = await loop.run_in_executor(at.compute, self._build_engine)
             parts.push_async_callback(engine.close)
-            rollouter = assemble.build_rollouter(at.config, at.domain, engine, run_dir=at.run_dir, name=at.context.name)
+            rollouter = await loop.run_in_executor(at.compute, self._build_rollouter, engine)
             spool, read_at = self._spool(), ""
             if spool is not None:
                 server = await self._serve(spool)
@@ -114,8 +114,13 @@ class RolloutRole:
 
     def _build_engine(self) -> RolloutEngine:
         self._at.prepare_torch()
-        with self._at.context.timeline.span("build"), collector_paused():
+        with self._at.building():
             return assemble.build_engine(self._at.config, self._at.domain)
+
+    def _build_rollouter(self, engine: RolloutEngine) -> Rollouter:
+        at = self._at
+        with at.building():  # rewards may load models of their own
+            return assemble.build_rollouter(at.config, at.domain, engine, run_dir=at.run_dir, name=at.context.name)
 
     async def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:
         config = self._at.config
