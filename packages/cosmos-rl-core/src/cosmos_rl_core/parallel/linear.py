@@ -18,8 +18,8 @@ from torch.nn import functional as F
 MIN_WEIGHTS = 128 * 128
 """Elements of the smallest weight for which the call's fixed cost of some 10 microseconds pays in generation.
 
-It counts with one thread and at least two columns. With more threads or one column, MKL cuts the product so that a row's
-last bit depends on how many rows there are; a rollout must not depend on what runs beside it.
+It counts with one thread and at least two columns. With more threads or one column, MKL cuts the product so that the
+last bit of a row depends on how many rows there are; a rollout must not depend on what runs beside it.
 """
 MIN_ROWS = 4
 """Fewest rows of a batch in generation, filled up with rows that are thrown away.
