@@ -3,6 +3,11 @@
 import contextlib
 import os
 import pickle
+import random
+import struct
+import time
+import tracemalloc
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -12,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.pickles import read_pickle
+from cosmos_rl_core.pickles import MAX_OPERATIONS, read_array
 
 PROTOCOLS = (2, 3, 4, 5)
 FLOATS = arrays.arrays(
@@ -30,10 +35,14 @@ class Calls:
         return self.call
 
 
+def first(content, *, protocol=4):
+    return read_array(pickle.dumps(content, protocol=protocol), name="x")
+
+
 @given(array=FLOATS, protocol=st.sampled_from(PROTOCOLS), fortran=st.booleans())
 def test_any_array_comes_back(array, protocol, fortran):
     array = np.asfortranarray(array) if fortran else array
-    (read,) = read_pickle(pickle.dumps([array], protocol=protocol), name="x")
+    read = first([array], protocol=protocol)
     assert read.dtype == array.dtype
     np.testing.assert_array_equal(read, array)
 
@@ -42,22 +51,33 @@ def test_any_array_comes_back(array, protocol, fortran):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.int64, torch.uint8, torch.bool])
 def test_tensors_come_back(dtype, protocol):
     tensor = (torch.arange(24) % 2 + torch.arange(24) // 2).to(dtype).reshape(4, 6)
-    views = [tensor, tensor.t(), tensor[1:, ::2], tensor[:0], tensor[2, 3]]
-    for view, read in zip(views, read_pickle(pickle.dumps(views, protocol=protocol), name="x")):
+    for view in (tensor, tensor.t(), tensor[1:, ::2], tensor[:0], tensor[2, 3]):
+        read = first([view, tensor], protocol=protocol)
         np.testing.assert_array_equal(read, view.numpy())
         assert read.dtype == view.numpy().dtype
 
 
 def test_bfloat16_is_widened_exactly():
     tensor = torch.randn(3, 5, generator=torch.Generator().manual_seed(0)).bfloat16()
-    np.testing.assert_array_equal(read_pickle(pickle.dumps(tensor), name="x"), tensor.float().numpy())
+    np.testing.assert_array_equal(first(tensor), tensor.float().numpy())
+    np.testing.assert_array_equal(first(tensor[1:, ::2]), tensor[1:, ::2].float().numpy())
 
 
-def test_a_parameter_and_containers_come_back():
-    content = {"a": (torch.nn.Parameter(torch.ones(2)), "text", 3, None), "b": [np.zeros(1)]}
-    read = read_pickle(pickle.dumps(content), name="x")
-    assert read["a"][1:] == ("text", 3, None)
-    np.testing.assert_array_equal(read["a"][0], np.ones(2))
+@pytest.mark.parametrize(
+    "content",
+    [
+        torch.nn.Parameter(torch.ones(2)),
+        {"a": (torch.ones(2), "text", 3, None), "b": [np.zeros(1)]},
+        [{0: np.ones(2), "other": {"deep": [1.5, 2**70, b"bytes", True]}}],
+    ],
+    ids=["a parameter", "a dict", "a list"],
+)
+def test_the_first_array_of_what_holds_it_comes_back(content):
+    np.testing.assert_array_equal(first(content), np.ones(2))
+
+
+def test_many_arrays_are_within_the_budget():
+    assert first([np.ones((4, 4)) for _ in range(500)]).sum() == 16
 
 
 def hostile(path):
@@ -79,7 +99,7 @@ def hostile(path):
 def test_a_hostile_pickle_is_refused_and_named_and_nothing_ran(asks, tmp_path):
     trace = tmp_path / "trace"
     with pytest.raises(UserError, match=rf"evil\.pickle: refused: the pickle asks for {asks};"):
-        read_pickle(hostile(trace)[asks], name="evil.pickle")
+        read_array(hostile(trace)[asks], name="evil.pickle")
     assert not trace.exists()
 
 
@@ -95,7 +115,7 @@ def test_a_hostile_pickle_inside_of_a_storage_is_refused(tmp_path):
     head = b"".join(pickle.dumps(part, protocol=2) for part in (0x1950A86A20F9469CFC6C, 1001, {"little_endian": True}))
     storage = head + pickle.dumps(Calls(exec, f"open({str(trace)!r}, 'w').close()"), protocol=2)
     with pytest.raises(UserError, match=r"asks for (builtins|__builtin__)\.exec"):
-        read_pickle(pickle.dumps(Calls(torch.storage._load_from_bytes, storage)), name="x")
+        read_array(pickle.dumps(Calls(torch.storage._load_from_bytes, storage)), name="x")
     assert not trace.exists()
 
 
@@ -103,18 +123,21 @@ def test_a_hostile_pickle_inside_of_a_storage_is_refused(tmp_path):
     ("data", "asks"),
     [
         (pickle.dumps(np.array([1, "a"], dtype=object)), "an array of 'O8'"),
+        (b"\x80\x02X\x01\x00\x00\x00a.", "holds no array but a str"),
+        (b"I1\n.", "the operation INT"),
         (pickle.dumps(np.zeros(2, [("a", "f4")])), "an array of 'V4'"),
         (
             pickle.dumps(torch.sparse_coo_tensor([[0]], [1.0], (2,), check_invariants=True)),
             r"torch._utils._rebuild_sparse",
         ),
-        (b"cnumpy\nndarray\n}S'x'\nI1\nsb.", "the state of numpy.ndarray"),
-        (b"cnumpy\ndtype\n(N}S'_name'\nI1\nstb.", "the state of numpy.dtype"),
-        (b"ctorch._utils\n_rebuild_tensor_v2\n(I1\nI0\n(I2\nt(I1\ntI00\nNtR.", "a tensor without a storage"),
-        (b"cnumpy._core.multiarray\n_reconstruct\n(cnumpy\ndtype\n(I0\ntS'b'\ntR.", "an array of the class"),
-        (b"(S'true'\nios\nsystem\n.", "the operation INST"),
+        (b"cnumpy\nndarray\n}C\x01xK\x01sb.", "a dict with a bytes as a key"),
+        (b"cnumpy\nndarray\n}\x8c\x01xK\x01sb.", "the state of numpy.ndarray"),
+        (b"cnumpy\ndtype\nN}\x8c\x05_nameK\x01s\x86b.", "the state of numpy.dtype"),
+        (b"ctorch._utils\n_rebuild_tensor_v2\n(K\x01K\x00K\x02\x85K\x01\x85\x89NtR.", "a tensor without a storage"),
+        (b"cnumpy._core.multiarray\n_reconstruct\ncnumpy\ndtype\nK\x00\x85C\x01b\x87R.", "an array of the class"),
+        (b"(\x8c\x04trueios\nsystem\n.", "the operation INST"),
         (b"\x80\x02\x82\x01.", "the operation EXT1"),
-        (b"cnumpy\ndtype\n(S'f4,(2)f4'\ntR.", "an array of 'f4"),
+        (b"cnumpy\ndtype\n\x8c\x09f4,(2)f4,\x85R.", "an array of 'f4"),
         (pickle.dumps(slice(1)), "builtins.slice"),
     ],
     ids=lambda value: (
@@ -123,23 +146,139 @@ def test_a_hostile_pickle_inside_of_a_storage_is_refused(tmp_path):
 )
 def test_what_is_no_plain_array_is_refused(data, asks):
     with pytest.raises(UserError, match=asks):
-        read_pickle(data, name="x")
+        read_array(data, name="x")
 
 
 def test_a_tensor_cannot_look_beyond_its_storage():
     data = pickle.dumps(torch.zeros(4), protocol=4)
     assert data.count(b"K\x04\x85") == 1  # size (4,)
     with pytest.raises(UserError, match="a tensor larger than its storage"):
-        read_pickle(data.replace(b"K\x04\x85", b"K\x05\x85"), name="x")
+        read_array(data.replace(b"K\x04\x85", b"K\x05\x85"), name="x")
 
 
 @pytest.mark.parametrize("data", [b"", b"\x80", b"garbage", pickle.dumps([np.zeros(9)])[:-20], b"\x80\x04]\x94h\x07."])
 def test_a_damaged_pickle_is_named(data):
     with pytest.raises(UserError, match=r"broken\.pickle is damaged or no pickle of arrays"):
-        read_pickle(data, name="broken.pickle")
+        read_array(data, name="broken.pickle")
 
 
 @given(st.binary(max_size=64))
 def test_any_bytes_give_an_answer_or_a_user_error(data):
     with contextlib.suppress(UserError):
-        read_pickle(b"\x80\x04" + data, name="x")
+        read_array(b"\x80\x04" + data, name="x")
+
+
+def deep(levels, place=0):
+    """Operations that build a tuple of 2^levels leaves out of `levels` shared ones, remembering it at `place`."""
+    again = b"q%ch%c" % (place, place)
+    return b")" + (again + b"\x86") * levels
+
+
+def long(number):
+    data = number.to_bytes(number.bit_length() // 8 + 1, "little")
+    return b"\x8a%c" % len(data) + data
+
+
+FROM_BUFFER = b"cnumpy._core.numeric\n_frombuffer\n"
+TENSOR = b"ctorch._utils\n_rebuild_tensor_v2\n"
+BOMBS = {
+    "a shared tuple": (deep(60) + b".", "holds no array but a tuple"),
+    "a list that holds itself": (b"]q\x00h\x00a.", "holds no array but a list"),
+    "a tuple as a key": (b"}" + deep(39) + b"Ns.", "a dict with a tuple as a key"),
+    "the name of a type": (b"cnumpy\ndtype\n" + deep(60) + b"\x85R.", "an array of a tuple"),
+    "a byte order": (b"cnumpy\ndtype\n\x8c\x02f4\x85RK\x03" + deep(60) + b"\x86b.", "byte order a tuple"),
+    "two equal sizes": (TENSOR + b"(NK\x00(" + deep(60) + deep(60, 1) + b"t)tR.", "a negative size, or none"),
+    "a call": (deep(60) + b")R.", "a call of a tuple"),
+    "a shape of large numbers": (
+        TENSOR + b"(NK\x00(" + (long(2**2000) + b"q\x00" + b"h\x00" * 50_000) + b"t)tR.",
+        "an array without a shape",
+    ),
+    "keys that collide": (b"}(" + b"".join(long(k * (2**61 - 1)) + b"N" for k in range(1, 30_000)) + b"u.", "as a key"),
+    "a million lists": (b"(" + b"]" * 1_000_000 + b"t.", f"more than {MAX_OPERATIONS} operations"),
+    "the same bytes again": (
+        b"B"
+        + struct.pack("<I", 4 << 20)
+        + bytes(4 << 20)
+        + b"q\x00cnumpy\ndtype\n\x8c\x02u1\x85Rq\x01("
+        + (FROM_BUFFER + b"(h\x00h\x01J\x00\x00\x40\x00\x85\x8c\x01CtR") * 1400
+        + b"t.",
+        "the same bytes again and again",
+    ),
+    "the same text again": (
+        b"X"
+        + struct.pack("<I", 4 << 20)
+        + b"x" * (4 << 20)
+        + b"q\x00("
+        + b"c_codecs\nencode\nh\x00\x8c\x06latin1\x86R" * 1400
+        + b"t.",
+        "the same bytes again and again",
+    ),
+    "a name of large parts": (
+        b"X" + struct.pack("<I", 4 << 20) + b"x" * (4 << 20) + b"q\x00q\x01(" + b"h\x00h\x01\x93" * 1400 + b"t.",
+        "xxx",
+    ),
+}
+
+
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_bomb_ends_soon_and_in_little_memory(bomb):
+    data, says = BOMBS[bomb]
+    started = time.process_time()
+    tracemalloc.start()
+    with pytest.raises(UserError, match=says):
+        read_array(data, name="bomb.pickle")
+    _, most = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert time.process_time() - started < 10  # those that were found took minutes, and doubled with each level
+    assert most < 3 * len(data) + (32 << 20)
+
+
+def seeds(trace):
+    """Pickles to damage: of all kinds that are read, and those that would create `trace`."""
+    tensor = torch.arange(12.0).reshape(3, 4)
+    content = [[np.ones((2, 3), np.float32)], {"a": tensor, "b": tensor.bfloat16()}, np.asfortranarray(np.eye(3))]
+    return [pickle.dumps(held, protocol=p) for held in content for p in PROTOCOLS] + list(hostile(trace).values())
+
+
+def damaged(data, draw):
+    """The bytes with a few of them flipped, cut, repeated, or replaced by operations."""
+    changed = bytearray(data)
+    for _ in range(draw.choice((1, 1, 2, 4))):
+        place = draw.randrange(len(changed) + 1)
+        match draw.randrange(5):
+            case 0 if place < len(changed):
+                changed[place] ^= 1 << draw.randrange(8)
+            case 1 if place < len(changed):
+                changed[place] = draw.choice(b"(.0122]})\x85\x86\x87\x94hqRbsuate\x93cBCX\x8a\x8b")
+            case 2:
+                del changed[place:]
+            case 3:
+                del changed[place : place + draw.randrange(1, 9)]
+            case _:
+                start = draw.randrange(len(changed) + 1)
+                changed[place:place] = changed[start : start + draw.randrange(40)]
+    return bytes(changed)
+
+
+def fuzz(count, trace):
+    draw, whole, outcomes = random.Random(0), seeds(trace), Counter()
+    for _ in range(count):
+        try:
+            read_array(damaged(draw.choice(whole), draw), name="x")
+            outcomes["read"] += 1
+        except UserError as error:
+            outcomes["refused" if "refused" in str(error) else "damaged"] += 1
+    assert not trace.exists()
+    assert outcomes.total() == count
+    return outcomes
+
+
+def test_damaged_pickles_are_read_or_refused(tmp_path):
+    assert len(fuzz(600, tmp_path / "trace")) == 3
+
+
+@pytest.mark.slow
+def test_20_000_damaged_pickles_are_read_or_refused(tmp_path):
+    outcomes = fuzz(20_000, tmp_path / "trace")
+    print(dict(outcomes))
+    assert min(outcomes["read"], outcomes["refused"], outcomes["damaged"]) > 1000

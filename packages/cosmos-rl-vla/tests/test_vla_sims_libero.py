@@ -18,7 +18,7 @@ from cosmos_rl_vla.sims.base import HELD_OUT
 from cosmos_rl_vla.sims.find import describe
 from cosmos_rl_vla.sims.inits import stored_state
 from cosmos_rl_vla.sims.libero import Libero, axis_angle
-from cosmos_rl_vla.sims.libero_inits import read_states
+from cosmos_rl_vla.sims.libero_inits import MAX_BYTES, read_states
 from cosmos_rl_vla.sims.libero_scene import Scenes
 from cosmos_rl_vla.sims.libero_tasks import MAX_STEPS, find_task, suites
 from cosmos_rl_vla.testing import why_not_drawn
@@ -265,6 +265,26 @@ def test_states_are_read_without_loading_a_pickle(tmp_path):
     for name in ("d", "e"):
         with pytest.raises(UserError, match=rf"{name}\.pruned_init: LIBERO's initial states cannot be read"):
             read_states(tmp_path / f"{name}.pruned_init")
+
+
+def test_states_that_unpack_to_more_than_memory_are_refused(tmp_path):
+    with zipfile.ZipFile(tmp_path / "f.pruned_init", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("f/data.pkl", bytes(MAX_BYTES + 1))
+    with pytest.raises(UserError, match=r"f\.pruned_init: 67,108,865 bytes of states, at most"):
+        read_states(tmp_path / "f.pruned_init")
+
+
+def test_a_damaged_archive_of_states_is_a_user_error(tmp_path):
+    path = save(tmp_path / "g.pruned_init", np.zeros((5, 3)))
+    whole = path.read_bytes()
+    refused = 0
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 0x41]) + whole[place + 1 :])
+        try:
+            read_states(path)
+        except UserError:
+            refused += 1
+    assert refused > len(whole) / 2
 
 
 class Makes:

@@ -10,8 +10,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.pickles import first_array, read_pickle
-from cosmos_rl_core.stand_ins import widen
+from cosmos_rl_core.pickles import read_array, widen
 from cosmos_rl_wfm.data.storage import Range, is_remote, read_bytes, write_atomic
 
 log = logging.getLogger(__name__)
@@ -48,7 +47,7 @@ def read_embedding(
         raise EmbeddingError(f"{name}: cannot be read: {error.strerror or error}") from error
     try:
         if data.startswith(PICKLE) and not _is_safetensors(data):
-            array = first_array(read_pickle(data, name=name), name=name)
+            array = read_array(data, name=name)
             if part is None and not is_remote(location):
                 _convert(Path(location))
         else:
@@ -62,11 +61,11 @@ def convert(path: str | Path) -> Path:
     """Write the first array of a pickle as safetensors beside it, under the name "embedding". Returns the new file.
 
     Raises:
-        UserError: as `read_pickle`, or it holds no array.
+        UserError: as `read_array`.
         OSError: the folder cannot be written.
     """
     source = Path(path)
-    array = first_array(read_pickle(source.read_bytes(), name=str(source)), name=str(source))
+    array = read_array(source.read_bytes(), name=str(source))
     target = source.with_suffix(".safetensors")
     write_atomic(target, save({"embedding": np.ascontiguousarray(array)}))
     return target
