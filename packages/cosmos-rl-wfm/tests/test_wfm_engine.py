@@ -169,14 +169,18 @@ def test_guidance_makes_a_second_pass_and_none_without(guidance, passes):
     assert len(calls) == passes
 
 
-def test_guided_rollouts_are_trained_with_their_guidance():
+@pytest.mark.parametrize("negative", [None, "grey"])
+def test_guided_rollouts_are_trained_with_their_guidance(negative):
     sampling = STEPS.model_copy(update={"guidance": 3.0})
-    policy = policy_of(sampling=sampling)
-    _, rollouts = draw(engine_of(), sampling=sampling, weights=policy.weights())
+    model = pixel_model(text={"encoder": "words", "length": 4, "negative_prompt": negative})
+    policy = policy_of(model, sampling=sampling)
+    _, rollouts = draw(engine_of(model), sampling=sampling, weights=policy.weights())
     (microbatch,) = collate([group(rollouts, [0.0] * 4)], microbatch_terms=8, share=Share()).microbatches
     drawn = microbatch.terms.rollout_logprobs
     assert torch.allclose(policy.forward(microbatch).logprobs, drawn, rtol=0, atol=1e-5)
-    assert not torch.allclose(policy_of().forward(microbatch).logprobs, drawn, rtol=0, atol=5e-5)  # unguided
+    others = [policy_of(), *([policy_of(sampling=sampling)] if negative else [])]  # unguided; away from ""
+    for other in others:
+        assert not torch.allclose(other.forward(microbatch).logprobs, drawn, rtol=0, atol=5e-5)
 
 
 def test_a_share_without_terms_of_its_own_gets_a_pass_that_trains_nothing():

@@ -5,8 +5,9 @@ import torch
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.captions import load_captions, load_images
+from cosmos_rl_wfm.models.families import make_family
 from cosmos_rl_wfm.models.folder import ModelFolder
-from cosmos_rl_wfm.models.tiny import tiny_vae
+from cosmos_rl_wfm.models.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.models.weights import random_network
 from cosmos_rl_wfm.testing import VOCABULARY, tiny_t5, tiny_tokenizer
 
@@ -33,9 +34,9 @@ def folder(root, **parts):
     return ModelFolder(root=root, classes=classes, is_pipeline=True)
 
 
-def load(there, *, length=8, instruction=""):
+def load(there, *, length=8, instruction="", **given):
     device = torch.device("cpu")
-    return load_captions(there, dtype=torch.float32, device=device, length=length, instruction=instruction)
+    return load_captions(there, dtype=torch.float32, device=device, length=length, instruction=instruction, **given)
 
 
 def test_wan_captions_are_those_of_its_pipeline(tmp_path):
@@ -111,6 +112,13 @@ def test_stable_diffusion_3_captions_are_those_of_its_pipeline(tmp_path):
     torch.testing.assert_close(found.pooled, expected[2])
 
 
+def test_the_default_negative_prompt_of_cosmos_is_that_of_its_pipeline():
+    from diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict import DEFAULT_NEGATIVE_PROMPT
+
+    assert make_family("CosmosTransformer3DModel", tiny_network("cosmos")).negative_prompt() == DEFAULT_NEGATIVE_PROMPT
+    assert make_family("WanTransformer3DModel", tiny_network("wan")).negative_prompt() == ""
+
+
 @pytest.mark.parametrize("instruction", ["", "draw :"])
 def test_sana_captions_are_those_of_its_pipeline(tmp_path, instruction):
     from diffusers import SanaPipeline
@@ -126,16 +134,16 @@ def test_sana_captions_are_those_of_its_pipeline(tmp_path, instruction):
     with torch.no_grad():
         expected = pipeline.encode_prompt(
             CAPTIONS,
-            negative_prompt="",
+            negative_prompt=["", "two discs"],
             device=device,
             max_sequence_length=8,
             complex_human_instruction=[instruction] if instruction else None,
         )
-    encode = load(folder(tmp_path, **parts), instruction=instruction)
-    found, blank = encode(CAPTIONS), encode([""])
+    encode = load(folder(tmp_path, **parts), instruction=instruction, negative_prompt="two discs")
+    found, negative = encode(CAPTIONS), encode(["", "two discs"])
     torch.testing.assert_close(found.text, expected[0])
     assert torch.equal(found.text_mask, expected[1].bool())
-    torch.testing.assert_close(blank.text, expected[2][:1])
+    torch.testing.assert_close(negative.text, expected[2])
 
 
 def test_an_encoder_that_is_not_supported_is_named(tmp_path):

@@ -10,7 +10,7 @@ import torch
 
 from cosmos_rl_core.parallel.lora import merge
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_wfm.conditions import Conditions
+from cosmos_rl_wfm.conditions import CaptionCache, Conditions
 from cosmos_rl_wfm.data.cache import TensorCache
 from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
@@ -54,9 +54,7 @@ def build_policy(
     parallelize(model.network, setup, compute_dtype=None if held == computed else computed)
     if in_parts:
         fill_network(model, config)
-    reader = ClipReader(data, text_width=model.family.text_width)
-    conditions = Conditions(model, reader, config.given)
-
+    captions = CaptionCache(max_bytes=config.text.cache_bytes)
     made: dict[WFMDataConfig, Clips] = {}
 
     def clips(section: WFMDataConfig) -> Clips:
@@ -64,6 +62,7 @@ def build_policy(
             _check_sizes(model, section)
             loader = _clip_loader(config, section, text_width=model.family.text_width, seed=seed)
             load_parts(model, config, {"codec", "text"}, seed=config.seed)
+            conditions = _conditions(model, config, section, captions)
             made[section] = Clips(model, section, loader=loader, conditions=conditions)
         return made[section]
 
@@ -87,16 +86,23 @@ def build_engine(config: WFMModelConfig, *, data: WFMDataConfig, options: TorchE
     model.check(size)
     model.network.requires_grad_(False).eval()
     speed_up(model.network)
+    captions = CaptionCache(max_bytes=config.text.cache_bytes)
+    return FlowEngine(model, size=size, conditions=_conditions(model, config, data, captions), options=options)
+
+
+def _conditions(
+    model: DiffusersModel, config: WFMModelConfig, data: WFMDataConfig, captions: CaptionCache
+) -> Conditions:
     reader = ClipReader(data, text_width=model.family.text_width)
-    return FlowEngine(model, size=size, conditions=Conditions(model, reader, config.given), options=options)
+    return Conditions(model, reader, config.given, captions=captions)
 
 
 def _unconditional(model: DiffusersModel, config: WFMModelConfig) -> Condition:
-    """Embed the empty caption; the encoder is not kept for it."""
+    """Embed the negative prompt; the encoder is not kept for it."""
     load_parts(model, config, {"text"}, seed=config.seed)
-    condition = model.encode_text([""])
+    condition = model.encode_text([model.traits.negative_prompt])
     model.free_captions()
-    return condition
+    return condition.to(next(model.network.parameters()).device)
 
 
 def export_weights(

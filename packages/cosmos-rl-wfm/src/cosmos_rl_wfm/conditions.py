@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import fields, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,23 +21,55 @@ if TYPE_CHECKING:
 
     from cosmos_rl_wfm.models.model import DiffusersModel
 
-REMEMBERED = 1024
-"""Captions whose embeddings are kept."""
+_CPU = torch.device("cpu")
+
+
+class CaptionCache:
+    """Embedded captions in host memory, at most `max_bytes` of them; those not used for longest go first.
+
+    Predict2.5 embeds a caption as 512 x 100,352 numbers, 98 MiB in bfloat16: a limit on their number is none on memory.
+    """
+
+    def __init__(self, *, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._held: OrderedDict[Hashable, Condition] = OrderedDict()
+        self.num_bytes = 0
+        """Bytes that are held."""
+
+    def get(self, key: Hashable) -> Condition | None:
+        """Return the condition [1] that was put under `key`, on the CPU; None if it is not held."""
+        if key in self._held:
+            self._held.move_to_end(key)
+        return self._held.get(key)
+
+    def put(self, key: Hashable, condition: Condition) -> None:
+        """Hold a condition [1] that lies on the CPU; one that is larger than the whole cache is not held."""
+        size = bytes_of(condition)
+        if key in self._held or size > self._max_bytes:
+            return
+        self._held[key] = condition
+        self.num_bytes += size
+        while self.num_bytes > self._max_bytes:
+            _, oldest = self._held.popitem(last=False)
+            self.num_bytes -= bytes_of(oldest)
 
 
 class Conditions:
-    """Makes conditions; embedded captions are remembered. One thread calls it at a time."""
+    """Makes conditions, on the CPU; embedded captions are cached. One thread calls it at a time."""
 
-    def __init__(self, model: DiffusersModel, reader: ClipReader, given: GivenSection) -> None:
+    def __init__(
+        self, model: DiffusersModel, reader: ClipReader, given: GivenSection, *, captions: CaptionCache
+    ) -> None:
+        """Take the reader of one [data] section; `captions` may be shared with the conditions of other sections."""
         self._model, self._reader, self._given = model, reader, given
-        self._known: OrderedDict[str, Condition] = OrderedDict()
+        self._captions = captions
         self._unconditional: Condition | None = None
 
     @property
     def unconditional(self) -> Condition:
-        """The empty caption's [1]."""
+        """What guidance leads away from: the condition [1] of the model's negative prompt."""
         if self._unconditional is None:
-            self._unconditional = self._model.encode_text([""])
+            self._unconditional = self._model.encode_text([self._model.traits.negative_prompt]).to(_CPU)
         return self._unconditional
 
     def of(self, prompt: Prompt) -> Condition:
@@ -56,21 +88,20 @@ class Conditions:
         return self.with_given(condition, torch.from_numpy(video)[None], rng)
 
     def of_caption(self, caption: str, row: Mapping[str, Any], *, text: np.ndarray | None = None) -> Condition:
-        """Return the condition [1] of a caption alone: of the row's own embedding, or of the model's.
+        """Return the condition [1] of a caption alone: of the row's own embedding, or of the model's encoder.
 
-        `text` float32 [L, E] is the row's, where it was read before.
+        `text` float32 [L, E] is the row's embedding, where it was read before.
         """
-        if caption in self._known:
-            self._known.move_to_end(caption)
-            return self._known[caption]
-        embedding = self._reader.text(row) if caption and text is None else text
+        source = self._reader.text_source(row) if caption else None
+        key = caption, source  # rows may share a caption and have different embeddings
+        if (known := self._captions.get(key)) is not None:
+            return known
+        embedding = self._reader.text(row) if source is not None and text is None else text
         if embedding is None:
-            condition = self._model.encode_text([caption])
+            condition = self._model.encode_text([caption]).to(_CPU)
         else:
             condition = self._model.cached_text([torch.from_numpy(embedding)], where=[str(row.get("key", caption))])
-        self._known[caption] = condition
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        self._captions.put(key, condition)
         return condition
 
     def with_given(self, condition: Condition, video: Tensor, rng: np.random.Generator) -> Condition:
@@ -80,6 +111,12 @@ class Conditions:
             return condition
         count = int(rng.integers(section.min_frames, section.max_frames + 1))
         return self._model.with_given(condition, video, counts=torch.tensor([count]))
+
+
+def bytes_of(condition: Condition) -> int:
+    """Return the bytes of a condition's tensors."""
+    tensors = (getattr(condition, field.name) for field in fields(condition))
+    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
 def joined(conditions: Sequence[Condition], counts: Sequence[int]) -> Condition:

@@ -101,12 +101,20 @@ class ClipReader:
             EmbeddingError: it cannot be taken; named.
             UserError: a store refuses or does not answer.
         """
-        location = row.get("text_embedding", "")
-        if not location or self._config.text_embeddings == "off":
+        if self.text_source(row) is None:
             return None
+        location = row["text_embedding"]
         index = mock_index(location)
         if index is not None:
             mock = self._config.mock
             return mock_embedding(index, tokens=mock.embedding_tokens, width=mock.embedding_width)
         part, timeout_s = row.get("text_embedding_at"), self._config.timeout_s
         return read_embedding(location, part, width=self._text_width, timeout_s=timeout_s)
+
+    def text_source(self, row: Row) -> Hashable | None:
+        """Return what tells the row's embedding from those of other rows; None where `text` reads none."""
+        location, part = row.get("text_embedding", ""), row.get("text_embedding_at")
+        if not location or self._config.text_embeddings == "off":
+            return None
+        mock = self._config.mock if mock_index(location) is not None else None
+        return location, tuple(part or ()), mock and (mock.embedding_tokens, mock.embedding_width)

@@ -223,6 +223,7 @@ def _captions(
         device=device,
         length=traits.text_length,
         instruction=config.text.instruction,
+        negative_prompt=traits.negative_prompt,
     )
 
 
@@ -240,4 +241,11 @@ def _traits(config: WFMModelConfig, family: Family, folder: ModelFolder | None) 
         shift=float(shift),
         guidance=family.guidance if config.guidance == "auto" else config.guidance,
         text_length=length,
+        negative_prompt=_negative_prompt(config, family),
     )
+
+
+def _negative_prompt(config: WFMModelConfig, family: Family) -> str:
+    if config.text.negative_prompt is not None:
+        return config.text.negative_prompt
+    return family.negative_prompt() if config.text.encoder == "model" else ""

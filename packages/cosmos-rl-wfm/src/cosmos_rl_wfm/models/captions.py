@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import html
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -32,9 +32,18 @@ class CaptionEncoder(Protocol):
 
 
 def load_captions(
-    folder: ModelFolder, *, dtype: torch.dtype, device: torch.device, length: int, instruction: str
+    folder: ModelFolder,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    length: int,
+    instruction: str,
+    negative_prompt: str = "",
 ) -> CaptionEncoder:
-    """Load a pipeline's tokenizers and encoders. Raises UserError for one that is missing or not supported."""
+    """Load a pipeline's tokenizers and encoders; `instruction` goes before all captions but the negative prompt.
+
+    Raises UserError for one that is missing or not supported.
+    """
 
     def part(name: str) -> Any:
         return load_part(folder, name, dtype=dtype).to(device)
@@ -55,7 +64,9 @@ def load_captions(
     if kind.startswith("Qwen2_5_VL"):
         return _Qwen(tokenizer(), part("text_encoder"), length=length)
     if kind.startswith("Gemma"):
-        return _Gemma(tokenizer(), part("text_encoder"), length=length, instruction=instruction)
+        return _Gemma(
+            tokenizer(), part("text_encoder"), length=length, instruction=instruction, bare={"", negative_prompt}
+        )
     raise UserError(
         f"model.path: the text encoder {kind} is not supported (UMT5, T5, Qwen2.5-VL, CLIP + T5 and Gemma are); embed "
         'the captions beforehand and set text.encoder = "cached"'
@@ -158,8 +169,10 @@ class _StableDiffusion3:
 
 
 class _Gemma:
-    def __init__(self, tokenizer: Any, encoder: Any, *, length: int, instruction: str) -> None:
-        self._tokenizer, self._encoder, self._length, self._instruction = tokenizer, encoder, length, instruction
+    def __init__(self, tokenizer: Any, encoder: Any, *, length: int, instruction: str, bare: Collection[str]) -> None:
+        """bare: captions that the instruction does not go before."""
+        self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
+        self._instruction, self._bare = instruction, bare
         tokenizer.padding_side = "right"
 
     @torch.no_grad()
@@ -169,9 +182,10 @@ class _Gemma:
         return Condition(text=torch.cat([text for text, _ in rows]), text_mask=torch.cat([mask for _, mask in rows]))
 
     def _embed(self, caption: str) -> tuple[Tensor, Tensor]:
+        bare = caption in self._bare
         caption = caption.lower().strip()
         length = self._length
-        if caption and self._instruction:
+        if caption and self._instruction and not bare:
             length += len(self._tokenizer.encode(self._instruction)) - 2
             caption = self._instruction + caption
         ids, mask = (tensor.to(self._encoder.device) for tensor in _tokens(self._tokenizer, [caption], length=length))

@@ -55,6 +55,19 @@ class TextSection(Strict):
     """Of the vectors of "words"."""
     instruction: str = ""
     """Put before each caption but the empty one, as Sana's prompts are; only for encoders of the Gemma family."""
+    negative_prompt: str | None = None
+    """Caption that guidance leads away from; without it the one of the model's pipeline in diffusers, which is empty
+    but for Cosmos, and empty where the model's own encoder is not used."""
+    cache_bytes: int = Field(default=2 * 2**30, ge=0)
+    """Most host memory that a process keeps embedded captions in: Predict2.5's take 98 MiB each, Wan's 4."""
+
+    @model_validator(mode="after")
+    def _can_embed(self) -> Self:
+        if self.encoder == "cached" and self.negative_prompt:
+            raise ValueError(
+                'encoder = "cached" embeds no negative_prompt: remove it, or set encoder = "model" or "words"'
+            )
+        return self
 
 
 class GivenSection(Strict):

@@ -49,6 +49,11 @@ class Cosmos(Family):
         if config.get("img_context_dim_in") or config.get("controlnet_block_every_n"):
             raise UserError("model: Cosmos-Transfer networks are not supported; give one of Predict2.5")
 
+    def negative_prompt(self) -> str:
+        with without_torchvision():
+            from diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict import DEFAULT_NEGATIVE_PROMPT
+        return DEFAULT_NEGATIVE_PROMPT
+
     def velocity(self, network: nn.Module, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
         dtype = held_dtype(network)
         inputs = put_given(condition, latents).to(dtype)

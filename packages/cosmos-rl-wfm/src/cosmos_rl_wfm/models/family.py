@@ -60,6 +60,10 @@ class Family(ABC):
         """Whether the latents of a condition are those of a clip that is grey after the given frames."""
         return False
 
+    def negative_prompt(self) -> str:
+        """Return what the family's pipeline in diffusers leads away from where nothing else is asked for."""
+        return ""
+
     def _value(self, key: str) -> Any:
         if key not in self.config:
             raise UserError(f"model: the network's configuration has no {key}, which a {type(self).__name__} has")

@@ -46,6 +46,8 @@ class Traits:
     """How velocities with and without the caption are combined."""
     text_length: int
     """Tokens of every embedded caption."""
+    negative_prompt: str = ""
+    """Caption that guidance leads away from."""
 
 
 class DiffusersModel:
@@ -125,10 +127,11 @@ class DiffusersModel:
     def decode(self, latents: Tensor) -> Tensor:
         """Latents [B, C, f, h, w] -> uint8 [B, F, H, W, 3]."""
         assert self._codec is not None, "the model was built without its codec"
-        return to_video(self._codec.decode(latents))
+        # one by one: eight clips of 93 frames at 704 x 1280 are 8 GB in float32, and conversions keep three of them
+        return torch.cat([to_video(self._codec.decode(one)) for one in latents.split(1)])
 
     def encode_text(self, captions: Sequence[str]) -> Condition:
-        """Embed captions; "" is the unconditional one. No gradient."""
+        """Embed captions, on the encoder's device. No gradient."""
         assert self._captions is not None, "the model was built without its text encoder"
         return self._captions(captions)
 
