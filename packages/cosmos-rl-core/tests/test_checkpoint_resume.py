@@ -182,6 +182,10 @@ def test_retention_drops_what_an_abandoned_life_of_the_run_left_behind():
 
 def test_scores_are_read_from_the_runs_files(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"policy_version": 1, "loss": 2.5}\n{"policy_version": 2, "lo')
+    with (tmp_path / "metrics.jsonl").open("ab") as file:
+        file.write(
+            b'\n7\n[]\n{"policy_version": "x", "loss": 1}\n{"policy_version": 3, "loss": null}\n\xff\n' + b"[" * 5000
+        )
     (tmp_path / "eval.jsonl").write_text('{"policy_version": 0, "eval/reward_mean": 0.25}\n')
     assert read_scores(tmp_path, "eval/reward_mean") == {0: 0.25}
     assert read_scores(tmp_path, "-loss") == {1: -2.5}

@@ -96,6 +96,19 @@ def test_what_is_whole_is_not_drawn_again(tmp_path):
     assert again.close() == lines_of(0, num_samples=2)
 
 
+@pytest.mark.parametrize(
+    "line", ["[]", "7", '{"sample": "x"}', '{"rollout": 0}', "9" * 5000, "[" * 5000, '{"sample": NaN}']
+)
+def test_a_damaged_line_is_drawn_again(tmp_path, line):
+    file = opened(tmp_path)
+    file.add(lines_of(0))
+    file.close()
+    with (tmp_path / "rollouts.jsonl").open("a") as damaged:
+        damaged.write(f"{line}\n")
+    again = opened(tmp_path)
+    assert (again.done, again.close()) == ({0}, lines_of(0))
+
+
 def test_rollouts_of_another_request_are_not_mixed_in(tmp_path):
     file = opened(tmp_path, request={"seed": 0, "model": "a"})
     file.add(lines_of(0))

@@ -54,6 +54,16 @@ def test_each_new_sheet_is_shown_once_under_the_name_of_its_replica(tmp_path):
     ]
 
 
+def test_a_line_that_names_no_sheet_is_passed_over(tmp_path):
+    wall = Wall()
+    sheets = Sheets(tmp_path, [wall])
+    leave(tmp_path, 0)
+    with (tmp_path / "index_rollout-0.jsonl").open("a") as file:
+        file.write('7\n{"sheet": 1}\n{"sheet": "x"}\nno json\n' + "[" * 5000 + "\n")
+    sheets.show_new()
+    assert wall.shown == [(0, "samples/rollout-0", GIF)]
+
+
 def test_a_sheet_that_has_grown_is_shown_again(tmp_path):
     wall = Wall()
     sheets = Sheets(tmp_path, [wall])

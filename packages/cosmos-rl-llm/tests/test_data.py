@@ -1,3 +1,4 @@
+import datetime
 import json
 import subprocess
 import sys
@@ -131,6 +132,11 @@ def test_a_missing_column_is_named_with_those_there(tmp_path):
         ('{"prompt": [{"role": "user"}]}', r"a.jsonl:1: message 0 must look like"),
         ('{"prompt": [{"role": "me", "content": "x"}]}', r"a.jsonl:1: message 0: role must be one of"),
         ("", r"the dataset is empty"),
+        ('{"prompt": "a"}\n{"prompt": "a", "n": %s}' % ("9" * 5000), r"a.jsonl:2: an integer of more than 4300 digits"),
+        ('{"prompt": "a", "n": %s}' % ("[" * 200_000), r"a.jsonl:1: lists and objects are nested more than 100 deep"),
+        ('{"prompt": "a", "score": NaN}', r"a.jsonl:1: NaN is no number"),
+        ('{"prompt": "a", "score": 1e999}', r"a.jsonl:1: 1e999 is larger than any float"),
+        ('{"prompt": "a\\ud800"}', r"a.jsonl:1: half of a surrogate pair"),
     ],
 )
 def test_a_faulty_row_is_named(tmp_path, content, message):
@@ -168,7 +174,7 @@ def test_files_that_are_not_what_they_are_called(tmp_path):
     for name, message in [
         ("a.json", r"must hold a list of rows"),
         ("a.txt", r"must end in .jsonl"),
-        ("a.jsonl", r"cannot be read"),
+        ("a.jsonl", r"a.jsonl:1: not a text in UTF-8"),
     ]:
         with pytest.raises(UserError, match=message):
             load(tmp_path / name)
@@ -224,3 +230,15 @@ def test_the_controller_loads_the_domain_without_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_a_byte_order_mark_is_skipped(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(b"\xef\xbb\xbf" + json.dumps({"prompt": "a"}).encode())
+    (tmp_path / "b.json").write_bytes(b"\xef\xbb\xbf" + json.dumps([{"prompt": "a"}]).encode())
+    assert load(tmp_path / "a.jsonl")[0] == load(tmp_path / "b.json")[0]
+
+
+def test_a_column_that_is_no_json_is_named(tmp_path):
+    file = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "when": datetime.date(2026, 1, 1)}])
+    with pytest.raises(UserError, match=r"a.parquet\[0\]: column 'when' holds date .*which is no JSON"):
+        load(file)

@@ -125,8 +125,8 @@ def test_statistics_of_another_robot_are_refused():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("{", "not JSON"),
-        ("[]", "no object"),
+        ("{", "not valid JSON"),
+        ("[]", "must hold an object"),
         ('{"action": {"kind": "quantile"}}', "no q01"),
         ('{"action": {"kind": "max", "q01": [0], "q99": [1], "mean": [0], "std": [1]}}', "kind 'max'"),
         ('{"action": {"kind": "quantile", "q01": [0, 0], "q99": [1], "mean": [0], "std": [1]}}', "unequal"),

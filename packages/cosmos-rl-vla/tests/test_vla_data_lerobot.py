@@ -226,6 +226,23 @@ def test_a_missing_key_is_named(written):
         read_dataset(written)
 
 
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ('{"episode_index": 0, "tasks": ["a"], "length": "x"}', "meta has a value of the wrong type"),
+        ('{"episode_index": %s}' % ("9" * 5000), r"episodes\.jsonl:1: an integer of more than 4300 digits"),
+        ("[" * 5000, r"episodes\.jsonl:1: lists and objects are nested"),
+        ("[]", r"episodes\.jsonl:1 is no JSON object"),
+        ("\xff", r"episodes\.jsonl:1: not valid JSON"),
+    ],
+)
+def test_a_damaged_line_of_v21_is_named(tmp_path, line, message):
+    write_v21(tmp_path)
+    (tmp_path / "meta/episodes.jsonl").write_text(line)
+    with pytest.raises(UserError, match=message):
+        read_dataset(tmp_path)
+
+
 def change_info(path, **keys):
     info = json.loads((path / "meta/info.json").read_text())
     (path / "meta/info.json").write_text(json.dumps({**info, **keys}))

@@ -144,6 +144,21 @@ def test_lists_of_prompts_are_rows(tmp_path, name, text):
     assert rows[0]["video"] == ""
 
 
+@pytest.mark.parametrize(
+    ("name", "text"), [("p.jsonl", '{"caption": "an ant"}'), ("p.json", '[{"caption": "an ant"}]'), ("p.txt", "an ant")]
+)
+def test_a_byte_order_mark_is_no_part_of_a_caption(tmp_path, name, text):
+    fill(tmp_path, {name: "\ufeff" + text})
+    assert [row["caption"] for row in load_rows(config(tmp_path / name))[0]] == ["an ant"]
+
+
+def test_a_list_of_more_than_a_gigabyte_is_not_read(tmp_path):
+    with (tmp_path / "p.jsonl").open("wb") as file:
+        file.truncate(2**30 + 1)
+    with pytest.raises(UserError, match=r"p\.jsonl: 1,073,741,825 bytes, at most"):
+        load_rows(config(tmp_path / "p.jsonl"))
+
+
 def test_another_column_is_the_caption(tmp_path):
     fill(tmp_path, {"p.jsonl": '{"prompt": "an ant"}'})
     (row,), _ = load_rows(config(tmp_path / "p.jsonl", caption_column="prompt"))
@@ -158,6 +173,10 @@ def test_another_column_is_the_caption(tmp_path):
         ("p.jsonl", '{"caption": 3}', r"p\.jsonl:1: column 'caption' holds a int, not text"),
         ("p.jsonl", '{"caption": "x", "video": 3}', r"p\.jsonl:1: a path is text, not a int"),
         ("p.jsonl", "[1]", r"p\.jsonl:1: a row is an object"),
+        ("p.jsonl", '{"caption": "x", "n": %s}' % ("9" * 5000), r"p\.jsonl:1: an integer of more than 4300 digits"),
+        ("p.jsonl", '{"caption": "x"}\n' + "[" * 5000, r"p\.jsonl:2: lists and objects are nested"),
+        ("p.jsonl", '{"caption": "x", "fps": NaN}', r"p\.jsonl:1: NaN is no number"),
+        ("p.json", "[" * 5000, r"p\.json: lists and objects are nested"),
         ("p.json", "{}", "must hold a list of rows"),
         ("p.txt", "\n\n", "no row is left"),
     ],

@@ -3,9 +3,11 @@
 import io
 import json
 import logging
+import random
 import re
 import socket
 import tarfile
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -190,6 +192,59 @@ def test_an_index_is_read_once_and_again_when_the_shard_changes(folder, make, mo
     tar(folder / "clips-001.tar", [("0009.mp4", videos[3]), ("0009.txt", b"new")])
     rows, _ = load_rows(make(folder))
     assert [row["caption"] for row in rows] == ["clip 0", "clip 1", "new"] and len(indexed) == 3
+
+
+@pytest.mark.parametrize(
+    "damage", [b"", b"[]", b'{"samples": [1]}', b'{"samples": [{"keys": 1}], "fault": ""}', b"[" * 5000]
+)
+def test_an_index_that_is_damaged_is_made_again(folder, make, damage):
+    first, _ = load_rows(make(folder))
+    kept = list((folder.parent / "cache/shards").iterdir())
+    assert len(kept) == 2
+    for file in kept:
+        file.write_bytes(damage)
+    assert load_rows(make(folder))[0] == first
+    assert all(file.read_bytes() != damage for file in kept)
+
+
+def test_a_caption_as_large_as_memory_is_left_out(tmp_path, make, videos, caplog):
+    tar(
+        tmp_path / "m.tar",
+        [
+            (f"{n}.{e}", data)
+            for n, text in (("a", b"x" * 2**22), ("b", b"b"))
+            for e, data in (("mp4", videos[0]), ("txt", text))
+        ],
+    )
+    (row,), _ = load_rows(make(tmp_path / "m.tar"))
+    assert row["key"] == "m/b"
+    assert "m.tar/a (a caption of more than 1,048,576 bytes)" in caplog.text
+
+
+def fuzz(shard, count):
+    """Bytes of the headers changed; returns how many archives were whole and damaged."""
+    whole, draw, outcomes = shard.read_bytes(), random.Random(0), Counter()
+    with tarfile.open(shard) as archive:
+        headers = [member.offset for member in archive]
+    for _ in range(count):
+        changed = bytearray(whole)
+        for _ in range(draw.choice((1, 1, 3))):
+            changed[draw.choice(headers) + draw.randrange(512)] = draw.choice(b"\x00\x80\xff 017/xgLK-")
+        index = shards_module.index_tar(io.BytesIO(changed))
+        assert len(index.samples) <= 2
+        outcomes["damaged" if index.fault else "whole"] += 1
+    return outcomes
+
+
+def test_damaged_shards_give_an_index(folder):
+    assert fuzz(folder / "clips-000.tar", 100).total() == 100
+
+
+@pytest.mark.slow
+def test_5_000_damaged_shards_give_an_index(folder):
+    outcomes = fuzz(folder / "clips-000.tar", 5_000)
+    print(dict(outcomes))
+    assert outcomes["damaged"] > 1000
 
 
 def test_a_stream_over_shards_goes_on_at_any_place(folder, make):

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import os
-import struct
 from pathlib import Path
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
-_MAX_HEADER_BYTES = 100 * 2**20
-"""The format's own limit."""
 
 
 def resolve(path_or_id: str | os.PathLike[str]) -> str:
@@ -46,14 +43,10 @@ def read_specs(directory: Path) -> list[WeightSpec]:
 def _read_header(path: Path) -> list[WeightSpec]:
     try:
         with path.open("rb") as file:
-            (size,) = struct.unpack("<Q", file.read(8))
-            if size > _MAX_HEADER_BYTES:
-                raise ValueError(f"its header claims {size} bytes")
-            header = json.loads(file.read(size))
-    except (OSError, ValueError, struct.error) as error:
-        raise UserError(f"model.path: {path} is not a safetensors file ({error})") from error
+            places = read_header(file, name=f"model.path: {path}")
+    except OSError as error:
+        raise UserError(f"model.path: {path} cannot be read: {error.strerror}") from error
     return [
-        WeightSpec(name=name, shape=tuple(entry["shape"]), dtype=_DTYPES.get(entry["dtype"]) or str(entry["dtype"]))
-        for name, entry in header.items()
-        if name != "__metadata__"
+        WeightSpec(name=name, shape=place.shape, dtype=_DTYPES.get(place.dtype) or place.dtype)
+        for name, place in places.items()
     ]

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import shown
 from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
-from cosmos_rl_llm.sources import did_you_mean, read_located, shown
+from cosmos_rl_llm.sources import did_you_mean, read_located
 
 ROLES = ("system", "user", "assistant", "tool")
 

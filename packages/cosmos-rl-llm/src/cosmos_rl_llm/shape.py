@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_core.parallel.estimate import is_expert, layer_of
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.types import WeightSpec
@@ -22,10 +21,7 @@ _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 def read_shape(directory: Path, model: LLMModelConfig) -> ModelShape | None:
     """Return the shape of the model in `directory`; None for a family whose config names its sizes in another way."""
-    try:
-        whole = json.loads((directory / "config.json").read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"model.path: {directory / 'config.json'} is not JSON ({error})") from error
+    whole = read_json_object(directory / "config.json", hint="see model.path")
     config = whole.get("text_config", whole)
     weights = read_specs(directory)
     if not weights or not all(isinstance(config.get(key), int) for key in _SIZES):

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_lines, read_json_list, shown
 from cosmos_rl_llm.config import LLMDataConfig
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
@@ -34,12 +35,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """The end of a message: the known name most like `name`, if one is close."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f'. Did you mean "{close[0]}"?' if close else ""
-
-
-def shown(value: Any) -> str:
-    """A value for a message, cut short."""
-    text = repr(value)
-    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
 
 
 def _read_local(path: Path, config: LLMDataConfig) -> Iterator[Located]:
@@ -82,36 +77,20 @@ def _read_file(file: Path) -> Iterator[Located]:
             case ".jsonl":
                 rows = _read_jsonl(file)
             case ".json":
-                rows = _read_json(file)
+                rows = read_json_list(file)
             case _:
                 rows = _read_parquet(file)
         for where, row in rows:
             if not isinstance(row, Mapping):
                 raise UserError(f"{where}: a row must be an object with named columns, not {shown(row)}")
             yield where, row
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
 
 
 def _read_jsonl(file: Path) -> Iterator[Located]:
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, start=1):
-            if line.strip():
-                try:
-                    yield f"{file}:{number}", json.loads(line)
-                except json.JSONDecodeError as error:
-                    raise UserError(f"{file}:{number}: not valid JSON: {error.msg} (column {error.colno})") from None
-
-
-def _read_json(file: Path) -> Iterator[Located]:
-    try:
-        rows = json.loads(file.read_text(encoding="utf-8"))
-    except json.JSONDecodeError as error:
-        raise UserError(f"{file}:{error.lineno}: not valid JSON: {error.msg} (column {error.colno})") from None
-    if not isinstance(rows, list):
-        raise UserError(f"{file}: must hold a list of rows, not {shown(rows)}; one object a line goes in .jsonl")
-    for number, row in enumerate(rows):
-        yield f"{file}[{number}]", row
+    with file.open("rb") as lines:
+        yield from read_json_lines(lines, name=str(file))
 
 
 def _read_parquet(file: Path) -> Iterator[Located]:
@@ -124,7 +103,7 @@ def _read_parquet(file: Path) -> Iterator[Located]:
         with pq.ParquetFile(file) as table:
             rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(rows):
-                yield f"{file}[{number}]", row
+                yield _as_json(f"{file}[{number}]", row)
     except pa.ArrowException as error:
         raise UserError(f"{file}: not a readable parquet file: {error}") from None
 
@@ -150,4 +129,17 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
         ) from error
     for number, row in enumerate(dataset):
         assert isinstance(row, Mapping)
-        yield f"{config.path}/{split}[{number}]", row
+        yield _as_json(f"{config.path}/{split}[{number}]", row)
+
+
+def _as_json(where: str, row: Mapping[str, Any]) -> Located:
+    """Raise UserError for a column that cannot be sent to workers as JSON, such as a date or a picture."""
+    for column, value in row.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError) as error:
+            raise UserError(
+                f"{where}: column {column!r} holds {shown(value)}, which is no JSON ({error}); "
+                "drop the column, or write it as text"
+            ) from None
+    return where, row

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_vla.published import LEROBOT_FILE, has_lerobot_spreads, lerobot_spreads, openpi_spreads
 from cosmos_rl_vla.spread import Spread
 
@@ -134,15 +135,7 @@ class ActionStats:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        held = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} is not there: SFT writes it, or take the one the model was published with") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(held, dict):
-        raise UserError(f'{path}: no object; want {{"action": {{...}}, "state": {{...}}}}')
-    return held
+    return read_json_object(path, hint="SFT writes it, or take the one the model was published with")
 
 
 def _of_spreads(spreads: dict[str, Spread], *, origin: Path) -> ActionStats:

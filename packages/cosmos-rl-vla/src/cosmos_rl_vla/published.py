@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_vla.spread import Kind, Spread
 
 LEROBOT_FILE = "policy_preprocessor.json"
@@ -55,14 +56,17 @@ def lerobot_spreads(directory: Path) -> dict[str, Spread]:
     if step is None or "state_file" not in step:
         raise UserError(f"{path} names no statistics; measure those of demonstrations")
     modes, numbers = step["config"]["norm_map"], directory / step["state_file"]
-    held = load_file(numbers)
+    try:
+        held = load_file(numbers)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{numbers} cannot be read as safetensors: {error}") from error
     asked = (("action", "action", modes.get("ACTION")), ("state", "observation.state", modes.get("STATE")))
     # a mode that is not known, such as "IDENTITY", hands them over as they are
     return {ours: _spread(held, theirs, mode, origin=numbers) for ours, theirs, mode in asked if mode in _MODES}
 
 
 def _normalizing_step(path: Path) -> dict[str, Any] | None:
-    steps = json.loads(path.read_text()).get("steps", ())
+    steps = read_json_object(path).get("steps", ())
     return next((step for step in steps if step.get("registry_name") == _NORMALIZER), None)
 
 

@@ -6,15 +6,15 @@ all of them where a chunk is a term, or a frame of a demonstration. They are of 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_core.parallel.estimate import layer_of
 from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_vla.models.config import LoraSection, VLAModelConfig
 from cosmos_rl_vla.models.pi_config import full
@@ -88,10 +88,7 @@ def _decoder(directory: Path, model: VLAModelConfig) -> _Decoder | None:
     path = directory / "config.json"
     if not path.is_file():
         return None  # building it says what is wrong
-    try:
-        held = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"model.path: {path} is not JSON ({error})") from error
+    held = read_json_object(path, hint="see model.path")
     match held.get("model_type", held.get("type")):
         case "openvla":
             return _llama(held)
@@ -146,13 +143,10 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection) -> bool:
 
 def _weights(directory: Path) -> tuple[WeightSpec, ...]:
     """Names and shapes out of the headers of a directory's safetensors."""
-    from safetensors import safe_open
-
     found = {}
     for path in sorted(directory.glob("*model*.safetensors")):
-        with safe_open(path, framework="numpy") as file:
-            for name in file.keys():  # noqa: SIM118  # no mapping: it has keys alone
-                part = file.get_slice(name)
-                if (dtype := _TYPES.get(part.get_dtype())) is not None:
-                    found[name] = WeightSpec(name=name, shape=tuple(part.get_shape()), dtype=dtype)
+        with path.open("rb") as file:
+            for name, place in read_header(file, name=f"model.path: {path}").items():
+                if (dtype := _TYPES.get(place.dtype)) is not None:
+                    found[name] = WeightSpec(name=name, shape=place.shape, dtype=dtype)
     return tuple(found[name] for name in sorted(found))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -71,7 +72,7 @@ def dump_resolved(config: RunConfig) -> str:
 def read_toml(path: Path) -> dict[str, Any]:
     """Return the content of a TOML file. Raises UserError with the file, and the line of a syntax error."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file{_neighbour(path)}") from error
     except UnicodeDecodeError as error:
@@ -82,6 +83,10 @@ def read_toml(path: Path) -> dict[str, Any]:
         place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
         where = f"{path}:{place[1]}:{place[2]}" if place else f"{path} (at its end)"
         raise UserError(f"{where}: {str(error).partition(' (at ')[0]}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: an integer of more than {sys.get_int_max_str_digits()} digits") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: arrays or tables are nested too deeply") from error
 
 
 def _neighbour(path: Path) -> str:

@@ -33,7 +33,7 @@ def _value(text: str) -> Any:
     """A TOML value; a bare word, or anything else that is no TOML, is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # no TOML; or an integer, or nesting, that Python does not take
         return text
     return parsed["value"] if parsed.keys() == {"value"} else text
 

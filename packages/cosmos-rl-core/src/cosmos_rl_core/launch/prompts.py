@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from cosmos_rl_core.abilities import ReadsPrompts
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.json_files import parse_json, read_lines
 from cosmos_rl_core.launch.answers import Row
 
 LISTS = (".jsonl", ".txt")
@@ -76,29 +76,23 @@ def read_prompts(config: RunConfig, domain: Domain, given: str) -> Prompts:
 def _listed(path: Path) -> Iterator[tuple[str, Any]]:
     """Each prompt with its place."""
     try:
-        lines = path.read_text(encoding="utf-8").split("\n")
+        with path.open("rb") as file:
+            for where, line in read_lines(file, name=path.name):
+                yield where, line.decode() if path.suffix == ".txt" else _Json(line)
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
         raise UserError(f"--prompts {path}: {reason}") from error
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            yield f"{path.name}:{number}", line if path.suffix == ".txt" else _Json(line)
 
 
 @dataclass(frozen=True, slots=True)
 class _Json:
     """A line of a .jsonl file."""
 
-    line: str
+    line: bytes
 
 
 def _columns(config: RunConfig, domain: Domain, value: str | _Json, *, where: str, folder: Path) -> Mapping[str, Any]:
-    given: Any = value
-    if isinstance(value, _Json):
-        try:
-            given = json.loads(value.line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from error
+    given: Any = parse_json(value.line, where=where) if isinstance(value, _Json) else value
     if not isinstance(given, str | dict):
         raise UserError(f"{where}: a prompt is an object or a text, not a {type(given).__name__}")
     if isinstance(domain, ReadsPrompts):

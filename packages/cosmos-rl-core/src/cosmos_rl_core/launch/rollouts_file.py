@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import parse_json, read_json_object
 
 ROLLOUTS, REQUEST, MEDIA, LOCK = "rollouts.jsonl", "request.json", "media", ".lock"
 
@@ -84,9 +85,12 @@ def _read(path: Path) -> list[Line]:
     if path.exists():
         for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # JSON may hold other line ends
             try:
-                lines.append(json.loads(text))
-            except json.JSONDecodeError:
+                line = parse_json(text, where=str(path))
+            except UserError:
                 continue
+            match line:
+                case {"sample": int(), "rollout": int()} | {"sample": int(), "error": _}:
+                    lines.append(line)
     return lines
 
 
@@ -106,8 +110,8 @@ def _encoded(line: Line) -> str:
 def _read_request(path: Path) -> dict[str, Any]:
     """Return what was asked for; nothing for a file that is missing or damaged, which then matches no request."""
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+        return read_json_object(path)
+    except UserError:
         return {}
 
 

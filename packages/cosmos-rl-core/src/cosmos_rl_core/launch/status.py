@@ -52,7 +52,7 @@ def read_status(run_dir: Path) -> RunStatus:
         raise UserError(f"{run_dir}: {what} (there is no {path.name} in it)") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
-    except msgspec.MsgspecError as error:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UserError(f"{path}: not a status file: {error}") from error
 
 

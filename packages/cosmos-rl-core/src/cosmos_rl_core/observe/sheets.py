@@ -33,7 +33,7 @@ class Sheets:
     def show_new(self) -> None:
         """Show each sheet that has grown since the last call, once."""
         for index in self._indices():
-            grown = {line["sheet"]: line["step"] for line in map(json.loads, self._new_lines(index)) if "sheet" in line}
+            grown = dict(filter(None, map(_sheet, self._new_lines(index))))
             for sheet, step in grown.items():
                 with contextlib.suppress(FileNotFoundError):  # cleaned away by the user: nothing is lost by it
                     for sink in self._sinks:
@@ -55,3 +55,15 @@ class Sheets:
         """samples/rollout-0, samples/eval/rollout-0."""
         replica = index.stem.removeprefix("index").removeprefix("_")
         return "/".join(["samples", *index.parent.relative_to(self._directory).parts, *([replica] if replica else [])])
+
+
+def _sheet(line: bytes) -> tuple[str, int] | None:
+    """The sheet that a line of an index names, and its step; None for a line that names none, or is damaged."""
+    try:
+        held = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    match held:
+        case {"sheet": str(sheet), "step": int(step)}:
+            return sheet, step
+    return None

@@ -142,7 +142,7 @@ def merge(paths: Sequence[Path], out: Path) -> None:
 def _read(path: Path) -> _File:
     try:
         file = msgspec.json.decode(path.read_bytes(), type=_File)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"{path} is not a timeline: {error}") from error
     if "wall_minus_clock_s" not in file.otherData:
         raise ValueError(f"{path} is not a timeline of this program: it lacks wall_minus_clock_s")

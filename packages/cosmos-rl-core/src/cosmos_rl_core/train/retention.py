@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 
 def surplus(
@@ -39,16 +40,16 @@ def read_scores(run_dir: Path, metric: str) -> dict[int, float]:
     name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
     scores: dict[int, float] = {}
     for file in (run_dir / "metrics.jsonl", run_dir / "eval.jsonl"):
-        for line in file.read_text().splitlines() if file.exists() else ():
-            row = _row(line)
-            if name in row and "policy_version" in row:
-                scores[int(row["policy_version"])] = sign * float(row[name])
+        for line in file.read_bytes().splitlines() if file.is_file() else ():
+            match _row(line):
+                case {"policy_version": int(version), **row} if isinstance(score := row.get(name), int | float):
+                    scores[version] = sign * score
     return scores
 
 
-def _row(line: str) -> Mapping[str, float]:
-    """A line of figures; nothing for one that is being written."""
+def _row(line: bytes) -> Any:
+    """A line of metrics; None for one that is being written, or is damaged."""
     try:
         return json.loads(line)
-    except ValueError:
-        return {}
+    except (ValueError, RecursionError):
+        return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from io import BufferedIOBase
 from math import prod
 
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.safetensors_header import Place, read_header
 from cosmos_rl_core.train.folder import Folder
 
 _DTYPES = {
@@ -33,8 +33,6 @@ _DTYPES = {
     torch.bool: "BOOL",
 }
 _FROM_NAME = {name: dtype for dtype, name in _DTYPES.items()}
-_MAX_HEADER_BYTES = 100 * 2**20
-"""The format's own limit."""
 
 Spec = tuple[str, torch.dtype, tuple[int, ...]]
 """Name, dtype and shape of a tensor in a file."""
@@ -79,16 +77,6 @@ def write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> s
     return folder.write(name, parts())
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where a tensor lies in a file."""
-
-    start: int
-    """First byte."""
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-
-
 class SafetensorsFile:
     """An open file. `read` takes from it what is asked for, in whole rows.
 
@@ -98,8 +86,9 @@ class SafetensorsFile:
 
     def __init__(self, folder: Folder, name: str) -> None:
         """Open and read the header. Raises UserError for a file that is no safetensors file."""
+        self._name = f"{folder / name}"
         self._file = folder.open(name)
-        self.places = _read_header(self._file, f"{folder / name}")
+        self.places: dict[str, Place] = read_header(self._file, name=self._name)
 
     def __enter__(self) -> SafetensorsFile:
         return self
@@ -109,15 +98,21 @@ class SafetensorsFile:
 
     def read(self, name: str, *, first: int = 0, rows: int | None = None) -> Tensor:
         """Return a tensor, or `rows` of its first dim from `first` on."""
-        place = self.places[name]
+        try:
+            place = self.places[name]
+            dtype = _FROM_NAME[place.dtype]
+        except KeyError as error:
+            raise UserError(f"{self._name}: no tensor {name} of a type that is read ({error})") from None
         shape = place.shape
         if rows is not None:
+            if not shape or not 0 <= first <= first + rows <= shape[0]:
+                raise UserError(f"{self._name}: {name} of shape {list(shape)} has no rows {first} to {first + rows}")
             shape = (rows, *shape[1:])
-        skipped = num_bytes(place.dtype, (first, *place.shape[1:])) if first else 0
-        data = torch.empty(num_bytes(place.dtype, shape), dtype=torch.uint8)
+        skipped = num_bytes(dtype, (first, *place.shape[1:])) if first else 0
+        data = torch.empty(num_bytes(dtype, shape), dtype=torch.uint8)
         self._file.seek(place.start + skipped)
         _fill(data.numpy().data, self._file)
-        return data.view(place.dtype).reshape(shape)
+        return data.view(dtype).reshape(shape)
 
 
 def _fill(target: memoryview, file: BufferedIOBase) -> None:
@@ -127,18 +122,3 @@ def _fill(target: memoryview, file: BufferedIOBase) -> None:
         if not count:
             raise OSError(f"the file ends {len(target) - done} bytes early")
         done += count
-
-
-def _read_header(file: BufferedIOBase, name: str) -> dict[str, Place]:
-    try:
-        (size,) = struct.unpack("<Q", file.read(8))
-        if size > _MAX_HEADER_BYTES:
-            raise ValueError(f"its header claims {size} bytes")
-        entries = json.loads(file.read(size))
-        return {
-            key: Place(8 + size + entry["data_offsets"][0], _FROM_NAME[entry["dtype"]], tuple(entry["shape"]))
-            for key, entry in entries.items()
-            if key != "__metadata__"
-        }
-    except (ValueError, KeyError, struct.error) as error:
-        raise UserError(f"{name} is not a safetensors file ({error})") from error

@@ -13,13 +13,13 @@ Free of torch: the controller counts frames with it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import parse_json, read_lines
 from cosmos_rl_vla.data.parquet import AGAIN, read_parquet
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
@@ -127,6 +127,10 @@ def read_dataset(path: str | Path) -> LeRobotDataset:
         )
     except KeyError as error:
         raise UserError(f"{path / 'meta'} does not say {error} of tasks or episodes; {AGAIN}") from error
+    except UserError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{path / 'meta'} has a value of the wrong type in tasks or episodes: {error}") from error
     if not found.episodes:
         raise UserError(f"{path} has no episode; {AGAIN}")
     return found
@@ -174,9 +178,9 @@ def _feature(name: str, held: Mapping[str, Any], *, where: Path) -> Feature:
 
 def _json(text: bytes, *, where: Path | str) -> dict[str, Any]:
     try:
-        held = json.loads(text)
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{where} is not JSON, as after an interruption: {error}; {AGAIN}") from None
+        held = parse_json(text, where=f"{where}", finite=False)
+    except UserError as error:
+        raise UserError(f"{error}, as after an interruption; {AGAIN}") from None
     if not isinstance(held, dict):
         raise UserError(f"{where} is no JSON object; {AGAIN}")
     return held
@@ -185,8 +189,8 @@ def _json(text: bytes, *, where: Path | str) -> dict[str, Any]:
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
         raise UserError(f"{path} is not there: the dataset is not whole; {AGAIN}")
-    lines = path.read_bytes().splitlines()
-    return [_json(line, where=f"{path}:{number}") for number, line in enumerate(lines, 1) if line.strip()]
+    with path.open("rb") as file:
+        return [_json(line, where=where) for where, line in read_lines(file, name=str(path))]
 
 
 def _tasks_v2(path: Path) -> dict[int, str]:

@@ -224,7 +224,7 @@ def _options(given: Sequence[str]) -> dict[str, Any]:
         key, _, value = pair.partition("=")
         try:
             options[key] = json.loads(value)
-        except json.JSONDecodeError:
+        except ValueError:
             options[key] = value
     return options
 

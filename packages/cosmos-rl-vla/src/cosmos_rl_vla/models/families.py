@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from torch import Tensor
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.adapters import add_adapters, merged
 from cosmos_rl_vla.models.checkpoint import Names, SameNames
@@ -103,14 +102,7 @@ def _stats(config: VLAModelConfig, *, family: str) -> ActionStats | None:
 def _family_of(directory: Path) -> str:
     """Read which family a directory holds out of its config.json."""
     path = directory / "config.json"
-    try:
-        held = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(
-            f"[model] path: {path} is not there; a model's directory holds config.json and weights"
-        ) from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"[model] path: {path} is not JSON: {error}") from None
+    held = read_json_object(path, hint="[model] path is a directory with config.json and weights")
     kind = str(held.get("model_type", held.get("type", "")))
     if kind == "cosmos_rl_mlp":
         return "mlp"

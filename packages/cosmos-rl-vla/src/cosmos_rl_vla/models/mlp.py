@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.base import Acted, Draw, Evaluated, Inputs, Replay, Supervised
@@ -114,7 +115,7 @@ def _write(model: MLPModel, directory: Path) -> None:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    held = json.loads((directory / "config.json").read_text())
+    held = read_json_object(directory / "config.json")
     try:
         return {name: held[name] for name in ("state_dim", "action_dim", "hidden")}
     except KeyError as error:

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
@@ -100,7 +101,7 @@ def names_of(directory: Path) -> OpenVLANames:
 
 
 def _read(directory: Path) -> dict[str, Any]:
-    return json.loads((directory / "config.json").read_text())
+    return read_json_object(directory / "config.json")
 
 
 def _from_public(held: Mapping[str, Any], directory: Path, *, family: Family | None, action_dim: int) -> OpenVLAConfig:

@@ -7,7 +7,6 @@ No torch here.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats, Gripper
 from cosmos_rl_vla.spread import Spread
 
@@ -48,13 +48,11 @@ def _datasets(path: Path) -> Mapping[str, Any]:
     """Statistics by dataset; empty for a file of another form."""
     if not path.is_file():
         return {}
-    try:
-        held = json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    held = held.get("norm_stats", held) if isinstance(held, dict) else {}
-    found = {name: inside for name, inside in (held or {}).items() if isinstance(inside, dict) and "action" in inside}
-    return found if len(found) == len(held or {}) else {}
+    whole = read_json_object(path)
+    held = whole.get("norm_stats", whole)
+    held = held if isinstance(held, dict) else {}
+    found = {name: inside for name, inside in held.items() if isinstance(inside, dict) and "action" in inside}
+    return found if len(found) == len(held) else {}
 
 
 def _stats_of(datasets: Mapping[str, Any], *, key: str, origin: Path) -> ActionStats:

@@ -15,6 +15,7 @@ import msgspec
 from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
 from cosmos_rl_vla.models.pi import PiModel
@@ -67,14 +68,7 @@ def save_config(config: PiConfig, directory: Path) -> None:
 def read_config(directory: Path) -> PiConfig:
     """Read config.json, ours, lerobot's or openpi's. Raises UserError that names the key."""
     path = directory / "config.json"
-    try:
-        held = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise UserError(f"{path} is not there: a model's directory holds config.json and model.safetensors") from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} is not JSON: {error}") from None
-    if not isinstance(held, dict):
-        raise UserError(f"{path} holds no object")
+    held = read_json_object(path, hint="a model's directory holds config.json and model.safetensors")
     if held.get("type") in ("pi0", "pi05"):
         return _from_lerobot(held, path)
     if "action_horizon" in held:

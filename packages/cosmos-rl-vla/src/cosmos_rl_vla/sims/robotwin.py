@@ -182,4 +182,7 @@ def _configuration(root: Path, config: str) -> Mapping[str, Any]:
 def _yaml(path: Path) -> Any:
     import yaml
 
-    return yaml.safe_load(path.read_text())
+    try:
+        return yaml.safe_load(path.read_text())
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise UserError(f"{path} cannot be read as YAML: {error}") from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
+
+from cosmos_rl_core.json_files import parse_json
 
 
 def read_caption(data: bytes, *, is_json: bool, column: str) -> dict[str, Any]:
@@ -13,15 +14,12 @@ def read_caption(data: bytes, *, is_json: bool, column: str) -> dict[str, Any]:
         ValueError: it has no caption, or is no JSON object; says which, as a phrase.
     """
     try:
-        text = data.decode("utf-8")
+        text = data.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise ValueError("its caption is not UTF-8") from None
     if not is_json:
         return {"caption": checked(text, what="its caption")}
-    try:
-        columns = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"its JSON is not valid: {error.msg} (line {error.lineno})") from None
+    columns = parse_json(text, where="its JSON")
     if not isinstance(columns, dict):
         raise ValueError(f"its JSON is a {type(columns).__name__}, not an object")
     return {**columns, "caption": caption_of(columns, column=column)}

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
+import io
 from collections.abc import Iterator, Mapping
 from pathlib import PurePosixPath
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import MAX_FILE_BYTES, parse_json, read_json_lines, read_lines
 from cosmos_rl_wfm.data.captions import caption_of
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.storage import is_remote, read_bytes
@@ -25,11 +26,11 @@ def read_prompts(config: WFMDataConfig) -> list[Row]:
     """
     path = PurePosixPath(config.path)
     try:
-        text = read_bytes(config.path, timeout_s=config.timeout_s).decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+        data = read_bytes(config.path, timeout_s=config.timeout_s, limit=MAX_FILE_BYTES)
+    except OSError as error:
         raise UserError(f"data.path = {config.path!r} cannot be read: {error}") from error
     rows: list[Row] = []
-    for where, columns in _located(text, name=path.name, suffix=path.suffix, column=config.caption_column):
+    for where, columns in _located(data, name=path.name, suffix=path.suffix, column=config.caption_column):
         if not isinstance(columns, dict):
             raise UserError(f"{where}: a row is an object with named columns, not a {type(columns).__name__}")
         rows.append(prompt_row(config, columns, where=where, folder=config.path.rpartition("/")[0]))
@@ -51,22 +52,21 @@ def prompt_row(config: WFMDataConfig, columns: Mapping[str, Any], *, where: str,
     return row
 
 
-def _located(text: str, *, name: str, suffix: str, column: str) -> Iterator[tuple[str, Any]]:
+def _located(data: bytes, *, name: str, suffix: str, column: str) -> Iterator[tuple[str, Any]]:
     """Each row with its place."""
-    try:
-        if suffix == ".json":
-            listed = json.loads(text)
-            if not isinstance(listed, list):
-                raise UserError(f"{name}: must hold a list of rows; one object a line goes in .jsonl")
-            yield from ((f"{name}[{number}]", row) for number, row in enumerate(listed))
-            return
-        number = 0
-        for number, line in enumerate(text.split("\n"), start=1):
-            if line.strip():
-                yield f"{name}:{number}", {column: line} if suffix == ".txt" else json.loads(line)
-    except json.JSONDecodeError as error:
-        where = f"{name}:{error.lineno}" if suffix == ".json" else f"{name}:{number}"
-        raise UserError(f"{where}: not valid JSON: {error.msg} (column {error.colno})") from None
+    if suffix == ".json":
+        listed = parse_json(data, where=name)
+        if not isinstance(listed, list):
+            raise UserError(f"{name}: must hold a list of rows; one object a line goes in .jsonl")
+        yield from ((f"{name}[{number}]", row) for number, row in enumerate(listed))
+    elif suffix == ".jsonl":
+        yield from read_json_lines(io.BytesIO(data), name=name)
+    else:
+        for where, line in read_lines(io.BytesIO(data), name=name):
+            try:
+                yield where, {column: line.decode()}
+            except UnicodeDecodeError:
+                raise UserError(f"{where}: not a text in UTF-8") from None
 
 
 def _resolved(location: Any, folder: str, *, where: str) -> str:

@@ -42,6 +42,8 @@ INDEXERS = 16
 """Shards whose headers are read at the same time."""
 
 INDEX_FORMAT = 1
+MAX_CAPTION_BYTES = 2**20
+"""Largest .txt or .json of a sample: they are all held while a shard is indexed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -142,8 +144,8 @@ def read_index(shard: str, *, config: WFMDataConfig) -> ShardIndex:
             info = files.info(path)
             version = [info.get(name) for name in ("size", "ETag", "etag", "mtime", "LastModified")]
             kept = _index_file(config, [INDEX_FORMAT, shard if is_remote(shard) else path, *map(str, version)])
-            if kept.exists():
-                return _from_json(kept)
+            if kept.exists() and (known := _from_json(kept)) is not None:
+                return known
             with files.open(path, "rb", block_size=HEADER_BLOCK_BYTES) as file:
                 index = index_tar(file)
     except FileNotFoundError:
@@ -171,7 +173,7 @@ def index_tar(file: Any) -> ShardIndex:
                 if suffix in CAPTIONS:
                     content = archive.extractfile(member)
                     assert content is not None
-                    sample.texts[suffix] = content.read().decode("utf-8", errors="replace")
+                    sample.texts[suffix] = content.read(MAX_CAPTION_BYTES + 1).decode("utf-8", errors="replace")
             file.seek(archive.offset)
             if any(file.read(tarfile.BLOCKSIZE) or b"cut"):  # zeros end an archive; tarfile takes any bad header for it
                 index.fault = f"is damaged at byte {archive.offset}, read up to sample {len(index.samples)}"
@@ -191,6 +193,8 @@ def _row(sample: Sample, *, shard: str, position: int, config: WFMDataConfig) ->
     if captions is None:
         raise ValueError("no caption")
     text = sample.texts[captions].encode()
+    if len(text) > MAX_CAPTION_BYTES:
+        raise ValueError(f"a caption of more than {MAX_CAPTION_BYTES:,} bytes")
     row: Row = {
         **read_caption(text, is_json=captions == ".json", column=config.caption_column),
         "key": f"{PurePosixPath(shard).stem}/{sample.key}",
@@ -216,6 +220,10 @@ def _index_file(config: WFMDataConfig, version: list[Any]) -> Path:
     return cache_folder(config.cache_path) / "shards" / f"{name}.json"
 
 
-def _from_json(file: Path) -> ShardIndex:
-    held = json.loads(file.read_bytes())
-    return ShardIndex(samples=[Sample(**sample) for sample in held["samples"]], fault=held["fault"])
+def _from_json(file: Path) -> ShardIndex | None:
+    """An index that was kept; None for a damaged file, which is written again."""
+    try:
+        held = json.loads(file.read_bytes())
+        return ShardIndex(samples=[Sample(**sample) for sample in held["samples"]], fault=held["fault"])
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return None

@@ -47,15 +47,16 @@ def open_store(location: str, *, timeout_s: float = 60.0) -> tuple[Any, str]:
         raise UserError(f"cannot open {location}: {error}. Try {hint}.") from error
 
 
-def read_bytes(location: str, part: Range | None = None, *, timeout_s: float = 60.0) -> bytes:
+def read_bytes(location: str, part: Range | None = None, *, timeout_s: float = 60.0, limit: int | None = None) -> bytes:
     """Read a file or a part of it.
 
     Raises:
         FileNotFoundError: there is no such file.
-        UserError: the store refuses or does not answer.
+        UserError: the store refuses or does not answer, or the file has more than `limit` bytes.
     """
     if not is_remote(location):
         with Path(location).expanduser().open("rb") as file:
+            _within(limit, os.fstat(file.fileno()).st_size, location)
             if part is None:
                 return file.read()
             file.seek(part[0])
@@ -63,7 +64,14 @@ def read_bytes(location: str, part: Range | None = None, *, timeout_s: float = 6
     files, path = open_store(location, timeout_s=timeout_s)
     start, end = (None, None) if part is None else (part[0], part[0] + part[1])
     with reaching(location):
+        if limit is not None:
+            _within(limit, files.size(path), location)
         return files.cat_file(path, start=start, end=end)
+
+
+def _within(limit: int | None, size: int, location: str) -> None:
+    if limit is not None and size > limit:
+        raise UserError(f"{location}: {size:,} bytes, at most {limit:,} are read")
 
 
 def cache_folder(path: str | None) -> Path:

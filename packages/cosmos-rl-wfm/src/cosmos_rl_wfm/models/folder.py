@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.json_files import read_json_object
 
 INDEX = "model_index.json"
 NETWORK = "transformer"
@@ -124,10 +125,7 @@ def _open(root: Path) -> ModelFolder:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    try:
-        return json.loads(file.read_text())
-    except (OSError, ValueError) as error:
-        raise UserError(f"model.path: {file} cannot be read as JSON ({error})") from error
+    return read_json_object(file, hint="see model.path")
 
 
 def _safetensors(place: Path) -> list[Path]:

@@ -1,0 +1,154 @@
+"""JSON that users, other programs and interrupted runs leave in files: whatever is wrong with it is one UserError.
+
+rows    read_json_lines(file, name="train.jsonl")       one object a line, read as they are asked for
+        read_json_list(path)                            a whole .json file
+model   read_json_object(path)                          config.json and the like
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from cosmos_rl_core.errors import UserError
+
+MAX_LINE_BYTES = 64 * 2**20
+"""Longest line of a .jsonl file: a line is held whole, several times over."""
+MAX_FILE_BYTES = 2**30
+"""Largest .json file, which is held whole."""
+MAX_DEPTH = 100
+"""Lists and objects inside of one another: what is much deeper cannot be written again."""
+
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class _NoNumberError(ValueError):
+    """Says what stands where a number should, as a phrase."""
+
+
+def parse_json(text: str | bytes, *, where: str, finite: bool = True) -> Any:
+    """Return what a text of JSON in UTF-8 holds; a byte order mark before it is skipped.
+
+    With `finite` numbers are finite: NaN, Infinity and 1e999 are refused, which Python's reader lets through.
+
+    Raises:
+        UserError: it is no JSON, is nested too deeply, or holds a number or character that nothing can use;
+            beginning with `where`, and with line and column.
+    """
+    try:
+        if isinstance(text, bytes):
+            text = text.decode()
+        text = text.removeprefix("\ufeff")
+        hooks: dict[str, Any] = {"parse_constant": _refuse, "parse_float": _finite} if finite else {}
+        value = json.loads(text, **hooks)
+        if _is_deep(value):
+            raise RecursionError
+        if _SURROGATE.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except json.JSONDecodeError as error:
+        line = f"line {error.lineno}, " if error.lineno > 1 else ""
+        raise UserError(f"{where}: not valid JSON: {error.msg} ({line}column {error.colno})") from None
+    except RecursionError:
+        raise UserError(f"{where}: lists and objects are nested more than {MAX_DEPTH} deep") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not a text in UTF-8 (byte {error.start})") from None
+    except UnicodeEncodeError:
+        raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no character") from None
+    except _NoNumberError as error:
+        raise UserError(f"{where}: {error}") from None
+    except ValueError:
+        raise UserError(f"{where}: an integer of more than {sys.get_int_max_str_digits()} digits") from None
+    return value
+
+
+def read_lines(file: BinaryIO, *, name: str) -> Iterator[tuple[str, bytes]]:
+    """Yield each line of a text that is not empty, with its place ("train.jsonl:17"), as they are asked for.
+
+    Raises:
+        UserError: a line of more than MAX_LINE_BYTES, before it is read to its end.
+    """
+    number = 0
+    while line := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(line) > MAX_LINE_BYTES:
+            raise UserError(f"{name}:{number}: the line is longer than {MAX_LINE_BYTES:,} bytes; write one row a line")
+        if text := line.removeprefix(b"\xef\xbb\xbf").strip():
+            yield f"{name}:{number}", text
+
+
+def read_json_lines(file: BinaryIO, *, name: str) -> Iterator[tuple[str, Any]]:
+    """Yield what each line holds, with its place. Raises UserError as `read_lines` and `parse_json`."""
+    for where, line in read_lines(file, name=name):
+        yield where, parse_json(line, where=where)
+
+
+def read_json_list(path: Path) -> Iterator[tuple[str, Any]]:
+    """Yield each entry of a list with its place ("train.json[16]").
+
+    Raises:
+        UserError: as `parse_json`, and for a file that cannot be read, is too large, or holds anything but a list.
+    """
+    rows = parse_json(_read(path, hint="write one object a line in .jsonl"), where=str(path))
+    if not isinstance(rows, list):
+        raise UserError(f"{path}: must hold a list of rows, not {shown(rows)}; one object a line goes in .jsonl")
+    yield from ((f"{path}[{number}]", row) for number, row in enumerate(rows))
+
+
+def read_json_object(path: Path, *, hint: str = "") -> dict[str, Any]:
+    """Return the object in a file, where NaN and Infinity may be: configurations have them. `hint`: what to do.
+
+    Raises:
+        UserError: the file is not there, cannot be read, or holds anything else.
+    """
+    data = _read(path, hint=hint)
+    try:
+        held = parse_json(data, where=str(path), finite=False)
+    except UserError as error:
+        raise UserError(f"{error}{hint and f'; {hint}'}") from None
+    if not isinstance(held, dict):
+        raise UserError(f"{path}: must hold an object, not {shown(held)}{hint and f'; {hint}'}")
+    return held
+
+
+def _read(path: Path, *, hint: str) -> bytes:
+    hint = hint and f"; {hint}"
+    try:
+        if (size := path.stat().st_size) > MAX_FILE_BYTES:
+            raise UserError(f"{path}: {size:,} bytes, at most {MAX_FILE_BYTES:,} of .json{hint}")
+        return path.read_bytes()
+    except FileNotFoundError:
+        raise UserError(f"{path} is not there{hint}") from None
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}{hint}") from error
+
+
+def shown(value: Any) -> str:
+    """A value for a message, cut short."""
+    text = repr(value)
+    return f"{type(value).__name__} {text if len(text) <= 80 else text[:77] + '...'}"
+
+
+def _refuse(constant: str) -> float:
+    raise _NoNumberError(f"{constant} is no number; leave the key out, or write null")
+
+
+def _finite(text: str) -> float:
+    number = float(text)
+    if not math.isfinite(number):
+        raise _NoNumberError(f"{text[:40]} is larger than any float")
+    return number
+
+
+def _is_deep(value: Any) -> bool:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        level = [held for held in level if isinstance(held, dict | list)]
+        if not level:
+            return False
+        level = [inner for held in level for inner in (held.values() if isinstance(held, dict) else held)]
+    return True
