@@ -17,7 +17,7 @@ from contextlib import ExitStack
 import numpy as np
 
 from cosmos_rl_transfer.content.digest import Raw, bucket_hash
-from cosmos_rl_transfer.content.proof import Proof, packed_pieces, pieces_hash, prove, run_pieces
+from cosmos_rl_transfer.content.proof import Proof, packed_pieces, run_pieces
 from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 from cosmos_rl_transfer.publish.outgoing import Delta
@@ -47,6 +47,8 @@ class Courier:
         """Of requests for which no slot was free, by bucket."""
         self._in_hand: dict[int, tuple[Lease, Hold | None]] = {}
         """Buckets the subscriber reads by itself at this moment: lease, and slot or None for live memory."""
+        self._revoked: set[int] = set()
+        """Buckets whose memory may have been written before the subscriber had read it."""
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-send")
         self._sending: Future[None] | None = None
 
@@ -76,8 +78,14 @@ class Courier:
         if bucket in self._in_hand:
             lease, hold = self._in_hand.pop(bucket)
             self._supply.versions.read(lease, bucket)
-            if hold is not None:
-                self._supply.ring.free(hold)
+            if not (self._supply.versions.is_live(lease) if hold is None else self._supply.ring.free(hold)):
+                self._revoked.add(bucket)
+
+    def was_revoked(self, bucket: int) -> bool:
+        """Whether a bucket that the subscriber has taken may have changed while it was read."""
+        if self._sending is not None:
+            self._sending.result()
+        return bucket in self._revoked
 
     def end(self, number: int) -> bool:
         """End a lease once all is sent; returns whether it held until now."""
@@ -86,6 +94,7 @@ class Courier:
         for bucket in list(self._in_hand):
             self.take_back(bucket)
         self._deltas.clear()
+        self._revoked.clear()
         self._held.pop(number, None)
         lease = self._leases.pop(number, None)
         return lease is not None and self._supply.versions.give_back(lease)
@@ -106,6 +115,9 @@ class Courier:
                 raise Superseded("not a lease, or not a bucket, of this session")
             if self._passes_on is not None:
                 self._passes_on.wait(lease.version, self._buckets[index], timeout_s=PASS_ON_S)
+            self._revoked.discard(index)
+            if request.want == "link":
+                return self._serve_own(lease, index)
             delta = None if request.want == "dense" else self._delta(lease, index)
             if delta is None and request.want == "delta":
                 none = m.Data(index, 0, 0, (0,) * len(self._buckets[index].pieces), delta=True)
@@ -141,6 +153,21 @@ class Courier:
             self._deltas[index] = made
         return self._deltas[index]
 
+    def _serve_own(self, lease: Lease, index: int) -> bool:
+        """Send a copy that is this delivery's own over the link, for a reader that was too slow. Never waits."""
+        bucket, supply = self._buckets[index], self._supply
+        with supply.versions.reading(lease, index) as copied:
+            own = supply.copy(bucket, copied)
+        supply.versions.read(lease, index)
+        data = self._head(lease, index, packed_pieces(bucket, own, supply.forms), [])
+
+        def send() -> None:
+            self._hand_over(data, [Run(own, 0)], supply.link_outlet)
+            supply.spare.give(own)
+
+        self._send_later(send)
+        return True
+
     def _serve_packed(self, lease: Lease, index: int, delta: Delta | None) -> bool:
         """Put a bucket into a slot and hand that over; false if none is free."""
         ring, keeps = self._supply.ring, self._outlet.keeps_slot
@@ -164,7 +191,8 @@ class Courier:
         if self._outlet.keeps_slot:
             self._in_hand[index] = lease, hold
         if delta is None:
-            proof = self._proof(lease, index, packed_pieces(self._buckets[index], out, self._supply.forms), sums=sums)
+            bucket = self._buckets[index]
+            proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out, self._supply.forms), sums=sums)
         else:
             proof = Proof(bucket_hash(out), delta.sums)
         self._supply.ring.hand_over(hold)
@@ -183,24 +211,11 @@ class Courier:
             np.copyto(out, copied)
             return None
 
-    def _proof(
-        self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]], *, sums: tuple[int, ...] | None = None
-    ) -> Proof:
-        """Return what proves a bucket; `sums`: its pieces' additive hashes, if they are known."""
-        supply, bucket = self._supply, self._buckets[index]
-        proof = supply.proofs.get(lease.version, bucket)
-        if proof is None:
-            proof = prove(pieces, supply.forms) if sums is None else Proof(pieces_hash(pieces), sums)
-            supply.proofs.keep(lease.version, bucket, proof)
-            if supply.outgoing is not None:
-                supply.outgoing.keep_sums(lease.version, bucket, proof.sums)
-        return proof
-
     def _send_slot(self, data: m.Data, out: Raw, hold: Hold) -> None:
         """In the sender."""
         self._hand_over(data, [Run(out, 0)])
-        if not self._outlet.keeps_slot:
-            self._supply.ring.free(hold)
+        if not self._outlet.keeps_slot and not self._supply.ring.free(hold):
+            self._revoked.add(data.bucket)
 
     def _send_runs(self, lease: Lease, index: int, runs: list[Run]) -> None:
         """In the sender: out of live memory, or of a copy if a fence has come first."""
@@ -217,6 +232,8 @@ class Courier:
                         if self._outlet.keeps_slot:
                             self._in_hand[index] = lease, None
                         self._hand_over(head, runs)
+                        if not (self._outlet.keeps_slot or self._supply.versions.is_live(lease)):
+                            self._revoked.add(index)
             if not live:
                 self._send_copy(lease, index)
             elif not self._outlet.keeps_slot:
@@ -239,13 +256,13 @@ class Courier:
         self._supply.versions.read(lease, index)
 
     def _head(self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]], runs: list[Run]) -> m.Data:
-        proof = self._proof(lease, index, pieces)
-        num_bytes = self._buckets[index].num_bytes
-        return m.Data(index, num_bytes, proof.hash, proof.sums, -1, self._outlet.locate(runs))
+        bucket = self._buckets[index]
+        proof = self._supply.prove(lease.version, bucket, pieces)
+        return m.Data(index, bucket.num_bytes, proof.hash, proof.sums, -1, self._outlet.locate(runs))
 
-    def _hand_over(self, data: m.Data, runs: list[Run]) -> None:
+    def _hand_over(self, data: m.Data, runs: list[Run], outlet: Outlet | None = None) -> None:
         self._link.send(data)
-        self._outlet.send(self._link, runs, num_bytes=data.num_bytes)
+        (outlet or self._outlet).send(self._link, runs, num_bytes=data.num_bytes)
         self._supply.sent.add(data.num_bytes)
 
     def _send_later(self, work: Callable[[], None]) -> None:

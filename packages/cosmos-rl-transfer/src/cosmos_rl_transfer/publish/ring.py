@@ -19,11 +19,11 @@ class Hold:
 
 
 class Ring:
-    """Hands out slots. A reader that keeps one too long loses it to the next; its hash will tell.
+    """Hands out slots. A reader that keeps one too long loses it to the next, and is told so when it asks.
 
     hold = take(owner)   nobody else may touch hold.slot while it is filled and hashed
     hand_over(hold)      a reader has it from here on, and may keep it for the patience
-    free(hold)           nothing, if the slot was lost
+    free(hold)           false if the slot was lost
     """
 
     def __init__(self, num_slots: int, *, patience_s: float) -> None:
@@ -50,12 +50,14 @@ class Ring:
             hold.since = time.monotonic()
             self._changed.notify_all()
 
-    def free(self, hold: Hold) -> None:
-        """Give a slot back; nothing happens if somebody else has it meanwhile."""
+    def free(self, hold: Hold) -> bool:
+        """Give a slot back; false, and nothing happens, if it was lost to somebody else."""
         with self._changed:
-            if self._held[hold.slot] is hold:
+            kept = self._held[hold.slot] is hold
+            if kept:
                 self._held[hold.slot] = None
                 self._changed.notify()
+            return kept
 
     def holds(self, owner: object) -> int:
         """How many slots `owner` holds."""

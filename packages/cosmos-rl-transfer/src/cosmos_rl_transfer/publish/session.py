@@ -58,6 +58,8 @@ class Session:
                 self._courier.ask(request)
             case m.Taken(bucket):
                 self._courier.take_back(bucket)
+            case m.WasRevoked(bucket):
+                self._link.send(m.Revoked(self._courier.was_revoked(bucket)))
             case m.Return(lease):
                 self._link.send(m.Returned(self._courier.end(lease)))
 

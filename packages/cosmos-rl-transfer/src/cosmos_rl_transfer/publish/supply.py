@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
+
 from cosmos_rl_transfer.content.digest import Raw
-from cosmos_rl_transfer.content.proof import Form, Proofs
+from cosmos_rl_transfer.content.proof import Form, Proof, Proofs, pieces_hash, prove
 from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.planning.plan import Bucket, Plan, plan
+from cosmos_rl_transfer.planning.plan import Bucket, Piece, Plan, plan
 from cosmos_rl_transfer.publish.holders import Directory
 from cosmos_rl_transfer.publish.outgoing import Outgoing
 from cosmos_rl_transfer.publish.partial import Partial
@@ -62,11 +64,31 @@ class Supply:
     """Of a subscriber that passes on."""
     sent: Sent = field(default_factory=lambda: Sent())
 
-    def copy(self, bucket: Bucket) -> Raw:
-        """Return a bucket's bytes in memory of their own."""
+    def copy(self, bucket: Bucket, copied: Raw | None = None) -> Raw:
+        """Return a bucket's bytes in memory of their own: those of `copied`, or those that lie in live memory."""
         out = self.spare.take(bucket.num_bytes)
-        self.memory.pack(bucket, out)
+        if copied is None:
+            self.memory.pack(bucket, out)
+        else:
+            np.copyto(out, copied)
         return out
+
+    def prove(
+        self,
+        version: int,
+        bucket: Bucket,
+        pieces: Iterable[tuple[Piece, Raw]],
+        *,
+        sums: tuple[int, ...] | None = None,
+    ) -> Proof:
+        """Return what proves a bucket of a version; `sums`: its pieces' additive hashes, if they are known."""
+        proof = self.proofs.get(version, bucket)
+        if proof is None:
+            proof = prove(pieces, self.forms) if sums is None else Proof(pieces_hash(pieces), sums)
+            self.proofs.keep(version, bucket, proof)
+            if self.outgoing is not None:
+                self.outgoing.keep_sums(version, bucket, proof.sums)
+        return proof
 
 
 class Sent:

@@ -136,6 +136,11 @@ class Versions:
                     self._drop_copies(lease)
                 self._changed.notify_all()
 
+    def is_live(self, lease: Lease) -> bool:
+        """Whether live memory still holds what was leased: its owner has not been allowed to write it since."""
+        with self._changed:
+            return lease.copies is None and not lease.revoked
+
     def read(self, lease: Lease, bucket: int) -> None:
         """Note that the reader has a bucket."""
         with self._changed:
@@ -184,7 +189,7 @@ class Versions:
             with self._changed:
                 state.reading -= 1
                 self._changed.wait_for(lambda: not state.reading)
-                # who still sends has a subscriber that stands still: the hash, taken before, will tell it
+                # who still sends has a subscriber that stands still: its hash is wrong, and `is_live` tells why
                 self._changed.wait_for(lambda: not state.sending, patience_s)
         return Fenced(time.monotonic() - started, copied)
 

@@ -7,14 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
-
 from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
 from cosmos_rl_transfer.transports.base import Inlet, Transport
 from cosmos_rl_transfer.transports.select import attach
+from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
@@ -136,12 +135,17 @@ class Feed:
             raise TransferError(f"bucket {bucket.index} of {bucket.num_bytes} bytes was asked for, {data} came")
         return data
 
-    def body(self, data: m.Data, *, out: Raw | None) -> Raw:
-        """Receive the bytes that belong to a head."""
-        if not data.num_bytes:
-            return np.empty(0, np.uint8)
+    def inlet_for(self, want: m.Want) -> Inlet:
+        """Return what buckets that were asked for in this way come by."""
+        if want == "link":
+            return Tcp().attach(self.link, offer={}, memory=())
         assert self.inlet is not None, "a feed is joined before it is read"
-        return self.inlet.receive(data, out=out)
+        return self.inlet
+
+    def was_revoked(self, bucket: Bucket) -> bool:
+        """Ask whether the publisher took a bucket's memory back before it was read; nothing else is on its way."""
+        self.link.send(m.WasRevoked(bucket.index))
+        return _expect(self.link.receive(), m.Revoked).revoked
 
     def give_back(self, lease: int) -> bool:
         """End the lease; returns whether it held all the time."""

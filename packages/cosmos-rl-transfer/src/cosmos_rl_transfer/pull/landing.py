@@ -226,12 +226,14 @@ class InPlace:
         found = []
         for piece in bucket.pieces:
             target, dtype, form = self._part(piece), self._wire[piece.name], self._forms[piece.name]
-            packed = raw_view(data, piece.at, piece.box.shape, form.item_bytes)
             if target.device.type == "cpu" and dtype_name(target) == dtype:
+                packed = raw_view(data, piece.at, piece.box.shape, form.item_bytes)
                 found.append(copy_sum(packed, same_width(target), piece.box, form.shape))
             else:
+                data = self._writable(data)  # before it is hashed: a slot may be taken back between two looks at it
+                packed = raw_view(data, piece.at, piece.box.shape, form.item_bytes)
                 found.append(tensor_sum(packed, piece.box, form.shape))
-                target.copy_(torch_view(self._writable(data), piece.at, piece.box.shape, dtype))
+                target.copy_(torch_view(data, piece.at, piece.box.shape, dtype))
         return self._sums.confirm(bucket, found, sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:

@@ -3,6 +3,7 @@
 one feed      ask for a few buckets; receive one, ask for another, while the one before is verified and landed
 several       two at a time, each with one buffer
 each bucket   hashes as told? else once more, alone; wrong again is an error
+              was its slot taken back while it was read? then it is slow, not wrong: once more, over the link
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.landing import InPlace, Landing, Shadow
+from cosmos_rl_transfer.transports.base import Inlet
 from cosmos_rl_transfer.wire import messages as m
 
 if TYPE_CHECKING:
@@ -168,19 +170,44 @@ class Puller:
         for bucket, data, good in self._stream(feed, lease, missing, buffers, pool, want="any"):
             done.count(data)
             if not good:
-                log.warning("bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source)
                 wrong.append(bucket)
-        for bucket, data, good in self._stream(feed, lease, wrong, buffers[:1], pool, want="dense"):
+        for bucket in wrong:
+            self._repair(feed, lease, bucket, buffers, version, pool, done)
+
+    def _repair(
+        self,
+        feed: Feed,
+        lease: int,
+        bucket: Bucket,
+        buffers: Sequence[Raw],
+        version: int,
+        pool: Executor,
+        done: Pulled,
+    ) -> None:
+        """Fetch a bucket that came wrong until it is right. Raises WeightMismatch where it was wrong twice.
+
+        One whose memory the publisher took back while it was read does not count: it comes over the link then, where
+        that cannot happen.
+        """
+        num_wrong, good = 0, False
+        while not good:
+            want: m.Want = "link" if feed.was_revoked(bucket) else "dense"
+            if want == "link":
+                log.info("bucket %d of version %d was read too slowly: it comes over the link", bucket.index, version)
+            else:
+                num_wrong += 1
+                if num_wrong == 2:
+                    raise _mismatch(bucket, version)
+                log.warning("bucket %d of version %d arrived wrong from rank %d", bucket.index, version, bucket.source)
+            [(_, data, good)] = self._stream(feed, lease, [bucket], buffers[:1], pool, want=want)
             done.count(data)
             done.repaired.append((bucket.source, bucket.index))
-            if not good:
-                raise _mismatch(bucket, version)
 
     def _stream(
         self, feed: Feed, lease: int, buckets: Sequence[Bucket], buffers: Sequence[Raw], pool: Executor, *, want: m.Want
     ) -> list[tuple[Bucket, m.Data, bool]]:
         """Fetch buckets in order; returns each with its head and whether its hashes were right."""
-        window = len(buffers)
+        window, inlet = len(buffers), feed.inlet_for(want)
         landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
         finished: list[tuple[Bucket, m.Data, bool]] = []
         asked, rest = deque(buckets[: window + NUM_AHEAD]), deque(buckets[window + NUM_AHEAD :])
@@ -197,11 +224,11 @@ class Puller:
                 if len(landing) == window:
                     settle()
                 data = feed.head(asked.popleft())
-                packed = feed.body(data, out=self._out(feed, bucket, data, buffers[i % window]))
+                packed = self._body(inlet, bucket, data, buffers[i % window])
                 if rest:  # before the landing: hashing keeps other threads of Python waiting
                     asked.append(rest.popleft())
                     feed.ask(lease, asked[-1], want=want)
-                if feed.inlet is not None and feed.inlet.views:  # nothing to receive meanwhile: a thread less
+                if inlet.views:  # nothing to receive meanwhile: a thread less
                     finished.append((bucket, data, self._land(feed, bucket, data, packed)))
                 else:
                     landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
@@ -210,25 +237,28 @@ class Puller:
         except Superseded:
             for bucket in asked:  # their answers are on the way
                 with suppress(Superseded):
-                    data = feed.head(bucket)
-                    feed.body(data, out=self._out(feed, bucket, data, buffers[0]))
+                    self._body(inlet, bucket, feed.head(bucket), buffers[0])
             raise
         finally:
             wait([future for _, _, future in landing])
         return finished
 
-    def _out(self, feed: Feed, bucket: Bucket, data: m.Data, buffer: Raw) -> Raw | None:
-        assert feed.inlet is not None, "a feed is joined before it is read"
-        if feed.inlet.views:
-            return None
+    def _body(self, inlet: Inlet, bucket: Bucket, data: m.Data, buffer: Raw) -> Raw:
+        """Receive the bytes that belong to a head."""
+        if not data.num_bytes:
+            return np.empty(0, np.uint8)
+        if inlet.views:
+            return inlet.receive(data, out=None)
         place = None if data.delta else self.landing.place(bucket)
-        return buffer[: data.num_bytes] if place is None else place
+        return inlet.receive(data, out=buffer[: data.num_bytes] if place is None else place)
 
     def _land(self, feed: Feed, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
         """Verify and write a bucket and let its slot go; false if it is not what was sent."""
         if not data.num_bytes:
             return False  # there is no delta
         if data.delta:
+            if not packed.flags.writeable:  # the publisher's slot, which it may take back between two looks at it
+                packed = packed.copy()
             good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)
         else:
             arrived = pieces_hash(packed_pieces(bucket, packed, self._forms))

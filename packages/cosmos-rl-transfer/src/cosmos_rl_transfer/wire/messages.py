@@ -9,6 +9,7 @@ Borrow(version)                           -> Lent             a lease on the ver
 ReadBucket(lease, bucket)                 -> Data, and what the transport sends behind it; or Overtaken
   ... a few of them unanswered
 Taken(bucket)                                its slot may be used again; no answer
+WasRevoked(bucket)                        -> Revoked          its hash was wrong: was its memory written meanwhile?
 Return(lease)                             -> Returned         was the lease valid all the time?
 Holds(version, address)                   -> Noted            it serves this version itself (peers.py)
 WhoHolds(after)                           -> Holders          of the newest version, if newer than `after`
@@ -22,11 +23,12 @@ from typing import Literal
 
 import msgspec
 
-PROTOCOL = 4
+PROTOCOL = 5
 
 
-Want = Literal["any", "dense", "delta"]
-"""How a bucket may come: "dense" is all of it; who wants a "delta" gets `Data` of 0 bytes where there is none."""
+Want = Literal["any", "dense", "delta", "link"]
+"""How a bucket may come. "dense": all of it. "delta": `Data` of 0 bytes where there is none. "link": all of it over the
+link, whatever the transport, out of memory that nobody writes meanwhile."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -114,6 +116,15 @@ class ReadBucket(msgspec.Struct, tag=True, frozen=True):
 
 class Taken(msgspec.Struct, tag=True, frozen=True):
     bucket: int
+
+
+class WasRevoked(msgspec.Struct, tag=True, frozen=True):
+    bucket: int
+
+
+class Revoked(msgspec.Struct, tag=True, frozen=True):
+    revoked: bool
+    """Whether the memory that the bucket was last handed over in may have been written before the reader was done."""
 
 
 class Data(msgspec.Struct, tag=True, frozen=True):
@@ -217,6 +228,7 @@ Request = (
     | Borrow
     | ReadBucket
     | Taken
+    | WasRevoked
     | Return
     | Holds
     | WhoHolds
@@ -234,6 +246,7 @@ Reply = (
     | Lent
     | Overtaken
     | Data
+    | Revoked
     | Returned
     | Noted
     | Holders
