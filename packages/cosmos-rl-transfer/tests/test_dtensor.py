@@ -1,14 +1,18 @@
 """Boxes of real DTensors, on ranks of a real gloo group: each rank must hold exactly what its box says."""
 
+from contextlib import contextmanager
+
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import _StridedShard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_transfer.errors import LayoutError
@@ -105,3 +109,44 @@ def refused(rank, world_size):
 def test_sums_several_boxes_and_memory_that_contradicts_the_placement_are_refused_by_name():
     for found in run_ranks(refused, 4):
         assert {name: int(ok) for name, ok in found.items()} == {"several": 1, "memory": 1, "sums": 1}
+
+
+@contextmanager
+def fake_rank(rank, world_size):
+    """A rank whose collectives do nothing: enough to shard."""
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
+    try:
+        yield init_device_mesh("cpu", (world_size,))
+    finally:
+        dist.destroy_process_group()
+
+
+def tied_model(mesh):
+    """9 rows over 4 ranks are 3, 3, 3 and none."""
+    embed, up, head = nn.Embedding(9, 4), nn.Linear(4, 9, bias=False), nn.Linear(4, 9, bias=False)
+    head.weight = embed.weight
+    return fully_shard(nn.Sequential(embed, up, head), mesh=mesh)
+
+
+@pytest.mark.parametrize(
+    "weights", [lambda model: dict(model.named_parameters(remove_duplicate=False)), lambda model: model.state_dict()]
+)
+def test_a_rank_with_an_empty_part_sees_the_same_ties_as_the_others(weights):
+    parts = []
+    for rank in range(4):
+        with fake_rank(rank, 4) as mesh:
+            model = tied_model(mesh)
+            parts.append(Manifest.from_tensors(weights(model), rank=rank))
+    assert parts[3].box("0.weight", 3) is None
+    assert all(part == parts[0] for part in parts) and parts[0].tied == {"2.weight": "0.weight"}
+    assert Manifest.merge(parts) == parts[0]
+
+
+def test_empty_parts_that_lie_in_one_pool_are_tensors_of_their_own():
+    with fake_rank(3, 4) as mesh:
+        pool = torch.zeros(0)
+        weights = {
+            name: DTensor.from_local(pool.view(0, width), mesh, [Shard(0)], shape=(9, width), stride=(width, 1))
+            for name, width in (("a", 4), ("b", 4), ("c", 2))
+        }
+        assert Manifest.from_tensors(weights, rank=3).tied == {}

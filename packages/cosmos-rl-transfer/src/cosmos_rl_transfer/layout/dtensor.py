@@ -35,17 +35,30 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the names whose memory was listed before, and under which name: {alias: first name}."""
+    """Return the names whose memory was listed before, and under which name: {alias: first name}.
+
+    A rank that holds nothing of a tensor sees by its empty storage what the others see by their parts.
+    """
+    found = {name: (tensor, local(tensor)) for name, tensor in weights.items()}
+    kinds: dict[int, set[object]] = {}  # of the tensors in a storage
+    for whole, part in found.values():
+        kinds.setdefault(_storage(part), set()).add((whole.shape, part.dtype))
     first: dict[object, str] = {}
-    owners = ((name, first.setdefault(_memory(name, local(tensor)), name)) for name, tensor in weights.items())
-    return {name: owner for name, owner in owners if name != owner}
+    owners = {name: first.setdefault(_memory(name, *pair, kinds), name) for name, pair in found.items()}
+    return {name: owner for name, owner in owners.items() if name != owner}
 
 
-def _memory(name: str, tensor: Tensor) -> object:
-    """What tells one tensor's memory from another's; a tensor without memory is its own."""
-    if not tensor.numel() or tensor.is_meta:
+def _memory(name: str, whole: Tensor, part: Tensor, kinds: Mapping[int, set[object]]) -> object:
+    """What tells one tensor's memory from another's; a tensor without memory is its own, as is one of a pool's."""
+    if not part.is_meta and part.numel():
+        return part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
+    if not whole.numel() or len(kinds[_storage(part)]) > 1:
         return name
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()
+    return _storage(part), part.storage_offset(), part.shape, part.stride()
+
+
+def _storage(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
