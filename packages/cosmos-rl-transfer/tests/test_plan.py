@@ -151,6 +151,22 @@ def test_wire_dtype_replaces_floating_dtypes_only():
     assert made.total_bytes == 48 * 2 + 3 * 8
 
 
+@pytest.mark.parametrize("wire", ["bfloat16", "float16", "float32"])
+def test_the_wire_dtype_widens_nothing_and_leaves_what_it_does_not_narrow(wire):
+    dtypes = ("float8_e4m3fn", "float8_e5m2", "bfloat16", "float16")
+    manifest = Manifest.whole([spec(dtype, (8,), dtype) for dtype in dtypes])
+    made = plan(manifest, manifest, bucket_bytes=1024, wire_dtype=wire)
+    assert made.wire_dtypes == {dtype: dtype for dtype in dtypes}
+    assert made.total_bytes == plan(manifest, manifest, bucket_bytes=1024).total_bytes
+
+
+def test_an_unknown_dtype_is_refused_at_the_source_and_on_the_way():
+    for dtype, wire in (("complex64", "bfloat16"), ("float32", "float7")):
+        manifest = Manifest.whole([spec("w", (8,), dtype)])
+        with pytest.raises(LayoutError, match=r"w: dtype .* cannot be transferred; known: float64"):
+            plan(manifest, manifest, bucket_bytes=1024, wire_dtype=wire)
+
+
 def test_whole_tensors_travel_as_one_run_of_the_arena():
     specs = [spec("a", (5, 7)), spec("b", (3,)), spec("c", (64, 64))]
     manifest = Manifest.whole(specs)

@@ -144,6 +144,26 @@ def test_weights_travel_in_the_wire_dtype_and_land_in_the_live_dtype():
     asyncio.run(main())
 
 
+def test_tensors_no_wider_than_the_wire_dtype_arrive_bit_for_bit():
+    """All 256 patterns of each float8, NaN payloads among them, and float16, which has bits that bfloat16 lacks."""
+
+    async def main():
+        patterns = torch.arange(256, dtype=torch.uint8)
+        weights = {str(dtype): patterns.view(dtype) for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)}
+        weights["half"] = torch.randn(64).half()
+        live = {name: torch.zeros_like(tensor) for name, tensor in weights.items()}
+        publisher = Publisher(weights, token=TOKEN, wire_dtype="bfloat16")
+        subscriber = Subscriber(publisher.address, live, token=TOKEN)
+        assert (await publisher.publish(0, weights))["sync_bytes"] == 256 + 256 + 64 * 2
+        await subscriber.stage(after=-1)
+        subscriber.apply()
+        assert all(torch.equal(live[name].view(torch.uint8), w.view(torch.uint8)) for name, w in weights.items())
+        await subscriber.close()
+        await publisher.close()
+
+    asyncio.run(main())
+
+
 def test_transposed_frozen_and_empty_tensors_travel():
     async def main():
         base = torch.randn(6, 10)

@@ -189,7 +189,7 @@ class SyncSection(Strict):
     transport: str = Field(default="auto", min_length=1)
     """"auto" takes what is fastest between two processes; "shm", "tcp" and "nixl" name one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type the weights travel in; without it their own."""
+    """Type that wider weights travel in; without it their own."""
     bucket_bytes: int = Field(default=BUCKET_BYTES, ge=4096)
     """Size of the pieces that weights are hashed and pulled in; each side needs two of them."""
     staging: Literal["shadow", "in_place"] = "shadow"

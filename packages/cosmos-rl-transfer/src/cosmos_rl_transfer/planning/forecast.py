@@ -99,7 +99,7 @@ def forecast(
 ) -> Forecast:
     """Plan a sync of a model from trainers to rollouts, two groups of machines whose ranks are numbered in turn.
 
-    wire_dtype: what floating tensors travel in; None: their own. gbit: speed of a rank's network card each way.
+    wire_dtype: what wider floating tensors travel in; None: their own. gbit: speed of a rank's network card each way.
     Raises LayoutError for layouts that the model cannot be cut to.
     """
     started = time.perf_counter()

@@ -120,11 +120,12 @@ def _groups(keys: Ints) -> tuple[Ints, Ints, Ints]:
 
 
 def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
-    """Return the dtype a tensor travels in."""
-    dtype = wire_dtype if wire_dtype and is_floating(spec.dtype) else spec.dtype
-    if dtype not in ITEM_BYTES:
-        raise LayoutError(f"{spec.name}: dtype {dtype} cannot be transferred; known: {', '.join(ITEM_BYTES)}")
-    return dtype
+    """Return the dtype a tensor travels in: `wire_dtype` if that makes a floating tensor narrower, else its own."""
+    for dtype in (spec.dtype, wire_dtype or spec.dtype):
+        if dtype not in ITEM_BYTES:
+            raise LayoutError(f"{spec.name}: dtype {dtype} cannot be transferred; known: {', '.join(ITEM_BYTES)}")
+    narrower = wire_dtype and is_floating(spec.dtype) and ITEM_BYTES[wire_dtype] < ITEM_BYTES[spec.dtype]
+    return wire_dtype if wire_dtype and narrower else spec.dtype
 
 
 def check_match(source: Manifest, target: Manifest) -> None:

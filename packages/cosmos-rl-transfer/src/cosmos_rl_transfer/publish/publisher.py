@@ -59,7 +59,7 @@ class Publisher:
     ) -> None:
         """Allocate two slots of a bucket each and start to listen.
 
-        token: the run's secret. wire_dtype: what floating tensors travel in ("bfloat16"); None: their own.
+        token: the run's secret. wire_dtype: what wider floating tensors travel in ("bfloat16"); None: their own.
         bind: address to listen on. manifest, rank: what all ranks that publish together hold, and which of them
         this is; `weights` are then this rank's parts. None: read off the tensors, whole ones or DTensors.
         patience_s: how long `fence` waits for readers before it copies, and how long a reader may keep a slot that
