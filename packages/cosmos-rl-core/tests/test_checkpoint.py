@@ -5,6 +5,7 @@ import json
 import resource
 import shutil
 import threading
+from collections import Counter
 from typing import ClassVar
 
 import pytest
@@ -178,6 +179,27 @@ def test_without_a_manifest_it_is_no_checkpoint(saved, text):
     (saved / MANIFEST).unlink() if text is None else (saved / MANIFEST).write_text(text)
     with pytest.raises(UserError, match=rf"step_2 is not a complete checkpoint: its {MANIFEST}"):
         read_state(saved)
+
+
+@pytest.mark.slow
+def test_a_changed_bit_in_every_byte_of_every_file_is_found(saved):
+    """Only white space of the manifest may differ, and what is read then is what was written."""
+    state, outcomes = read_state(saved), Counter()
+    for name in (*FILES, MANIFEST):
+        whole = (saved / name).read_bytes()
+        for place, byte in enumerate(whole):
+            changed = byte ^ (1 << place % 8)
+            (saved / name).write_bytes(whole[:place] + bytes([changed]) + whole[place + 1 :])
+            try:
+                assert read_state(saved) == state
+                assert name == MANIFEST and chr(byte).isspace()
+                outcomes["white space"] += 1
+            except UserError:
+                outcomes["refused"] += 1
+        (saved / name).write_bytes(whole)
+    print(dict(outcomes))
+    assert read_state(saved) == state
+    assert outcomes["refused"] > 50 * outcomes["white space"]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.resume import claim_root, find_resumption, recipe_of
 from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import STATE, Origin, list_steps, verify, write_json, write_manifest
+from cosmos_rl_core.train.manifest import MANIFEST, STATE, Origin, list_steps, verify, write_json, write_manifest
 from cosmos_rl_core.train.retention import read_scores, surplus
 
 RECIPE = {
@@ -33,6 +33,7 @@ def write_checkpoint(root, step, *, config=None):
     folder = Folder.at(root / f"step_{step}")
     origin = Origin(recipe=recipe_of(config or recipe()))
     write_json(folder, STATE, {"step": step, "next_sample": 0, "unfinished": [], "origin": asdict(origin)})
+    folder.write("policy/model.safetensors", [b"weights"])
     write_manifest(folder)
     return folder.path
 
@@ -66,6 +67,45 @@ def test_auto_names_a_damaged_checkpoint_and_takes_the_one_before(tmp_path, root
         f"step_{step}/{STATE} is damaged or missing; going on" in note
         for step, note in zip((6, 4), resumption.notes, strict=True)
     ] == [True, True]
+
+
+@pytest.mark.parametrize(
+    "manifest",
+    [
+        *("[]", "7", "{}", '{"files": [1]}', '{"files": {}}', '{"files": {"state.json": 1}}', "[" * 5000, "\xff"),
+        '{"files": {"state.json": "%s"}}' % ("0" * 64),
+        '{"files": {"policy/model.safetensors": "%s"}}' % ("0" * 64),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_auto_passes_over_a_manifest_of_another_form(tmp_path, root, manifest):
+    for step in (2, 4):
+        write_checkpoint(root, step)
+    (root / "step_4" / MANIFEST).write_text(manifest, encoding="latin-1")
+    resumption = found(tmp_path)
+    assert resumption.state.step == 2
+    assert f"step_4 is not a complete checkpoint: its {MANIFEST}" in resumption.notes[0]
+    with pytest.raises(UserError, match=rf"step_4 is not a complete checkpoint: its {MANIFEST}"):
+        found(tmp_path, str(root / "step_4"))
+
+
+@pytest.mark.parametrize("state", ["[]", "{}", '{"step": "4", "next_sample": 0, "unfinished": []}', "[" * 5000, "no"])
+def test_auto_passes_over_a_state_of_another_form(tmp_path, root, state):
+    for step in (2, 4):
+        write_checkpoint(root, step)
+    (root / "step_4" / STATE).write_text(state)
+    write_manifest(root / "step_4")
+    assert found(tmp_path).state.step == 2
+
+
+@pytest.mark.parametrize(
+    "name", ["step_\u0661\u0662", "step_\u00b2", "step_012", "step_", "step_4_best", "step_-4", "step_4 "]
+)
+def test_a_folder_that_is_called_otherwise_is_no_checkpoint(tmp_path, root, name):
+    write_checkpoint(root, 4)
+    write_checkpoint(root, 12).rename(root / name)
+    assert list_steps(root) == [4]
+    assert found(tmp_path).state.step == 4
 
 
 def test_auto_starts_nothing_anew_when_no_checkpoint_is_whole(tmp_path, root):

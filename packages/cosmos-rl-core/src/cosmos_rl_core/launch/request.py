@@ -16,7 +16,7 @@ from cosmos_rl_core.launch.export import find_checkpoint
 from cosmos_rl_core.launch.instances import Instances
 from cosmos_rl_core.launch.prompts import Prompts
 from cosmos_rl_core.launch.resume import recipe_of
-from cosmos_rl_core.train.manifest import MANIFEST, STATE, read_json, train_state, verify
+from cosmos_rl_core.train.manifest import MANIFEST, train_state, verify
 
 DECIDES = (
     "run.domain",
@@ -76,7 +76,7 @@ class Weights:
             return cls()
         folder = find_checkpoint(request.checkpoint, step=request.step)
         verify(folder)
-        state = train_state(read_json(folder, STATE))
+        state = train_state(folder)
         return cls(folder=str(folder), version=state.step, digest=folder.digest(MANIFEST))
 
     @property

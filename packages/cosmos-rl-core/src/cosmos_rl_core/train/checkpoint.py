@@ -25,7 +25,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.train.contents import MODEL, OPTIMIZER, RNG, Contents
 from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import STATE, TrainState, read_json, read_origin, train_state
+from cosmos_rl_core.train.manifest import TrainState, read_origin, train_state
 from cosmos_rl_core.train.pieces import local_part
 from cosmos_rl_core.train.reader import CheckpointReader
 
@@ -57,7 +57,7 @@ def load(location: str | Path | Folder, *, policy: Policy, optimizer: Optimizer,
         optimizer.state[parameter] = {name.rpartition("/")[2]: tensor for name, tensor in by_name.items()}
     for name, found in random.items():
         _set_rng(name.rpartition("/")[2], found)
-    return train_state(read_json(folder, STATE))
+    return train_state(folder)
 
 
 def load_policy(location: str | Path | Folder, policy: Policy, *, averaged: bool = False) -> None:

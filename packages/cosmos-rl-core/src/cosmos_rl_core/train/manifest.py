@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,8 @@ from cosmos_rl_core.train.folder import Folder, store_errors
 MANIFEST = "manifest.json"
 """SHA-256 of every other file of a checkpoint; written last."""
 STATE = "state.json"
+WEIGHTS = ".safetensors"
+"""How the names of files with tensors end; a checkpoint has at least one."""
 ROLLED_BACK = "rolled_back.json"
 """Marks a checkpoint that the monitor has set aside, and says why."""
 
@@ -48,10 +51,6 @@ def write_json(folder: Folder, name: str, value: object) -> str:
     return folder.write(name, [(json.dumps(value, indent=1) + "\n").encode()])
 
 
-def read_json(folder: Folder, name: str) -> dict[str, Any]:
-    return json.loads(folder.read(name))
-
-
 def write_manifest(location: str | Path | Folder, digests: Mapping[str, str] | None = None) -> None:
     """Write down what the files of a checkpoint hold; without `digests` they are read for it."""
     folder = Folder.at(location)
@@ -60,12 +59,9 @@ def write_manifest(location: str | Path | Folder, digests: Mapping[str, str] | N
 
 
 def verify(location: str | Path | Folder) -> None:
-    """Compare every file with the manifest; raises UserError naming the first that differs."""
+    """Compare every file with the manifest; raises UserError naming the first that differs, or what is not listed."""
     folder = Folder.at(location)
-    try:
-        wanted = read_json(folder, MANIFEST)["files"]
-    except (*store_errors(), ValueError, KeyError) as error:
-        raise UserError(f"{folder} is not a complete checkpoint: its {MANIFEST} cannot be read ({error})") from error
+    wanted = _listed(folder)
     there = set(folder.walk())
     found = _digests(folder, [name for name in wanted if name in there])
     for name, digest in wanted.items():
@@ -75,20 +71,56 @@ def verify(location: str | Path | Folder) -> None:
             )
 
 
+def _listed(folder: Folder) -> dict[str, str]:
+    """Names and SHA-256 of a checkpoint's files. Raises UserError for a manifest that lists no state or no weights."""
+    damaged = f"{folder} is not a complete checkpoint: its {MANIFEST}"
+    try:
+        held = json.loads(folder.read(MANIFEST))
+    except (*store_errors(), ValueError, RecursionError) as error:
+        raise UserError(f"{damaged} cannot be read ({error})") from error
+    match held:
+        case {"files": dict(files)} if all(isinstance(digest, str) for digest in files.values()):
+            pass
+        case _:
+            raise UserError(f"{damaged} lists no files")
+    if STATE not in files or not any(name.endswith(WEIGHTS) for name in files):
+        raise UserError(f"{damaged} lists no {STATE}, or no weights (*{WEIGHTS})")
+    return files
+
+
 def read_state(location: str | Path | Folder) -> TrainState:
     """Verify a checkpoint and return its step and stream position. Raises UserError for a damaged one."""
     folder = Folder.at(location)
     verify(folder)
-    return train_state(read_json(folder, STATE))
+    return train_state(folder)
 
 
-def train_state(state: Mapping[str, Any]) -> TrainState:
-    return TrainState(step=state["step"], next_sample=state["next_sample"], unfinished=tuple(state["unfinished"]))
+def train_state(folder: Folder) -> TrainState:
+    """Return the step and stream position of a checkpoint as it is. Raises UserError for a file of another form."""
+    match _state(folder):
+        case {"step": int(step), "next_sample": int(first), "unfinished": [*ids]} if all(type(i) is int for i in ids):
+            return TrainState(step=step, next_sample=first, unfinished=tuple(ids))
+    raise UserError(f"{folder / STATE} does not say where the run stood")
 
 
 def read_origin(location: str | Path | Folder) -> Origin:
-    """Return what wrote a checkpoint."""
-    return Origin(**read_json(Folder.at(location), STATE).get("origin", {}))
+    """Return what wrote a checkpoint. Raises UserError for a file of another form."""
+    folder = Folder.at(location)
+    match _state(folder).get("origin", {}):
+        case dict(origin):
+            known = {field.name: origin[field.name] for field in fields(Origin) if field.name in origin}
+            made = Origin(**known)
+            if isinstance(made.num_ranks, int) and made.num_ranks > 0 and isinstance(made.recipe, Mapping):
+                return made
+    raise UserError(f"{folder / STATE} does not say what wrote the checkpoint")
+
+
+def _state(folder: Folder) -> dict[str, Any]:
+    try:
+        held = json.loads(folder.read(STATE))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{folder / STATE} cannot be read ({error})") from error
+    return held if isinstance(held, dict) else {}
 
 
 def mark_rolled_back(folder: Folder, *, to: int, reason: str) -> None:
@@ -107,7 +139,7 @@ def list_steps(root: str | Path | Folder, *, rolled_back: bool = False) -> list[
 def step_of(name: str) -> int | None:
     """The step of a checkpoint's folder; None for any other, as a copy that a user has kept as step_12_best."""
     number = name.removeprefix("step_")
-    return int(number) if number != name and number.isdecimal() else None
+    return int(number) if number != name and re.fullmatch("0|[1-9][0-9]*", number) else None
 
 
 def _digests(folder: Folder, names: list[str]) -> dict[str, str]:
