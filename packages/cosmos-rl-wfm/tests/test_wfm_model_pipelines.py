@@ -6,6 +6,9 @@ import pytest
 import torch
 from PIL import Image
 
+from cosmos_rl_wfm.models.build import build_model
+from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.models.tiny import tiny_network
 from cosmos_rl_wfm.models.torchvision_free import without_torchvision
 from cosmos_rl_wfm.policy import guided_velocity
 from cosmos_rl_wfm.testing import FAMILIES, clips, image_to_video_model, noise, size_of, tiny_model
@@ -60,6 +63,26 @@ def test_wan_text_to_video_samples_as_its_pipeline():
         tokenizer=None, text_encoder=None, vae=vae_of(built), scheduler=scheduler(), transformer=built.network
     )
     call = shared(built, pipeline, scale=5.0, num_frames=5, latents=latents)
+    expected = pipeline(prompt_embeds=condition.text, negative_prompt_embeds=blank.text, **call)[0]
+    found = euler(built, latents, pipeline.scheduler, condition=condition, unconditional=blank, scale=5.0)
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_skyreels_samples_as_its_pipeline():
+    from diffusers import SkyReelsV2Pipeline
+
+    like = model("wan")  # of the same autoencoder and widths
+    network = {"_class_name": "SkyReelsV2Transformer3DModel", **tiny_network("wan")}
+    config = {"family": "flow", "network": network, "codec": "pixels", "text": {"encoder": "words"}}
+    built = build_model(WFMModelConfig.model_validate(config), parts=("network", "text"))
+    condition = built.encode_text([CAPTIONS[0]])
+    blank = condition.with_text(built.encode_text([""]))
+    latents = noise(like)
+    pipeline = SkyReelsV2Pipeline(
+        tokenizer=None, text_encoder=None, vae=vae_of(like), scheduler=scheduler(), transformer=built.network
+    )
+    call = shared(like, pipeline, scale=5.0, num_frames=5, latents=latents)
     expected = pipeline(prompt_embeds=condition.text, negative_prompt_embeds=blank.text, **call)[0]
     found = euler(built, latents, pipeline.scheduler, condition=condition, unconditional=blank, scale=5.0)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)

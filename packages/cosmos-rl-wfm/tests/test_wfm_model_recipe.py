@@ -10,7 +10,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import GivenSection, TextSection, WFMModelConfig
-from cosmos_rl_wfm.models.families import family_name, make_family
+from cosmos_rl_wfm.models.families import make_family
 from cosmos_rl_wfm.models.grid import Grid
 from cosmos_rl_wfm.models.tiny import tiny_network
 from cosmos_rl_wfm.testing import tiny_model
@@ -136,11 +136,6 @@ def test_an_unknown_class_and_an_unknown_argument_are_named():
     with pytest.raises(UserError, match=r"no argument n_layers; it has .*num_layers"):
         values = {**tiny_network("wan", codec="pixels"), "n_layers": 2}
         build_model(WFMModelConfig(family="wan", network=values, codec="pixels", text=text))
-
-
-def test_classes_belong_to_families():
-    assert family_name("SanaVideoTransformer3DModel") == "sana_video"
-    assert family_name("LTXVideoTransformer3DModel") == "flow"
 
 
 @pytest.mark.parametrize(

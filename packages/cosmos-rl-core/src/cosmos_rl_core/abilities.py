@@ -36,6 +36,18 @@ class Advises(Protocol):
 
 
 @runtime_checkable
+class ChecksModels(Protocol):
+    """A domain that can find out, without a model's weights, whether it is of a kind that can be trained."""
+
+    def check_model(self, model: Any) -> None:
+        """Raise UserError for a model that would fail, or learn nothing; called by `cosmos-rl check`.
+
+        model: the [model] section. What needs a download is left to the run.
+        """
+        ...
+
+
+@runtime_checkable
 class SpreadsEngines(Protocol):
     """A domain with engines that can be spread over several GPUs."""
 

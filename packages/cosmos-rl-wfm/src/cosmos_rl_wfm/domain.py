@@ -48,6 +48,21 @@ class WFMDomain:
 
         return advice(config)
 
+    def check_model(self, model: WFMModelConfig) -> None:
+        """Call a network of an unproven class once, without memory. Implements `core.abilities.ChecksModels`."""
+        from cosmos_rl_wfm.models.classes import network_class
+        from cosmos_rl_wfm.models.source import is_here, network_of, open_source
+
+        if not is_here(model):
+            return
+        class_name, config = network_of(model, open_source(model))
+        if (
+            network_class(class_name) is None
+        ):  # torch and diffusers take seconds to load, which others need not wait for
+            from cosmos_rl_wfm.models.try_forward import try_forward
+
+            try_forward(class_name, config)
+
     def load_rows(self, data: WFMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Find captions and clips; nothing is decoded."""
         from cosmos_rl_wfm.data.rows import load_rows

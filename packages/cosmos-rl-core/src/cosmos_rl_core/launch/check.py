@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.abilities import Advises
+from cosmos_rl_core.abilities import Advises, ChecksModels
 from cosmos_rl_core.assemble import build_reward, look_up_parts
 from cosmos_rl_core.config.base import ConfigError, Problem
 from cosmos_rl_core.config.load import load_domain
@@ -52,6 +52,8 @@ def check(config: RunConfig, *, file: str = "") -> Checked:
     found = _reward_problems(config, domain)
     try:
         look_up_parts(config, domain)
+        if isinstance(domain, ChecksModels):
+            domain.check_model(config.model)
     except UserError as error:
         found.append(Problem(key="", wrong=str(error)))
     data = _dataset("data", config.data, domain, found)

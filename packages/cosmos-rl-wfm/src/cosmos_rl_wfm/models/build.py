@@ -5,10 +5,9 @@ parts: network -> trainer of cached latents     codec -> encode, decode     text
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Collection, Mapping
+from collections.abc import Collection
 from importlib import import_module
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 
@@ -18,14 +17,16 @@ from cosmos_rl_core.quiet import quiet_torchao
 from cosmos_rl_wfm.models.adapters import add_adapters
 from cosmos_rl_wfm.models.cached import CachedCaptions
 from cosmos_rl_wfm.models.captions import CaptionEncoder, EncodeImages, load_captions, load_images
-from cosmos_rl_wfm.models.codec import Codec, PixelCodec, compression, make_codec
-from cosmos_rl_wfm.models.config import FamilyName, WFMModelConfig
-from cosmos_rl_wfm.models.families import NETWORKS, family_name, make_family
+from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class
+from cosmos_rl_wfm.models.codec import Codec, PixelCodec, make_codec
+from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.models.families import make_family
 from cosmos_rl_wfm.models.family import Family
-from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, open_folder
+from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
 from cosmos_rl_wfm.models.grid import Grid
 from cosmos_rl_wfm.models.model import DiffusersModel, Traits
-from cosmos_rl_wfm.models.tiny import tiny_network, tiny_vae
+from cosmos_rl_wfm.models.source import network_of, open_source, vae_of
+from cosmos_rl_wfm.models.try_forward import try_forward
 from cosmos_rl_wfm.models.weights import empty_network, fill, random_network
 from cosmos_rl_wfm.models.words import WordEncoder
 
@@ -59,7 +60,10 @@ def build_model(
     device = device or own_device()
     dtype = getattr(torch, config.dtype)
     folder = _open(config, parts)
-    class_name, values = _network(config, folder)
+    class_name, values = network_of(config, folder)
+    row = network_class(class_name)
+    if row is None:
+        try_forward(class_name, values)
     held = held_dtype or dtype
     if folder is None:
         network = random_network(class_name, values, dtype=held, seed=seed)
@@ -69,7 +73,9 @@ def build_model(
             fill(network, folder.weights(NETWORK))
     family = make_family(class_name, network.config)
     if config.lora is not None:
-        add_adapters(network, config.lora, targets=family.lora_targets, base=config.path, seed=seed)
+        add_adapters(
+            network, config.lora, targets=ATTENTION if row is None else row.lora_targets, base=config.path, seed=seed
+        )
     torch.nn.Module.to(network, device)
     traits = _traits(config, family, folder)
     return DiffusersModel(
@@ -116,45 +122,16 @@ def _quiet() -> None:
 
 
 def _open(config: WFMModelConfig, parts: Collection[Part]) -> ModelFolder | None:
-    if not config.path:
-        return None
     wanted = [NETWORK, "scheduler", *(["vae", "image_encoder", "image_processor"] if "codec" in parts else [])]
     if "text" in parts and config.text.encoder == "model":
         wanted += [f"{kind}{number}" for kind in ("text_encoder", "tokenizer") for number in ("", "_2", "_3")]
-    folder = open_folder(config.path, revision=config.revision, parts=wanted)
-    if "transformer_2" in folder.classes:
-        raise UserError(
-            f"model.path = {config.path!r} has two networks, for high and for low noise (Wan2.2 14B), which is not "
-            "supported; give a model with one, such as Wan2.1"
-        )
-    return folder
-
-
-def _network(config: WFMModelConfig, folder: ModelFolder | None) -> tuple[str, dict[str, Any]]:
-    """Class and arguments of the network."""
-    if folder is None:
-        values = tiny_network(_named_family(config), codec=config.codec) if config.tiny else {}
-        values |= config.network
-        return values.pop("_class_name", None) or NETWORKS[_named_family(config)], values
-    class_name = folder.classes[NETWORK][1]
-    found = family_name(class_name)
-    if config.family not in ("auto", found):
-        raise UserError(
-            f'model.family = "{config.family}", but model.path = {config.path!r} has a {class_name}, of "{found}"; '
-            'leave family "auto"'
-        )
-    return class_name, folder.config(NETWORK)
-
-
-def _named_family(config: WFMModelConfig) -> FamilyName:
-    assert config.family != "auto", "the config lets no model from scratch leave it open"
-    return config.family
+    return open_source(config, wanted)
 
 
 def _grid(config: WFMModelConfig, family: Family, folder: ModelFolder | None) -> Grid:
     channels, temporal, spatial = family.channels, 1, 1
     if config.codec == "vae":
-        name, values = _vae(config, folder)
+        name, values = vae_of(config, folder)
         channels, temporal, spatial = compression(name, values)
         if channels != family.channels:
             raise UserError(f"model: the network takes {family.channels} channels and its autoencoder makes {channels}")
@@ -168,37 +145,17 @@ def _grid(config: WFMModelConfig, family: Family, folder: ModelFolder | None) ->
     )
 
 
-def _vae(config: WFMModelConfig, folder: ModelFolder | None) -> tuple[str, Mapping[str, Any]]:
-    """Class and whole configuration of the autoencoder, defaults included, without building it."""
-    import diffusers
-
-    if folder is not None and not folder.has("vae"):
-        raise UserError(
-            f"model.path = {config.path!r} has no vae, so that it takes no video: give the folder of a whole pipeline, "
-            'or set codec = "pixels" for a network of pixels'
-        )
-    if folder is None:
-        name, values = tiny_vae(_named_family(config))
-    else:
-        name, values = folder.classes["vae"][1], folder.config("vae")
-    found = getattr(diffusers, name, None)
-    if found is None:
-        raise UserError(f"model.path: diffusers {diffusers.__version__} has no autoencoder {name}")
-    defaults = {key: value.default for key, value in inspect.signature(found.__init__).parameters.items()}
-    return name, {**defaults, **values}
-
-
 def _codec(
     config: WFMModelConfig, family: Family, folder: ModelFolder | None, *, seed: int, device: torch.device
 ) -> Codec:
     if config.codec == "pixels":
         return PixelCodec(channels=family.channels)
     dtype = getattr(torch, config.codec_dtype)
+    name, values = vae_of(config, folder)
     if folder is None:
-        name, values = tiny_vae(_named_family(config))
         vae = random_network(name, values, dtype=dtype, seed=seed)
     else:
-        vae = empty_network(folder.classes["vae"][1], folder.config("vae"), dtype=dtype)
+        vae = empty_network(name, values, dtype=dtype)
         fill(vae, folder.weights("vae"))
     return make_codec(torch.nn.Module.to(vae, device))
 

@@ -5,7 +5,6 @@ uint8 [B, F, H, W, 3] -> float [B, 3, F, H, W] in [-1, 1] -- encode --> latents 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -16,8 +15,6 @@ from cosmos_rl_core.errors import UserError
 if TYPE_CHECKING:
     from diffusers import AutoencoderDC, AutoencoderKL, AutoencoderKLWan, ModelMixin
 
-AUTOENCODERS = ("AutoencoderKLWan", "AutoencoderKL", "AutoencoderDC")
-
 
 class Codec(Protocol):
     """clips float32 [B, 3, F, H, W] in [-1, 1] <-> normalised latents float32 [B, C, f, h, w]."""
@@ -25,24 +22,6 @@ class Codec(Protocol):
     def encode(self, clips: Tensor) -> Tensor: ...
 
     def decode(self, latents: Tensor) -> Tensor: ...
-
-
-def compression(class_name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return an autoencoder's latent channels, frames to a latent frame, and pixels on a side to a latent place.
-
-    Raises UserError for an autoencoder that is not supported.
-    """
-    if class_name == "AutoencoderKLWan":
-        halvings = config["temperal_downsample"]
-        temporal, spatial = 2 ** sum(halvings), 2 ** len(halvings) * (config.get("patch_size") or 1)
-        if temporal != 4:
-            raise UserError(f"model: an AutoencoderKLWan that packs {temporal} frames is not supported; 4 are")
-        return config["z_dim"], temporal, spatial
-    if class_name == "AutoencoderKL":
-        return config["latent_channels"], 1, 2 ** (len(config["block_out_channels"]) - 1)
-    if class_name == "AutoencoderDC":
-        return config["latent_channels"], 1, 2 ** (len(config["encoder_block_out_channels"]) - 1)
-    raise UserError(f"model: the autoencoder {class_name} is not supported; {', '.join(AUTOENCODERS)} are")
 
 
 def to_clips(video: Tensor) -> Tensor:

@@ -95,8 +95,8 @@ class WFMModelConfig(Strict):
     revision: str | None = None
     """Branch, tag or commit on the hub; only for a model id."""
     family: Literal["auto"] | FamilyName = "auto"
-    """How the network is called; "auto": by the class that the folder names. "flow" is any network of diffusers that
-    takes latents, timesteps of 0 .. 1000 and text, and predicts noise - data."""
+    """How the network is called; "auto": by the class that the folder names. "flow" claims of a class that is not known
+    that it takes latents, times of 0 .. 1000 and text, and predicts noise - data; `check` calls it once."""
     network: dict[str, Any] = Field(default_factory=dict)
     """With path = "": arguments of the network's class, which has random weights; "_class_name" for family "flow"."""
     tiny: bool = False

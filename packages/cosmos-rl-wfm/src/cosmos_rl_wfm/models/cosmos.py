@@ -29,7 +29,6 @@ class Cosmos(Family):
     """CosmosTransformer3DModel: given frames replace noise, and a mask channel says where."""
 
     guidance: Guidance = "beyond_conditional"
-    lora_targets = ("to_q", "to_k", "to_v", "to_out.0", "ff.net.0.proj", "ff.net.2")
 
     def __init__(self, config: Mapping[str, Any]) -> None:
         super().__init__(config)

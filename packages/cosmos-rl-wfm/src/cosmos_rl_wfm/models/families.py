@@ -1,4 +1,4 @@
-"""The table of families: which class of diffusers is called how, and what it is called in a recipe."""
+"""The family of a network: how it is called."""
 
 from __future__ import annotations
 
@@ -6,26 +6,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.config import FamilyName
+from cosmos_rl_wfm.models.classes import network_class
 from cosmos_rl_wfm.models.cosmos import Cosmos
 from cosmos_rl_wfm.models.family import Family
 from cosmos_rl_wfm.models.flow_transformer import FlowTransformer, Sana, StableDiffusion3
 from cosmos_rl_wfm.models.wan import Wan
-
-NETWORKS: Mapping[FamilyName, str] = {
-    "wan": "WanTransformer3DModel",
-    "cosmos": "CosmosTransformer3DModel",
-    "sd3": "SD3Transformer2DModel",
-    "sana": "SanaTransformer2DModel",
-    "sana_video": "SanaVideoTransformer3DModel",
-}
-"""Class of diffusers by family; "flow" is every other."""
-
-
-def family_name(class_name: str) -> FamilyName:
-    """Return the family of a network's class."""
-    found: list[FamilyName] = [name for name, network in NETWORKS.items() if network == class_name]
-    return found[0] if found else "flow"
 
 
 def make_family(class_name: str, config: Mapping[str, Any]) -> Family:
@@ -33,7 +18,8 @@ def make_family(class_name: str, config: Mapping[str, Any]) -> Family:
 
     Raises UserError for a network that is called in a way that is not supported.
     """
-    name = family_name(class_name)
+    row = network_class(class_name)
+    name = "flow" if row is None else row.family
     if name == "wan":
         return Wan(config)
     if name == "cosmos":

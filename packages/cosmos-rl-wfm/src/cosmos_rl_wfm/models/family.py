@@ -20,9 +20,6 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.config import Guidance
 
-ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
-"""The projections of diffusers' attention layers."""
-
 _SMALLEST_TIME = 1e-6
 
 
@@ -31,8 +28,6 @@ class Family(ABC):
 
     guidance: ClassVar[Guidance] = "from_unconditional"
     """How the family's own pipeline combines velocities with and without the caption."""
-    lora_targets: ClassVar[tuple[str, ...]] = ATTENTION
-    """Ends of the names of the layers that get adapters."""
     text_length: ClassVar[int] = 512
     """Tokens of a caption that the family was trained with."""
 

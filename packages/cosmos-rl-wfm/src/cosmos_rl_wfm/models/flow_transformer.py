@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Condition
-from cosmos_rl_wfm.models.family import ATTENTION, Family, held_dtype
+from cosmos_rl_wfm.models.family import Family, held_dtype
 
 _GIVEN = {"self", "hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "pooled_projections"}
 _PACKED = {"img_ids", "img_shapes", "num_frames"}
@@ -39,9 +39,7 @@ class FlowTransformer(Family):
                 "hidden_states, timestep and encoder_hidden_states, such as SD3.5, Sana and Sana-Video"
             )
         self._takes = set(parameters)
-        size, frames = self._value("patch_size"), config.get("patch_size_t")
-        self.only_images = isinstance(size, int) and frames is None
-        self.patch = (frames or 1, size, size) if isinstance(size, int) else (size[0], size[1], size[2])
+        self.patch, self.only_images = self._patches(network.__name__)
         self.channels = self._value("in_channels")
         self.text_width = self._text_width()
         self.pooled_width = config.get("pooled_projection_dim") if "pooled_projections" in parameters else None
@@ -71,8 +69,17 @@ class FlowTransformer(Family):
             return_dict=False,
             **more,
         )[0]
-        v = v[:, : self.channels]  # the rest of twice as many would be a variance that is not used
         return v.unsqueeze(2) if self.only_images else v
+
+    def _patches(self, name: str) -> tuple[tuple[int, int, int], bool]:
+        """Latent frames, rows and columns of a token, and whether there are no frames."""
+        size, frames = self._value("patch_size"), self.config.get("patch_size_t")
+        match size:
+            case int():
+                return (frames or 1, size, size), frames is None
+            case [int(first), int(second), int(third)]:
+                return (first, second, third), False
+        raise UserError(f"model: {name} with patch_size = {size} is not supported; a number and three numbers are")
 
     def _text_width(self) -> int:
         for key in _TEXT_WIDTHS:
@@ -82,9 +89,8 @@ class FlowTransformer(Family):
 
 
 class StableDiffusion3(FlowTransformer):
-    """SD3Transformer2DModel: both streams of its joint attention get adapters."""
+    """SD3Transformer2DModel."""
 
-    lora_targets = (*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj")
     text_length = 256
 
 
@@ -92,3 +98,11 @@ class Sana(FlowTransformer):
     """SanaTransformer2DModel and SanaVideoTransformer3DModel."""
 
     text_length = 300
+
+    def __init__(self, config: Mapping[str, Any], *, network: type[nn.Module]) -> None:
+        super().__init__(config, network=network)
+        if config.get("guidance_embeds"):
+            raise UserError(
+                f"model: a {network.__name__} with guidance_embeds (Sana-Sprint) is no flow-matching model: it takes "
+                "TrigFlow's times; give the Sana that it was distilled from"
+            )

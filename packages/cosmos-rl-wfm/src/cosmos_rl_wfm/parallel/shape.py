@@ -6,7 +6,6 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
-from cosmos_rl_core.parallel.estimate import layer_of
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_wfm.parallel.weights import parameter_shapes
@@ -22,7 +21,7 @@ def model_shape(
     *,
     dtype: Literal["float32", "bfloat16"] = "float32",
     lora_rank: int = 0,
-    lora_targets: Sequence[str] = (),
+    lora_targets: Sequence[str] | None = (),
 ) -> ModelShape | None:
     """Return the shape of the network of a diffusers config.json; None for a class, or sizes, not known here.
 
@@ -32,7 +31,7 @@ def model_shape(
     Args:
         dtype: of matrix products.
         lora_rank: of adapters; 0 for none.
-        lora_targets: ends of the names of the linear layers that have them, such as "to_q" or "to_out.0".
+        lora_targets: ends of the names of the linear layers that have them, such as "to_q" or "to_out.0"; None: all.
     """
     try:
         shapes = parameter_shapes(config)
@@ -77,8 +76,8 @@ def _inner(shapes: Mapping[str, tuple[int, ...]]) -> int:
     )
 
 
-def _adapter_parameters(shapes: Mapping[str, tuple[int, ...]], *, rank: int, targets: Iterable[str]) -> int:
+def _adapter_parameters(shapes: Mapping[str, tuple[int, ...]], *, rank: int, targets: Iterable[str] | None) -> int:
     """Numbers in the low-rank updates: rank x (inputs + outputs) of each adapted layer."""
-    ends = tuple(f".{target}.weight" for target in targets)
-    adapted = (shape for name, shape in shapes.items() if layer_of(name) is not None and name.endswith(ends))
+    ends = ".weight" if targets is None else tuple(f".{target}.weight" for target in targets)
+    adapted = (shape for name, shape in shapes.items() if f".{name}".endswith(ends))
     return rank * sum(sum(shape) for shape in adapted if len(shape) == 2)

@@ -1,0 +1,132 @@
+"""The classes of diffusers that are supported, those that are refused and why, and what their files say. No torch.
+
+network      the family that it is called as, and the layers that get adapters
+autoencoder  what one place of its latents stands for
+scheduler    whether the network predicts noise - data at times from 1 to 0
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models.config import FamilyName
+
+ATTENTION = ("to_q", "to_k", "to_v", "to_out.0")
+"""The projections of diffusers' attention layers."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NetworkClass:
+    """A class of networks whose conventions are tested against its own pipeline."""
+
+    family: FamilyName
+    name: str
+    """In diffusers."""
+    lora_targets: tuple[str, ...] = ATTENTION
+    """Ends of the names of the layers that get adapters, unless the recipe says which."""
+
+
+NETWORKS = (
+    NetworkClass(family="wan", name="WanTransformer3DModel"),
+    NetworkClass(
+        family="cosmos", name="CosmosTransformer3DModel", lora_targets=(*ATTENTION, "ff.net.0.proj", "ff.net.2")
+    ),
+    NetworkClass(
+        family="sd3",
+        name="SD3Transformer2DModel",
+        lora_targets=(*ATTENTION, "add_q_proj", "add_k_proj", "add_v_proj"),  # both streams of its joint attention
+    ),
+    NetworkClass(family="sana", name="SanaTransformer2DModel"),
+    NetworkClass(family="sana_video", name="SanaVideoTransformer3DModel"),
+    NetworkClass(family="flow", name="SkyReelsV2Transformer3DModel"),
+)
+
+REFUSED: Mapping[str, str] = {
+    "AllegroTransformer3DModel": "is no flow-matching model: it predicts the noise",
+    "AuraFlowTransformer2DModel": "takes times of 0 .. 1, where times of 0 .. 1000 are handed in",
+    "ChronoEditTransformer3DModel": "edits an image that it is given beside the text",
+    "CogVideoXTransformer3DModel": "is no flow-matching model: it predicts a velocity of variance-preserving diffusion",
+    "ConsisIDTransformer3DModel": "is no flow-matching model: it predicts a velocity of variance-preserving diffusion",
+    "HeliosTransformer3DModel": "continues a video that it is given beside the text",
+    "JoyImageEditTransformer3DModel": "edits an image that it is given beside the text",
+    "LatteTransformer3DModel": "is no flow-matching model: it predicts the noise",
+    "MochiTransformer3DModel": "predicts data - noise, at times that run backwards",
+    "PixArtTransformer2DModel": "is no flow-matching model: it predicts the noise",
+    "Transformer2DModel": "is no flow-matching model: it predicts the noise",
+}
+"""Classes that can be called with latents, times and text, for which our targets or inputs are not those they have."""
+
+_PREDICTS_FLOW = "flow_prediction"
+
+
+def network_class(name: str) -> NetworkClass | None:
+    """Return the row of a class of networks; None for one whose conventions are not tested here."""
+    return next((row for row in NETWORKS if row.name == name), None)
+
+
+def class_of(family: FamilyName) -> str:
+    """Return the class of a family's networks."""
+    return next(row.name for row in NETWORKS if row.family == family)
+
+
+def check_network(name: str, *, claimed: bool) -> None:
+    """Raise UserError for a class that is refused, or is not known and was not `claimed` to be of family "flow"."""
+    if name in REFUSED:
+        raise UserError(f"model: {name} {REFUSED[name]}; supported are {_supported()}")
+    if network_class(name) is None and not claimed:
+        raise UserError(
+            f"model: {name} is not known here; supported are {_supported()}. If it takes latents, times of 0 .. 1000 "
+            'and text, and predicts noise - data, set model.family = "flow"'
+        )
+
+
+def check_scheduler(config: Mapping[str, Any]) -> None:
+    """Raise UserError where a pipeline's scheduler says that its network is no flow-matching model."""
+    name = str(config.get("_class_name"))
+    if config.get("invert_sigmas"):
+        raise UserError(
+            f"model.path: the pipeline's {name} has invert_sigmas = true: its network predicts data - noise at times "
+            "that run backwards, which is not supported"
+        )
+    predicted = config.get("prediction_type", "epsilon")  # what diffusers takes where the file does not say
+    if not name.startswith("FlowMatch") and predicted != _PREDICTS_FLOW:
+        raise UserError(
+            f'model.path: the pipeline\'s {name} has prediction_type = "{predicted}", so that its network is no '
+            "flow-matching model; supported are the FlowMatch schedulers, and others with prediction_type = "
+            f'"{_PREDICTS_FLOW}"'
+        )
+
+
+def compression(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Return an autoencoder's latent channels, frames to a latent frame, and pixels on a side to a latent place.
+
+    `config` is that of diffusers; defaults of the class stand for what it lacks. Raises UserError for an autoencoder
+    that is not supported.
+    """
+    if name not in _AUTOENCODERS:
+        raise UserError(f"model: the autoencoder {name} is not supported; {', '.join(_AUTOENCODERS)} are")
+    config = {**_AUTOENCODERS[name], **config}
+    if name == "AutoencoderKL":
+        return config["latent_channels"], 1, 2 ** (len(config["block_out_channels"]) - 1)
+    if name == "AutoencoderDC":
+        return config["latent_channels"], 1, 2 ** (len(config["encoder_block_out_channels"]) - 1)
+    halvings = config["temperal_downsample"]
+    temporal, spatial = 2 ** sum(halvings), 2 ** len(halvings) * (config["patch_size"] or 1)
+    if temporal != 4:
+        raise UserError(f"model: an AutoencoderKLWan that packs {temporal} frames is not supported; 4 are")
+    return config["z_dim"], temporal, spatial
+
+
+_AUTOENCODERS: Mapping[str, Mapping[str, Any]] = {
+    "AutoencoderKLWan": {"z_dim": 16, "temperal_downsample": (False, True, True), "patch_size": None},
+    "AutoencoderKL": {"latent_channels": 4, "block_out_channels": (64,)},
+    "AutoencoderDC": {"latent_channels": 32, "encoder_block_out_channels": (128, 256, 512, 512, 1024, 1024)},
+}
+"""Defaults of the classes in diffusers."""
+
+
+def _supported() -> str:
+    return ", ".join(row.name for row in NETWORKS)

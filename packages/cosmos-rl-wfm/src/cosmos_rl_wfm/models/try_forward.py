@@ -1,0 +1,87 @@
+"""One forward pass on tensors without memory: whether a network can be called as its family calls it."""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_wfm.models.base import Condition
+from cosmos_rl_wfm.models.families import make_family
+from cosmos_rl_wfm.models.family import Family
+from cosmos_rl_wfm.models.weights import empty_network
+
+_TOKENS = 8
+_PLACES = 8
+"""Tokens along each side of the latents that are tried."""
+_OF_A_NETWORK = (
+    AssertionError,
+    AttributeError,
+    IndexError,
+    KeyError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    ZeroDivisionError,
+)
+"""What networks of diffusers raise for inputs or configurations that they were not made for."""
+
+
+def try_forward(class_name: str, config: Mapping[str, Any]) -> None:
+    """Build the network at its own size and call it once; nothing is allocated and nothing is computed.
+
+    Raises UserError, with the network's own words, where it cannot be called with latents, times and text alone, or
+    answers with something else than a velocity.
+    """
+    with warnings.catch_warnings(), FakeTensorMode(), torch.no_grad():
+        warnings.simplefilter("ignore")  # of code that looks for the memory of its tensors
+        try:
+            family = make_family(class_name, {**_defaults(class_name), **config})
+            network = empty_network(class_name, config, dtype=torch.float32)
+            latents = torch.zeros(1, *_smallest(family))
+            found = family.velocity(network, latents, torch.ones(1), _condition(family))
+        except UserError:
+            raise
+        except _OF_A_NETWORK as error:
+            raise UserError(
+                f"model: {class_name} cannot be made from this configuration, or not be called with latents, times and "
+                f"text alone: {_words(error)}"
+            ) from error
+    if found.shape != latents.shape:
+        raise UserError(
+            f"model: {class_name} makes {list(found.shape)} of latents {list(latents.shape)}, where a velocity has "
+            "their shape: it is no flow-matching network of them"
+        )
+
+
+def _defaults(class_name: str) -> dict[str, Any]:
+    """Arguments of a class of diffusers that have one."""
+    import diffusers
+
+    kind = getattr(diffusers, class_name, None)
+    parameters = {} if kind is None else inspect.signature(kind.__init__).parameters
+    return {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+
+
+def _smallest(family: Family) -> tuple[int, int, int, int]:
+    frames, rows, columns = family.patch
+    return family.channels, 1 if family.only_images else 2 * frames, _PLACES * rows, _PLACES * columns
+
+
+def _condition(family: Family) -> Condition:
+    return Condition(
+        text=torch.zeros(1, _TOKENS, family.text_width),
+        text_mask=torch.ones(1, _TOKENS, dtype=torch.bool),
+        pooled=None if family.pooled_width is None else torch.zeros(1, family.pooled_width),
+    )
+
+
+def _words(error: Exception) -> str:
+    """The first line of what was raised, and its kind where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
