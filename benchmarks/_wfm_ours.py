@@ -29,7 +29,7 @@ def recipe(model: Model, folder: Path, *, text: TextName, work: Work) -> dict[st
         "run": {"domain": "wfm", "max_steps": 1000},
         "model": model.section(folder, text),
         "data": model.data,
-        "algorithm": {"name": "flow_grpo", "kl_coef": w.KL_COEF},  # clip and advantage by its row of the table
+        "algorithm": {"name": "flow_grpo", "kl_coef": w.KL_COEF},  # the rest by its row of the table
         "policy": {
             "prompts_per_step": work.num_prompts,
             "microbatch_terms": work.terms,

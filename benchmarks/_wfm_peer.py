@@ -100,7 +100,7 @@ class PlainLoop:
         """[N] float32, of rewards [N] float64: around the group's mean, over the deviation of all."""
         groups = rewards.view(-1, self.work.group_size)
         centred = groups - groups.mean(dim=1, keepdim=True)
-        return (centred / (centred.square().mean().sqrt() + 1e-6)).flatten().float()
+        return (centred / (rewards.std(correction=0) + 1e-4)).flatten().float()
 
     def backward(self, samples: Samples, advantages: Tensor) -> None:
         """Add the gradient of clipped loss and KL, averaged over samples and trained steps."""
@@ -115,7 +115,8 @@ class PlainLoop:
                 ratio = (logprob(batch.latents[:, i + 1], mean, std) - batch.logprobs[:, place]).exp()
                 clipped = ratio.clamp(1 - w.CLIP, 1 + w.CLIP)
                 policy = torch.maximum(-advantage * ratio, -advantage * clipped).sum()
-                divergence = ((mean - ref_mean).square().flatten(1).mean(1) / (2 * std**2)).sum()
+                length = self.sigmas[i] - self.sigmas[i + 1]  # flow_grpo's scripts for images divide by std^2 / length
+                divergence = ((mean - ref_mean).square().flatten(1).mean(1) * length / (2 * std**2)).sum()
                 ((policy + w.KL_COEF * divergence) / (count * len(trained))).backward()
 
     def move(self, network: torch.nn.Module, embeds: Tensor, x: Tensor, i: int) -> tuple[Tensor, Tensor]:

@@ -35,14 +35,14 @@ ARMS = (
         name="ddrl",
         title="DDRL: the same, held to real clips",
         reward="brightness",
-        overrides=("algorithm.name=ddrl", *ANCHOR),
+        overrides=("algorithm.name=ddrl", "algorithm.advantage=group_std", *ANCHOR),
     ),
     Arm(
         name="sft_control",
         title="control: the same real clips, and no reward",
         reward="brightness",
         weight=0.0,
-        overrides=("algorithm.name=ddrl", *ANCHOR),
+        overrides=("algorithm.name=ddrl", "algorithm.advantage=group_std", *ANCHOR),
     ),
     Arm(
         name="nft",
@@ -50,6 +50,7 @@ ARMS = (
         reward="speed",
         overrides=(
             "algorithm.name=nft",
+            "algorithm.advantage=group_std",
             "algorithm.kl_coef=0.5",
             "rollout.sampling.rule=ode",
             "rollout.sampling.window=all",

@@ -148,11 +148,10 @@ def test_an_overlong_buffer_longer_than_the_answer_is_an_error():
         group_rules(AlgorithmConfig(name="dapo", overlong_buffer_terms=20), max_terms=10)
 
 
-def test_the_batchs_deviation_divides_all_groups_alike_by_hand():
-    config = AlgorithmConfig(name="grpo", advantage="batch_std", advantage_clip=1.5)
-    seen_together = build_batch_advantage(config)
+def test_the_pooled_deviation_divides_all_groups_alike_by_hand():
+    seen_together = build_batch_advantage(AlgorithmConfig(name="grpo", advantage="pooled_std", advantage_clip=1.5))
     assert seen_together is not None
-    groups = [build_advantage(config)(np.array(rewards)) for rewards in ([0.0, 2.0], [5.0, 5.0], [1.0, 7.0])]
+    groups = [np.array(rewards) for rewards in ([0.0, 2.0], [5.0, 5.0], [1.0, 7.0])]
     deviation = np.sqrt((1 + 1 + 0 + 0 + 9 + 9) / 6)
     wanted = [[-1 / deviation, 1 / deviation], [0, 0], [-1.5, 1.5]]
     np.testing.assert_allclose(seen_together(groups), wanted, atol=1e-5)

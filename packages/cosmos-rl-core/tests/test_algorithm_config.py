@@ -74,7 +74,7 @@ def test_a_key_that_is_not_known_is_an_error():
         (
             {"name": "aipo", "clip_high": 0.3},
             "clip_high",
-            'set loss = "clipped" or "sequence_clipped" or "cispo"',
+            'set loss = "clipped" or "sequence_clipped" or "sequence_clipped_token" or "cispo"',
         ),
         ({"name": "grpo", "max_ratio": 4.0}, "max_ratio", 'set loss = "truncated"'),
         ({"correction": "mask"}, "correction", 'set old_logprobs = "policy"'),
@@ -87,6 +87,10 @@ def test_a_key_that_is_not_known_is_an_error():
         ),
         ({"kl_estimator": "k2"}, "kl_estimator", "set kl_coef"),
         ({"kl_unbiased": True}, "kl_unbiased", "set kl_coef"),
+        ({"kl_coef": 0.1, "kl_unbiased": True, "kl_ratio": "old"}, "kl_ratio", 'old_logprobs = "policy"'),
+        ({"kl_coef": 0.1, "kl_estimator": "exact_dt", "kl_unbiased": True}, "kl_unbiased", "set it to false"),
+        ({"entropy_aggregation": "term_mean"}, "entropy_aggregation", "set entropy_coef"),
+        ({"name": "rloo", "std_epsilon": 1e-4}, "std_epsilon", 'set advantage = "global_std" or "group_std"'),
         ({"kl_coef": 0.1, "kl_estimator": "k1"}, "kl_estimator", "kl_unbiased = true"),
         ({"kl_coef": 0.1, "kl_estimator": "k2", "kl_unbiased": True}, "kl_unbiased", '"k1" or "k3"'),
         ({"aggregation_constant": 100}, "aggregation_constant", 'aggregation = "constant"'),
@@ -116,6 +120,7 @@ def test_a_key_at_its_default_is_harmless():
         {"old_logprobs": "policy", "correction": "mask", "correction_floor": 0.5, "correction_cap": 5.0},
         {"kl_coef": 0.1, "kl_estimator": "k1", "kl_unbiased": True},
         {"aggregation": "constant", "aggregation_constant": 100},
+        {"entropy_coef": 0.1, "entropy_aggregation": "constant", "aggregation_constant": 100},
         {"name": "sft", "aggregation": "sequence_mean_of_sums"},
     ],
 )

@@ -86,6 +86,6 @@ def test_advantages_that_are_seen_together_reach_the_collate():
         collated.extend(rollout.advantage for group in groups for rollout in group.rollouts)
         return collate(groups)
 
-    batcher = Batcher(collate_groups, max_staleness=9, batch_advantage=lambda groups: [a + 3 for a in groups])
+    batcher = Batcher(collate_groups, max_staleness=9, batch_advantage=lambda groups: [r + 3 for r in groups])
     batcher(GROUPS, step=5)
-    assert collated == [3.0] * 4
+    assert collated == [rollout.reward + 3 for group in GROUPS for rollout in group.rollouts]

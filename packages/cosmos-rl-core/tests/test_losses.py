@@ -8,10 +8,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
-from cosmos_rl_core.algorithms.losses import LOSSES, importance_ratio, sequence_ratio, surrogate
+from cosmos_rl_core.algorithms.losses import LOSSES, importance_ratio, sequence_ratio, sequence_token_ratio, surrogate
 from cosmos_rl_core.types import TermBatch
 
 every_loss = pytest.mark.parametrize("name", sorted(LOSSES))
+both_of_sequences = pytest.mark.parametrize("name", ["sequence_clipped", "sequence_clipped_token"])
 
 
 def tensor(*values):
@@ -97,40 +98,43 @@ def test_sequence_ratio_by_hand():
     # rollout 0: (0.2 + 0.4) / 2 = 0.3, without its masked term (9); rollout 1: -0.5; rollout 2: none, e^0
     logprobs = tensor(0.2, 0.4, 9.0, -0.5, 7.0)
     terms = terms_of([1.0] * 5, lengths=[3, 1, 1], mask=[1, 1, 0, 1, 0])
-    ratio = sequence_ratio(logprobs, torch.zeros_like(logprobs), terms)
     a, b = math.exp(0.3), math.exp(-0.5)
-    torch.testing.assert_close(ratio, tensor(a, a, a, b, 1.0))
+    for ratio in (sequence_ratio, sequence_token_ratio):
+        torch.testing.assert_close(ratio(logprobs, torch.zeros_like(logprobs), terms), tensor(a, a, a, b, 1.0))
 
 
-def test_gspo_gradient_is_the_papers():
+@both_of_sequences
+def test_gspo_gradient_is_the_papers(name):
     # J = sum_i s_i A_i has dJ/dlogprob_t = s_i A_i / |y_i|; the aggregation weighs each term by 1 / |y_i|
     logprobs = tensor(0.2, 0.4, -0.5).requires_grad_()
     terms = terms_of([2.0, 2.0, -1.0], lengths=[2, 1])
     config = AlgorithmConfig(name="gspo", clip_low=1.0, clip_high=10.0)
-    values, _ = LOSSES["sequence_clipped"](logprobs, torch.zeros_like(logprobs), terms, config)
+    values, _ = LOSSES[name](logprobs, torch.zeros_like(logprobs), terms, config)
     s0, s1 = math.exp(0.3), math.exp(-0.5)
     found = gradient(values * tensor(0.5, 0.5, 1.0), logprobs)
     torch.testing.assert_close(found, tensor(-s0 * 2 / 2, -s0 * 2 / 2, s1))
 
 
-def test_gspo_gradient_is_that_of_its_value():
+@both_of_sequences
+def test_gspo_gradient_is_that_of_its_value(name):
     terms = terms_of([2.0, 2.0, -1.0, -1.0, -1.0], lengths=[2, 3])
     weights = tensor(1 / 2, 1 / 2, 1 / 3, 1 / 3, 1 / 3)
     config = AlgorithmConfig(name="gspo", clip_low=1.0, clip_high=10.0)
 
     def loss(logprobs):
-        values, _ = LOSSES["sequence_clipped"](logprobs, torch.zeros_like(logprobs), terms, config)
+        values, _ = LOSSES[name](logprobs, torch.zeros_like(logprobs), terms, config)
         return (values * weights).sum()
 
     assert torch.autograd.gradcheck(loss, tensor(0.2, 0.4, -0.5, 0.1, 0.3).requires_grad_())
 
 
-def test_gspo_clips_a_rollout_as_a_whole():
+@both_of_sequences
+def test_gspo_clips_a_rollout_as_a_whole(name):
     # rollout 0 has s = e^0.3 = 1.35 > 1.2: none of its terms has a gradient, not even that with e^-0.2
     logprobs = tensor(0.8, -0.2, 0.1).requires_grad_()
     terms = terms_of([1.0, 1.0, 1.0], lengths=[2, 1])
     config = AlgorithmConfig(name="gspo", clip_low=0.2, clip_high=0.2)
-    values, metrics = LOSSES["sequence_clipped"](logprobs, torch.zeros_like(logprobs), terms, config)
+    values, metrics = LOSSES[name](logprobs, torch.zeros_like(logprobs), terms, config)
     torch.testing.assert_close(values.detach(), tensor(-1.2, -1.2, -math.exp(0.1)))
     torch.testing.assert_close(gradient(values, logprobs), tensor(0, 0, -math.exp(0.1)))
     assert metrics["clip_fraction"].tolist() == [1, 1, 0]
@@ -157,11 +161,12 @@ def test_gradient_of_the_clipped_loss_is_that_of_its_value(log_ratios, advantage
 @settings(deadline=None)
 @given(
     logprobs=st.lists(st.floats(-5, -0.1), min_size=6, max_size=6),
-    advantages=st.lists(st.floats(-3, 3), min_size=6, max_size=6),
+    advantages=st.lists(st.floats(-3, 3), min_size=3, max_size=3),
 )
 def test_on_policy_every_loss_has_the_gradient_of_reinforce(name, logprobs, advantages):
     policy = tensor(*logprobs).requires_grad_()
-    terms = terms_of(advantages, lengths=[1, 3, 2])
+    lengths = [1, 3, 2]
+    terms = terms_of([a for a, n in zip(advantages, lengths, strict=True) for _ in range(n)], lengths=lengths)
     values, metrics = LOSSES[name](policy, policy.detach(), terms, AlgorithmConfig())
     torch.testing.assert_close(gradient(values, policy), -terms.advantages)
     assert metrics["ratio_mean"].tolist() == [1.0] * 6

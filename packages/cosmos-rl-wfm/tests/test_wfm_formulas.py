@@ -100,7 +100,8 @@ def test_a_group_of_equal_rewards_pushes_nothing():
 
 def test_ddrl_leaves_advantages_alone_unless_asked():
     config = AlgorithmConfig.model_validate({"name": "ddrl"})
-    assert build_advantage(config)(np.array([1.0, 3.0])).tolist() == pytest.approx([-1, 1], abs=1e-5)
+    wanted = 1 / (math.sqrt(2) + 1e-4)  # the sample's standard deviation, as in cosmos-rl
+    assert build_advantage(config)(np.array([1.0, 3.0])).tolist() == pytest.approx([-wanted, wanted], rel=1e-12)
 
 
 def test_ddrl_ends_at_the_data_tilted_by_the_reward():

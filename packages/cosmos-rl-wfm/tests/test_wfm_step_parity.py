@@ -1,4 +1,4 @@
-"""A training step has the gradient of FlowGRPO by hand: a sample and a step at a time, by the formulas of the paper."""
+"""A training step has the gradient of FlowGRPO by hand: a sample and a step at a time, by flow_grpo's formulas."""
 
 import asyncio
 import math
@@ -93,20 +93,20 @@ async def trained(microbatch_terms):
 
 
 def mean_and_std(network, text, x, step):
-    """Of FlowGRPO's step: x + (v + sigma^2 / (2 t) (x + (1 - t) v)) dt and sigma sqrt(-dt), x [1, C, f, h, w]."""
+    """FlowGRPO's step of x [1, C, f, h, w]: x + (v + sigma^2 / (2 t) (x + (1 - t) v)) dt, sigma sqrt(-dt), sigma."""
     times = [1 - i / NUM_STEPS for i in range(NUM_STEPS + 1)]
     t, dt = times[step], times[step + 1] - times[step]
     sigma = LEVEL * math.sqrt(t / (1 - (times[1] if step == 0 else t)))
     timestep = torch.tensor([t], dtype=torch.float64).float() * 1000
     v = network(hidden_states=x, timestep=timestep, encoder_hidden_states=text, return_dict=False)[0]
-    return x + (v + sigma**2 / (2 * t) * (x + (1 - t) * v)) * dt, sigma * math.sqrt(-dt)
+    return x + (v + sigma**2 / (2 * t) * (x + (1 - t) * v)) * dt, sigma * math.sqrt(-dt), sigma
 
 
 def loss_by_hand(groups, network, reference):
     """Mean over samples and trained steps of clipped loss + coef KL; how many ratios were clipped."""
     rewards = np.array([[rollout.reward for rollout in group.rollouts] for group in groups])
     centred = rewards - rewards.mean(axis=1, keepdims=True)
-    advantages = centred / (np.sqrt((centred**2).mean()) + 1e-6)
+    advantages = centred / (rewards.std() + 1e-4)  # of all rewards: global_std
     total, clipped = 0.0, 0
     for group, of_group in zip(groups, advantages, strict=True):
         text = torch.from_numpy(group.rollouts[0].arrays["text"])[None]
@@ -114,14 +114,14 @@ def loss_by_hand(groups, network, reference):
             for place, step in enumerate(TRAINED):
                 before, after = rollout.arrays["path_from"][place], rollout.arrays["path_to"][place]
                 x, x_next = (torch.from_numpy(rollout.arrays["path"][row])[None] for row in (before, after))
-                mean, std = mean_and_std(network, text, x, step)
+                mean, std, sigma = mean_and_std(network, text, x, step)
                 with torch.no_grad():
-                    ref_mean, _ = mean_and_std(reference, text, x, step)
+                    ref_mean, _, _ = mean_and_std(reference, text, x, step)
                 each = -((x_next - mean) ** 2) / (2 * std**2) - math.log(std) - 0.5 * math.log(2 * math.pi)
                 ratio = (each.mean() - float(rollout.rollout_logprobs[place])).exp()
                 held = ratio.clamp(1 - CLIP, 1 + CLIP)
                 clipped += int(advantage * ratio > advantage * held)
-                kl = ((mean - ref_mean) ** 2).mean() / (2 * std**2)
+                kl = ((mean - ref_mean) ** 2).mean() / (2 * sigma**2)  # not std: as its scripts for images
                 total = total - torch.minimum(advantage * ratio, advantage * held) + KL_COEF * kl
     return total / (rewards.size * len(TRAINED)), clipped
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from cosmos_rl_core.types import (
+    Aggregates,
     LossTerm,
     Microbatch,
     PolicyOutputs,
@@ -96,7 +97,7 @@ class AdvantageEstimator(Protocol):
     def __call__(self, rewards: np.ndarray) -> np.ndarray: ...
 
 
-class Objective(Protocol):
+class Objective(Aggregates, Protocol):
     """The loss. Called by the trainer once a microbatch; the trainer aggregates and divides."""
 
     needs_entropy: bool
@@ -104,14 +105,6 @@ class Objective(Protocol):
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> tuple[list[LossTerm], Mapping[str, Tensor]]:
         """Return the named losses [T] and metrics [T] (per term; the trainer reports means over masked terms)."""
-        ...
-
-    def term_weights(self, terms: TermBatch) -> Tensor:
-        """[T]: weight of each term in the aggregated sum, from the mask and the rollouts' lengths."""
-        ...
-
-    def normalizer(self, batch: TrainBatch) -> float:
-        """Global count the weighted sum over all microbatches and ranks is divided by."""
         ...
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -225,9 +225,22 @@ class PolicyOutputs:
     """[T] float32 with gradient: the critic's estimate for the step each term belongs to; None without a critic."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """[T, ...] by name: what objectives of the domain's own read beside these. `whitened` [T, D], where a term is a
-    Gaussian: its mean divided so that half the squared distance of two of them is the KL divergence."""
+    Gaussian: its mean divided so that half the squared distance of two of them is the KL divergence; `dt` [T], where it
+    is a denoising step: the step's length in time, above 0."""
     figures: Mapping[str, Tensor] = field(default_factory=dict)
     """[T] by name, to be reported: parts that a loss consists of, such as those of an auxiliary head."""
+
+
+class Aggregates(Protocol):
+    """How values of terms become one number: sum_t weight_t value_t / normalizer."""
+
+    def term_weights(self, terms: TermBatch) -> Tensor:
+        """[T]: weight of each term in the aggregated sum, from the mask and the rollouts' lengths."""
+        ...
+
+    def normalizer(self, batch: TrainBatch) -> float:
+        """Global count the weighted sum over all microbatches and ranks is divided by."""
+        ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -238,6 +251,8 @@ class LossTerm:
     values: Tensor
     """[T]: loss of each term; masked terms are ignored by the aggregation."""
     coef: float = 1.0
+    aggregation: Aggregates | None = None
+    """How they become one number; None: as the objective says."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -153,7 +153,10 @@ class FlowPolicy:
             noise_level=self._sampling.noise_level,
             t_first=self._t_first,
         )
-        return PolicyOutputs(logprobs=reached.logprob(inputs["next_states"]), tensors={"whitened": reached.whitened()})
+        return PolicyOutputs(
+            logprobs=reached.logprob(inputs["next_states"]),
+            tensors={"whitened": reached.whitened(), "dt": inputs["times"] - inputs["next_times"]},
+        )
 
     def _of_clean(self, inputs: Mapping[str, Tensor], condition: Condition) -> PolicyOutputs:
         clean, noise, times = inputs["clean"], inputs["noise"], inputs["times"]

@@ -31,7 +31,9 @@ class FlowSampling(Strict):
     noise_level: float = Field(default=0.7, gt=0)
     """How stochastic: FlowGRPO's a, DanceGRPO's eta, or that of CPS."""
     schedule: ScheduleName = "flow"
-    """Where the times of the steps lie: equally spaced and shifted, or at EDM's noise levels."""
+    """Where the times of the steps lie: equally spaced from 1 to 0 and shifted ("flow"), those of diffusers'
+    FlowMatchEulerDiscreteScheduler, as SD3's pipeline and flow_grpo take them ("flow_match_euler"), or at EDM's noise
+    levels ("edm")."""
     solver_order: Literal[1, 2] = 1
     """Of the ODE's steps, in rollouts and evaluations: 2 takes the velocity before into account, and no more passes."""
     guidance: float | None = Field(default=None, ge=0)
@@ -117,9 +119,13 @@ class FlowSampling(Strict):
     def plan(self, *, shift: float, version: int = 0, seed: int = 0) -> Plan:
         """Return the steps of a rollout drawn with weights `version`; `shift` is the model's."""
         from cosmos_rl_wfm.samplers.sampler import Plan
-        from cosmos_rl_wfm.samplers.times import edm_times, flow_times
+        from cosmos_rl_wfm.samplers.times import edm_times, flow_match_euler_times, flow_times
         from cosmos_rl_wfm.samplers.window import Steps
 
-        times = flow_times(self.num_steps, shift=shift) if self.schedule == "flow" else edm_times(self.num_steps)
+        if self.schedule == "edm":
+            times = edm_times(self.num_steps)
+        else:
+            build = flow_times if self.schedule == "flow" else flow_match_euler_times
+            times = build(self.num_steps, shift=shift)
         steps = self.chosen.at(self.num_steps, version=version, seed=seed) if self.trains_steps else Steps()
         return Plan(times=times, rule=self.rule, noise_level=self.noise_level, steps=steps, order=self.solver_order)

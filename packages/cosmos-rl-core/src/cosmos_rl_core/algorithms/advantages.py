@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,12 +15,8 @@ if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
     from cosmos_rl_core.interfaces import AdvantageEstimator
 
-DEVIATION_FLOOR = 1e-6
-"""Added to the deviation, so that a group of nearly equal rewards does not blow up."""
-
-
 BatchAdvantage = Callable[[Sequence[np.ndarray]], list[np.ndarray]]
-"""Advantages of each group [G] -> the same, seen against one another."""
+"""Rewards of each group [G] of a step -> advantages of each group [G]."""
 
 
 def group_mean(rewards: np.ndarray) -> np.ndarray:
@@ -30,10 +27,13 @@ def group_mean(rewards: np.ndarray) -> np.ndarray:
     return shifted - shifted.mean()
 
 
-def group_std(rewards: np.ndarray) -> np.ndarray:
-    """Subtract the group's mean, divide by its population deviation. GRPO (arXiv 2402.03300, section 4.1)."""
+def group_std(rewards: np.ndarray, *, ddof: int = 0, epsilon: float = 1e-6) -> np.ndarray:
+    """Subtract the group's mean, divide by its standard deviation. GRPO (arXiv 2402.03300, section 4.1).
+
+    A_i = (r_i - mean(r)) / (std(r) + epsilon), with G - ddof as the divisor of the variance.
+    """
     centred = group_mean(rewards)
-    return centred / (np.sqrt(np.mean(centred**2)) + DEVIATION_FLOOR)
+    return centred / (np.sqrt(np.sum(centred**2) / (len(rewards) - ddof)) + epsilon)
 
 
 def leave_one_out(rewards: np.ndarray) -> np.ndarray:
@@ -44,13 +44,18 @@ def leave_one_out(rewards: np.ndarray) -> np.ndarray:
     return group_mean(rewards) * (len(rewards) / (len(rewards) - 1))
 
 
-def over_batch_std(advantages: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Divide the groups' advantages r - mean(r) by the deviation of all rewards of the batch. Flow-GRPO's `global_std`.
+def global_std(groups: Sequence[np.ndarray], *, ddof: int = 0) -> float:
+    """Return the standard deviation of all rewards of a step, differences between prompts included.
 
-    That is the root of the mean of their squares: each group's rewards are taken around that group's own mean.
+    flow_grpo's and DiffusionNFT's `global_std`; TRL's `scale_rewards = "batch"` with ddof 1.
     """
-    deviation = np.sqrt(np.mean(np.concatenate(advantages) ** 2))
-    return [each / (deviation + DEVIATION_FLOOR) for each in advantages]
+    return float(np.std(np.concatenate(groups), ddof=ddof))
+
+
+def pooled_std(groups: Sequence[np.ndarray], *, ddof: int = 0) -> float:
+    """Return the pooled standard deviation: each reward around its own group's mean; divisor sum_k (G_k - ddof)."""
+    squares = np.concatenate([group_mean(rewards) ** 2 for rewards in groups])
+    return float(np.sqrt(squares.sum() / (len(squares) - ddof * len(groups))))
 
 
 def generalized(rewards: np.ndarray, values: np.ndarray, *, gamma: float, gae_lambda: float) -> np.ndarray:
@@ -71,18 +76,28 @@ def generalized(rewards: np.ndarray, values: np.ndarray, *, gamma: float, gae_la
 ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "group_std": group_std,
     "group_mean": group_mean,
-    "batch_std": group_mean,
+    "global_std": group_mean,
+    "pooled_std": group_mean,
     "leave_one_out": leave_one_out,
 }
+"""By name: of one group. Of the two in `BATCH_DEVIATIONS` this is what is divided."""
+
+BATCH_DEVIATIONS: Mapping[str, Callable[..., float]] = {"global_std": global_std, "pooled_std": pooled_std}
+"""By name: (rewards of each group of a step, ddof) -> what divides all of them."""
 
 
 def build_batch_advantage(config: AlgorithmConfig) -> BatchAdvantage | None:
-    """Return what is done to the advantages of all groups of a step together; None for nothing."""
-    row = find_algorithm(config.name)
-    if config.advantage != "batch_std" or row.advantage is not None:
+    """Return the advantages that need all groups of a step; None where each group is enough."""
+    deviation = BATCH_DEVIATIONS.get(config.advantage)
+    if deviation is None or find_algorithm(config.name).advantage is not None:
         return None
     finish = _finishing(config)
-    return lambda advantages: [finish(each) for each in over_batch_std(advantages)]
+
+    def advantages(groups: Sequence[np.ndarray]) -> list[np.ndarray]:
+        divisor = deviation(groups, ddof=config.std_ddof) + config.std_epsilon
+        return [finish(group_mean(rewards) / divisor) for rewards in groups]
+
+    return advantages
 
 
 def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
@@ -90,7 +105,7 @@ def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
 
     "gae" says nothing of a rollout as a whole: 0. `generalized` estimates its steps.
     """
-    function = find_algorithm(config.name).advantage or ADVANTAGES.get(config.advantage, np.zeros_like)
+    function = find_algorithm(config.name).advantage or _of_group(config)
     seen_together = build_batch_advantage(config) is not None
     finish = np.asarray if seen_together else _finishing(config)
 
@@ -106,13 +121,19 @@ def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
     return advantages
 
 
+def _of_group(config: AlgorithmConfig) -> Callable[[np.ndarray], np.ndarray]:
+    if config.advantage == "group_std":
+        return partial(group_std, ddof=config.std_ddof, epsilon=config.std_epsilon)
+    return ADVANTAGES.get(config.advantage, np.zeros_like)
+
+
 def _finishing(config: AlgorithmConfig) -> Callable[[np.ndarray], np.ndarray]:
-    """Clip a group's advantages, and shape them as the algorithm does."""
+    """Shape a group's advantages as the algorithm does, and clip them."""
     shaping = find_algorithm(config.name).shaping
     limit = np.inf if config.advantage_clip is None else config.advantage_clip
 
     def finish(advantages: np.ndarray) -> np.ndarray:
-        clipped = np.clip(advantages, -limit, limit)
-        return clipped if shaping is None else shaping(clipped, config)
+        shaped = advantages if shaping is None else shaping(advantages, config)
+        return np.clip(shaped, -limit, limit)
 
     return finish

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.algorithms.config import AggregationName
-    from cosmos_rl_core.types import TermBatch, TrainBatch
+    from cosmos_rl_core.types import Aggregates, LossTerm, TermBatch, TrainBatch
 
 
 def rollout_sums(values: Tensor, terms: TermBatch) -> Tensor:
@@ -66,3 +66,12 @@ class Aggregation:
             return float(max(batch.num_terms, 1))
         rollouts = float(max(batch.num_rollouts, 1))
         return rollouts * self.constant if self.kind == "constant" else rollouts
+
+
+def aggregated(loss: LossTerm, objective: Aggregates, *, terms: TermBatch, batch: TrainBatch) -> Tensor:
+    """Return a microbatch's part of a named loss, without its coefficient: sum_t weight_t value_t / normalizer.
+
+    Weights and normalizer are the loss's own where it has an aggregation, else the objective's.
+    """
+    by = objective if loss.aggregation is None else loss.aggregation
+    return (by.term_weights(terms) * loss.values).sum() / by.normalizer(batch)

@@ -13,21 +13,29 @@ from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
 from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
 
-AdvantageName = Literal["group_std", "group_mean", "batch_std", "leave_one_out", "gae"]
-LossName = Literal["clipped", "sequence_clipped", "truncated", "cispo", "supervised"]
+AdvantageName = Literal["group_std", "group_mean", "global_std", "pooled_std", "leave_one_out", "gae"]
+LossName = Literal["clipped", "sequence_clipped", "sequence_clipped_token", "truncated", "cispo", "supervised"]
 CorrectionName = Literal["truncate", "mask", "none"]
-KLName = Literal["k1", "k2", "k3", "exact"]
+KLName = Literal["k1", "k2", "k3", "exact", "exact_dt"]
 AggregationName = Literal["term_mean", "sequence_mean_of_means", "sequence_mean_of_sums", "constant"]
 
 READS: Mapping[LossName, frozenset[str]] = {
     "clipped": frozenset({"clip_low", "clip_high", "dual_clip"}),
     "sequence_clipped": frozenset({"clip_low", "clip_high"}),
+    "sequence_clipped_token": frozenset({"clip_low", "clip_high"}),
     "truncated": frozenset({"max_ratio"}),
     "cispo": frozenset({"clip_low", "clip_high"}),
     "supervised": frozenset(),
 }
 """Which of the keys about the ratio each loss reads."""
 
+DIVIDES_BY_STD: frozenset[AdvantageName] = frozenset({"group_std", "global_std", "pooled_std"})
+"""Advantages that read std_ddof and std_epsilon."""
+
+_RENAMED = {
+    "batch_std": '"batch_std" is now "pooled_std" (deviations around each group\'s own mean); what flow_grpo and '
+    'DiffusionNFT call global_std (deviation of all rewards) is "global_std"'
+}
 _RATIO_KEYS = frozenset().union(*READS.values())
 _CRITIC_KEYS = (
     "gamma",
@@ -48,8 +56,14 @@ class AlgorithmConfig(Strict):
     """An algorithm of the table, an installed one, or "module:attribute" of your own `Algorithm`."""
 
     advantage: AdvantageName = "group_std"
-    """What is subtracted from a reward, and what divides it: nothing, the group's deviation or the whole batch's.
-    "gae" takes the rewards of an episode's steps and a critic's estimates."""
+    """What is subtracted from a reward, and what divides it. All but "leave_one_out" and "gae" subtract the group's
+    mean; "group_std" divides by the group's standard deviation, "global_std" by that of all rewards of the step,
+    "pooled_std" by that of all rewards around their own group's mean. "gae" takes the rewards of an episode's steps and
+    a critic's estimates."""
+    std_ddof: Literal[0, 1] = 0
+    """The variance's divisor is n - std_ddof: 0 as numpy's std, 1 as torch's."""
+    std_epsilon: float = Field(default=1e-6, gt=0)
+    """Added to the standard deviation before it divides."""
     advantage_clip: float | None = Field(default=None, gt=0)
     """Advantages are kept within plus and minus this."""
     gamma: float = Field(default=0.99, ge=0, le=1)
@@ -93,11 +107,17 @@ class AlgorithmConfig(Strict):
     kl_coef: float = Field(default=0.0, ge=0)
     """Coefficient of KL(policy || reference); above 0 a frozen reference is loaded."""
     kl_estimator: KLName = "k3"
-    """Estimator of that divergence from the sampled terms; "exact" where a term is a Gaussian, as in denoising."""
+    """Estimator of that divergence from the sampled terms. Where a term is a Gaussian, as in denoising, "exact" is the
+    divergence itself, and "exact_dt" that times the step's length in time, as in flow_grpo's scripts for images."""
     kl_unbiased: bool = False
     """Multiply the estimate by the ratio, with its gradient: value and gradient are then the KL's own."""
+    kl_ratio: Literal["rollout", "old"] = "rollout"
+    """kl_unbiased with old_logprobs = "policy": that ratio's denominator. "rollout" includes the correction weight,
+    "old" leaves it out."""
     entropy_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy that is added to the objective."""
+    entropy_aggregation: AggregationName | None = None
+    """How the entropies of terms become one number; by default as their losses do (`aggregation`)."""
 
     aggregation: AggregationName = "term_mean"
     """How the losses of terms become one number."""
@@ -116,6 +136,13 @@ class AlgorithmConfig(Strict):
     """That penalty at max_terms, subtracted from the reward."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keys of the named algorithm's own."""
+
+    @field_validator("advantage", mode="before")
+    @classmethod
+    def _not_renamed(cls, advantage: Any) -> Any:
+        if isinstance(advantage, str) and advantage in _RENAMED:
+            raise ValueError(_RENAMED[advantage])
+        return advantage
 
     @field_validator("name")
     @classmethod
@@ -213,10 +240,23 @@ def _idle_elsewhere(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
         idle |= {key: 'there is no critic; remove it, or set advantage = "gae"' for key in _CRITIC_KEYS}
     if row.advantage is not None:
         idle["advantage"] = f"{config.name} brings its own advantage; remove it"
+    if row.advantage is not None or config.advantage not in DIVIDES_BY_STD:
+        why = "no standard deviation divides; remove it, or set advantage = "
+        why += " or ".join(f'"{name}"' for name in sorted(DIVIDES_BY_STD))
+        idle |= {"std_ddof": why, "std_epsilon": why}
+    return idle | _idle_regularizers(config)
+
+
+def _idle_regularizers(config: AlgorithmConfig) -> dict[str, str]:
+    idle = {}
     if config.kl_coef == 0:
         why = "there is no KL term; remove it, or set kl_coef above 0"
         idle |= {"kl_estimator": why, "kl_unbiased": why}
-    if config.aggregation != "constant":
+    if not (config.kl_coef and config.kl_unbiased and config.old_logprobs == "policy"):
+        idle["kl_ratio"] = 'there is one ratio only; remove it, or set kl_unbiased = true and old_logprobs = "policy"'
+    if config.entropy_coef == 0:
+        idle["entropy_aggregation"] = "there is no entropy term; remove it, or set entropy_coef above 0"
+    if "constant" not in (config.aggregation, config.entropy_aggregation):
         idle["aggregation_constant"] = 'remove it, or set aggregation = "constant"'
     if config.overlong_buffer_terms == 0:
         idle["overlong_penalty"] = "there is no penalty on length; remove it, or set overlong_buffer_terms"
@@ -225,10 +265,13 @@ def _idle_elsewhere(config: AlgorithmConfig, row: Algorithm) -> dict[str, str]:
 
 def _conflicts(config: AlgorithmConfig) -> dict[str, str]:
     """Choices that each make sense and together do not."""
+    if config.advantage == "gae" and config.loss == "sequence_clipped":
+        why = '"gae" gives terms advantages of their own, which this loss would average over a rollout; take '
+        return {"loss": why + '"sequence_clipped_token"'}
     if config.kl_coef > 0 and config.kl_estimator == "k1" and not config.kl_unbiased:
         return {"kl_estimator": '"k1" alone has no gradient on average; set kl_unbiased = true, or take "k3"'}
-    if config.kl_coef > 0 and config.kl_estimator == "exact" and config.kl_unbiased:
-        return {"kl_unbiased": '"exact" needs no correction; set it to false'}
+    if config.kl_coef > 0 and config.kl_estimator in ("exact", "exact_dt") and config.kl_unbiased:
+        return {"kl_unbiased": f'"{config.kl_estimator}" needs no correction; set it to false'}
     if config.kl_coef > 0 and config.kl_estimator == "k2" and config.kl_unbiased:
         return {"kl_unbiased": '"k2" is biased with the ratio too; take "k1" or "k3", or set it to false'}
     low, high = config.filter_low, config.filter_high

@@ -1,11 +1,12 @@
 """Policy losses, one value a term. `ratio` is policy / old, and A the advantage.
 
-    clipped            -min(ratio A, clip(ratio) A)                       no gradient once clipped
-    sequence_clipped   the same, with one ratio a rollout
-    truncated          -detach(min(ratio, max_ratio)) A log(policy)       every term keeps a gradient
-    cispo              -detach(clip(ratio)) A log(policy)                 every term keeps a gradient
+    clipped                  -min(ratio A, clip(ratio) A)                 no gradient once clipped
+    sequence_clipped         the same, with one ratio a rollout           a rollout's loss moves all its terms alike
+    sequence_clipped_token   the same values                              a term's loss moves that term alone
+    truncated                -detach(min(ratio, max_ratio)) A log(policy) every term keeps a gradient
+    cispo                    -detach(clip(ratio)) A log(policy)           every term keeps a gradient
 
-Where policy = old all four have REINFORCE's gradient, -A grad log(policy).
+Where policy = old all have REINFORCE's gradient, -A grad log(policy), of a rollout with one advantage.
 """
 
 from __future__ import annotations
@@ -50,10 +51,19 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 
 
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch) -> Tensor:
-    """Return each rollout's s = exp(mean_t log(policy / old)) on its terms [T]. GSPO (arXiv 2507.18071).
+    """Return each rollout's s = exp(mean_t log(policy / old)) on its terms [T]. GSPO (arXiv 2507.18071, equation 7).
 
-    The gradient is that of GSPO-token, s grad log(policy_t): averaged over the rollout it is GSPO's own
-    s mean_t grad log(policy_t), and a term's advantage reaches that term alone.
+    Each has the gradient s mean_t grad log(policy_t): what weighs one term's loss moves all terms of its rollout alike.
+    """
+    means = rollout_means(logprobs - old_logprobs, terms).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return means.exp()[terms.rollout_index]
+
+
+def sequence_token_ratio(logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch) -> Tensor:
+    """Return the same values [T] with the gradient s grad log(policy_t). GSPO-token (arXiv 2507.18071, equation 14).
+
+    Averaged over a rollout whose terms have one advantage and one weight, that is GSPO's gradient. Where those differ
+    by term, each reaches its own term alone.
     """
     means = rollout_means(logprobs.detach() - old_logprobs, terms).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     one_with_gradient = (logprobs - logprobs.detach()).exp()
@@ -98,6 +108,14 @@ def sequence_clipped(
     return surrogate(ratio, terms.advantages, clip_low=config.clip_low, clip_high=config.clip_high)
 
 
+def sequence_clipped_token(
+    logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch, config: AlgorithmConfig
+) -> tuple[Tensor, Mapping[str, Tensor]]:
+    """Clip each rollout's ratio, with a gradient of each term's own. GSPO-token."""
+    ratio = sequence_token_ratio(logprobs, old_logprobs, terms)
+    return surrogate(ratio, terms.advantages, clip_low=config.clip_low, clip_high=config.clip_high)
+
+
 def truncated(
     logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch, config: AlgorithmConfig
 ) -> tuple[Tensor, Mapping[str, Tensor]]:
@@ -116,6 +134,7 @@ def cispo(
 LOSSES: Mapping[str, LossFn] = {
     "clipped": clipped,
     "sequence_clipped": sequence_clipped,
+    "sequence_clipped_token": sequence_clipped_token,
     "truncated": truncated,
     "cispo": cispo,
 }

@@ -57,6 +57,8 @@ class PolicyObjective:
         self.config = config
         self.loss = loss
         self.aggregation = aggregation
+        kind = config.entropy_aggregation
+        self._entropy_aggregation = None if kind is None else replace(aggregation, kind=kind)
         self.needs_entropy = True  # always a figure of the run; part of the loss where entropy_coef asks for it
         self.needs_reference = config.kl_coef > 0
 
@@ -119,13 +121,13 @@ class PolicyObjective:
         if not self.needs_reference:
             return None, {}
         assert terms.ref_logprobs is not None, "needs_reference was true, but the batch has no ref_logprobs"
-        if config.kl_estimator == "exact":
-            values = gaussian_kl(outputs.tensors, terms.ref_tensors)
+        if config.kl_estimator in ("exact", "exact_dt"):
+            values = gaussian_kl(outputs.tensors, terms.ref_tensors, estimator=config.kl_estimator)
         else:
             values = kl_estimate(logprobs, terms.ref_logprobs, estimator=config.kl_estimator)
         if config.kl_unbiased:
             ratio = importance_ratio(logprobs, self._old(logprobs, terms))
-            if config.old_logprobs == "policy":
+            if config.old_logprobs == "policy" and config.kl_ratio == "rollout":
                 ratio = ratio * self._correction(logprobs, terms)
             values = unbiased_kl(values, ratio)
         return LossTerm(name="kl", values=values, coef=config.kl_coef), {"kl": values.detach()}
@@ -137,8 +139,13 @@ class PolicyObjective:
         metrics = {"entropy": outputs.entropy.detach()}
         if self.config.entropy_coef == 0:
             return None, metrics
-        values = entropy_loss(outputs.entropy)
-        return LossTerm(name="entropy", values=values, coef=self.config.entropy_coef), metrics
+        loss = LossTerm(
+            name="entropy",
+            values=entropy_loss(outputs.entropy),
+            coef=self.config.entropy_coef,
+            aggregation=self._entropy_aggregation,
+        )
+        return loss, metrics
 
     def _old(self, logprobs: Tensor, terms: TermBatch) -> Tensor:
         """What the ratio divides by [T], without gradient."""

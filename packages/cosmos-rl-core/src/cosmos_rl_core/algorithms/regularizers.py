@@ -34,14 +34,23 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLName) ->
     return log_ratio.expm1() - log_ratio
 
 
-def gaussian_kl(tensors: Mapping[str, Tensor], ref_tensors: Mapping[str, Tensor]) -> Tensor:
+def gaussian_kl(
+    tensors: Mapping[str, Tensor], ref_tensors: Mapping[str, Tensor], *, estimator: KLName = "exact"
+) -> Tensor:
     """Return KL(policy || reference) of each term [T], exactly, where terms are Gaussians of equal deviation.
 
-    Both hold `whitened` [T, D]: half its squared distance. Flow-GRPO (arXiv 2505.05470, section 4.2) in its terms.
+    exact      half the squared distance of `whitened` [T, D]: Flow-GRPO (arXiv 2505.05470, section 4.2)
+    exact_dt   that times `dt` [T], the length of a denoising step: flow_grpo's scripts for images, which divide
+               the squared distance of the means by 2 sigma^2 where the step's variance is sigma^2 dt
     """
     if "whitened" not in tensors or "whitened" not in ref_tensors:
         raise UserError('kl_estimator = "exact" is for policies whose terms are Gaussians; take "k3"')
-    return (tensors["whitened"] - ref_tensors["whitened"]).square().sum(-1) / 2
+    exact = (tensors["whitened"] - ref_tensors["whitened"]).square().sum(-1) / 2
+    if estimator == "exact":
+        return exact
+    if "dt" not in tensors:
+        raise UserError('kl_estimator = "exact_dt" is for denoising steps, which have a length in time; take "exact"')
+    return exact * tensors["dt"]
 
 
 def unbiased_kl(estimate: Tensor, ratio: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -32,7 +31,7 @@ class Algorithm:
     advantage: Callable[[np.ndarray], np.ndarray] | None = None
     """Replaces the named advantage: rewards [G] float64 -> advantages [G] float64."""
     shaping: Callable[..., np.ndarray] | None = None
-    """What is done to a group's advantages [G] at last: (advantages, config) -> advantages."""
+    """What is done to a group's advantages [G] before advantage_clip: (advantages, config) -> advantages."""
     loss: Callable[..., Any] | None = None
     """Replaces the named loss: a `losses.LossFn`. Import torch inside it: the controller loads this row."""
     objective: Callable[..., Any] | None = None
@@ -63,6 +62,7 @@ _ROWS = (
         summary="GRPO with a wider upper clip, a mean over terms, and no groups without signal",
         defaults={
             "advantage": "group_std",
+            "std_ddof": 1,  # as its code, verl's
             "loss": "clipped",
             "clip_high": 0.28,
             "aggregation": "term_mean",
@@ -80,6 +80,19 @@ _ROWS = (
             "clip_low": 3e-4,
             "clip_high": 4e-4,
             "aggregation": "sequence_mean_of_means",
+        },
+    ),
+    Algorithm(
+        name="luspo",
+        title="Length-Unbiased Sequence Policy Optimization",
+        paper="2026, arXiv 2602.05261",
+        summary="GSPO with every rollout weighed by its length: terms count the same in long and in short ones",
+        defaults={
+            "advantage": "group_std",
+            "loss": "sequence_clipped",
+            "clip_low": 2e-3,
+            "clip_high": 2.5e-3,
+            "aggregation": "sequence_mean_of_sums",
         },
     ),
     Algorithm(
@@ -137,17 +150,10 @@ def find_algorithm(name: str) -> Algorithm:
         return TABLE[name]
     from cosmos_rl_core import plugins  # reads installed metadata: only when the name is not ours
 
-    if ":" not in name and name not in plugins.names(GROUP):
-        raise UserError(_unknown(name, [*TABLE, *plugins.names(GROUP)]))
+    plugins.locate(GROUP, name, beside=tuple(TABLE))  # names those of the table among the known ones
     found = plugins.load(GROUP, name)
     if not isinstance(found, Algorithm):
         raise UserError(
             f"algorithm {name!r} is a {type(found).__name__}; it has to be a cosmos_rl_core.algorithms.table.Algorithm"
         )
     return found
-
-
-def _unknown(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    hint = f'did you mean "{close[0]}"? ' if close else ""
-    return f"no algorithm is called {name!r}; {hint}known: {', '.join(known)}; your own: module:attribute"

@@ -36,7 +36,7 @@ class Batcher:
     ) -> None:
         """Wire it.
 
-        batch_advantage: changes the advantages of all groups together. of_steps: the same for those of episodes' steps.
+        batch_advantage: rewards of all groups -> their advantages. of_steps: changes the advantages of episodes' steps.
         anchor: adds its rows of the step. seed: of what is dealt into minibatches.
         """
         self._collate = collate
@@ -70,7 +70,7 @@ class Batcher:
             return self._of_steps(groups, step=step)
         if self._batch_advantage is None:
             return groups
-        values = self._batch_advantage([np.array([r.advantage for r in group.rollouts]) for group in groups])
+        values = self._batch_advantage([np.array([r.reward for r in group.rollouts]) for group in groups])
         return [_with_advantages(*each) for each in zip(groups, values, strict=True)]
 
 

@@ -3,7 +3,7 @@
     loss = sum_k coef_k * ( sum_t weight_t * value_k,t ) / normalizer
 
 where t runs over the terms of all microbatches and ranks; weights and normalizer come from the objective's
-aggregation, so that any split into microbatches gives the same gradient.
+aggregation, or the loss term's own, so that any split into microbatches gives the same gradient.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
+from cosmos_rl_core.algorithms.aggregation import aggregated
 from cosmos_rl_core.interfaces import Objective, Policy
 from cosmos_rl_core.parallel.figures import sum_figures
 from cosmos_rl_core.parallel.gradients import clip_gradients
@@ -87,7 +88,7 @@ class Trainer:
         assert self._anchor is not None and self._batch is not None and self._batch.anchor is not None
         terms = microbatch.terms.to(outputs.logprobs.device)
         (loss,), _ = self._anchor(outputs, terms)
-        value = (self._anchor.term_weights(terms) * loss.values).sum() / self._anchor.normalizer(self._batch.anchor)
+        value = aggregated(loss, self._anchor, terms=terms, batch=self._batch.anchor)
         total = self._anchor_coef * value
         self._add("loss_anchor", value)
         self._add("loss", total)
@@ -98,11 +99,9 @@ class Trainer:
         assert self._batch is not None
         terms = microbatch.terms.to(outputs.logprobs.device)
         losses, metrics = self._objective(outputs, terms)
-        weights = self._objective.term_weights(terms)
-        normalizer = self._objective.normalizer(self._batch)
-        total = torch.zeros((), device=weights.device)
+        total = torch.zeros((), device=outputs.logprobs.device)
         for loss in losses:
-            value = (weights * loss.values).sum() / normalizer
+            value = aggregated(loss, self._objective, terms=terms, batch=self._batch)
             total = total + loss.coef * value
             self._add(f"loss_{loss.name}", value)
         self._add("loss", total)

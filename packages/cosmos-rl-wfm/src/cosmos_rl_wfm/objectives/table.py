@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.interfaces import Objective
 
 _COUPLED: Mapping[str, Any] = {
-    "advantage": "batch_std",
+    "std_epsilon": 1e-4,
     "advantage_clip": 5.0,
     "loss": "clipped",
     "clip_low": 1e-4,  # ratios are of means over latent elements, and stay this close to 1
@@ -48,8 +48,8 @@ def ddrl_shaping(advantages: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
     """Return -exp(-A / temperature) where [algorithm.options] exponential asks for it. DDRL's lambda.
 
     max E[lambda(A)] - KL(data || policy) with lambda(u) = -exp(-u) has the optimum data(x) exp(r(x)). All values are
-    below 0: it is the data's loss that holds the policy up. A group of equal rewards says nothing, and would be pushed
-    away from as a whole; it is left out.
+    below 0: it is the data's loss that holds the policy up. `advantage_clip` bounds what is returned, as in cosmos-rl.
+    A group of equal rewards says nothing, and would be pushed away from as a whole; it is left out.
     """
     if not config.options["exponential"] or not advantages.any():
         return advantages
@@ -68,14 +68,15 @@ FLOW_GRPO = Algorithm(
     title="GRPO of flow matching models",
     paper="Flow-GRPO, 2025, arXiv 2505.05470",
     summary="stochastic denoising steps have Gaussian log-probabilities: GRPO's clipped ratio over them",
-    defaults={**_COUPLED, "kl_coef": 0.04, "kl_estimator": "exact"},
+    # as its code (flow_grpo), of which 0.04 is the coefficient for images
+    defaults={**_COUPLED, "advantage": "global_std", "kl_coef": 0.04, "kl_estimator": "exact_dt"},
 )
 DDRL = Algorithm(
     name="ddrl",
     title="Data-regularised diffusion reinforcement learning",
     paper="DDRL, 2025, arXiv 2512.04332",
     summary="FlowGRPO's reward term, held to real data by the diffusion loss of [anchor] instead of a reference",
-    defaults={**_COUPLED, "advantage": "group_std"},
+    defaults={**_COUPLED, "advantage": "group_std", "std_ddof": 1},  # as its code, cosmos-rl's world model trainer
     shaping=ddrl_shaping,
     Options=DDRLOptions,
 )
@@ -84,7 +85,13 @@ NFT = Algorithm(
     title="Diffusion negative-aware fine-tuning",
     paper="DiffusionNFT, 2025, arXiv 2509.16117",
     summary="clean samples alone: flow matching towards good ones and away from bad ones, around the old weights",
-    defaults={"advantage": "group_std", "advantage_clip": 5.0, "aggregation": "term_mean", "kl_coef": 1e-4},
+    defaults={
+        "advantage": "global_std",  # as its code's configurations
+        "std_epsilon": 1e-4,
+        "advantage_clip": 5.0,
+        "aggregation": "term_mean",
+        "kl_coef": 1e-4,
+    },
     objective=nft_objective,
     Options=NFTOptions,
 )

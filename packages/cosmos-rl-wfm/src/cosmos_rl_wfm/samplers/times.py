@@ -27,6 +27,19 @@ def flow_times(num_steps: int, *, shift: float = 1.0) -> Tensor:
     return _pinned(shifted(torch.linspace(1, 0, num_steps + 1, dtype=torch.float64), shift=shift), first=1.0)
 
 
+def flow_match_euler_times(num_steps: int, *, shift: float = 1.0, train_steps: int = 1000) -> Tensor:
+    """Return [num_steps + 1] float32 times of diffusers' FlowMatchEulerDiscreteScheduler with a fixed shift.
+
+    linspace(1, s(1 / train_steps), num_steps), shifted by s, and 0 at the end: the last but one time is shifted twice.
+    SD3's pipeline and flow_grpo take these. The last step is short, and the others are longer than those of
+    `flow_times`.
+    """
+    _check(num_steps)
+    least = shifted(torch.tensor(1 / train_steps, dtype=torch.float64), shift=shift).item()
+    times = shifted(torch.linspace(1, least, num_steps, dtype=torch.float64), shift=shift)
+    return _pinned(torch.cat([times, times.new_zeros(1)]), first=1.0)
+
+
 def edm_times(num_steps: int, *, sigma_max: float = 200.0, sigma_min: float = 0.01, rho: float = 7.0) -> Tensor:
     """Return [num_steps + 1] float32 times of EDM's noise levels, t = sigma / (1 + sigma), and 0 at the end.
 
