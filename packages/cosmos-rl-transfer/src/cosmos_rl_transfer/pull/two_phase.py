@@ -18,15 +18,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import Any
-
-import msgspec
 
 from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.pull.in_thread import in_thread
@@ -34,10 +30,9 @@ from cosmos_rl_transfer.pull.sources import Sources, agree
 from cosmos_rl_transfer.pull.subscriber import Subscriber
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.listener import Listener
 
 log = logging.getLogger(__name__)
-
-_HANDSHAKE_S = 5.0
 
 
 class ReplicaSubscriber:
@@ -58,12 +53,7 @@ class ReplicaSubscriber:
         to stage and to commit.
         """
         self._sources = Sources(address, token=token, timeout_s=timeout_s)
-        self._token, self._num_ranks, self._timeout_s = token, num_ranks, timeout_s
-        family = socket.AF_INET6 if ":" in bind else socket.AF_INET
-        self._listener = socket.create_server((bind, 0), family=family)
-        host = f"[{bind}]" if ":" in bind else bind
-        self.address = f"{host}:{self._listener.getsockname()[1]}"
-        """Where the ranks' members connect."""
+        self._num_ranks, self._timeout_s = num_ranks, timeout_s
         self._members: dict[int, Link] = {}
         self._came = threading.Condition()
         """Over `_members`."""
@@ -72,8 +62,9 @@ class ReplicaSubscriber:
         """Whether nothing was staged yet: the ranks may then read from other replicas."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-stage")
         self._talk = ThreadPoolExecutor(max_workers=num_ranks, thread_name_prefix="replica-talk")
-        self._accepting = threading.Thread(target=self._accept, name="replica-accept", daemon=True)
-        self._accepting.start()
+        self._listener = Listener(bind, token=token, name="replica", talk=self._enlist)
+        self.address = self._listener.address
+        """Where the ranks' members connect."""
 
     async def stage(self, *, after: int) -> int:
         """Return a version newer than `after` that every rank has pulled and verified.
@@ -94,8 +85,6 @@ class ReplicaSubscriber:
     async def close(self) -> None:
         """Disconnect from publishers and ranks. May be called twice."""
         self._sources.close()
-        with suppress(OSError):  # closed before
-            self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         for link in self._members.values():
             link.close()
@@ -136,22 +125,9 @@ class ReplicaSubscriber:
         if gone:
             raise TransferError(f"ranks {gone} of the replica have ended")
 
-    def _accept(self) -> None:
-        """In a thread: let ranks in until the listener is closed."""
-        while True:
-            try:
-                connection, _ = self._listener.accept()
-            except OSError:
-                return  # closed
-            link = Link(connection, timeout_s=_HANDSHAKE_S, side="publisher")
-            try:
-                link.authenticate(self._token)
-                self._enlist(link, link.receive())
-            except (TransferError, msgspec.DecodeError) as error:
-                log.warning("a stranger knocked at the replica: %s", error)
-                link.close()
-
-    def _enlist(self, link: Link, word: object) -> None:
+    def _enlist(self, link: Link, _: object) -> None:
+        """In a thread: let a rank in."""
+        word = link.receive()
         if not isinstance(word, m.Enlist) or not 0 <= word.rank < self._num_ranks:
             raise TransferError(f"a rank introduced itself as {word}")
         link.set_deadlines(timeout_s=self._timeout_s, idle_s=self._timeout_s)

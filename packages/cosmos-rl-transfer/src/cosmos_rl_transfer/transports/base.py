@@ -12,7 +12,8 @@
     when the subscriber says so             <-------     Taken(bucket)
 
 Hashes are the caller's: a transport may deliver torn or wrong bytes of a slot that was taken away from it (the puller
-asks the publisher whether it was, and then fetches the bucket over the link), but must never wait for ever: everything ends by the link's deadline, or as soon as the peer's death is known.
+asks the publisher whether it was, and then fetches the bucket over the link), but must never wait for ever: everything
+ends by the link's deadline, or as soon as the peer's death is known.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ import select
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any, Literal
@@ -28,6 +29,8 @@ _NONCE_BYTES = 32
 _REFUSED = bytes(32)
 """What a publisher answers a stranger in place of its proof: a connection that ends in silence was lost."""
 _MAX_FRAME_BYTES = 1 << 30
+_SHORTEST_S = 1e-3
+"""Least time-out of a receive before a deadline: 0 would mean not to wait at all."""
 _MAX_PARTS = 1024
 """IOV_MAX: parts of one sendmsg."""
 _HUNG_UP = select.POLLRDHUP if sys.platform == "linux" else 0
@@ -81,17 +84,22 @@ class Link:
         return self._socket.getsockname()[0]
 
     def authenticate(self, token: bytes) -> None:
-        """Prove the token to each other. Raises AuthenticationError, PeerLost on a broken connection."""
+        """Prove the token to each other, within `timeout_s` in all.
+
+        Raises AuthenticationError, PeerLost on a broken connection or where the other side takes longer.
+        """
+        deadline = time.monotonic() + self._timeout_s
         mine = os.urandom(_NONCE_BYTES)
         self._send(_MAGIC + mine)
-        hello = self._receive(len(_MAGIC) + _NONCE_BYTES)
+        hello = self._receive(len(_MAGIC) + _NONCE_BYTES, deadline=deadline)
         if hello[: len(_MAGIC)] != _MAGIC:
             raise AuthenticationError("the other side does not speak the weight-transfer protocol, version 1")
         theirs = hello[len(_MAGIC) :]
         other = "publisher" if self._side == "subscriber" else "subscriber"
         if self._side == "subscriber":
             self._send(_proof(token, self._side, mine, theirs))
-        proof = self._receive(32)
+        proof = self._receive(32, deadline=deadline)
+        self._set_timeout(self._timeout_s)
         known = hmac.compare_digest(proof, _proof(token, other, theirs, mine))
         if self._side == "publisher":
             self._send(_proof(token, self._side, mine, theirs) if known else _REFUSED)
@@ -133,17 +141,22 @@ class Link:
             raise self._lost("closed")
 
     def receive(self) -> Any:
-        """Receive one message of the kind the other side sends."""
+        """Receive one message of the kind the other side sends. Raises TransferError for anything else."""
         self._await_readable()
         (size,) = struct.unpack("<I", self._receive(4))
         if size > _MAX_FRAME_BYTES:
             raise TransferError(f"a message of {size} bytes was announced; at most {_MAX_FRAME_BYTES} are allowed")
-        return self._decoder.decode(self._receive(size))
+        try:
+            return self._decoder.decode(self._receive(size))
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise TransferError(f"a message that this side does not understand: {error}") from error
 
-    def receive_into(self, out: np.ndarray) -> None:
-        """Receive exactly out.nbytes raw bytes into contiguous `out`."""
+    def receive_into(self, out: np.ndarray, *, deadline: float | None = None) -> None:
+        """Receive exactly out.nbytes raw bytes into contiguous `out`; `deadline`: when all have to be here."""
         view, done = out.data.cast("B"), 0
         while done < len(view):
+            if deadline is not None:
+                self._set_timeout(max(deadline - time.monotonic(), _SHORTEST_S))
             try:
                 count = self._socket.recv_into(view[done:])
             except OSError as error:
@@ -181,9 +194,9 @@ class Link:
         except OSError as error:
             raise self._lost(error) from error
 
-    def _receive(self, size: int) -> bytes:
+    def _receive(self, size: int, *, deadline: float | None = None) -> bytes:
         data = np.empty(size, np.uint8)
-        self.receive_into(data)
+        self.receive_into(data, deadline=deadline)
         return data.tobytes()
 
     def _lost(self, why: object) -> PeerLost:

@@ -1,0 +1,136 @@
+"""What every listening socket of a run needs, so that strangers cost it neither its descriptors nor its log.
+
+raise_descriptor_limit()                          at the start of a process that listens
+complain = SeldomLog(log.warning)                 the same complaint once a minute
+strangers = Strangers(256, complain=complain)     connections that have proved nothing yet, a bounded number
+await accept_forever(listener, admit, ...)        survives whatever accept() fails with
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import logging
+import math
+import resource
+import socket
+import threading
+import time
+from collections.abc import Awaitable, Callable
+
+log = logging.getLogger(__name__)
+
+COMPLAIN_EVERY_S = 60.0
+RETRY_S = 0.1
+"""Pause after an accept() that found no descriptor or no memory."""
+GRACE_S = 0.25
+"""How long a stranger keeps its place while others wait for one: a handshake takes milliseconds."""
+_FEW_DESCRIPTORS = 1024
+
+
+def raise_descriptor_limit() -> int:
+    """Raise this process's soft limit of open files to the hard one; return what is allowed. Warns where it is low."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:
+        try:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+            soft = hard
+        except (ValueError, OSError) as error:  # macOS has a lower limit of its own
+            log.info("the limit of open files stays at %d: %s", soft, error)
+    if 0 <= soft < _FEW_DESCRIPTORS:
+        log.warning("this process may open %d files: raise the hard limit, `ulimit -Hn`, to 4096 or more", soft)
+    return soft
+
+
+class SeldomLog:
+    """Passes the same complaint on at most once a minute, with how often it came meanwhile. Any thread may call."""
+
+    def __init__(
+        self,
+        say: Callable[[str], None],
+        *,
+        every_s: float = COMPLAIN_EVERY_S,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._say, self._every_s, self._clock = say, every_s, clock
+        self._guard = threading.Lock()
+        self._said: dict[str, tuple[float, int]] = {}
+        """By complaint: when it was passed on, and how often it came since."""
+
+    def __call__(self, complaint: str) -> None:
+        """Pass a complaint on, or count it. It is kept, so it must not name the peer."""
+        with self._guard:
+            now = self._clock()
+            said_at, missed = self._said.get(complaint, (-math.inf, 0))
+            silent = now - said_at < self._every_s
+            self._said[complaint] = (said_at, missed + 1) if silent else (now, 0)
+        if not silent:
+            self._say(f"{complaint} ({missed} times more since it was last reported)" if missed else complaint)
+
+
+class Strangers:
+    """Connections that have proved nothing yet. At most `most`: then a newcomer takes the place of the oldest."""
+
+    def __init__(self, most: int, *, complain: Callable[[str], None], grace_s: float = GRACE_S) -> None:
+        self._most, self._complain, self._grace_s = most, complain, grace_s
+        self._since: dict[object, tuple[float, Callable[[], None]]] = {}
+        """Oldest first: when it came, and what ends it."""
+        self._fewer = asyncio.Event()
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._since
+
+    def __len__(self) -> int:
+        return len(self._since)
+
+    def enter(self, key: object, *, drop: Callable[[], None]) -> None:
+        """Count a connection, from now on; `drop` ends it."""
+        self._since[key] = (time.monotonic(), drop)
+
+    def leave(self, key: object) -> None:
+        """Count it no more: it has proved itself, or it is gone."""
+        if self._since.pop(key, None) is not None:
+            self._fewer.set()
+
+    async def make_room(self) -> None:
+        """Return once there is room for one more: at the latest when the oldest has had its time, and is dropped."""
+        while len(self._since) >= self._most:
+            key, (since, drop) = next(iter(self._since.items()))
+            left_s = since + self._grace_s - time.monotonic()
+            if left_s <= 0:
+                self._complain(f"more than {self._most} connections prove nothing: the oldest are closed")
+                del self._since[key]
+                drop()
+                return
+            self._fewer.clear()
+            try:
+                async with asyncio.timeout(left_s):
+                    await self._fewer.wait()
+            except TimeoutError:
+                continue
+
+
+async def accept_forever(
+    listener: socket.socket,
+    admit: Callable[[socket.socket], Awaitable[object]],
+    *,
+    complain: Callable[[str], None],
+) -> None:
+    """Await `admit` for each connection to a non-blocking listening socket, until cancelled.
+
+    asyncio's own servers log every failed accept() some hundred times and multiply their attempts.
+    """
+    loop = asyncio.get_running_loop()
+    while True:
+        try:
+            connection, _ = await loop.sock_accept(listener)
+        except OSError as error:
+            complain(f"a connection cannot be accepted: {error.strerror}")
+            if error.errno != errno.ECONNABORTED:
+                await asyncio.sleep(RETRY_S)
+            continue
+        try:
+            await admit(connection)
+        except OSError as error:
+            connection.close()
+            complain(f"a connection cannot be served: {error.strerror}")
