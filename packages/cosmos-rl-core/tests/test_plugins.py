@@ -94,7 +94,7 @@ def test_an_unknown_name_answers_with_the_known_ones(install):
 
 
 def test_a_missing_attribute_is_named():
-    with pytest.raises(UserError, match="json has no attribute 'nothing'"):
+    with pytest.raises(UserError, match=r"json \(.*json.__init__\.py\) has no attribute 'nothing'"):
         plugins.load(GROUP, "json:nothing")
 
 

@@ -10,6 +10,7 @@ from importlib import metadata
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.python_path import add_folders
 
 _SHIPPED: dict[str, dict[str, str]] = {
     "cosmos_rl.domains": {
@@ -129,13 +130,15 @@ def _resolve(where: str, *, group: str, name: str) -> Any:
     module_name, _, path = where.partition(":")
     if not module_name or not path:
         raise UserError(f"{kind} {name!r} must be written as module:attribute, such as my_module:my_function")
+    add_folders()
     try:
         found = importlib.import_module(module_name)
     except Exception as cause:  # importing runs the plug-in's own code, which may raise anything; we say who and why
         raise UserError(f"{kind} {name!r} ({where}) cannot be imported: {type(cause).__name__}: {cause}") from cause
+    file = found.__file__ or "built into Python"
     for part in path.split("."):
         try:
             found = getattr(found, part)
         except AttributeError as cause:
-            raise UserError(f"{kind} {name!r}: {module_name} has no attribute {path!r}") from cause
+            raise UserError(f"{kind} {name!r}: {module_name} ({file}) has no attribute {path!r}") from cause
     return found

@@ -10,7 +10,7 @@ import typer
 
 from cosmos_rl_core.launch import drawing
 from cosmos_rl_core.launch.drawing import Overrides, Recipe
-from cosmos_rl_core.launch.python_path import import_from
+from cosmos_rl_core.python_path import add_folders, child_environment, import_from
 
 app = typer.Typer(
     name="cosmos-rl",
@@ -133,9 +133,7 @@ def worker(
     from cosmos_rl_core.launch.node import Node, WorkerAddress
     from cosmos_rl_core.launch.worker import run_worker
 
-    given = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([*(python_path or ()), *([given] if given else [])])
-    sys.path[:0] = python_path or ()
+    os.environ.update(child_environment(python_path or ()))  # for the ranks
     address = WorkerAddress(controller=controller, role=role, name=name, token_file=token_file, threads=threads)
     part = Node(
         index=node,
@@ -184,7 +182,7 @@ def export(
     average: drawing.Averaged = True,
 ) -> None:
     """Write a checkpoint as a Hugging Face model."""
-    sys.path.append(str(Path.cwd()))
+    add_folders([str(Path.cwd())])
     from cosmos_rl_core.launch.export import export as export_model
 
     written = export_model(

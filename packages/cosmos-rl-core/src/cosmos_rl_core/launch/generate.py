@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from cosmos_rl_core.launch.prompts import evaluation_prompts, read_prompts
 from cosmos_rl_core.launch.request import Request, Weights, folder_of, identity
 from cosmos_rl_core.launch.resume import recipe_of
 from cosmos_rl_core.launch.rollouts_file import MEDIA, Line, RolloutsFile
+from cosmos_rl_core.python_path import add_folders
 from cosmos_rl_core.types import Sampling
 
 TOLD_S = 5.0
@@ -80,7 +80,7 @@ def generate(
 
 def open_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str], python_path: Sequence[str]) -> RunConfig:
     """Return the config of a recipe whose model is sampled; "module:attribute" names are found in `python_path`."""
-    sys.path[:0] = [folder for folder in python_path if folder not in sys.path]
+    add_folders(python_path)
     return recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides, generating=True)
 
 

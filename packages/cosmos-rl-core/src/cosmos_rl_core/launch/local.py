@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from cosmos_rl_core.launch.gpus import VISIBLE
 from cosmos_rl_core.launch.node import Node, WorkerAddress
+from cosmos_rl_core.python_path import PYTHON, child_environment
 
 LAST_LINES = 12
 """Lines of a dead worker's log that are shown."""
@@ -107,7 +107,7 @@ class LocalWorkers:
 
     async def _spawn(self, worker: WorkerProcess) -> None:
         command = [
-            *(sys.executable, "-m", "cosmos_rl_core.launch.worker"),
+            *(*PYTHON, "-m", "cosmos_rl_core.launch.worker"),
             *worker.address.arguments(),
             *worker.node.arguments(),
         ]
@@ -127,11 +127,10 @@ class LocalWorkers:
         watcher.add_done_callback(self._watchers.discard)
 
     def _environment(self, worker: WorkerProcess) -> dict[str, str]:
-        path = os.pathsep.join([*self.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {
             **os.environ,
+            **child_environment(self.python_path),
             "OMP_WAIT_POLICY": "PASSIVE",
-            "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
         }
         if worker.address.threads is not None:

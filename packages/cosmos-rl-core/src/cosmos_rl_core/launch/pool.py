@@ -13,7 +13,6 @@ import asyncio
 import contextlib
 import os
 import signal
-import sys
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.answers import LINE_BYTES, Answer, Failed, Reply, Task
 from cosmos_rl_core.launch.gpus import VISIBLE
 from cosmos_rl_core.launch.local import last_lines
+from cosmos_rl_core.python_path import PYTHON, child_environment
 
 LEAVE_S = 10.0
 """Longest that an instance may take to put its engine away once it was told to stop."""
@@ -107,19 +107,18 @@ class Pool:
             raise WorkerFailed(f"{task.name} died ({status}). The end of {log}:\n{last_lines(log)}")
 
     async def _start(self, task: Task, gpus: Sequence[str]) -> asyncio.subprocess.Process:
-        path = os.pathsep.join([*self.python_path, *filter(None, [os.environ.get("PYTHONPATH")])])
         environment = {
             **os.environ,
+            **child_environment(self.python_path),
             "OMP_NUM_THREADS": str(task.threads),
             "OMP_WAIT_POLICY": "PASSIVE",
-            "PYTHONPATH": path,
             "PYTHONUNBUFFERED": "1",
         }
         if gpus:
             environment[VISIBLE] = ",".join(gpus)
         with self._log(task).open("wb") as log:
             return await asyncio.create_subprocess_exec(
-                *(sys.executable, "-m", "cosmos_rl_core.launch.instance"),
+                *(*PYTHON, "-m", "cosmos_rl_core.launch.instance"),
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=log,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import signal
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -42,6 +41,7 @@ from cosmos_rl_core.launch.rollback import roll_back
 from cosmos_rl_core.launch.watch import Watch
 from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
+from cosmos_rl_core.python_path import add_folders
 from cosmos_rl_core.rollout.source import PromptSource
 from cosmos_rl_core.train.manifest import TrainState
 
@@ -60,10 +60,12 @@ def run(
 
     `recipe` is a TOML file, its content, or a validated config; `overrides` are "section.key=value". `resume` is
     "auto" for the newest checkpoint of the run's directory, or a checkpoint's path. `python_path` are folders for
-    "module:attribute" names. Raises UserError for what the user can mend and WorkerFailed when a worker was lost for
-    good; what was computed until then is on disk.
+    "module:attribute" names, looked up after what is installed.
+
+    Raises UserError for what the user can mend and WorkerFailed when a worker was lost for good; what was computed
+    until then is on disk.
     """
-    sys.path[:0] = [folder for folder in python_path if folder not in sys.path]
+    add_folders(python_path)
     config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
     path = config.run.directory
     try:

@@ -17,6 +17,7 @@ import msgspec
 import cosmos_rl_core
 import cosmos_rl_vla
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.python_path import PYTHON
 from cosmos_rl_vla.sims.messages import Command, Reply
 
 _LAST_LINES = 40
@@ -37,7 +38,8 @@ class GroupProcess:
         try:
             self._process = subprocess.Popen(
                 [
-                    *(python or sys.executable, "-m", "cosmos_rl_vla.sims.worker"),
+                    *((python,) if python else PYTHON),
+                    *("-m", "cosmos_rl_vla.sims.worker"),
                     *(word for flag, number in zip(flags, descriptors) for word in (flag, str(number))),
                 ],
                 stdin=subprocess.DEVNULL,

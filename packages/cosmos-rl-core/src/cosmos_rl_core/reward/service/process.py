@@ -12,6 +12,7 @@ import sys
 from collections.abc import Mapping, Sequence
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.python_path import child_environment
 from cosmos_rl_core.reward.service.frames import Answer, Ask, ChannelClosed, Refused, ServerEnd
 from cosmos_rl_core.reward.service.settings import ServedReward
 
@@ -111,7 +112,7 @@ async def _spawn(settings: ServedReward, python_path: Sequence[str]) -> WorkerPr
     with theirs:
         try:
             process = await asyncio.create_subprocess_exec(
-                *(python, "-m", "cosmos_rl_core.reward.service.worker", "--descriptor", str(theirs.fileno())),
+                *(python, "-P", "-m", "cosmos_rl_core.reward.service.worker", "--descriptor", str(theirs.fileno())),
                 *("--name", settings.name, "--label", settings.called, "--options", json.dumps(settings.options)),
                 stdin=asyncio.subprocess.DEVNULL,
                 stdout=2,  # what a reward prints stands with the server's messages
@@ -127,5 +128,4 @@ async def _spawn(settings: ServedReward, python_path: Sequence[str]) -> WorkerPr
 
 def _environment(own: Mapping[str, str], python_path: Sequence[str]) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in SECRETS}
-    folders = [*python_path, *filter(None, [os.environ.get("PYTHONPATH")])]
-    return {**kept, "PYTHONPATH": os.pathsep.join(folders), "PYTHONUNBUFFERED": "1", **own}
+    return {**kept, **child_environment(python_path), "PYTHONUNBUFFERED": "1", **own}
