@@ -131,24 +131,46 @@ def test_a_tensor_of_another_rank_has_no_place():
 @pytest.mark.parametrize(
     "load",
     [
-        lambda p, x: p.copy_(x + 1),
         lambda p, x: p.fill_(x[0].item()),
-        lambda p, x: p.copy_(torch.cat((x, x))[:4]),
         lambda p, x: p.add_(x),
-        lambda p, x: p.copy_(x.view(torch.int32)),
-        lambda p, x: p.copy_(x[torch.tensor([3, 2, 1, 0])]),
+        lambda p, x: p.copy_(x.mul_(2)),
+        lambda p, x: p.copy_(x[x > 0]),
     ],
 )
 def test_a_loader_that_needs_values_is_refused(load):
-    assert list(traced((4,), load, source=(4,)).refused) == ["x"]
+    found = traced((4,), load, source=(4,))
+    assert list(found.refused) == ["x"] and not found.places and not found.computed
 
 
-def test_a_parameter_computed_after_the_copy_is_refused():
-    def load(p: Tensor, x: Tensor) -> None:
-        p.copy_(x)
-        p.copy_(-p.exp())
+def copied_and_computed(p: Tensor, x: Tensor) -> None:
+    p.copy_(x)
+    p.copy_(-p.exp())
 
-    assert traced((4,), load, source=(4,)).refused == {"x": "p: the loader computes it"}
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda p, x: p.copy_(-torch.exp(x.float())),
+        lambda p, x: p.copy_(torch.cat((x, x))[:4]),
+        lambda p, x: p.copy_(x.view(torch.int32)),
+        lambda p, x: p.copy_(x[torch.tensor([3, 2, 1, 0])]),
+        lambda p, x: p.copy_(torch.nn.functional.normalize(x, dim=0)),
+        copied_and_computed,
+    ],
+)
+def test_what_a_loader_computes_from_one_tensor_is_no_place_but_known(load):
+    found = traced((4,), load, source=(4,))
+    assert found.computed == {"x": ("p",)} and not found.places and not found.refused
+
+
+def test_what_a_loader_computes_from_two_tensors_is_refused():
+    class Both(Model):
+        def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+            first, second = (tensor for _, tensor in weights)
+            self.p.data.copy_(first * second)
+
+    specs = [WeightSpec(name=name, shape=(4,), dtype="float32") for name in ("x", "y")]
+    assert list(trace(Both((4,), lambda p, x: None), specs).refused) == ["x", "y"]
 
 
 def test_a_buffer_of_the_loader_is_refused():

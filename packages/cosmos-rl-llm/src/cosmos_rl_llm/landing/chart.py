@@ -1,21 +1,20 @@
-"""The places of all tensors of a checkpoint in a model, by the table, the trace or both."""
+"""The places of all tensors of a checkpoint in a model, by the table and the trace."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
 
-from torch import Tensor, nn
+import torch
+from torch import nn
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.landing.names import Names
 from cosmos_rl_llm.landing.place import Place
+from cosmos_rl_llm.landing.replay import is_repeatable, lands
 from cosmos_rl_llm.landing.table import place
-from cosmos_rl_llm.landing.trace import trace
+from cosmos_rl_llm.landing.trace import Trace, touched, trace
 from cosmos_rl_transfer.layout.manifest import Box, TensorLayout, whole_box
-
-How = Literal["table", "traced"]
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 """What may be cast into one another without a scale."""
@@ -30,15 +29,19 @@ class Chart:
     the tensor lands in none."""
     places: dict[str, tuple[Place, ...]]
     """Several for experts held more than once, and for tensors whose parts lie apart; none for tensors of other ranks.
-    Without the refused."""
+    Without the computed and the refused."""
+    computed: dict[str, tuple[str, ...]]
+    """By tensor, the parameters that the loader computes from it: it is delivered whole, and the loader given it."""
     refused: dict[str, str]
-    """Why a tensor's landing cannot be said as a view of a parameter: it must be delivered whole."""
+    """Why it is not known where a tensor lands: it must be delivered whole, and the loader given all tensors."""
     strides: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     """Shape and strides of each parameter and buffer."""
+    aliases: dict[str, str]
+    """Buffers that are views of a parameter, and of which: what is written to the one must be seen in the other."""
 
     def box(self, name: str) -> Box | None:
         """Return the least box with all that this rank needs of a tensor; None if it needs nothing of it."""
-        if name in self.refused:
+        if name in self.refused or name in self.computed:
             return whole_box(self.specs[name].shape)
         boxes = [found.box for found in self.places[name] if found.box.numel]
         if not boxes:
@@ -59,37 +62,95 @@ class Chart:
         )
 
 
-def chart_of(model: nn.Module, specs: Sequence[WeightSpec], *, how: How = "table") -> Chart:
+def chart_of(model: nn.Module, specs: Sequence[WeightSpec]) -> Chart:
     """Find the places of all tensors in a `twin`, whose parameters nobody has processed.
 
-    "table": by the rules, and by tracing where they do not know a layer; "traced": by tracing alone. Must run under
-    the parallel state the model was built in. Raises ValueError for tensors that need scales the checkpoint lacks.
+    The rules of the table and the model's own loader are both asked. Where they differ, the loader decides once it has
+    shown on values that the places are right (`replay`). Must run under the parallel state the model was built in.
+    Raises ValueError for tensors that need scales the checkpoint lacks, and where neither answer is right.
     """
+    names, traced = Names(model), trace(model, specs)
     places: dict[str, tuple[Place, ...]] = {}
-    names = Names(model)
-    for spec in specs if how == "table" else ():
-        found = place(names, spec.name, spec.shape)
-        if found is not None:
-            places[spec.name] = tuple(found)
-    refused: dict[str, str] = {}
-    if rest := [spec for spec in specs if spec.name not in places]:
-        traced = trace(model, rest)
-        places |= {name: tuple(found) for name, found in traced.places.items()}
-        refused = traced.refused
+    for spec in specs:
+        by_rule, by_loader = place(names, spec.name, spec.shape), traced.places.get(spec.name)
+        if by_loader is not None:
+            agreed = by_rule is None or set(by_rule) == set(by_loader)
+            places[spec.name] = tuple(by_loader if agreed else _decided(model, spec, by_rule or (), by_loader))
+    computed, refused = _computed(model, specs, places, traced)
+    places = {name: found for name, found in places.items() if name not in computed}
     tensors = dict(model.named_buffers()) | dict(model.named_parameters())
+    known = {}
+    for spec in specs:
+        for parameter in computed.get(spec.name, ()):
+            _landed(spec, tensors[parameter].dtype)
+        found = places.get(spec.name)
+        known[spec.name] = _landed(spec, tensors[found[0].parameter].dtype) if found else spec
     strides = {name: (tuple(t.shape), t.stride()) for name, t in tensors.items()}
-    known = {spec.name: _landed(spec, places.get(spec.name, ()), tensors) for spec in specs}
-    return Chart(known, places, refused, strides)
+    return Chart(known, places, computed, refused, strides, _aliases(model))
 
 
-def _landed(spec: WeightSpec, places: Sequence[Place], tensors: dict[str, Tensor]) -> WeightSpec:
+def _aliases(model: nn.Module) -> dict[str, str]:
+    owners = {tensor.untyped_storage()._cdata: name for name, tensor in model.named_parameters()}
+    storages = {name: buffer.untyped_storage()._cdata for name, buffer in model.named_buffers()}
+    return {name: owners[storage] for name, storage in storages.items() if storage in owners}
+
+
+def _decided(
+    model: nn.Module, spec: WeightSpec, by_rule: Sequence[Place], by_loader: Sequence[Place]
+) -> Sequence[Place]:
+    """Return the places that the loader fills when it runs on values."""
+    watched = (*by_rule, *by_loader)
+    for found in (by_loader, by_rule):
+        if lands(model, spec, found, beside=watched):
+            return found
+    where = ", ".join(sorted({place.parameter for place in watched}))
+    raise ValueError(
+        f"{spec.name} cannot be delivered: the loader of {type(model).__name__} does not put it where its layer "
+        f'expects it ({where}), and where it lands could not be found out; set rollout.engine = "torch"'
+    )
+
+
+def _computed(
+    model: nn.Module, specs: Sequence[WeightSpec], places: Mapping[str, Sequence[Place]], traced: Trace
+) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
+    """Return the tensors that the loader may be given alone at any time, with what it computes, and the refused.
+
+    A tensor that lands beside a computed one, as values beside reordered queries, goes with it.
+    """
+    if not traced.computed:
+        return {}, traced.refused
+    parameters = {parameter for found in traced.computed.values() for parameter in found}
+    beside = {name: tuple(sorted({place.parameter for place in found})) for name, found in places.items()}
+    computed = traced.computed | {name: found for name, found in beside.items() if not parameters.isdisjoint(found)}
+    chosen = [spec for spec in specs if spec.name in computed]
+    if all(is_repeatable(model, *group) for group in _groups(chosen, computed)) and touched(model, chosen) == {
+        parameter for found in computed.values() for parameter in found
+    }:
+        return computed, traced.refused
+    why = "the loader computes it, and not from the tensors that land in it alone"
+    return {}, traced.refused | {name: f"{', '.join(found)}: {why}" for name, found in traced.computed.items()}
+
+
+def _groups(
+    specs: Sequence[WeightSpec], computed: Mapping[str, Sequence[str]]
+) -> list[tuple[list[WeightSpec], set[str]]]:
+    """Return the least groups of tensors that share no parameter, with their parameters: values are proven by group."""
+    groups: list[tuple[list[WeightSpec], set[str]]] = []
+    for spec in specs:
+        members, parameters = [spec], set(computed[spec.name])
+        joined = [group for group in groups if not parameters.isdisjoint(group[1])]
+        for others, theirs in joined:
+            members, parameters = others + members, parameters | theirs
+        groups = [group for group in groups if group not in joined] + [(members, parameters)]
+    return groups
+
+
+def _landed(spec: WeightSpec, dtype: torch.dtype) -> WeightSpec:
     """Return the spec with the dtype of the parameter the tensor lands in."""
-    if not places:
-        return spec
-    dtype = str(tensors[places[0].parameter].dtype).removeprefix("torch.")
-    if dtype != spec.dtype and not (dtype in _FLOATS and spec.dtype in _FLOATS):
+    name = str(dtype).removeprefix("torch.")
+    if name != spec.dtype and not (name in _FLOATS and spec.dtype in _FLOATS):
         raise ValueError(
-            f"{spec.name} is {spec.dtype} at the trainer and {dtype} in the engine: publish quantised weights with "
+            f"{spec.name} is {spec.dtype} at the trainer and {name} in the engine: publish quantised weights with "
             "their scales (cosmos_rl_transfer.content.quantize), or let the engine quantise a checkpoint that is not"
         )
-    return WeightSpec(name=spec.name, shape=spec.shape, dtype=dtype)
+    return WeightSpec(name=spec.name, shape=spec.shape, dtype=name)

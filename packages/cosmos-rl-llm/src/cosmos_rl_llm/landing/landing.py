@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.landing.chart import Chart, How, chart_of
+from cosmos_rl_llm.landing.chart import Chart, chart_of
 from cosmos_rl_llm.landing.names import is_a
 from cosmos_rl_llm.landing.place import Place
 from cosmos_rl_llm.landing.reload import load_whole, reload_layers
@@ -38,18 +38,16 @@ _KEPT_EXPERTS = ("TRITON", "BATCHED_TRITON")
 _UNPROCESSED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
 
 
-def landing_of(
-    model: nn.Module, specs: Sequence[WeightSpec], *, vllm_config: VllmConfig, rank: int, how: How = "table"
-) -> Landing:
+def landing_of(model: nn.Module, specs: Sequence[WeightSpec], *, vllm_config: VllmConfig, rank: int) -> Landing:
     """Find where the tensors of a checkpoint land in a loaded model.
 
     `specs` are what will be delivered, by checkpoint name; `rank` is this worker's in its replica. Builds the model
     once more without memory. Raises ValueError if the delivered tensors cannot make up the model.
     """
-    return Landing(model, chart_of(twin(vllm_config), specs, how=how), vllm_config=vllm_config, rank=rank)
+    return Landing(model, chart_of(twin(vllm_config), specs), vllm_config=vllm_config, rank=rank)
 
 
-def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec], *, how: How = "table") -> Manifest:
+def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec]) -> Manifest:
     """Describe what all ranks of a replica need, in a process without workers: rank = pp_rank * tp_size + tp_rank."""
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
@@ -58,7 +56,7 @@ def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec], *, how: H
     parts = []
     for rank in range(tp * pp):
         with acting_as(rank, tp=tp, pp=pp):
-            parts.append(Manifest(chart_of(twin(vllm_config), specs, how=how).layouts(rank)))
+            parts.append(Manifest(chart_of(twin(vllm_config), specs).layouts(rank)))
     return replica_manifest(parts)
 
 
@@ -86,6 +84,10 @@ class Landing:
         self._live = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
         self.manifest = Manifest(chart.layouts(rank))
         """This rank's boxes, every tensor named; specs have the dtypes of the engine. For `replica_manifest`."""
+        self._moved = self._layers_not_live()
+        """By layer, why none of its parameters can be written in place."""
+        self._refused = chart.refused | self._computed_elsewhere()
+        """Why a tensor must go through the loader with all others: where it lands in the live model is not known."""
         self.reloaded = self._reasons()
         """By name, why a tensor is not written straight into a live parameter."""
         self.scattered = tuple(name for name in chart.specs if chart.is_scattered(name))
@@ -110,14 +112,17 @@ class Landing:
         with torch.no_grad(), set_current_vllm_config(self._config):
             for copy, original in self._copies:
                 copy.copy_(original)
-            if self._chart.refused:
+            if self._refused:
                 load_whole(self._model, self._whole(), model_config=model_config)
+            elif self._chart.computed:
+                loader: Any = self._model
+                loader.load_weights((name, self.views[name]) for name in self._chart.computed)
             reload_layers(self._model, self._staged, model_config=model_config)
             for layer in self._derived:
                 layer.process_weights_after_loading(model_config.dtype)
 
     def _view(self, name: str, box: Box) -> Tensor:
-        if self._chart.refused:
+        if self._refused or name in self._chart.computed:
             return torch.zeros(box.shape, dtype=self._dtype(name), device="cpu")
         first, *others = places = [place for place in self._chart.places[name] if place.box.numel]
         if name not in self.scattered:
@@ -141,61 +146,92 @@ class Landing:
     def _dtype(self, name: str) -> torch.dtype:
         return getattr(torch, self._chart.specs[name].dtype)
 
-    def _reasons(self) -> dict[str, str]:
-        """Find the tensors that have no live view; a layer with one is reloaded as a whole."""
-        reasons = dict(self._chart.refused)
-        if reasons:  # where they land is not known: every layer goes through the loader
-            why = f"{next(iter(reasons))} must go through the loader, in which layer is not known"
-            return reasons | {name: why for name, found in self._chart.places.items() if found and name not in reasons}
+    def _layers_not_live(self) -> dict[str, str]:
+        """Find the layers that are reloaded as a whole, for one of their parameters at least."""
         layers: dict[str, str] = {}
         for places in self._chart.places.values():
             for place in places:
                 if why := self._why_not_live(place):
-                    layers.setdefault(_layer(place), f"{place.parameter}: {why}")
-        for name, places in self._chart.places.items():
-            if found := [layers[_layer(place)] for place in places if _layer(place) in layers]:
-                reasons[name] = found[0]
+                    layers.setdefault(_layer(place.parameter), f"{place.parameter}: {why}")
+        return layers
+
+    def _computed_elsewhere(self) -> dict[str, str]:
+        """Find the tensors from which the loader computes a parameter that is not live as it was created."""
+        reasons = {}
+        for name, parameters in self._chart.computed.items():
+            for parameter in parameters:
+                why = self._moved.get(_layer(parameter)) or self._why_changed(parameter)
+                if why is not None:
+                    reasons[name] = why
         return reasons
 
+    def _reasons(self) -> dict[str, str]:
+        """Find the tensors that have no live view."""
+        computed = {name: f"the loader computes {', '.join(p)}" for name, p in self._chart.computed.items()}
+        landing = {name: [_layer(place.parameter) for place in found] for name, found in self._chart.places.items()}
+        if self._refused:  # where they land is not known: every layer goes through the loader
+            why = f"{next(iter(self._refused))} must go through the loader, in which layer is not known"
+            return {name: why for name, layers in landing.items() if layers} | computed | self._refused
+        moved = {
+            name: [self._moved[layer] for layer in layers if layer in self._moved] for name, layers in landing.items()
+        }
+        return {name: whys[0] for name, whys in moved.items() if whys} | computed
+
+    def _why_changed(self, parameter: str) -> str | None:
+        live = self._live.get(parameter)
+        if live is None or (tuple(live.shape), live.stride()) != self._chart.strides[parameter]:
+            return "vLLM keeps it in another layout"
+        return None
+
     def _why_not_live(self, place: Place) -> str | None:
-        live = self._live.get(place.parameter)
-        layer = self._model.get_submodule(_layer(place))
+        layer = self._model.get_submodule(_layer(place.parameter))
         method: Any = getattr(layer, "quant_method", None)
         if method is not None and not any(is_a(method, name) for name in _UNPROCESSED):
             return f"{type(method).__name__} processes it after loading"
-        if live is None or (tuple(live.shape), live.stride()) != self._chart.strides[place.parameter]:
-            return "vLLM keeps it in another layout"
-        if live.dtype != self._dtype(place.name):
+        if why := self._why_changed(place.parameter):
+            return why
+        if (live := self._live[place.parameter]).dtype != self._dtype(place.name):
             return f"vLLM keeps it as {live.dtype}"
         backend = getattr(method, "unquantized_backend", None)
         if backend is not None and backend.name not in _KEPT_EXPERTS:
             return f"{backend.value} kernels keep experts in another layout"
-        if vars(layer).get("cpu_linear", F.linear) is not F.linear:
+        if vars(layer).get("cpu_linear", F.linear) is not F.linear or "_cpu_unpacked_conv_weight" in vars(layer):
             return "vLLM computes with a packed copy on CPU"
         return None
 
     def _untouched(self) -> tuple[str, ...]:
         landed = {place.parameter for places in self._chart.places.values() for place in places}
+        landed |= {parameter for parameters in self._chart.computed.values() for parameter in parameters}
         return tuple(n for n, _ in self._model.named_parameters() if n in self._chart.strides and n not in landed)
 
     def _check(self) -> None:
-        """Raise ValueError if two tensors share memory in the engine, or a layer would be reloaded in part."""
+        """Raise ValueError where new weights would not reach all that vLLM computes with."""
+        self._check_shared()
+        reloaded = {_layer(place.parameter) for name in self.reloaded for place in self._chart.places.get(name, ())}
+        for name in self.untouched:
+            if _layer(name) in reloaded:
+                raise ValueError(f"{name} is not among the delivered tensors, and its layer can only be loaded whole")
+        for buffer, parameter in self._chart.aliases.items():
+            if _memory_of(self._live[buffer]) != _memory_of(self._live[parameter]):
+                raise ValueError(
+                    f"vLLM packed {parameter} for the kernels of this CPU and computes with {buffer} as well, which "
+                    'new weights would not reach; set rollout.options.dtype = "float32", or rollout.engine = "torch"'
+                )
+
+    def _check_shared(self) -> None:
+        """Raise ValueError if two tensors share memory in the engine."""
         owners: dict[tuple[int, int], str] = {}
         for places in self._chart.places.values():
             for place in places:
                 live = self._live.get(place.parameter)
                 if live is None or not live.numel():
                     continue
-                owner = owners.setdefault((live.untyped_storage()._cdata, int(live.storage_offset())), place.parameter)
+                owner = owners.setdefault((_memory_of(live), int(live.storage_offset())), place.parameter)
                 if owner != place.parameter:
                     raise ValueError(
                         f"{place.parameter} and {owner} share memory in the engine but are trained apart: the engine "
                         "found them equal when it loaded them; set tie_word_embeddings in the model's config.json"
                     )
-        reloaded = {_layer(place) for name in self.reloaded for place in self._chart.places.get(name, ())}
-        for name in self.untouched:
-            if name.rpartition(".")[0] in reloaded:
-                raise ValueError(f"{name} is not among the delivered tensors, and its layer can only be loaded whole")
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
         """Yield whole tensors of which the box this rank needs is filled: the loader cuts it out again."""
@@ -206,5 +242,9 @@ class Landing:
             yield name, whole
 
 
-def _layer(place: Place) -> str:
-    return place.parameter.rpartition(".")[0]
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _layer(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

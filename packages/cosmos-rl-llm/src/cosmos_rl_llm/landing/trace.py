@@ -2,7 +2,8 @@
 
     TracedTensor   views of it are views of a meta tensor, whose strides say which elements of the checkpoint are meant
     a copy_ into a parameter of the model is a landing: a strided part of the one on a strided part of the other
-    anything that needs values (arithmetic, item, cat) refuses the tensor, and a loader that computes, the parameter
+    arithmetic on one tensor, or on a parameter it was copied to, makes the parameter a computed one (see `replay`)
+    anything else that needs values (item, cat with other tensors) refuses the tensor
 
 Run it on a model without memory (`twin`): loaders also write padding.
 """
@@ -16,6 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.landing.place import Place
@@ -24,7 +26,7 @@ from cosmos_rl_llm.landing.region import Region, join
 _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)
 _CONSTANTS = (_aten.fill_.Scalar, _aten.zero_.default)
-_LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 """What a loader raises over a tensor that is not what it looks like."""
 
 
@@ -40,38 +42,73 @@ class TracedTensor(torch.Tensor):
     """Meta view of the whole tensor: storage offset, shape and strides are in elements of the checkpoint's tensor."""
     is_blank: bool
     """The loader overwrote it with a constant."""
+    is_computed: bool
+    """It holds the outcome of arithmetic, not elements of the tensor."""
 
     @staticmethod
     def __new__(
-        cls: type[TracedTensor], name: str, source: Tensor, *, dtype: torch.dtype, is_blank: bool = False
+        cls: type[TracedTensor],
+        name: str,
+        source: Tensor,
+        *,
+        dtype: torch.dtype,
+        is_blank: bool = False,
+        is_computed: bool = False,
     ) -> TracedTensor:
         made = torch.Tensor._make_wrapper_subclass(
             cls, source.shape, strides=source.stride(), storage_offset=source.storage_offset(), dtype=dtype
         )
-        made.tensor_name, made.source, made.is_blank = name, source, is_blank
+        made.tensor_name, made.source, made.is_blank, made.is_computed = name, source, is_blank, is_computed
         return made
 
     def __init__(self, *args: object, **options: object) -> None:
         super().__init__()
 
     def _like(self, source: Tensor, dtype: torch.dtype | None = None) -> TracedTensor:
-        return TracedTensor(self.tensor_name, source, dtype=dtype or self.dtype, is_blank=self.is_blank)
+        return TracedTensor(
+            self.tensor_name,
+            source,
+            dtype=dtype or self.dtype,
+            is_blank=self.is_blank,
+            is_computed=self.is_computed,
+        )
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         traced = args[0]
-        if not isinstance(traced, TracedTensor):
-            raise Untraceable(f"{func} reads values")
-        if func in _CONSTANTS:
-            traced.is_blank = True
-            return traced
-        if func in _COPIES:
-            return traced._like(traced.source, kwargs.get("dtype"))
-        if func.is_view and func is not _aten.view.dtype:
-            found = func(traced.source, *args[1:], **kwargs)
-            return [traced._like(view) for view in found] if isinstance(found, (list, tuple)) else traced._like(found)
+        if isinstance(traced, TracedTensor):
+            if func in _CONSTANTS:
+                traced.is_blank = True
+                return traced
+            if func in _COPIES:
+                return traced._like(traced.source, kwargs.get("dtype"))
+            if func.is_view and func is not _aten.view.dtype:
+                found = func(traced.source, *args[1:], **kwargs)
+                return [traced._like(view) for view in found] if isinstance(found, list) else traced._like(found)
+        return _computed(func, args, kwargs)
+
+
+def _computed(func: Any, args: Any, kwargs: Any) -> Any:
+    """Return what arithmetic makes of one traced tensor. Raises Untraceable for several, and where it needs values."""
+    traced = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TracedTensor)]
+    names = {one.tensor_name for one in traced}
+    if func._schema.is_mutable or len(names) > 1 or any(one.is_blank for one in traced):
         raise Untraceable(f"{func} reads values")
+    args, kwargs = tree_map_only(Tensor, _shape_of, (args, kwargs))
+    try:
+        found = func(*args, **kwargs)
+    except (NotImplementedError, RuntimeError) as error:
+        raise Untraceable(f"{func} reads values") from error
+    if not all(isinstance(leaf, Tensor) for leaf in tree_leaves(found)):
+        raise Untraceable(f"{func} reads values")
+    (name,) = names
+    return tree_map_only(Tensor, lambda made: TracedTensor(name, made, dtype=made.dtype, is_computed=True), found)
+
+
+def _shape_of(tensor: Tensor) -> Tensor:
+    """Return a contiguous tensor of this shape without data: a traced one's strides are those of the checkpoint."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 class _Recorder(TorchDispatchMode):
@@ -87,6 +124,8 @@ class _Recorder(TorchDispatchMode):
         """Tensor and parameter: a constant landed in its stead."""
         self.computed: set[str] = set()
         """Parameters that hold something other than values of the checkpoint."""
+        self.outcomes: set[tuple[str, str]] = set()
+        """Tensor and parameter: what the loader computed from the one landed in the other."""
         self.lost: set[str] = set()
         """Tensors that were copied to something that is no parameter."""
 
@@ -101,7 +140,7 @@ class _Recorder(TorchDispatchMode):
 
     def pending(self, names: Iterable[str]) -> list[str]:
         """Return the tensors that landed nowhere so far."""
-        landed = {name for name, _ in (*self.regions, *self.blank)}
+        landed = {name for name, _ in (*self.regions, *self.outcomes, *self.blank)}
         return [name for name in names if name not in landed]
 
     def _owner(self, tensor: Tensor) -> tuple[str, Tensor] | None:
@@ -118,6 +157,8 @@ class _Recorder(TorchDispatchMode):
         owner = self._owner(destination)
         if owner is None:
             self.lost.add(part.tensor_name)
+        elif part.is_computed:
+            self.outcomes.add((part.tensor_name, owner[0]))
         elif part.is_blank:
             self.blank.add((part.tensor_name, owner[0]))
         elif destination.numel():
@@ -132,6 +173,8 @@ class Trace:
 
     places: dict[str, list[Place]] = field(default_factory=dict)
     """By checkpoint name; no place where the loader let it pass."""
+    computed: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """By checkpoint name, the parameters that the loader computes with the tensor, and those it lands in beside."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why a tensor's landing cannot be said as views of parameters."""
 
@@ -150,18 +193,33 @@ def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
                 found.refused[failed] = f"{type(error).__name__}: {error}"
     for name in recorder.lost:
         found.refused.setdefault(name, "the loader keeps it outside the model's parameters")
+    by_arithmetic = {name for name, parameter in recorder.regions if parameter in recorder.computed}
+    by_arithmetic |= {name for name, _ in recorder.outcomes}
+    for name in by_arithmetic:
+        touched = {owner for tensor, owner in (*recorder.regions, *recorder.outcomes) if tensor == name}
+        found.computed[name] = tuple(sorted(touched))
     for (name, parameter), regions in recorder.regions.items():
-        boxes = None if parameter in recorder.computed else join(regions, shapes[name])
-        if boxes is None:
-            how = "the loader computes it" if parameter in recorder.computed else "its parts are no boxes"
-            found.refused.setdefault(name, f"{parameter}: {how}")
-            continue
-        found.places[name] += [Place(name, box, parameter, strides, start) for box, strides, start in boxes]
+        boxes = None if name in by_arithmetic else join(regions, shapes[name])
+        if boxes is not None:
+            found.places[name] += [Place(name, box, parameter, strides, start) for box, strides, start in boxes]
+        elif name not in by_arithmetic:
+            found.refused.setdefault(name, f"{parameter}: its parts are no boxes")
     for name, parameter in recorder.blank:
         found.places[name].append(Place.nothing(name, parameter, ndim=len(shapes[name])))
     for name in found.refused:
+        found.computed.pop(name, None)
+    for name in (*found.refused, *found.computed):
         del found.places[name]
     return found
+
+
+def touched(model: nn.Module, specs: Sequence[WeightSpec]) -> set[str] | None:
+    """Return the parameters and buffers that `load_weights` changes with these tensors alone; None if it fails."""
+    recorder = _Recorder(model)
+    with torch.no_grad(), recorder:
+        if any(True for _ in _load(cast(Any, model), specs)) or recorder.lost:
+            return None
+    return recorder.computed | {owner for _, owner in (*recorder.regions, *recorder.outcomes, *recorder.blank)}
 
 
 def _load(model: Any, specs: Sequence[WeightSpec]) -> Iterator[tuple[str | None, Exception]]:
@@ -172,7 +230,7 @@ def _load(model: Any, specs: Sequence[WeightSpec]) -> Iterator[tuple[str | None,
         try:
             model.load_weights(iter(feed))
             return
-        except _LOADER_ERRORS as error:
+        except LOADER_ERRORS as error:
             yield (None if feed.is_done else rest[feed.taken - 1].name), error
         rest = [] if feed.is_done else rest[feed.taken :]
 
