@@ -9,8 +9,9 @@ import pytest
 
 from cosmos_rl_core.control.frames import HEADER_BYTES, FrameReader, FrameSealer
 from cosmos_rl_core.control.handshake import PREAMBLE_BYTES, Violation, make_preamble, session_keys
-from cosmos_rl_core.control.wire import Connection, ConnectionClosed, Hello, connect, serve
+from cosmos_rl_core.control.wire import MOST_STRANGERS, Connection, ConnectionClosed, Hello, connect, serve
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.testing.descriptors import descriptors_left
 
 TOKEN = bytes(range(32))
 OTHER_TOKEN = bytes(range(1, 33))
@@ -464,6 +465,38 @@ def test_a_slow_handshake_is_cut(start):
     run(scenario())
 
 
+def test_strangers_are_few_at_a_time_and_who_knows_the_token_is_served_beside_them(caplog):
+    async def main():
+        server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
+        strangers = [await RawClient.connect(server) for _ in range(MOST_STRANGERS + 40)]
+        connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
+        await connection.send(Say(7))
+        assert await connection.receive() == Say(7)
+        assert len(server._protocols) <= MOST_STRANGERS + 1
+        for stranger in strangers:
+            stranger.writer.close()
+        connection.close()
+        await server.close()
+
+    run(main())
+    assert caplog.messages == ["more than 256 connections prove nothing: the oldest are closed"]
+
+
+def test_a_server_without_descriptors_says_so_once_and_accepts_again(caplog):
+    async def main():
+        server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
+        with descriptors_left(1):
+            stranger = await RawClient.connect(server)
+            await asyncio.sleep(0.3)
+        connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
+        stranger.writer.close()
+        connection.close()
+        await server.close()
+
+    run(main())
+    assert caplog.messages == ["a connection cannot be accepted: Too many open files"]
+
+
 def test_a_server_that_never_answers_is_given_up_on():
     async def scenario():
         async def silent(reader, writer):
@@ -574,6 +607,14 @@ def test_a_message_of_another_schema_closes_the_connection():
     received, reason = run(send_raw(lambda sealer: sealer.seal(Unknown(1))))
     assert received == []
     assert "does not understand" in reason
+
+
+def test_text_that_is_no_text_closes_the_connection_and_is_no_fatal_error_of_the_loop(caplog):
+    tag = msgspec.Raw(b"\x81\xa4type\xa2\xff\xfe")  # UnicodeDecodeError is none of msgspec's DecodeErrors
+    received, reason = run(send_raw(lambda sealer: sealer.seal(tag)))
+    assert received == []
+    assert reason.startswith("a message this side does not understand: 'utf-8' codec can't decode")
+    assert caplog.messages == []
 
 
 def test_a_frame_above_the_limit_is_refused_before_memory_is_set_aside():

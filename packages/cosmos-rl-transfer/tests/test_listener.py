@@ -2,10 +2,7 @@
 
 import asyncio
 import contextlib
-import itertools
 import logging
-import os
-import resource
 import socket
 import struct
 import threading
@@ -14,6 +11,7 @@ import time
 import msgspec
 import pytest
 
+from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_transfer import PeerLost, Publisher, ReplicaSubscriber, Subscriber, TransferError
 from cosmos_rl_transfer.testing.samples import TOKEN, blank, weights_at
 from cosmos_rl_transfer.wire.link import Link
@@ -56,19 +54,6 @@ def until(condition):
     while not condition():
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
-
-
-@contextlib.contextmanager
-def descriptors_left(count):
-    """Lower the soft limit so that so many files may be opened still."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    used = {int(name) for name in os.listdir("/proc/self/fd")}
-    free = itertools.islice((number for number in itertools.count() if number not in used), count)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (max(free) + 1, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def test_a_listener_that_ran_out_of_descriptors_accepts_again_and_says_so_once(caplog):

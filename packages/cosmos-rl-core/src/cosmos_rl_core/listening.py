@@ -131,6 +131,9 @@ async def accept_forever(
             continue
         try:
             await admit(connection)
+        except asyncio.CancelledError:
+            connection.close()
+            raise
         except OSError as error:
             connection.close()
             complain(f"a connection cannot be served: {error.strerror}")

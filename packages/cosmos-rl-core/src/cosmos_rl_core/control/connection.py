@@ -46,12 +46,14 @@ class Connection:
     """Set once the connection has ended, for whatever reason."""
     reason: str
     """Why it ended; empty while it is open."""
+    protocol: WireProtocol
+    """What the event loop calls for it."""
 
     def __init__(self, protocol: WireProtocol, *, peer: Hello) -> None:
         self.peer = peer
         self.closed = asyncio.Event()
         self.reason = ""
-        self._protocol = protocol
+        self.protocol = protocol
         self._inbox: deque[tuple[Any, int]] = deque()
         self._inbox_bytes = 0
         self._reader: asyncio.Future[None] | None = None
@@ -60,13 +62,13 @@ class Connection:
         """Send without waiting. Raises `ConnectionClosed`, also where the peer has long stopped reading."""
         if self.closed.is_set():
             raise ConnectionClosed(self.reason)
-        self._protocol.write(message)
+        self.protocol.write(message)
 
     async def send(self, message: Any) -> None:
         """Send, and wait while more is unsent than should be buffered. Raises `ConnectionClosed`."""
         self.post(message)
-        if not self._protocol.writable.is_set():
-            await self._protocol.writable.wait()
+        if not self.protocol.writable.is_set():
+            await self.protocol.writable.wait()
         if self.closed.is_set():
             raise ConnectionClosed(self.reason)
 
@@ -84,12 +86,12 @@ class Connection:
         message, cost = self._inbox.popleft()
         self._inbox_bytes -= cost
         if self._inbox_bytes <= _INBOX_HIGH_BYTES // 2:
-            self._protocol.resume_reading()
+            self.protocol.resume_reading()
         return message
 
     def close(self) -> None:
         """Send what is still unsent, then end the connection. `closed` tells when."""
-        self._protocol.close("closed by this side")
+        self.protocol.close("closed by this side")
 
     def deliver(self, message: Any, *, num_bytes: int) -> None:
         """Take a message from the protocol."""
@@ -97,7 +99,7 @@ class Connection:
         self._inbox.append((message, cost))
         self._inbox_bytes += cost
         if self._inbox_bytes > _INBOX_HIGH_BYTES:
-            self._protocol.pause_reading()
+            self.protocol.pause_reading()
         self._wake()
 
     def end(self, reason: str) -> None:
@@ -166,7 +168,7 @@ class WireProtocol(asyncio.BufferedProtocol):
             self._read()
         except (Violation, UserError) as error:
             self._fail(error)
-        except (msgspec.DecodeError, RecursionError) as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             self._fail(Violation(f"a message this side does not understand: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:

@@ -14,6 +14,8 @@ cross an untrusted network through an encrypted tunnel.
 from __future__ import annotations
 
 import asyncio
+import logging
+import socket
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -25,6 +27,7 @@ from cosmos_rl_core.control.connection import Connection, ConnectionClosed, Wire
 from cosmos_rl_core.control.frames import MAX_FRAME_BYTES
 from cosmos_rl_core.control.handshake import HANDSHAKE_S, PROTOCOL_VERSION, TOKEN_BYTES, Hello, WrongTag
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.listening import SeldomLog, Strangers, accept_forever
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -36,7 +39,11 @@ __all__ = [
     "serve",
 ]
 
+log = logging.getLogger(__name__)
+
 _CLOSE_GRACE_S = 1.0
+MOST_STRANGERS = 256
+"""Connections of a server that have not proved the token, at a time; each has HANDSHAKE_S in all."""
 
 OnConnect = Callable[[Connection], Awaitable[None]]
 
@@ -53,7 +60,10 @@ class Server:
         self._on_connect = on_connect
         self._protocols: set[WireProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._listener: asyncio.Server | None = None
+        self._complain = SeldomLog(log.warning)
+        self._strangers = Strangers(MOST_STRANGERS, complain=self._complain)
+        self._listener: socket.socket | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self._closing = False
 
     async def close(self) -> None:
@@ -61,7 +71,9 @@ class Server:
         if self._closing:
             return
         self._closing = True
-        assert self._listener is not None
+        assert self._listener is not None and self._accepting is not None
+        self._accepting.cancel()
+        await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
         if self._path:
             Path(self._path).unlink(missing_ok=True)
@@ -76,11 +88,30 @@ class Server:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _track(self, protocol: WireProtocol) -> WireProtocol:
-        self._protocols.add(protocol)
-        return protocol
+    def _listen(self, listener: socket.socket, make: Callable[[], WireProtocol]) -> None:
+        """Serve each connection to `listener` by a protocol of its own."""
+
+        async def admit(connection: socket.socket) -> None:
+            await self._strangers.make_room()
+            protocol = make()
+            self._protocols.add(protocol)
+            self._strangers.enter(protocol, drop=lambda: protocol.abort("too many others wait for the handshake"))
+            try:
+                await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+            except OSError:
+                self._lost(protocol)
+                raise
+
+        self._listener = listener
+        accepting = accept_forever(listener, admit, complain=self._complain)
+        self._accepting = asyncio.create_task(accepting, name=f"accept {self.address}")
+
+    def _lost(self, protocol: WireProtocol) -> None:
+        self._protocols.discard(protocol)
+        self._strangers.leave(protocol)
 
     def _opened(self, connection: Connection) -> None:
+        self._strangers.leave(connection.protocol)
         task = asyncio.get_running_loop().create_task(self._talk(connection), name=f"wire {connection.peer.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -122,25 +153,19 @@ async def serve(
     listener = listen(asked, allow_remote=allow_remote)
     server = Server(bound_address(listener, asked=asked), on_connect=on_connect)
 
-    def accept() -> WireProtocol:
-        return server._track(
-            WireProtocol(
-                token=token,
-                hello=hello or Hello(name="controller", role="controller"),
-                decoder=decoder,
-                client=False,
-                max_frame_bytes=max_frame_bytes,
-                handshake_s=handshake_s,
-                on_open=server._opened,
-                on_lost=server._protocols.discard,
-            )
+    def protocol() -> WireProtocol:
+        return WireProtocol(
+            token=token,
+            hello=hello or Hello(name="controller", role="controller"),
+            decoder=decoder,
+            client=False,
+            max_frame_bytes=max_frame_bytes,
+            handshake_s=handshake_s,
+            on_open=server._opened,
+            on_lost=server._lost,
         )
 
-    loop = asyncio.get_running_loop()
-    if asked.path:
-        server._listener = await loop.create_unix_server(accept, sock=listener)
-    else:
-        server._listener = await loop.create_server(accept, sock=listener)
+    server._listen(listener, protocol)
     return server
 
 

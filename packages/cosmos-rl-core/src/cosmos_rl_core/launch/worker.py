@@ -26,6 +26,7 @@ from cosmos_rl_core.launch.assignment import WorkerContext
 from cosmos_rl_core.launch.failure import Failure
 from cosmos_rl_core.launch.node import Node, WorkerAddress
 from cosmos_rl_core.launch.roles import run_role
+from cosmos_rl_core.listening import raise_descriptor_limit
 from cosmos_rl_core.observe.trace import Timeline
 
 CONNECT_TIMEOUT_S = 60.0
@@ -49,6 +50,7 @@ def main() -> None:
 
 def run_worker(worker: WorkerAddress, node: Node, *, incarnation: int = 0) -> int:
     """Work to the end of the run and return the exit code. A worker of one process does not return: it exits."""
+    raise_descriptor_limit()
     if node.num_ranks > 1:
         from cosmos_rl_core.launch.replica import run_node  # torch's agent takes a second to import
 
