@@ -39,6 +39,7 @@ from cosmos_rl_core.launch.result import RunObserver, RunResult, evaluated_from
 from cosmos_rl_core.launch.resume import Resumption, checkpoint_root, claim_root, find_resumption
 from cosmos_rl_core.launch.rollback import roll_back
 from cosmos_rl_core.launch.watch import Watch
+from cosmos_rl_core.listening import raise_descriptor_limit
 from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.python_path import add_folders
@@ -65,6 +66,7 @@ def run(
     Raises UserError for what the user can mend and WorkerFailed when a worker was lost for good; what was computed
     until then is on disk.
     """
+    raise_descriptor_limit()
     add_folders(python_path)
     config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
     path = config.run.directory
