@@ -400,6 +400,28 @@ def test_the_checkpoint_a_run_went_on_from_is_not_written_again(saved):
     assert {path: path.stat().st_mtime_ns for path in saved.rglob("*")} == before
 
 
+def test_the_checkpoint_a_run_went_on_from_is_written_again_where_somebody_removed_it(saved):
+    saver = saver_of(make(version=2), saved.parent, step=2, resumed_from=str(saved))
+    shutil.rmtree(saved)
+    assert saver.finish().path == saved
+    verify(saved)
+
+
+def test_a_checkpoint_that_somebody_removed_is_told_at_the_next_save(tmp_path):
+    trainer, told = make(), []
+    section = CheckpointSection(every_steps=1, keep=2, asynchronous=False)
+    saver = saver_of(trainer, tmp_path, section=section, on_failed=told.append)
+    for step in (1, 2, 3, 4):
+        trainer.version = step
+        saver.after_step(TrainState(step=step))
+        if step == 3:
+            assert told == []  # step_1 was one too many
+            shutil.rmtree(tmp_path / "step_2")
+    assert told == [f"somebody has removed step_2 from {tmp_path}"]
+    assert saver.finish().name == "step_4"
+    assert len(told) == 1
+
+
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(saved):
     (saved / "state.json").write_text("damaged")
     save(saved.parent, make(version=2))

@@ -1,5 +1,9 @@
 """What a run goes on from: the newest whole checkpoint, and a recipe that keeps what was promised."""
 
+import re
+import shutil
+import sys
+import types
 from dataclasses import asdict
 
 import pytest
@@ -243,3 +247,62 @@ def test_a_save_that_fails_on_the_way_is_told_where_the_run_is_watched(tmp_path,
     assert "policy-0: step 1 could not be saved: Not a directory; training goes on" in capsys.readouterr().out
     assert list_steps(place) == [2]
     assert result.checkpoint == place / "step_2"
+
+
+class Interfering:
+    """A reward that, the second time, does something to the run's directory."""
+
+    def __init__(self, directory, act):
+        self.directory, self.act, self.calls = directory, act, 0
+
+    def __call__(self, group):
+        self.calls += 1
+        if self.calls == 6:
+            self.act(self.directory)
+        return [float(rollout.num_terms) for rollout in group.rollouts]
+
+
+@pytest.fixture
+def interfered(tmp_path, monkeypatch):
+    """Runs in which `act` meets the run's directory in the middle."""
+
+    def start(act, **changes):
+        module = types.ModuleType("interfering_reward")
+        module.reward = Interfering(tmp_path / "run", act)
+        monkeypatch.setitem(sys.modules, "interfering_reward", module)
+        changes = {"checkpoint__every_steps": 1, "logging__sinks": '["console", "jsonl"]', **changes}
+        changes |= {"reward__functions__0__name": "interfering_reward:reward"}
+        changes = {"run__max_steps": 8, **changes}
+        return run(recipe(run__output_dir=f'"{tmp_path / "run"}"', **changes))
+
+    return start
+
+
+def test_a_run_whose_directory_is_removed_stops_saves_and_says_how_to_go_on(tmp_path, interfered, monkeypatch):
+    monkeypatch.setattr("cosmos_rl_core.launch.run.STATUS_S", 0.01)
+    with pytest.raises(
+        UserError, match=r"run was removed or renamed while .*go on from there by --resume auto"
+    ) as said:
+        interfered(
+            lambda directory: directory.rename(tmp_path / "elsewhere"), run__max_steps=500
+        )  # no half removal, as beside a save
+    (step,) = list_steps(tmp_path / "run" / "checkpoints")[-1:]
+    assert step < 500
+    assert f"step {step} lie in {tmp_path}/run/checkpoints/step_{step};" in str(said.value)
+    verify(tmp_path / "run" / "checkpoints" / f"step_{step}")
+    again = recipe(run__max_steps=step + 1, run__output_dir=f'"{tmp_path / "run"}"')
+    assert find_resumption(again, tmp_path / "run", "auto").state.step == step
+
+
+def test_a_removed_journal_and_checkpoint_are_told_and_the_run_goes_on(tmp_path, interfered, capsys, monkeypatch):
+    monkeypatch.setattr("cosmos_rl_core.launch.run.STATUS_S", 0.01)
+
+    def act(directory):
+        shutil.rmtree(directory / "journal")
+        shutil.rmtree(next((directory / "checkpoints").glob("step_*")))
+
+    result = interfered(act, checkpoint__keep=9)
+    told = " ".join(capsys.readouterr().out.split())
+    assert result.steps == 8
+    assert "run/journal was removed while the run is going on, which goes on" in told
+    assert re.search(r"policy-0: somebody has removed step_\d from .*checkpoints", told)

@@ -2,13 +2,14 @@
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.directory import CONTENTS, RunDirectory, explain_no_room
+from cosmos_rl_core.launch.directory import CONTENTS, Removals, RunDirectory, explain_no_room
 
 WRITTEN = ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token")
 """Files a run leaves beside its folders."""
@@ -132,3 +133,67 @@ def test_a_full_disk_is_explained_with_the_file_and_the_remedy(number):
 
 def test_any_other_error_is_not_explained_away():
     assert explain_no_room(PermissionError(errno.EACCES, "Permission denied"), "runs/demo") is None
+
+
+def test_a_new_directory_is_its_owners_alone_and_one_that_is_there_keeps_its_mode(tmp_path):
+    open_directory(tmp_path / "runs" / "new").close()
+    assert (tmp_path / "runs" / "new").stat().st_mode & 0o777 == 0o700
+    assert (tmp_path / "runs").stat().st_mode & 0o777 != 0o700
+    (tmp_path / "shared").mkdir()
+    (tmp_path / "shared").chmod(0o775)
+    open_directory(tmp_path / "shared").close()
+    assert (tmp_path / "shared").stat().st_mode & 0o777 == 0o775
+
+
+@pytest.mark.parametrize("name", ["rollouts", "logs"])
+def test_a_file_in_the_place_of_a_folder_is_a_users_error(tmp_path, name):
+    (tmp_path / name).write_text("mine")
+    with pytest.raises(UserError, match=rf"cannot use .* as \[run\] output_dir: .*{name}: File exists"):
+        open_directory(tmp_path)
+    assert (tmp_path / name).read_text() == "mine"
+    (tmp_path / name).unlink()
+    open_directory(tmp_path).close()  # the refusal holds no lock
+
+
+def test_resuming_tells_of_damaged_logs(earlier):
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (earlier / name).write_text('{"step": 0}\nbroken\n')
+    (earlier / "monitor.jsonl").mkdir()
+    directory = open_directory(earlier, resume=True)
+    directory.close()
+    assert [note.partition(" was damaged")[0].rpartition("/")[2] for note in directory.notes] == [
+        "metrics.jsonl",
+        "eval.jsonl",
+        "monitor.jsonl",
+    ]
+    assert (earlier / "metrics.jsonl").read_text() == '{"step": 0}\n'
+
+
+def test_each_removal_is_told_once(tmp_path):
+    directory = open_directory(tmp_path)
+    (tmp_path / "journal" / "0.log").write_text("records")
+    (tmp_path / "metrics.jsonl").write_text("")
+    removals = Removals(tmp_path, lock=directory.lock)
+    assert removals.look() == []
+    (tmp_path / "journal" / "0.log").unlink()
+    (tmp_path / "metrics.jsonl").unlink()
+    assert [text.partition(" was removed")[0] for text in removals.look()] == [
+        str(tmp_path / "journal"),
+        str(tmp_path / "metrics.jsonl"),
+    ]
+    assert (removals.look(), removals.lost) == ([], False)
+    directory.close()
+
+
+@pytest.mark.parametrize("made_again", [False, True])
+def test_a_lost_directory_is_told_once_even_where_another_is_in_its_place(tmp_path, made_again):
+    directory = open_directory(tmp_path / "run")
+    removals = Removals(tmp_path / "run", lock=directory.lock)
+    shutil.rmtree(tmp_path / "run")
+    if made_again:
+        open_directory(tmp_path / "run").close()
+    assert "was removed or renamed while the run is going on" in removals.look()[0]
+    assert (removals.look(), removals.lost) == ([], True)
+    assert "go on from there by --resume auto" in removals.explain(step=3, checkpoint="step_3")
+    assert "no weights are left" in removals.explain(step=3, checkpoint="")
+    directory.close()

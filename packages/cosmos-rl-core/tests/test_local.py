@@ -5,7 +5,7 @@ import socket
 
 import pytest
 
-from cosmos_rl_core.control.token import make_token
+from cosmos_rl_core.control.token import make_token, read_token
 from cosmos_rl_core.launch.local import LAST_LINES, LocalWorkers, last_lines, share_threads
 
 
@@ -61,7 +61,7 @@ def unused_port():
 
 def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=True):
     """Start a worker without a controller; return the deaths that are reported."""
-    if token:
+    if token is True:
         make_token(tmp_path / "token")
 
     async def go():
@@ -72,6 +72,7 @@ def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=Tru
             log_dir=tmp_path,
             restart_workers=restart_workers,
             on_death=deaths.put_nowait,
+            token=token if isinstance(token, bytes) else b"",
         )
         try:
             await workers.start(role, threads=1, gpus=[["2"]])
@@ -89,6 +90,14 @@ def test_a_rollout_worker_that_cannot_connect_is_told_and_started_again(tmp_path
     assert (first.name, first.role, first.status, first.restarting) == ("rollout-0", "rollout", "exit code 1", True)
     assert first.last_lines.startswith("rollout-0: cannot connect to tcp://127.0.0.1:")
     assert not second.restarting
+
+
+def test_a_worker_is_started_though_the_token_file_was_removed(tmp_path):
+    token = make_token(tmp_path / "token")
+    (tmp_path / "token").unlink()
+    (death,) = start_workers(tmp_path, role="rollout", restart_workers=0, deaths_expected=1, token=token)
+    assert death.last_lines.startswith("rollout-0: cannot connect to tcp://127.0.0.1:")
+    assert read_token(tmp_path / "token") == token
 
 
 def test_a_policy_worker_is_not_started_again(tmp_path):

@@ -4,12 +4,13 @@ import importlib.util
 import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.sinks import JsonLines, build_sinks
+from cosmos_rl_core.observe.sinks import JsonLines, build_sinks, set_damage_aside
 
 
 def lines(path):
@@ -94,3 +95,45 @@ def test_an_unknown_sink_is_named_with_the_known_ones_before_any_is_opened(tmp_p
 def test_a_sink_named_twice_is_built_once(tmp_path):
     (sink,) = build_sinks(["jsonl", "jsonl"], tmp_path)
     sink.close()
+
+
+def test_a_file_that_was_removed_is_begun_again(tmp_path):
+    sink = JsonLines(tmp_path / "run" / "metrics.jsonl")
+    sink.log(0, {"loss": 0.5})
+    shutil.rmtree(tmp_path / "run")
+    sink.log(1, {"loss": 0.25})
+    sink.close()
+    assert lines(tmp_path / "run" / "metrics.jsonl") == [{"step": 1, "loss": 0.25}]
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [b"{\x00\n", b"7\n", b'{"stEp": 1}\n', b'{"step": "1"}\n', b"\xff\xfe\n", b"9" * 5000 + b"\n", b"[" * 5000 + b"\n"],
+    ids=lambda line: repr(line[:12]),
+)
+def test_lines_that_can_be_read_are_kept_and_the_damaged_file_is_set_aside(tmp_path, damaged):
+    path, good = tmp_path / "metrics.jsonl", [b'{"step": 0, "loss": 1}\n', b'{"step": 2, "loss": null}\n']
+    for number in ("", "1"):
+        path.write_bytes(good[0] + damaged + good[1] + b'{"step": 3, "lo')
+        assert set_damage_aside(path) == (
+            f"{path} was damaged: 2 of 3 lines are kept; the file as it was is metrics.jsonl.damaged{number}"
+        )
+        assert path.read_bytes() == b"".join(good)
+        assert damaged in (tmp_path / f"metrics.jsonl.damaged{number}").read_bytes()
+    JsonLines(path, first_step=2).close()
+    assert path.read_bytes() == good[0]
+
+
+def test_a_folder_in_the_place_of_a_file_is_set_aside(tmp_path):
+    (tmp_path / "metrics.jsonl" / "mine").mkdir(parents=True)
+    assert "0 of 0 lines are kept" in set_damage_aside(tmp_path / "metrics.jsonl")
+    assert (tmp_path / "metrics.jsonl.damaged" / "mine").is_dir()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == b""
+
+
+def test_a_whole_file_and_a_torn_end_are_left_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert set_damage_aside(path) == ""
+    path.write_text('{"step": 0}\n{"st')
+    assert set_damage_aside(path) == ""
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]

@@ -4,7 +4,7 @@ import stat
 
 import pytest
 
-from cosmos_rl_core.control.token import make_token, read_token
+from cosmos_rl_core.control.token import keep_token, make_token, read_token
 from cosmos_rl_core.errors import UserError
 
 
@@ -48,3 +48,29 @@ def test_a_file_that_holds_no_token_is_refused(tmp_path, content):
 def test_a_missing_token_file_is_named(tmp_path):
     with pytest.raises(UserError, match="cannot read the token file"):
         read_token(tmp_path / "token")
+
+
+@pytest.mark.parametrize("damage", ["removed", "cut", "open to others", "another"])
+def test_a_token_that_was_lost_is_written_again(tmp_path, damage):
+    path = tmp_path / "token"
+    token = make_token(path)
+    match damage:
+        case "removed":
+            path.unlink()
+        case "cut":
+            path.write_text("00")
+        case "open to others":
+            path.chmod(0o644)
+        case "another":
+            path.write_text("00" * 32)
+    keep_token(path, token)
+    assert read_token(path) == token
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert [file.name for file in tmp_path.iterdir()] == ["token"]
+
+
+def test_a_token_that_is_there_is_left_alone(tmp_path):
+    token = make_token(tmp_path / "token")
+    before = (tmp_path / "token").stat().st_ino
+    keep_token(tmp_path / "token", token)
+    assert (tmp_path / "token").stat().st_ino == before

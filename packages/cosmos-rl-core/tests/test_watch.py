@@ -268,3 +268,12 @@ def test_the_closing_table_is_about_the_weights_that_are_left(tmp_path, capsys):
 def test_a_monitor_that_lacks_what_it_needs_is_refused(changes, message):
     with pytest.raises(ConfigError, match=message):
         load_config({**ROLLBACK, **changes})
+
+
+@pytest.mark.parametrize(
+    "line", ["7", "{}", '{"step": 3, "state": 1}', '{"step": 3, "state": {"standing": []', "[" * 5000, "no"]
+)
+def test_a_damaged_line_of_the_monitor_is_passed_over(tmp_path, line):
+    good = {"step": 2, "state": {"start": {}, "crossed": {}, "standing": [], "last_good": 2}}
+    (tmp_path / "monitor.jsonl").write_text(json.dumps(good) + "\n" + line)
+    assert read_healthy(tmp_path) == 2

@@ -135,7 +135,7 @@ def _resolve(where: str, *, group: str, name: str) -> Any:
         found = importlib.import_module(module_name)
     except Exception as cause:  # importing runs the plug-in's own code, which may raise anything; we say who and why
         raise UserError(f"{kind} {name!r} ({where}) cannot be imported: {type(cause).__name__}: {cause}") from cause
-    file = found.__file__ or "built into Python"
+    file = vars(found).get("__file__") or "built in"
     for part in path.split("."):
         try:
             found = getattr(found, part)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import secrets
 import stat
@@ -15,12 +16,21 @@ def make_token(path: Path) -> bytes:
     """Write a new token to `path` (mode 0600) and return it. Raises `UserError` if the file exists."""
     token = secrets.token_bytes(TOKEN_BYTES)
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        _write(path, token)
     except FileExistsError as error:
         raise UserError(f"{path} exists: read it with read_token, or remove it to make a new token") from error
-    with os.fdopen(descriptor, "w", encoding="ascii") as file:
-        file.write(token.hex() + "\n")
     return token
+
+
+def keep_token(path: Path, token: bytes) -> None:
+    """Write the token again where its file was removed or changed. Raises OSError where that cannot be done."""
+    with contextlib.suppress(UserError):
+        if read_token(path) == token:
+            return
+    partial = path.with_name(f".{path.name}.partial")
+    partial.unlink(missing_ok=True)
+    _write(partial, token)
+    partial.replace(path)
 
 
 def read_token(path: Path) -> bytes:
@@ -41,3 +51,9 @@ def read_token(path: Path) -> bytes:
     if len(token) != TOKEN_BYTES:
         raise UserError(f"{path} is not a token file: it should hold {2 * TOKEN_BYTES} hex digits")
     return token
+
+
+def _write(path: Path, token: bytes) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="ascii") as file:
+        file.write(token.hex() + "\n")

@@ -13,12 +13,17 @@ from pathlib import Path
 from typing import IO
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.sinks import set_damage_aside
 
 LEAVING_S = 60.0
 """Longest wait for the workers of a killed run, which save on their way out."""
 LOOK_AGAIN_S = 0.05
 CONTENTS = ("logs", "rollouts", "journal", "checkpoints")
 FILES = ("resolved.toml", "metrics.jsonl", "eval.jsonl", "monitor.jsonl", "timeline.json", "status.json", "token")
+LOGS = ("metrics.jsonl", "eval.jsonl", "monitor.jsonl")
+"""Those of FILES that a resumed run goes on with: a damaged line in them holds back no checkpoint."""
+WATCHED = ("journal", "metrics.jsonl", "eval.jsonl", "resolved.toml")
+"""What is told when somebody removes it from the directory of a live run. Checkpoints are watched by who saves them."""
 NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file is too big"}
 """What an OSError of a full disk means, by its number."""
 
@@ -45,19 +50,27 @@ class RunDirectory:
 
     path: Path
     _lock: IO[str]
+    notes: tuple[str, ...] = ()
+    """What the user should know of an earlier life's files."""
 
     @classmethod
     def open(cls, path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
-        """Make or reopen the directory. Raises UserError when a live run holds it, or it would be written over."""
-        try:
-            path.mkdir(parents=True, exist_ok=True)
-            lock = (path / "run.lock").open("a+")
-        except OSError as error:
-            raise UserError(f"cannot use {path} as [run] output_dir: {error.strerror}") from error
+        """Make or reopen the directory. Raises UserError when a live run holds it, or it would be written over.
+
+        A new one is its owner's alone (mode 0700): prompts, rollouts and weights lie in it. One that is there keeps
+        its mode.
+        """
         with contextlib.ExitStack() as unless_held:
-            unless_held.enter_context(lock)
-            directory = cls(path, lock)
-            directory._claim(resume=resume, overwrite=overwrite)
+            try:
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is of the last folder alone
+                lock = unless_held.enter_context((path / "run.lock").open("a+"))
+                directory = cls(path, lock)
+                directory._claim(resume=resume, overwrite=overwrite)
+            except OSError as error:
+                if told := explain_no_room(error, path):
+                    raise told from error
+                what = error.strerror if error.filename in (None, str(path)) else f"{error.filename}: {error.strerror}"
+                raise UserError(f"cannot use {path} as [run] output_dir: {what}") from error
             unless_held.pop_all()
         return directory
 
@@ -72,6 +85,7 @@ class RunDirectory:
                     "or choose another [run] output_dir."
                 )
             self._clear()
+        self.notes = tuple(filter(None, (set_damage_aside(path / name) for name in LOGS)))
         shutil.rmtree(path / "journal", ignore_errors=True)  # it belongs to one controller's life, as does
         (path / "token").unlink(missing_ok=True)
         lock.truncate(0)
@@ -111,6 +125,49 @@ class RunDirectory:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
+
+
+class Removals:
+    """Notices what somebody removes from the directory of a live run.
+
+    removals = Removals(path, lock=directory.lock)
+    for text in removals.look(): ...        # now and then; each loss once
+    """
+
+    def __init__(self, path: Path, *, lock: int) -> None:
+        self.lost = False
+        """Whether the directory itself has gone, whatever was made in its place since."""
+        self._path = path
+        self._lock = os.fstat(lock)
+        self._seen: set[str] = set()
+
+    def look(self) -> list[str]:
+        """Return what was removed since the last look, for people."""
+        if self.lost:
+            return []
+        try:
+            self.lost = not os.path.samestat(os.stat(self._path / "run.lock"), self._lock)
+        except FileNotFoundError:
+            self.lost = True
+        if self.lost:
+            return [
+                f"{self._path} was removed or renamed while the run is going on; the step in work is finished and saved"
+            ]
+        there = {name for name in WATCHED if _holds_anything(self._path / name)}
+        gone, self._seen = self._seen - there, there
+        return [f"{self._path / name} was removed while the run is going on, which goes on" for name in sorted(gone)]
+
+    def explain(self, *, step: int, checkpoint: str) -> str:
+        """Return what to do about a directory that was lost: the weights of `step` lie in `checkpoint`, if anywhere."""
+        left = f"the weights of step {step} lie in {checkpoint}; go on from there by --resume auto"
+        return (
+            f"{self._path} was removed or renamed while the run was going on. Metrics, rollouts and logs until then "
+            f"are gone, and so are earlier checkpoints that lay in it; {left if checkpoint else 'no weights are left'}."
+        )
+
+
+def _holds_anything(path: Path) -> bool:
+    return any(path.iterdir()) if path.is_dir() else path.exists()
 
 
 def _is_alive(pid: str) -> bool:

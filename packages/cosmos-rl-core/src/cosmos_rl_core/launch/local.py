@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cosmos_rl_core.control.token import keep_token
 from cosmos_rl_core.launch.gpus import VISIBLE
 from cosmos_rl_core.launch.node import Node, WorkerAddress
 from cosmos_rl_core.python_path import PYTHON, child_environment
@@ -54,6 +56,8 @@ class LocalWorkers:
     on_death: Callable[[Death], None]
     python_path: tuple[str, ...] = ()
     """Folders a recipe's "module:attribute" names are looked up in."""
+    token: bytes = b""
+    """What `token_file` holds: it is written again before a worker starts, where somebody has removed it."""
     policy_keeps: tuple[int, ...] = ()
     """Descriptors that a policy process has open too, so that a lock holds until it has ended."""
     _workers: dict[str, WorkerProcess] = field(default_factory=dict)
@@ -111,6 +115,10 @@ class LocalWorkers:
             *worker.address.arguments(),
             *worker.node.arguments(),
         ]
+        if self.token:
+            with contextlib.suppress(OSError):  # the worker says what is wrong with the file
+                keep_token(self.token_file, self.token)
+        worker.log.parent.mkdir(parents=True, exist_ok=True)
         with worker.log.open("ab") as log:
             worker.process = await asyncio.create_subprocess_exec(
                 *command,

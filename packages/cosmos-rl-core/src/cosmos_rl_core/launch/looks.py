@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from typing import Any
 
 from cosmos_rl_core.monitor.figures import Figures
 from cosmos_rl_core.monitor.monitor import State, Verdict
@@ -26,8 +25,7 @@ class Looks:
         """Drop the looks at `first_step` and later, which are taken again."""
         self._path = run_dir / NAME
         keep_earlier(self._path, first_step)
-        last = _last_line(self._path)
-        self.state = State.from_json(last["state"]) if last else State()
+        self.state = _last_state(self._path) or State()
         """What the monitor remembered after the newest look that is kept."""
 
     def add(self, figures: Figures, verdict: Verdict, state: State) -> None:
@@ -45,12 +43,16 @@ class Looks:
 
 def read_healthy(run_dir: Path) -> int | None:
     """Return the step of the last look at which no bound was crossed, in a run that may be going on; None before."""
-    last = _last_line(run_dir / NAME)
-    return State.from_json(last["state"]).last_good if last else None
+    state = _last_state(run_dir / NAME)
+    return state.last_good if state else None
 
 
-def _last_line(path: Path) -> dict[str, Any] | None:
-    """The newest whole line; None where there is none."""
-    text = path.read_text(encoding="utf-8") if path.exists() else ""
-    whole = [line for line in text.splitlines(keepends=True) if line.endswith("\n")]
-    return json.loads(whole[-1]) if whole else None
+def _last_state(path: Path) -> State | None:
+    """What the newest line remembers; None where there is none. A line that is being written, or damaged, is none."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for line in reversed(lines):
+        try:
+            return State.from_json(json.loads(line)["state"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            continue
+    return None

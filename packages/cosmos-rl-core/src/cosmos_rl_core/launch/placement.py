@@ -106,6 +106,7 @@ async def start_processes(launch: Launch) -> Workers:
     workers = LocalWorkers(
         controller=launch.address,
         token_file=launch.directory / "token",
+        token=launch.token,
         log_dir=launch.directory / "logs",
         restart_workers=config.elastic.restart_workers,
         on_death=on_death,

@@ -79,6 +79,7 @@ class OneMachine(RendezvousHandler):
 def run_node(worker: WorkerAddress, node: Node) -> int:
     """Run this machine's ranks to their end and return the exit code. Tells the controller of a failure."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
+    token = read_token(worker.token_file)  # the file may be gone by the time that a rank fails
     if node.is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
@@ -91,7 +92,8 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     rank, failure = cause((rank, _failure(found)) for rank, found in failures.items())
     told = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
     print(told.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
-    asyncio.run(_tell(worker, told, patience_s=OTHERS_FIRST_S if told.consequence and node.num_nodes > 1 else 0.0))
+    patience_s = OTHERS_FIRST_S if told.consequence and node.num_nodes > 1 else 0.0
+    asyncio.run(_tell(worker, told, token=token, patience_s=patience_s))
     return told.exit_code
 
 
@@ -135,7 +137,6 @@ def _failure(found: ProcessFailure) -> Failure:
     return Failure(message=f"ended (exit code {found.exitcode}) without a word", at=found.timestamp)
 
 
-async def _tell(worker: WorkerAddress, failure: Failure, *, patience_s: float) -> None:
+async def _tell(worker: WorkerAddress, failure: Failure, *, token: bytes, patience_s: float) -> None:
     await asyncio.sleep(patience_s)
-    token = read_token(worker.token_file)
     await tell_controller(worker.controller, token=token, replica=worker.name, failure=failure)

@@ -30,7 +30,7 @@ from cosmos_rl_core.control.token import make_token
 from cosmos_rl_core.control.wire import Connection, Server, serve
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import advice_on
-from cosmos_rl_core.launch.directory import RunDirectory, explain_no_room
+from cosmos_rl_core.launch.directory import Removals, RunDirectory, explain_no_room
 from cosmos_rl_core.launch.failure import AGENT, hear_agent
 from cosmos_rl_core.launch.looks import Looks
 from cosmos_rl_core.launch.node import is_loopback, policy_node
@@ -44,7 +44,8 @@ from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.python_path import add_folders
 from cosmos_rl_core.rollout.source import PromptSource
-from cosmos_rl_core.train.manifest import TrainState
+from cosmos_rl_core.train.folder import Folder
+from cosmos_rl_core.train.manifest import MANIFEST, TrainState
 
 STATUS_S = 1.0
 
@@ -75,7 +76,8 @@ def run(
             resumption = find_resumption(config, directory.path, resume) if resume else None
             if resume is None:
                 claim_root(config, directory.path, overwrite=overwrite)
-            return asyncio.run(_Run(config, path.resolve(), resumption, tuple(python_path), lock=directory.lock).run())
+            started = _Run(config, path.resolve(), resumption, tuple(python_path), lock=directory.lock)
+            return asyncio.run(started.run(directory.notes))
     except OSError as error:
         if told := explain_no_room(error, path):
             raise told from error
@@ -110,11 +112,13 @@ class _Run:
         self._looks = Looks(directory, first_step=evaluated_from(config, first, max_steps=last))
         self._workers: Workers | None = None
         self._interrupts = 0
+        self._removals = Removals(directory, lock=lock)
 
-    async def run(self) -> RunResult:
+    async def run(self, notes: Sequence[str] = ()) -> RunResult:
         started = time.perf_counter()
         with self._observer, contextlib.closing(Journal(self._directory / "journal")) as journal:
-            for text in (*advice_on(self._config), *(self._resumption.notes if self._resumption else ())):
+            resumed = self._resumption.notes if self._resumption else ()
+            for text in (*advice_on(self._config), *notes, *resumed):
                 self._observer.note(text)
             text = dump_resolved(self._config)
             (self._directory / "resolved.toml").write_text(text)
@@ -131,6 +135,7 @@ class _Run:
                 status.cancel()
                 await server.close()
                 self._write_timeline()
+            self._must_be_there(controller)
             self._must_have_trained(controller.ledger)
             write_status(self._directory / "status.json", controller, phase="finished")
             step, checkpoint = self._final_weights(controller, watch.rollback)
@@ -177,6 +182,22 @@ class _Run:
             on_connect=on_connect,
             allow_remote=not is_loopback(bind),
         )
+
+    def _look_for_removals(self, controller: Controller) -> None:
+        for text in self._removals.look():
+            self._observer.note(text)
+            if self._removals.lost:
+                controller.stop("its directory was removed")
+
+    def _must_be_there(self, controller: Controller) -> None:
+        """Raise UserError where somebody has removed the run's directory, or the checkpoint that it ends with."""
+        self._look_for_removals(controller)
+        last = controller.checkpoint
+        there = not last or "://" in last or Folder.at(last).has(MANIFEST)
+        if self._removals.lost:
+            raise UserError(self._removals.explain(step=controller.ledger.version, checkpoint=last if there else ""))
+        if not there:
+            raise UserError(f"the checkpoint {last}, the last of the run, was removed; its weights are gone")
 
     def _must_have_trained(self, ledger: Ledger) -> None:
         """Raise UserError for a run whose prompts were all dropped: it ended in good order and did nothing."""
@@ -269,6 +290,7 @@ class _Run:
 
     async def _keep_status(self, controller: Controller) -> None:
         while True:
+            self._look_for_removals(controller)
             with contextlib.suppress(OSError):  # a full disk ends the run where something is lost by it
                 write_status(self._directory / "status.json", controller, phase=self._observer.current_phase)
             await asyncio.sleep(STATUS_S)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from importlib import import_module
+from itertools import count
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Protocol
@@ -40,15 +42,20 @@ class JsonLines:
     """metrics.jsonl: one object a step, on disk before the next step starts.
 
     A resumed run appends; what an earlier life wrote of `first_step` and later is dropped, for it is done again.
-    A number that is not finite is written as null: NaN is no JSON.
+    A number that is not finite is written as null: NaN is no JSON. A file that is removed meanwhile is begun again.
     """
 
     def __init__(self, path: Path, *, first_step: int | None = None) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         keep_earlier(path, first_step)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        if not os.fstat(self._file.fileno()).st_nlink:
+            self._file.close()
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = self._path.open("a", encoding="utf-8")
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
@@ -152,11 +159,48 @@ def _extra(module: str, extra: str) -> ModuleType:
 
 
 def keep_earlier(path: Path, first_step: int | None) -> None:
-    """Remove lines of `first_step` and later, if given, and a last line that a killed run left half written."""
+    """Remove lines of `first_step` and later, if given, and a last line that a killed run left half written.
+
+    Every line has a step: see `set_damage_aside`.
+    """
     if not path.exists():
         return
-    whole = [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
-    kept = b"".join(line for line in whole if first_step is None or json.loads(line)["step"] < first_step)
+    kept = [line for line in _whole(path) if first_step is None or json.loads(line)["step"] < first_step]
+    _rewrite(path, kept)
+
+
+def set_damage_aside(path: Path) -> str:
+    """Keep the lines of a file that are objects with a step. Returns what had to be done, for people; or nothing.
+
+    A file with other lines, or a folder in its place, gets another name. Raises OSError where it cannot be read.
+    """
+    if not path.exists():
+        return ""
+    whole = [] if path.is_dir() else _whole(path)
+    kept = [line for line in whole if _has_step(line)]
+    if path.is_file() and len(kept) == len(whole):
+        return ""
+    names = (path.with_name(f"{path.name}.damaged{number or ''}") for number in count())
+    aside = next(name for name in names if not name.exists())
+    path.rename(aside)
+    _rewrite(path, kept)
+    return f"{path} was damaged: {len(kept)} of {len(whole)} lines are kept; the file as it was is {aside.name}"
+
+
+def _whole(path: Path) -> list[bytes]:
+    """The lines that end."""
+    return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
+
+
+def _has_step(line: bytes) -> bool:
+    try:
+        held = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(held, dict) and isinstance(held.get("step"), int)
+
+
+def _rewrite(path: Path, lines: Sequence[bytes]) -> None:
     temporary = path.with_suffix(".tmp")
-    temporary.write_bytes(kept)
+    temporary.write_bytes(b"".join(lines))
     temporary.replace(path)

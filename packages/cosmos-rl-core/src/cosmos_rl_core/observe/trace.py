@@ -166,6 +166,7 @@ def _row(event: _Event, *, pid: int, tid: int) -> dict[str, Any]:
 
 
 def _replace(path: Path, file: _File) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)  # where somebody removed the run's directory
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(msgspec.json.encode(file))
     os.replace(partial, path)

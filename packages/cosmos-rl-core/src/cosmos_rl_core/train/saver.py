@@ -20,7 +20,7 @@ from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.checkpoint import live_tensors
 from cosmos_rl_core.train.folder import Folder, store_errors
-from cosmos_rl_core.train.manifest import Origin, TrainState, list_steps
+from cosmos_rl_core.train.manifest import MANIFEST, Origin, TrainState, list_steps
 from cosmos_rl_core.train.retention import surplus
 from cosmos_rl_core.train.snapshot import Snapshot, SnapshotPlanner
 from cosmos_rl_core.train.trainer import Trainer
@@ -77,6 +77,8 @@ class CheckpointSaver:
         self._saved_step = state.step if resumed_from == str(root / f"step_{state.step}") else -1
         self._failures = 0
         """Saves in a row that failed."""
+        self._kept: set[int] = set()
+        """Steps of the checkpoints that were there after the last save."""
 
     def after_step(self, state: TrainState) -> None:
         """Note where the run stands, and save if it is time: copy now and write beside the next steps."""
@@ -107,7 +109,7 @@ class CheckpointSaver:
         if self._trainer.version != self._state.step:
             return None
         final = self._writer.root / f"step_{self._state.step}"
-        if self._saved_step != self._state.step:
+        if self._saved_step != self._state.step or self._was_removed(final):
             try:
                 self._write(self._snapshot(copy=False))
             except SaveFailed as error:
@@ -115,6 +117,11 @@ class CheckpointSaver:
         else:
             self._drop_surplus(self._state.step)  # the last evaluation may have come since
         return final
+
+    def _was_removed(self, folder: Folder) -> bool:
+        """Whether somebody has removed a checkpoint from the disk. All ranks ask, and get the answer of rank 0."""
+        gone = self._ranks.leads and folder.is_local and not folder.has(MANIFEST)
+        return self._ranks.gather(b"gone" if gone else b"")[0] == b"gone"
 
     def _snapshot(self, *, copy: bool) -> Snapshot:
         tensors = live_tensors(self._trainer.policy, self._trainer.optimizer, rank=self._ranks.rank)
@@ -147,15 +154,19 @@ class CheckpointSaver:
         scores = self._scores() if section.keep_best else {}
         try:
             there = list_steps(root)
-            for step in surplus(
+            if gone := sorted(self._kept - set(there)):
+                self._on_failed(f"somebody has removed {', '.join(f'step_{step}' for step in gone)} from {root}")
+            dropped = surplus(
                 there,
                 newest=newest,
                 keep=section.keep,
                 keep_best=section.keep_best,
                 scores=scores,
                 healthy=self._healthy(),
-            ):
+            )
+            for step in dropped:
                 (root / f"step_{step}").remove()
+            self._kept = set(there) - set(dropped)
         except store_errors() as error:
             self._on_failed(f"an old checkpoint could not be removed: {error}")
 
