@@ -37,7 +37,7 @@ def test_a_newcomer_waits_for_room_and_then_takes_the_place_of_the_oldest():
         strangers.enter("third", drop=lambda: dropped.append("third"))
         await strangers.make_room()
         assert dropped == ["first"] and "first" not in strangers and len(strangers) == 1
-        assert said == ["more than 2 connections prove nothing: the oldest are closed"]
+        assert said == ["more than 2 idle connections: the oldest are closed"]
 
     asyncio.run(main())
 

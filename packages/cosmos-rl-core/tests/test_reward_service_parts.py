@@ -106,6 +106,39 @@ def test_what_is_no_array_is_refused_with_its_place(content, said):
     assert said in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("header", "said"),
+    [  # most made numpy's reader raise something else than ValueError
+        (b"((((((", ".npy header is malformed"),
+        (b"if 1:\n  2\n 3", ".npy header is malformed"),
+        (b"-" * 9000 + b"1", ".npy header is malformed"),
+        (b"{[]: 1}", ".npy header is malformed"),
+        (b"{'descr': '<f4', 'fortran_order': False, 'shape': (1 2,), }", "shape (1 2,)"),
+        (b"{'descr': '<f4', 'fortran_order': False, 'shape': (%s,), }" % (b"9" * 5000), "shape (999"),
+        (b"{'descr': '<f3', 'fortran_order': False, 'shape': (1,), }", "has dtype <f3"),
+        (b"{'descr': '<f4', 'fortran_order': False, 'shape': (1,), }", "does not end where the body does"),
+    ],
+    ids=["brackets", "indentation", "deep", "unhashable", "shape", "digits", "dtype", "short"],
+)
+def test_a_header_that_numpy_does_not_write_is_refused(header, said):
+    with pytest.raises(MalformedBody) as caught:
+        find_arrays(b"\x93NUMPY\x01\x00" + struct.pack("<H", len(header)) + header, 0)
+    assert said in str(caught.value)
+
+
+NPY_ARRAYS = [np.arange(6.0).reshape(2, 3), np.asfortranarray(np.eye(3, dtype=">f2")), np.ones(())]
+
+
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+@pytest.mark.parametrize("array", NPY_ARRAYS, ids=["plain", "fortran", "scalar"])
+def test_an_npy_file_is_read_as_numpy_wrote_it(version, array):
+    file = BytesIO()
+    np.lib.format.write_array(file, array, version=version)
+    content = file.getvalue()
+    read = find_arrays(content, 0)["array"].read(content)
+    assert (read.dtype, read.shape) == (array.dtype, array.shape) and (read == array).all()
+
+
 @given(st.binary(max_size=200))
 def test_any_bytes_are_a_request_or_malformed(content):
     for body in (content, b'{"groups": [{"size": 1}], "rewards": [{"name": "a"}]}\n' + content):

@@ -479,7 +479,7 @@ def test_strangers_are_few_at_a_time_and_who_knows_the_token_is_served_beside_th
         await server.close()
 
     run(main())
-    assert caplog.messages == ["more than 256 connections prove nothing: the oldest are closed"]
+    assert caplog.messages == ["more than 256 idle connections: the oldest are closed"]
 
 
 def test_a_server_without_descriptors_says_so_once_and_accepts_again(caplog):

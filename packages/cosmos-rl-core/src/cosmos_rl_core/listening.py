@@ -14,9 +14,10 @@ import logging
 import math
 import resource
 import socket
+import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, KeysView
 
 log = logging.getLogger(__name__)
 
@@ -29,7 +30,7 @@ _FEW_DESCRIPTORS = 1024
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of open files to the hard one; return what is allowed. Warns where it is low."""
+    """Raise this process's soft limit of open files to the hard one; return what is allowed. Warns if that is few."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -37,7 +38,9 @@ def raise_descriptor_limit() -> int:
             soft = hard
         except (ValueError, OSError) as error:  # macOS has a lower limit of its own
             log.info("the limit of open files stays at %d: %s", soft, error)
-    if 0 <= soft < _FEW_DESCRIPTORS:
+    if soft == resource.RLIM_INFINITY:
+        return sys.maxsize
+    if soft < _FEW_DESCRIPTORS:
         log.warning("this process may open %d files: raise the hard limit, `ulimit -Hn`, to 4096 or more", soft)
     return soft
 
@@ -59,13 +62,30 @@ class SeldomLog:
 
     def __call__(self, complaint: str) -> None:
         """Pass a complaint on, or count it. It is kept, so it must not name the peer."""
+        missed = self.due(complaint)
+        if missed is not None:
+            self._say(f"{complaint} ({missed} times more since it was last reported)" if missed else complaint)
+
+    def due(self, complaint: str) -> int | None:
+        """Return how often a complaint came since it was passed on, if it may be passed on now; else count it: None."""
         with self._guard:
             now = self._clock()
             said_at, missed = self._said.get(complaint, (-math.inf, 0))
             silent = now - said_at < self._every_s
             self._said[complaint] = (said_at, missed + 1) if silent else (now, 0)
-        if not silent:
-            self._say(f"{complaint} ({missed} times more since it was last reported)" if missed else complaint)
+        return None if silent else missed
+
+
+class SeldomFilter(logging.Filter):
+    """Lets the same message of a logger through once a minute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._seldom = SeldomLog(log.warning)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Say whether a record is due."""
+        return self._seldom.due(record.getMessage()) is not None
 
 
 class Strangers:
@@ -83,6 +103,14 @@ class Strangers:
     def __len__(self) -> int:
         return len(self._since)
 
+    def keys(self) -> KeysView[object]:
+        """Return all that are counted."""
+        return self._since.keys()
+
+    def age(self, key: object) -> float:
+        """Return since how many seconds a connection is counted."""
+        return time.monotonic() - self._since[key][0]
+
     def enter(self, key: object, *, drop: Callable[[], None]) -> None:
         """Count a connection, from now on; `drop` ends it."""
         self._since[key] = (time.monotonic(), drop)
@@ -98,7 +126,7 @@ class Strangers:
             key, (since, drop) = next(iter(self._since.items()))
             left_s = since + self._grace_s - time.monotonic()
             if left_s <= 0:
-                self._complain(f"more than {self._most} connections prove nothing: the oldest are closed")
+                self._complain(f"more than {self._most} idle connections: the oldest are closed")
                 del self._since[key]
                 drop()
                 return

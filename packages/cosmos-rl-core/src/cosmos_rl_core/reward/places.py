@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import math
 import mmap
+import re
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +29,18 @@ _DTYPES = {
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 _NPY_MAGIC = b"\x93NUMPY"
+_NPY_SIZES = {
+    b"\x01\x00": struct.Struct("<H"),
+    b"\x02\x00": struct.Struct("<I"),
+    b"\x03\x00": struct.Struct("<I"),
+}
+"""By version: the size of the header."""
+_NPY_HEADER = re.compile(
+    rb"\s*\{\s*'descr':\s*'([<>|][a-zA-Z]\d{0,2})',\s*'fortran_order':\s*(True|False),"
+    rb"\s*'shape':\s*\(([\d, ]*)\),?\s*\}\s*"
+)
+_MAX_NPY_DIGITS = 18
+_NPY_DTYPES = {dtype.str: dtype for known in _NAMES for dtype in (known, known.newbyteorder(">"))}
 _MAX_INDEX_BYTES = 2**20
 _MAX_DIMS = 8
 
@@ -122,21 +134,37 @@ def _place(name: str, entry: _Entry, data: int) -> Place:
 
 
 def _npy_place(buffer: Buffer, start: int) -> Place:
-    head = io.BytesIO(buffer[start : start + _MAX_INDEX_BYTES])
-    try:
-        version = np.lib.format.read_magic(head)
-        read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-        shape, fortran, dtype = read(head)
-    except (ValueError, OverflowError) as error:
-        raise MalformedBody(f"the .npy header is malformed: {error}") from error
-    if dtype.hasobject:
+    text, data = _npy_header(buffer, start)
+    found = _NPY_HEADER.fullmatch(text)
+    if found is None:
+        raise MalformedBody("the .npy header is malformed: numpy.save writes none like it for an array of numbers")
+    name, order, sizes = (group.decode() for group in found.groups())
+    if name == "|O":
         raise MalformedBody("the .npy file holds Python objects, which would have to be unpickled; send numbers")
-    place = Place(dtype=dtype, shape=tuple(shape), start=start + head.tell(), fortran=fortran)
-    if dtype.newbyteorder("<") not in _NAMES:
-        raise MalformedBody(f"the .npy file has dtype {dtype}; these travel: {', '.join(map(str, _NAMES))}")
-    if len(shape) > _MAX_DIMS or place.start + place.num_bytes != len(buffer):
+    dtype = _NPY_DTYPES.get(name)
+    if dtype is None:
+        raise MalformedBody(f"the .npy file has dtype {name}; these travel: {', '.join(map(str, _NAMES))}")
+    lengths = [size.strip() for size in sizes.split(",") if size.strip()]
+    if len(lengths) > _MAX_DIMS or not all(size.isdecimal() and len(size) <= _MAX_NPY_DIGITS for size in lengths):
+        raise MalformedBody(f"the .npy header is malformed: shape ({sizes[:100]})")
+    shape = tuple(int(size) for size in lengths)
+    place = Place(dtype=dtype, shape=shape, start=data, fortran=order == "True")
+    if place.start + place.num_bytes != len(buffer):
         raise MalformedBody(f"the .npy file {list(shape)} of {dtype} does not end where the body does")
     return place
+
+
+def _npy_header(buffer: Buffer, start: int) -> tuple[bytes, int]:
+    """Return the text of a .npy file's header and where its data starts. numpy's own reader evaluates that text."""
+    at = start + len(_NPY_MAGIC) + 2
+    size = _NPY_SIZES.get(buffer[at - 2 : at])
+    if size is None or at + size.size > len(buffer):
+        raise MalformedBody("the .npy header is malformed: it is of no version from 1.0 to 3.0")
+    (num_bytes,) = size.unpack(buffer[at : at + size.size])
+    data = at + size.size + num_bytes
+    if num_bytes > _MAX_INDEX_BYTES or data > len(buffer):
+        raise MalformedBody(f"the .npy header is malformed: it would have {num_bytes} bytes")
+    return buffer[at + size.size : data], data
 
 
 def safetensors_parts(arrays: Mapping[str, Sequence[np.ndarray]]) -> Iterator[memoryview]:

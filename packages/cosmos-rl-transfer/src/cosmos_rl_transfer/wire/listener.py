@@ -107,7 +107,7 @@ class Listener:
             oldest, since = next(iter(self._strangers.items()))
             left_s = since + GRACE_S - time.monotonic()
             if left_s <= 0:
-                self._complain(f"{self._name}: more than {MOST_STRANGERS} connections prove nothing: the oldest go")
+                self._complain(f"{self._name}: more than {MOST_STRANGERS} idle connections: the oldest are closed")
                 del self._strangers[oldest]
                 oldest.close()
                 return

@@ -104,7 +104,7 @@ class ServerEnd:
             raise ChannelClosed(f"the worker announced a frame of {length} bytes")
         try:
             return _decode_from_worker(await self._exactly(length))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
             raise ChannelClosed(f"the worker sent nonsense: {error}") from error
 
     async def _exactly(self, num_bytes: int) -> bytes:

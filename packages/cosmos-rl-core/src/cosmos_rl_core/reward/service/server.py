@@ -3,32 +3,21 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import ipaddress
-import resource
 import signal
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
-import uvicorn
-
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.listening import raise_descriptor_limit
 from cosmos_rl_core.reward.service.app import RewardApp
 from cosmos_rl_core.reward.service.backend import Backend
+from cosmos_rl_core.reward.service.http import HttpServer
 from cosmos_rl_core.reward.service.settings import ServerSettings
 
-_GRACE_S = 5
 _DESCRIPTORS_BESIDE = 512
-"""Open files that are no bodies: connections, workers, libraries."""
-
-
-class _Http(uvicorn.Server):
-    """uvicorn without its signal handlers: whoever runs the event loop decides who stops."""
-
-    @contextlib.contextmanager
-    def capture_signals(self) -> Iterator[None]:
-        yield
+"""Open files that are no bodies: requests under way, workers, libraries. Each body that is not done is one too."""
 
 
 class RewardServer:
@@ -46,23 +35,14 @@ class RewardServer:
         self._stack = AsyncExitStack()
         self.backend = Backend(settings, log=log, python_path=python_path)
         app = RewardApp(self.backend, token=token)
-        config = uvicorn.Config(
-            app.asgi,
-            lifespan="off",
-            ws="none",
-            log_level="warning",
-            access_log=False,
-            server_header=False,
-            proxy_headers=False,
-            timeout_keep_alive=60,
-            timeout_graceful_shutdown=_GRACE_S,
-        )
-        self._http = _Http(config)
+        allowed, needed = raise_descriptor_limit(), settings.queue_size + _DESCRIPTORS_BESIDE
+        if allowed < needed:
+            log(f"queue_size = {settings.queue_size} takes up to {needed} open files; `ulimit -Hn` allows {allowed}")
+        self._http = HttpServer(app.asgi, most_idle=(allowed - needed) // 2, log=log)
         self.url = ""
         """http://host:port, once it is open."""
 
     async def __aenter__(self) -> RewardServer:
-        _allow_descriptors(self._settings.queue_size + _DESCRIPTORS_BESIDE)
         async with AsyncExitStack() as stack:
             sock = stack.enter_context(_listen(self._settings.host, self._settings.port))
             await stack.enter_async_context(self.backend)
@@ -131,11 +111,3 @@ def _is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
-
-
-def _allow_descriptors(count: int) -> None:
-    """Each body that is not done is an open file; ask for as many as the settings may need."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft < count:
-        allowed = count if hard == resource.RLIM_INFINITY else min(count, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))

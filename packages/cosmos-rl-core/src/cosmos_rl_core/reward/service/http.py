@@ -1,0 +1,110 @@
+"""uvicorn, with bounds on connections that ask for nothing: it has none before the first request."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol, cast
+
+import uvicorn
+
+from cosmos_rl_core.listening import SeldomFilter, SeldomLog, Strangers, accept_forever
+
+HEAD_S = 10.0
+"""Longest that a connection may take for the head of its first request."""
+KEEP_ALIVE_S = 60
+MOST_IDLE = 1024
+_LEAST_IDLE = 16
+_GRACE_S = 5
+_SELDOM = SeldomFilter()
+
+
+class _Cycle(Protocol):
+    """A request and its response."""
+
+    response_complete: bool
+
+
+class _Connection(Protocol):
+    """What uvicorn's two protocols for HTTP have in common."""
+
+    cycle: _Cycle | None
+    transport: asyncio.Transport
+
+
+class HttpServer(uvicorn.Server):
+    """Serves an ASGI app on sockets that are open already; whoever runs the event loop handles its signals.
+
+    Connections without a request under way are closed after `head_s`, or KEEP_ALIVE_S and `head_s` behind a request,
+    and sooner, oldest first, where there are more than `most_idle`.
+    """
+
+    def __init__(self, app: Any, *, most_idle: int, log: Callable[[str], None], head_s: float = HEAD_S) -> None:
+        config = uvicorn.Config(
+            app,
+            lifespan="off",
+            ws="none",
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=_GRACE_S,
+        )
+        super().__init__(config)
+        logging.getLogger("uvicorn.error").addFilter(_SELDOM)
+        self._head_s = head_s
+        self._complain = SeldomLog(log)
+        self._idle = Strangers(max(_LEAST_IDLE, min(most_idle, MOST_IDLE)), complain=self._complain)
+        self._accepting: list[asyncio.Task[None]] = []
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept: asyncio's own servers, which uvicorn uses, flood the log when no descriptor is left."""
+        self.servers = []
+        for sock in sockets or ():
+            sock.setblocking(False)
+            accepting = accept_forever(sock, self._admit, complain=self._complain)
+            self._accepting.append(asyncio.create_task(accepting, name="accept rewards"))
+        self.started = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stop accepting, then let uvicorn end the connections."""
+        for accepting in self._accepting:
+            accepting.cancel()
+        await asyncio.gather(*self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
+
+    async def on_tick(self, counter: int) -> bool:
+        """Close connections that have been idle too long; uvicorn calls this ten times a second."""
+        self._sweep()
+        return await super().on_tick(counter)
+
+    async def _admit(self, connection: socket.socket) -> None:
+        self._sweep()
+        await self._idle.make_room()
+        make = cast(Callable[..., asyncio.Protocol], self.config.http_protocol_class)
+        protocol = make(config=self.config, server_state=self.server_state, app_state=self.lifespan.state)
+        await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+
+    def _sweep(self) -> None:
+        """Find out who is idle."""
+        here = cast(set[_Connection], self.server_state.connections)
+        for gone in self._idle.keys() - here:
+            self._idle.leave(gone)
+        for connection in list(here):
+            asked = connection.cycle is not None
+            if connection.cycle is not None and not connection.cycle.response_complete:
+                self._idle.leave(connection)
+            elif connection not in self._idle:
+                self._idle.enter(connection, drop=connection.transport.abort)
+            elif self._idle.age(connection) > (KEEP_ALIVE_S + self._head_s if asked else self._head_s):
+                self._idle.leave(connection)
+                connection.transport.abort()
