@@ -48,7 +48,7 @@ def term_logprobs(
     chunk = max(1, logits_bytes // (4 * head.weight.shape[0]))
     part = vocabulary or Vocabulary(0, head.weight.shape[0], None)
     logprobs, entropy = _TermLogprobs.apply(
-        hidden, head.weight, head.bias, labels, head.softcap, temperature, with_entropy, chunk, part
+        hidden, head.weight, head.bias, labels, head.softcap, head.scale, temperature, with_entropy, chunk, part
     )
     return logprobs, entropy if with_entropy else None
 
@@ -95,12 +95,13 @@ class _TermLogprobs(torch.autograd.Function):
         bias: Tensor | None,
         labels: Tensor,
         softcap: float | None,
+        scale: float,
         temperature: float,
         with_entropy: bool,
         chunk: int,
         vocabulary: Vocabulary,
     ) -> tuple[Tensor, Tensor]:
-        head = Head(weight, bias, softcap)
+        head = Head(weight, bias, softcap, scale)
         logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
         entropy = torch.zeros_like(logprobs)
         largest, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
@@ -119,7 +120,7 @@ class _TermLogprobs(torch.autograd.Function):
         keep = len(labels) <= chunk and softcap is None and any(ctx.needs_input_grad)
         kept = probabilities if keep else None
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, largest, total, kept)
-        ctx.options = (softcap, temperature, chunk, vocabulary)
+        ctx.options = (softcap, scale, temperature, chunk, vocabulary)
         ctx.set_materialize_grads(False)  # entropy is often only looked at: then it costs the backward pass nothing
         return logprobs, entropy
 
@@ -127,9 +128,9 @@ class _TermLogprobs(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, labels, entropy, largest, total, kept = ctx.saved_tensors
-        softcap, temperature, chunk, vocabulary = ctx.options
+        softcap, scale, temperature, chunk, vocabulary = ctx.options
         grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
-        head = Head(weight, bias, softcap)
+        head = Head(weight, bias, softcap, scale)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
         d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
@@ -144,8 +145,7 @@ class _TermLogprobs(torch.autograd.Function):
             d_entropy = None if grad_entropy is None else grad_entropy[part]
             own = vocabulary.own(labels[part])
             grad = _grad_logits(probabilities, own, grad_logprobs[part], d_entropy, entropy[part])
-            grad = grad.div_(temperature) if slope is None else grad.mul_(slope).div_(temperature)
-            grad = grad.to(hidden.dtype)
+            grad = (grad if slope is None else grad.mul_(slope)).mul_(scale / temperature).to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[part] = product(grad, weight.t())
             if d_weight is not None:
@@ -154,7 +154,7 @@ class _TermLogprobs(torch.autograd.Function):
                 d_bias.add_(grad.sum(0))
         d_weight = None if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
-        return d_hidden, d_weight, d_bias, *[None] * 6
+        return d_hidden, d_weight, d_bias, *[None] * 7
 
 
 def _parts(length: int, chunk: int) -> list[slice]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,6 +18,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GenerationConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -29,10 +31,14 @@ from cosmos_rl_core.parallel.lora import adapter_weights
 from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_llm.checkpoint import resolve
 
-_HEAD_SCALES = ("logit_scale", "logits_scaling")
-"""Config keys of models that scale their logits after the head (Cohere, Granite)."""
+_MULTIPLIERS = ("logit_scale", "lm_head_multiplier", "output_multiplier")
+"""Config keys that logits are multiplied by: Cohere, Falcon-H1, Muse Glimmer."""
+_DIVISORS = ("logits_scaling", "logits_mup_width_multiplier")
+"""Config keys that logits, or the hidden states before the head, are divided by: Granite and MiniCPM3, Inkling."""
+_SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_cap")
+"""Config keys of the soft cap of logits: Gemma 2 and others, RecurrentGemma, xLSTM."""
 
-_LOADING = threading.Lock()
+LOADING = threading.Lock()
 """transformers swaps global defaults while it builds a model; policy and engine may load theirs in two threads."""
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
@@ -48,7 +54,7 @@ def load_model(
     source = resolve(path_or_id)
     logging.disable_progress_bar()  # it would fill a worker's log
     try:
-        with _LOADING:
+        with LOADING:
             loaded = AutoModelForCausalLM.from_pretrained(
                 source,
                 dtype=dtype,
@@ -77,7 +83,7 @@ def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype) -> Pr
     source = resolve(path_or_id)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        with _LOADING, no_init_weights():
+        with LOADING, no_init_weights():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(_explain(source, error)) from error
@@ -99,7 +105,7 @@ def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> P
         raise UserError('model config needs the key model_type, for example model_type = "qwen3"')
     try:
         built = AutoConfig.for_model(kind, **values)
-        with _LOADING, lent_random_state(seed=seed):
+        with LOADING, lent_random_state(seed=seed):
             return AutoModelForCausalLM.from_config(built, dtype=dtype)
     except (ValueError, StrictDataclassError) as error:
         raise UserError(f"model config: {_first_line(error)}") from error
@@ -135,8 +141,12 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of a model's decoder layers, whatever its family calls it."""
-    return next(child for child in model.base_model.children() if isinstance(child, nn.ModuleList))
+    """The list of a model's decoder layers, whatever its family calls it. Raises UserError for a model without one."""
+    decoder = model.base_model
+    lists = [child for child in (*decoder.children(), *decoder.modules()) if isinstance(child, nn.ModuleList)]
+    if decoder is model or not lists:
+        raise UserError(f"model.path: {type(model).__name__} has no list of decoder layers; choose another model")
+    return lists[0]
 
 
 def context_length(model: PreTrainedModel) -> int | None:
@@ -147,37 +157,46 @@ def context_length(model: PreTrainedModel) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """The output projection: logits = softcap(hidden @ weight.T + bias)."""
+    """The output projection: logits = softcap(scale * (hidden @ weight.T + bias))."""
 
     weight: Tensor
     """[V, hidden]."""
     bias: Tensor | None
     """[V]."""
-    softcap: float | None
+    softcap: float | None = None
+    scale: float = 1.0
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
         """Read the head of a causal LM. Raises UserError where logits are made in another way."""
         config = model.config.get_text_config()
-        scaled = [key for key in _HEAD_SCALES if getattr(config, key, None) not in (None, 1, 1.0)]
         linear = model.get_output_embeddings()
-        if scaled or not isinstance(linear, nn.Linear):
-            raise UserError(
-                f"model.path: {type(model).__name__} makes its logits in a way that is not supported "
-                f"({', '.join(scaled) or 'no linear output layer'}); choose another model"
-            )
-        return cls(linear.weight, linear.bias, getattr(config, "final_logit_softcapping", None))
+        if not isinstance(linear, nn.Linear):
+            raise UserError(f"model.path: {type(model).__name__} has no linear output layer; choose another model")
+        caps = [cap for key in _SOFTCAPS if (cap := getattr(config, key, None))]
+        return cls(linear.weight, linear.bias, softcap=caps[0] if caps else None, scale=_logit_scale(config))
 
     def cast(self, dtype: torch.dtype | None) -> Head:
         """The same head in another type; gradients flow back to the original."""
         if dtype is None:
             return self
-        return Head(self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype), self.softcap)
+        return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [..., hidden] -> logits [..., V] float32."""
         logits = product(hidden, self.weight, self.bias).float()
+        logits = logits if self.scale == 1 else logits.mul_(self.scale)
         return logits if self.softcap is None else self.softcap * torch.tanh(logits / self.softcap)
+
+
+def _logit_scale(config: PreTrainedConfig) -> float:
+    """What a family's forward pass multiplies its logits by."""
+    multipliers, divisors = _MULTIPLIERS, _DIVISORS
+    if config.model_type.startswith("hyperclovax"):  # multiplies by the key that others divide by
+        multipliers, divisors = ("logits_scaling",), ()
+    above = [float(getattr(config, key, None) or 1) for key in multipliers]
+    below = [float(getattr(config, key, None) or 1) for key in divisors]
+    return math.prod(above) / math.prod(below)
 
 
 def _explain(source: str, error: Exception, *, what: str = "model") -> str:

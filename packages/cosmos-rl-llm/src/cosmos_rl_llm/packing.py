@@ -25,6 +25,10 @@ from cosmos_rl_llm.attention import Scoring, causal_attention
 ATTENTION = "cosmos_rl"
 """Name under which `install_attention` registers `layout_attention` with transformers."""
 
+_UNSAID: Any = object()
+_NOT_DONE = ("position_bias", "indices", "block_indices")
+"""Keywords by which families change scores (Inkling) or choose tokens (DeepSeek-V3.2, MiniMax-M3)."""
+
 _MAX_PADDING = 1.3
 """A block's longest sequence is at most this multiple of its shortest, plus `_MAX_PADDING_TERMS`."""
 _MAX_PADDING_TERMS = 32
@@ -48,17 +52,33 @@ def layout_attention(
     *,
     layout: Layout | None = None,
     scaling: float | None = None,
-    sliding_window: int | None = None,
+    sliding_window: int | None = _UNSAID,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `layout` says, without dropout; transformers calls this through its `AttentionInterface`."""
-    assert layout is not None, "called without `layout`; go through CausalLMPolicy or TorchEngine"
-    assert attention_mask is None, "layouts replace masks"
+    """Attend as `layout` says, without dropout; transformers calls this through its `AttentionInterface`.
+
+    Raises UserError for a layer that asks for what a layout does not do.
+    """
+    asked = [name for name in _NOT_DONE if others.get(name) is not None]
+    if asked or layout is None or attention_mask is not None:
+        why = f"asks for {asked[0]}" if asked else "brings a mask of its own" if layout else "passes no keywords on"
+        raise UserError(
+            f"model.path: {type(module).__name__} {why}, so that packed sequences cannot be told apart; choose another"
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    scoring = Scoring(scale=scale, window=sliding_window, softcap=softcap, sinks=s_aux)
+    window = _configured_window(module) if sliding_window is _UNSAID else sliding_window
+    scoring = Scoring(scale=scale, window=window, softcap=softcap, sinks=s_aux)
     return layout.attend(query, key, value, scoring), None
+
+
+def _configured_window(module: nn.Module) -> int | None:
+    """The window of a layer whose family puts it into the mask alone: PhiMoE, Qwen2-MoE."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or layer is None or kinds[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if slides else None
 
 
 def install_attention(model: PreTrainedModel, *, traced: bool = True) -> None:
@@ -77,7 +97,7 @@ def install_attention(model: PreTrainedModel, *, traced: bool = True) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Block:
+class Block:
     """Sequences of similar length, right-padded to the longest."""
 
     source: Tensor
@@ -85,12 +105,16 @@ class _Block:
     rows: int
     longest: int
 
+    def gather(self, packed: Tensor) -> Tensor:
+        """[1, L, ...] of a packed row -> [rows, longest, ...]."""
+        return packed[0].index_select(0, self.source).view(self.rows, self.longest, *packed.shape[2:])
+
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
     """Sequences in one row, each causal and blind to the others; sequences may share the rows of a common prefix."""
 
-    blocks: tuple[_Block, ...]
+    blocks: tuple[Block, ...]
     restore: Tensor
     """[L] int64: place of each token of the packed row in the concatenated padded blocks."""
 
@@ -123,7 +147,7 @@ class PackedLayout:
             padded = offset + np.arange(source.size).reshape(source.shape)
             restore[source[place < size]] = padded[place < size]
             offset += source.size
-            blocks.append(_Block(torch.from_numpy(source.ravel()).to(device), len(members), longest))
+            blocks.append(Block(torch.from_numpy(source.ravel()).to(device), len(members), longest))
         return cls(tuple(blocks), torch.from_numpy(restore).to(device))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -131,6 +155,14 @@ class PackedLayout:
         outputs = [_attend_block(block, query, key, value, scoring) for block in self.blocks]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.index_select(0, self.restore).unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalRows:
+    """One sequence a row, right-padded: what is causal by itself, such as a recurrent layer, needs no more."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        return causal_attention(query, key, value, scoring).transpose(1, 2)
 
 
 def share_prefixes(given: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -173,7 +205,7 @@ def _similar(lengths: Sequence[int], *, padding: bool) -> list[list[int]]:
     return groups
 
 
-def _attend_block(block: _Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+def _attend_block(block: Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """Causal attention of one block: packed rows [L, heads, D] in, [rows * longest, heads, D'] out."""
     q, k, v = (
         x.index_select(0, block.source).view(block.rows, block.longest, *x.shape[1:]).transpose(1, 2)

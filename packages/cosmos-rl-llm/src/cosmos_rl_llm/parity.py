@@ -80,6 +80,18 @@ FAMILIES: Mapping[str, Mapping[str, Any]] = {
         "first_k_dense_replace": 1,
     },
 }
+_WITH_STATES: Mapping[str, Mapping[str, Any]] = {
+    "qwen3.5": {
+        **_COMMON,
+        "model_type": "qwen3_5_text",
+        "layer_types": ["linear_attention", "full_attention"] * 2,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+}
+"""Families that run unpacked."""
 """Biases, tied matrices, windows, sinks and shared experts where a family has them."""
 
 
@@ -142,7 +154,9 @@ def train_rank(
 
 def make_tiny(family: str, *, num_layers: int = 2) -> PreTrainedModel:
     """Make the model of a family, with biases and sinks that are not zero."""
-    model = make_model({**FAMILIES[family], "num_hidden_layers": num_layers}, dtype=torch.float32, seed=0)
+    model = make_model(
+        {**{**FAMILIES, **_WITH_STATES}[family], "num_hidden_layers": num_layers}, dtype=torch.float32, seed=0
+    )
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and not name.endswith("norm.weight"):

@@ -27,6 +27,7 @@ from cosmos_rl_llm.chat import Chat
 from cosmos_rl_llm.lora import write_config
 from cosmos_rl_llm.model import named_weights
 from cosmos_rl_llm.parallelize import parallelize
+from cosmos_rl_llm.probe import runs_unpacked
 from cosmos_rl_llm.routing import ExpertLoad
 from cosmos_rl_llm.stages import cut_model, is_tied
 from cosmos_rl_llm.terms import Row, TermModel
@@ -75,11 +76,13 @@ class PipelinedPolicy:
             compute_dtype: run matrix products in this type while the weights keep theirs.
             logits_bytes: most memory for logits at a time; larger microbatches are cut into chunks of terms.
 
-        Raises UserError for a model that cannot be cut or spread as `setup` says.
+        Raises UserError for a model that cannot be cut or spread as `setup` says, or whose log-probabilities would not
+        be those of transformers.
         """
         mesh, section = setup.mesh, setup.parallel
         assert mesh is not None and section.pp > 1
         self._tied = is_tied(model) and mesh.stage in (0, section.pp - 1)
+        unpacked = runs_unpacked(model, compute_dtype=compute_dtype, mesh=mesh)
         self._stages: list[TermStage] = []
         for place, stage in enumerate(cut_model(model, section=section, stage=mesh.stage)):
             index = mesh.stage + place * section.pp
@@ -90,6 +93,7 @@ class PipelinedPolicy:
                 logits_bytes=logits_bytes,
                 mesh=mesh,
                 sequence_parallel=section.sequence_parallel,
+                unpacked=unpacked,
                 first=index == 0,
                 last=index == num_stages(section) - 1,
             )

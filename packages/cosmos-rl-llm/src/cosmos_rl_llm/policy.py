@@ -24,6 +24,7 @@ from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.lora import write_config
 from cosmos_rl_llm.model import named_weights
 from cosmos_rl_llm.parallelize import parallelize
+from cosmos_rl_llm.probe import runs_unpacked
 from cosmos_rl_llm.routing import ExpertLoad
 from cosmos_rl_llm.terms import TermModel
 
@@ -68,6 +69,7 @@ class CausalLMPolicy:
             logits_bytes=logits_bytes,
             mesh=setup.mesh,
             sequence_parallel=setup.parallel.sequence_parallel,
+            unpacked=runs_unpacked(model, compute_dtype=compute_dtype, mesh=setup.mesh),
         )
         parallelize(self.module, setup)
         self._load = ExpertLoad(model)

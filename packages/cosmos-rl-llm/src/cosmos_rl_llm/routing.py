@@ -26,6 +26,7 @@ from transformers import PreTrainedModel
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_llm.experts import is_experts
+from cosmos_rl_llm.model import decoder_layers
 
 _ROUTERS = ("gate", "router")
 """Names that families give the router beside a layer's `experts`. It returns (logits, gates [N, k], experts [N, k])."""
@@ -72,7 +73,13 @@ class RouteRecorder:
         return routes
 
     def _note(self, layer: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
-        self._chosen[layer] = outputs[-1]
+        chosen = _choice(outputs)
+        if chosen is None:
+            raise UserError(
+                f"rollout.options.record_routes: {type(router).__name__} does not return the experts it chooses; "
+                "set it to false"
+            )
+        self._chosen[layer] = chosen
 
 
 class ExpertLoad:
@@ -112,8 +119,9 @@ class ExpertLoad:
     def _count(self, layer: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
         # Passes without gradient are no training. Ranks along tp, and recomputation, count all tokens of a layer again,
         # which leaves their proportions as they are.
-        if torch.is_grad_enabled():
-            counts = outputs[-1].detach().reshape(-1).bincount(minlength=self._shape[1])
+        chosen = _choice(outputs) if torch.is_grad_enabled() else None
+        if chosen is not None:
+            counts = chosen.detach().reshape(-1).bincount(minlength=self._shape[1])
             self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
 
 
@@ -121,40 +129,51 @@ def install_replay(model: PreTrainedModel) -> None:
     """Make each router choose what the keyword `routes` [tokens, layers, k] of the forward pass says, if it is there.
 
     The keyword travels through the decoder to each layer's attention, as `layout` does, which is why recomputation and
-    microbatches in flight find their own.
-
-    Raises UserError for a layer whose attention is not called `self_attn`.
+    microbatches in flight find their own. Routers of layers whose attention is not called `self_attn` hear of none.
     """
-    layers = dict(model.base_model.get_submodule("layers").named_children()) if routers(model) else {}
     for layer, router in routers(model).items():
-        beside = dict(layers[str(layer)].named_children())
-        if "self_attn" not in beside:
-            raise UserError(f"model.path: {type(model).__name__} has no attention beside its routers; choose another")
-        replay = _Replay(layer, router)
-        beside["self_attn"].register_forward_pre_hook(replay.listen, with_kwargs=True)
-        router.forward = replay.route
+        beside = dict(decoder_layers(model)[layer].named_children())
+        if "self_attn" in beside:
+            replay = _Replay(layer, router, num_experts=_num_scores(router) or _sizes(model)[1])
+            beside["self_attn"].register_forward_pre_hook(replay.listen, with_kwargs=True)
+            router.forward = replay.route
+
+
+def check_replay(model: PreTrainedModel) -> None:
+    """Raise UserError where a router of `model` cannot be told what to choose."""
+    for layer in routers(model):
+        if "self_attn" not in dict(decoder_layers(model)[layer].named_children()):
+            raise UserError(
+                f"rollout.options.record_routes: {type(model).__name__} has no attention beside its routers to hand "
+                "them the experts; set it to false"
+            )
 
 
 class _Replay:
     """The choice that a layer's router is to make: heard by the attention before it, in the same forward pass."""
 
-    def __init__(self, layer: int, router: nn.Module) -> None:
+    def __init__(self, layer: int, router: nn.Module, *, num_experts: int) -> None:
         self._layer = layer
+        self._kind = type(router).__name__
         self._choose = router.forward
-        self._num_experts = router.get_parameter("weight").shape[0]
+        self._num_experts = num_experts
         self._chosen: Tensor | None = None
 
     def listen(self, attention: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
         routes: Tensor | None = keywords.get("routes")
         self._chosen = None if routes is None else routes[:, self._layer]
 
-    def route(self, hidden: Tensor) -> Any:
+    def route(self, *given: Any, **keywords: Any) -> Any:
         if self._chosen is None:
-            return self._choose(hidden)
+            return self._choose(*given, **keywords)
         mode = _Chosen(self._chosen, num_experts=self._num_experts)
         with mode:
-            outputs = self._choose(hidden)
-        assert mode.obeyed, "the router does not choose with torch.topk over all experts"
+            outputs = self._choose(*given, **keywords)
+        if not mode.obeyed:
+            raise UserError(
+                f"rollout.options.record_routes: {self._kind} does not choose with torch.topk "
+                "over all experts; set it to false"
+            )
         return outputs
 
 
@@ -182,6 +201,19 @@ class _Chosen(TorchFunctionMode):
             return func(*args, **keywords)
         self.obeyed = True
         return torch.return_types.topk((scores.gather(-1, self._experts), self._experts))
+
+
+def _choice(outputs: Any) -> Tensor | None:
+    """The experts [N, k] among what a router returns; None where that is something else."""
+    tensors = [each for each in outputs if isinstance(each, Tensor)] if isinstance(outputs, tuple) else []
+    whole = [each for each in tensors if each.ndim == 2 and not each.is_floating_point()]
+    return whole[0] if len(whole) == 1 else None
+
+
+def _num_scores(router: nn.Module) -> int | None:
+    """How many experts a router gives scores to, those included that do nothing (LongCat); None without a matrix."""
+    matrices = [parameter for parameter in router.parameters() if parameter.ndim == 2]
+    return matrices[-1].shape[0] if matrices else None
 
 
 def _sizes(model: PreTrainedModel) -> tuple[int, int]:

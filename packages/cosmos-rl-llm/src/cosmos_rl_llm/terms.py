@@ -4,6 +4,11 @@
     tokens [1, l] -> decoder -> hidden [1, l, H] -> hidden[term_rows] [t] -> log-probabilities [t]     (one forward)
                                                                           -> over cp -> [T]
 
+Layers that carry a state from token to token (recurrent, linear attention, convolutions) would carry it from one
+sequence of a packed row into the next. Families with such layers run *unpacked*:
+
+    tokens [1, L] -> blocks [sequences, longest], right-padded -> decoder, a pass a block -> hidden [1, L, H]
+
 Everything happens in one `forward`, so that a fully sharded root gathers the output head where it is used. A stage of a
 pipeline is the same module: the first takes tokens, all but the last return hidden states.
 """
@@ -11,8 +16,8 @@ pipeline is the same module: the first takes tokens, all but the last return hid
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -26,8 +31,8 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.tensor import TensorAxis, own_part, own_slice
 from cosmos_rl_llm.logprobs import Vocabulary, term_logprobs
 from cosmos_rl_llm.model import Head, decoder_layers
-from cosmos_rl_llm.packing import Layout, PackedLayout, install_attention, share_prefixes
-from cosmos_rl_llm.routing import install_replay
+from cosmos_rl_llm.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
+from cosmos_rl_llm.routing import check_replay, install_replay
 
 if TYPE_CHECKING:
     from cosmos_rl_llm.context import ContextPart
@@ -65,10 +70,11 @@ class TermModel(nn.Module):
         logits_bytes: int = LOGITS_BYTES,
         mesh: ReplicaMesh | None = None,
         sequence_parallel: bool = False,
+        unpacked: bool = False,
         first: bool = True,
         last: bool = True,
     ) -> None:
-        """Take over `model`, or a stage of it: its attention is replaced, its dropout removed.
+        """Take over `model`, or a stage of it: its attention is replaced, and it stays in eval mode.
 
         Args:
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
@@ -77,23 +83,33 @@ class TermModel(nn.Module):
             logits_bytes: most memory for logits at a time; more terms are cut into chunks.
             mesh: the ranks this module will be spread over; `parallelize` does the spreading.
             sequence_parallel: with tp, activations are cut along the sequence between matrix products.
+            unpacked: one sequence a row of the decoder's input, and no shared prefixes.
             first: whether tokens come in, not hidden states.
             last: whether log-probabilities go out, not hidden states.
         """
         super().__init__()
+        decoder_layers(model)
         install_attention(model)
         install_replay(model)
-        _remove_dropout(model)
         for name, child in model.named_children():
             self.add_module(name, child)
         self._whole = (model,)  # in a tuple: its parts are registered, not itself, so that names have no prefix
         self.mesh = mesh
         self.axis = _tensor_axis(mesh, sequence=sequence_parallel)
         self.compute_dtype = compute_dtype
+        self.unpacked = unpacked
         self.first, self.last = first, last
         self._temperature = temperature or 1.0
         self._logits_bytes = logits_bytes
-        self.train()
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode: a term's log-probability is that of the model that generates.
+
+        Dropout of every kind, also `functional.dropout(training=self.training)`, and the noise of routers are off.
+        What is recomputed in the backward pass is our own decision (`parallel.remat`) and needs no training mode.
+        """
+        return super().train(False)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
@@ -118,9 +134,14 @@ class TermModel(nn.Module):
     def row(self, inputs: Mapping[str, Tensor]) -> Row:
         """Lay out `Microbatch.inputs` (see `CausalLMPolicy`): prefixes once, and this rank's part of them over cp.
 
-        Ranks along tp, cp and pp give the same inputs; nothing is sent.
+        Ranks along tp, cp and pp give the same inputs; nothing is sent, but for the number of blocks where the model
+        runs unpacked.
         """
-        lengths = torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()
+        if "routes" in inputs:
+            check_replay(self.causal_lm)
+        if self.unpacked:
+            return self._unpacked_row(inputs)
+        lengths = _lengths(inputs)
         given = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
         rows = share_prefixes(torch.cat(given, dim=1).cpu().numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
@@ -139,6 +160,20 @@ class TermModel(nn.Module):
             routes=inputs["routes"][taken] if "routes" in inputs else None,
         )
         return whole if self._context is None else self._cut(whole)
+
+    def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> Row:
+        layout = PackedLayout.of(_lengths(inputs), device=self.device)
+        # All ranks that gather parameters together make as many passes; the spare ones run one token.
+        passes = len(layout.blocks) if self.mesh is None else self.mesh.most_over_shards(len(layout.blocks))
+        spare = Block(torch.zeros(1, dtype=torch.int64, device=self.device), rows=1, longest=1)
+        return Row(
+            tokens=inputs["tokens"][None],
+            positions=inputs["positions"][None],
+            layout=replace(layout, blocks=(*layout.blocks, *[spare] * (passes - len(layout.blocks)))),
+            term_rows=inputs["logit_index"],
+            labels=inputs["labels"],
+            routes=inputs.get("routes"),
+        )
 
     def forward(
         self, hidden: Tensor | None, row: Row, with_entropy: bool = False
@@ -172,16 +207,31 @@ class TermModel(nn.Module):
         return row.context.all_terms(logprobs), None if entropy is None else row.context.all_terms(entropy)
 
     def _decode(self, hidden: Tensor | None, row: Row) -> Tensor:
+        """Tokens, or hidden states [1, l, H] of the stage before -> hidden states [1, l, H]."""
+        given = row.tokens if self.first else hidden
+        assert given is not None
+        if not self.unpacked:
+            return self._pass(given, row.positions, row.layout, row.routes)
+        assert isinstance(row.layout, PackedLayout)
+        outputs = []
+        for block in row.layout.blocks:
+            routes = None if row.routes is None else row.routes[block.source]
+            output = self._pass(block.gather(given), block.gather(row.positions), CausalRows(), routes)
+            outputs.append(output.flatten(0, 1))
+        return torch.cat(outputs).unsqueeze(0).index_select(1, row.layout.restore)
+
+    def _pass(self, given: Tensor, positions: Tensor, layout: Layout, routes: Tensor | None) -> Tensor:
+        """One pass of the decoder: tokens [B, l], or hidden states [B, l, H] -> hidden states [B, l, H]."""
         dtype = self._autocast
-        routes = {} if row.routes is None else {"routes": row.routes}
+        replayed = {} if routes is None else {"routes": routes}
         with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
             output = self.causal_lm.base_model(
-                input_ids=row.tokens if self.first else None,
-                inputs_embeds=None if self.first else hidden,
-                position_ids=row.positions,
+                input_ids=given if self.first else None,
+                inputs_embeds=None if self.first else given,
+                position_ids=positions,
                 use_cache=False,
-                layout=row.layout,
-                **routes,
+                layout=layout,
+                **replayed,
             )
         return output.last_hidden_state
 
@@ -192,7 +242,8 @@ class TermModel(nn.Module):
             return head, None
         assert isinstance(head.weight, DTensor) and isinstance(head.bias, DTensor | None)
         bias = None if head.bias is None else own_slice(self.axis)(head.bias)
-        return Head(own_part(head.weight), bias, head.softcap), Vocabulary.part(head.weight.shape[0], self.axis)
+        own = replace(head, weight=own_part(head.weight), bias=bias)
+        return own, Vocabulary.part(head.weight.shape[0], self.axis)
 
     def _cut(self, row: Row) -> Row:
         """This rank's part of a row over cp."""
@@ -237,8 +288,6 @@ def _tensor_axis(mesh: ReplicaMesh | None, *, sequence: bool) -> TensorAxis | No
     return None if along is None else TensorAxis(along, sequence)
 
 
-def _remove_dropout(model: nn.Module) -> None:
-    """Switch dropout off for good: a term's log-probability is that of the model that generates."""
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
+def _lengths(inputs: Mapping[str, Tensor]) -> list[int]:
+    """Of the sequences in a packed row."""
+    return torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()

@@ -82,6 +82,13 @@ class ReplicaMesh:
         dist.all_reduce(value)
         return value
 
+    def most_over_shards(self, value: int) -> int:
+        """Return the largest value of the ranks that gather and reduce parameters together; all of them call it."""
+        most = torch.tensor(value, device=self.device)
+        for group in self.fsdp.get_all_groups():
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=group)
+        return int(most)
+
 
 def _keep_time(*meshes: DeviceMesh, device: torch.device) -> None:
     """Give the meshes' groups the timeout of the default group; torch gives new groups one of its own."""

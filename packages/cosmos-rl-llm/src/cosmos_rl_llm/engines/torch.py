@@ -27,6 +27,7 @@ from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.engines.batch import EngineStats, RunningBatch
 from cosmos_rl_llm.engines.cache import bytes_per_term
+from cosmos_rl_llm.engines.probe import check_generation
 from cosmos_rl_llm.engines.sequence import Request, RunningSequence
 from cosmos_rl_llm.model import context_length, named_weights
 
@@ -64,7 +65,10 @@ class TorchEngine:
             record_routes: note the experts of each token in `Rollout.arrays["routes"]`
                 [prompt + T - 1, layers, k], of all tokens that were fed in; UserError for a model without experts.
             version: policy version of the weights as they are.
+
+        Raises UserError for a family that cannot be generated with.
         """
+        check_generation(model)
         self._model = model
         self._encode, self._decode = encode, decode
         self._decode_prompt = decode_prompt or decode
