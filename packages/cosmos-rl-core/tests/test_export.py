@@ -137,6 +137,40 @@ def test_a_place_without_checkpoints_is_told(tmp_path):
         export(str(tmp_path), tmp_path / "model")
 
 
+FORMATTED = """
+from cosmos_rl_core.testing.tiny import Tiny
+
+class Formatted(Tiny):
+    export_formats = ("upper",)
+
+    def export_as(self, format, directory, tensors, *, model, data):
+        (directory / "config.json").write_text(f"{format} {model.actions} {data.rows}")
+        return ((name.upper(), tensor) for name, tensor in tensors)
+
+FORMATTED = Formatted()
+"""
+
+
+def test_a_domain_may_write_another_programs_format(tmp_path, monkeypatch):
+    (tmp_path / "formatted.py").write_text(FORMATTED)
+    monkeypatch.syspath_prepend(tmp_path)
+    run(load_config(RECIPE, [f'run.output_dir="{tmp_path / "run"}"', "run.domain=formatted:FORMATTED"]))
+    export(str(tmp_path / "run"), tmp_path / "plain")
+    export(str(tmp_path / "run"), tmp_path / "model", format="upper", max_shard_bytes=1)
+    plain, found = (load_file(tmp_path / name / "model.safetensors") for name in ("plain", "model"))
+    assert {name.upper() for name in plain} == found.keys()
+    assert (tmp_path / "model" / "config.json").read_text() == "upper 3 6"
+    with pytest.raises(UserError, match="--format lower: choose one of upper"):
+        export(str(tmp_path / "run"), tmp_path / "other", format="lower")
+    with pytest.raises(UserError, match="leave out --keep-adapters"):
+        export(str(tmp_path / "run"), tmp_path / "other", format="upper", merge_adapters=False)
+
+
+def test_a_domain_of_one_format_says_so(finished, tmp_path):
+    with pytest.raises(UserError, match="--format lerobot: the models of domain tiny are written in one format"):
+        export(str(finished), tmp_path / "model", format="lerobot")
+
+
 def test_an_unknown_dtype_is_told(finished, tmp_path):
     with pytest.raises(UserError, match="--dtype int4: choose one of float32, bfloat16, float16"):
         export(str(finished), tmp_path / "model", dtype="int4")

@@ -72,13 +72,35 @@ def test_the_file_of_openpi_is_read(tmp_path):
     held = {"norm_stats": {"actions": {"mean": [0.0], "std": [2.0], "q01": [-3.0], "q99": [5.0]}}}
     (tmp_path / "norm_stats.json").write_text(json.dumps(held))
     stats = ActionStats.load(tmp_path / "norm_stats.json")
-    assert stats.unnormalise(np.array([-1.0, 1.0])[:, None])[:, 0].tolist() == [-3.0, 5.0]
+    assert stats.unnormalise(np.array([-1.0, 1.0])[:, None])[:, 0] == pytest.approx([-3.0, 5.0 + 1e-6], abs=1e-7)
+
+
+def test_pi0_takes_mean_and_std_of_the_file_of_openpi_and_no_percentiles(tmp_path):
+    held = {"norm_stats": {"actions": {"mean": [1.0], "std": [2.0], "q01": [-3.0], "q99": [5.0]}}}
+    (tmp_path / "norm_stats.json").write_text(json.dumps(held))
+    assert ActionStats.load(tmp_path / "norm_stats.json", family="pi0").unnormalise(
+        np.ones((1, 1))
+    ).item() == pytest.approx(3, abs=1e-5)
+    assert ActionStats.load(tmp_path / "norm_stats.json", family="pi05").unnormalise(
+        np.ones((1, 1))
+    ).item() == pytest.approx(5, abs=1e-5)
+
+
+@pytest.mark.parametrize("value", [0.0, 0.7, 300.0])
+def test_a_dimension_that_never_moved_is_minus_one_as_openpi_and_lerobot_trained_it(tmp_path, value):
+    held = {"norm_stats": {"actions": {name: [value] for name in ("mean", "std", "q01", "q99")}}}
+    (tmp_path / "norm_stats.json").write_text(json.dumps(held))
+    numbers = {f"action.{name}": [value] for name in ("q01", "q99")}
+    save_lerobot(tmp_path, norm_map={"ACTION": "QUANTILES"}, numbers=numbers)
+    for place in (tmp_path, tmp_path / "norm_stats.json"):
+        assert ActionStats.load(place).normalise(np.array([[value]], np.float32)) == pytest.approx(-1, abs=0.05)
 
 
 def test_the_file_of_openpi_without_percentiles_is_mean_and_std(tmp_path):
     held = {"norm_stats": {"actions": {"mean": [1.0], "std": [2.0], "q01": None, "q99": None}}}
     (tmp_path / "norm_stats.json").write_text(json.dumps(held))
-    assert ActionStats.load(tmp_path / "norm_stats.json").unnormalise(np.array([[1.0]])).item() == 3.0
+    found = ActionStats.load(tmp_path / "norm_stats.json").unnormalise(np.array([[1.0]])).item()
+    assert found == pytest.approx(3.0 + 1e-6, abs=3e-7)  # openpi adds 1e-6 to a deviation
 
 
 def save_lerobot(directory, *, norm_map, numbers):

@@ -10,6 +10,9 @@ from safetensors.torch import load_file, save_file
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.config import VLAModelConfig
+from cosmos_rl_vla.models.families import make
+from cosmos_rl_vla.models.instructions import word_instructions
 from cosmos_rl_vla.models.noise import Noise
 from cosmos_rl_vla.models.pi import PiModel
 from cosmos_rl_vla.models.pi_checkpoint import own_name, public_name
@@ -205,6 +208,13 @@ def test_a_directory_without_weights_or_config_says_so(tmp_path):
         load_pi(tmp_path)
 
 
+def test_the_dtype_that_a_cast_export_adds_is_read_over(tmp_path):
+    save_config(PI05, tmp_path)
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "dtype": "bfloat16"}))
+    assert read_config(tmp_path) == PI05
+
+
 @pytest.mark.parametrize(
     ("change", "said"),
     [
@@ -281,3 +291,15 @@ def test_the_full_sizes_are_those_of_the_public_checkpoints():
     assert shapes["action_in_proj.weight"] == (1024, 32)
     total = sum(np.prod(shape) for name, shape in shapes.items() if not name.startswith("value_head."))
     assert 3.2e9 < total < 3.4e9
+
+
+def test_statistics_beside_an_openpi_model_are_read_as_its_family_takes_them(tmp_path):
+    numbers = {"mean": [1.0] * 2, "std": [2.0] * 2, "q01": [-3.0] * 2, "q99": [5.0] * 2}
+    for config, high in ((PI0, 3.0), (PI05, 5.0)):
+        directory = tmp_path / config.family
+        (directory / "assets/libero").mkdir(parents=True)
+        (directory / "assets/libero/norm_stats.json").write_text(json.dumps({"norm_stats": {"actions": numbers}}))
+        save_config(config, directory)
+        word_instructions(["go"]).save(directory)
+        stats = make(VLAModelConfig(path=str(directory))).stats
+        assert stats.unnormalise(np.ones((1, 2), np.float32)) == pytest.approx(high, abs=1e-5)

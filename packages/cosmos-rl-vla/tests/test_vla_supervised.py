@@ -196,6 +196,9 @@ def test_imitation_learns_and_what_is_exported_acts_in_the_simulator(demos, tmp_
     losses = [json.loads(line)["loss"] for line in (tmp_path / "sft/metrics.jsonl").read_text().splitlines()]
     assert np.mean(losses[-5:]) < 0.75 * np.mean(losses[:5])
     export(tmp_path / "sft", tmp_path / "model")
+    with pytest.raises(UserError, match="only models of the public size fit"):
+        export(tmp_path / "sft", tmp_path / "other", format="lerobot")
+    assert not (tmp_path / "other").exists()
     held = json.loads((tmp_path / "model/action_stats.json").read_text())
     assert set(held) == {"action", "state"}
     acting = {

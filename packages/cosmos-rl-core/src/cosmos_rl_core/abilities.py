@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 if TYPE_CHECKING:
     import numpy as np
+    from torch import Tensor
 
     from cosmos_rl_core.config.run import RunConfig
 
@@ -86,5 +87,26 @@ class CompletesExports(Protocol):
         """Write into `directory`, where a checkpoint's configurations lie, the parts that are not trained.
 
         model: the [model] section. Raises UserError where they are no longer to be found.
+        """
+        ...
+
+
+@runtime_checkable
+class ExportsFormats(Protocol):
+    """A domain that also writes checkpoints in formats of other programs: `cosmos-rl export --format NAME`."""
+
+    @property
+    def export_formats(self) -> Sequence[str]:
+        """Names of those formats. Each keeps the weights in one file."""
+        ...
+
+    def export_as(
+        self, format: str, directory: Path, tensors: Iterable[tuple[str, Tensor]], *, model: Any, data: Any
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Rewrite the configurations of an export in `directory`, and return its weights by the format's names.
+
+        tensors: what `Domain.export_weights` gave. model, data: those sections of the recipe.
+
+        Raises UserError for a model that the format cannot express.
         """
         ...

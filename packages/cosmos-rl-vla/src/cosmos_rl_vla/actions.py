@@ -17,7 +17,7 @@ import numpy as np
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.json_files import read_json_object
-from cosmos_rl_vla.published import LEROBOT_FILE, has_lerobot_spreads, lerobot_spreads, openpi_spreads
+from cosmos_rl_vla.published import LEROBOT_FILE, has_lerobot_spreads, lerobot_spreads, openpi_file, openpi_spreads
 from cosmos_rl_vla.spread import Spread
 
 FILE = "action_stats.json"
@@ -104,23 +104,25 @@ class ActionStats:
         (directory / FILE).write_text(json.dumps(held, indent=1) + "\n")
 
     @classmethod
-    def beside(cls, directory: Path) -> ActionStats | None:
-        """Return the statistics of a model's directory, ours or lerobot's; None where it holds none."""
-        there = (directory / FILE).is_file() or has_lerobot_spreads(directory)
-        return cls.load(directory) if there else None
+    def beside(cls, directory: Path, *, family: str = "") -> ActionStats | None:
+        """Return the statistics of a model's directory, ours, lerobot's or openpi's; None where it holds none."""
+        there = (directory / FILE).is_file() or has_lerobot_spreads(directory) or openpi_file(directory) is not None
+        return cls.load(directory, family=family) if there else None
 
     @classmethod
-    def load(cls, path: Path) -> ActionStats:
+    def load(cls, path: Path, *, family: str = "") -> ActionStats:
         """Read `action_stats.json`, from the file or its directory. Raises UserError.
 
-        What others publish is read too: openpi's norm_stats.json, and a directory that lerobot saved.
+        What others publish is read too: openpi's norm_stats.json, and a directory that lerobot or openpi saved.
+        family: of the model, which decides what is read of openpi's file.
         """
         if path.is_dir() and not (path / FILE).is_file() and (path / LEROBOT_FILE).is_file():
             return _of_spreads(lerobot_spreads(path), origin=path / LEROBOT_FILE)
-        path = path / FILE if path.is_dir() else path
+        if path.is_dir():
+            path = path / FILE if (path / FILE).is_file() else openpi_file(path) or path / FILE
         held = _read(path)
         if "norm_stats" in held:
-            return _of_spreads(openpi_spreads(held, origin=str(path)), origin=path)
+            return _of_spreads(openpi_spreads(held, family=family, origin=str(path)), origin=path)
         if not isinstance(held.get("action"), dict):
             raise UserError(f'{path}: no object "action"; want {{"action": {{...}}, "state": {{...}}}}')
         gripper, state = held.get("gripper"), held.get("state")

@@ -114,5 +114,19 @@ class VLADomain:
 
         return export_weights(model, tensors, merge_adapters=merge_adapters)
 
+    @property
+    def export_formats(self) -> Sequence[str]:
+        from cosmos_rl_vla.models.pi_export import FORMATS
+
+        return FORMATS
+
+    def export_as(
+        self, format: str, directory: Path, tensors: Iterable[tuple[str, Tensor]], *, model: Any, data: Any
+    ) -> Iterable[tuple[str, Tensor]]:
+        """Write pi0 and pi0.5 as lerobot or openpi have them. Raises UserError for another model."""
+        from cosmos_rl_vla.export import export_as
+
+        return export_as(format, directory, tensors, model=model, data=data)
+
 
 VLA = VLADomain()

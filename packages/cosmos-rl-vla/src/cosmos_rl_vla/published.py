@@ -13,10 +13,14 @@ from safetensors.numpy import load_file
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.json_files import read_json_object
-from cosmos_rl_vla.spread import Kind, Spread
+from cosmos_rl_vla.spread import Kind, Spread, narrowest
 
 LEROBOT_FILE = "policy_preprocessor.json"
 """Where lerobot says how it normalises; the numbers lie in a safetensors file that it names."""
+OPENPI_FILE = "norm_stats.json"
+"""Where openpi keeps statistics: under assets/, in a folder named after the data."""
+OPENPI_EPSILON = 1e-6
+"""What openpi adds to the denominators q99 - q01 and std."""
 _MODES: Mapping[str, tuple[Kind, tuple[str, str]]] = {
     "QUANTILES": ("quantile", ("q01", "q99")),
     "QUANTILE10": ("quantile", ("q10", "q90")),
@@ -26,20 +30,35 @@ _MODES: Mapping[str, tuple[Kind, tuple[str, str]]] = {
 _NORMALIZER = "normalizer_processor"
 
 
-def openpi_spreads(held: Mapping[str, Any], *, origin: str) -> dict[str, Spread]:
+def openpi_file(directory: Path) -> Path | None:
+    """Return the statistics below an openpi checkpoint's assets/; None without. Raises UserError for several."""
+    found = sorted(directory.glob(f"assets/**/{OPENPI_FILE}"))
+    if len(found) > 1:
+        names = ", ".join(map(str, found))
+        raise UserError(f"{directory} has statistics of several data sets: set [model] stats to one of {names}")
+    return found[0] if found else None
+
+
+def openpi_spreads(held: Mapping[str, Any], *, family: str, origin: str) -> dict[str, Spread]:
     """Read {"norm_stats": {"actions": {...}, "state": {...}}} as spreads of "action" and "state".
 
-    Percentiles where it has them (pi0.5), else mean and std (pi0). Raises UserError.
+    family: of the model. openpi's files hold percentiles, and mean and std, whatever the model takes: pi0 takes mean
+        and std, the others percentiles where there are any. Raises UserError.
     """
     found = {}
     for ours, theirs in (("action", "actions"), ("state", "state")):
         spread = held["norm_stats"].get(theirs)
         if spread is None:
             continue
-        quantiles = spread.get("q01") is not None
-        bounds = {} if quantiles else {"q01": spread.get("mean"), "q99": spread.get("mean")}
-        kind = "quantile" if quantiles else "mean_std"
-        found[ours] = Spread.from_json({**spread, **bounds, "kind": kind}, origin=f'{origin}, "{theirs}"')
+        percentiles = spread.get("q01") is not None
+        filled = {} if percentiles else {"q01": spread.get("mean"), "q99": spread.get("mean")}
+        read = Spread.from_json({**spread, **filled, "kind": "mean_std"}, origin=f'{origin}, "{theirs}"')
+        if percentiles and family != "pi0":
+            low, high = (np.asarray(spread[name], np.float64) for name in ("q01", "q99"))
+            found[ours] = _interval(low, np.where(low == high, high, high + OPENPI_EPSILON))
+        else:
+            std = np.asarray(spread["std"], np.float64) + OPENPI_EPSILON
+            found[ours] = replace(read, std=std.astype(np.float32))
     return found
 
 
@@ -75,5 +94,11 @@ def _spread(held: Mapping[str, np.ndarray], name: str, mode: str, *, origin: Pat
     if missing := [bound for bound in bounds if f"{name}.{bound}" not in held]:
         raise UserError(f"{origin}: no {name}.{missing[0]}, which mode {mode} wants")
     low, high = (held[f"{name}.{bound}"].astype(np.float32) for bound in bounds)
-    spread = Spread.between(low, high)
-    return spread if kind == "quantile" else replace(spread, kind=kind, mean=low, std=high)
+    if kind == "quantile":
+        return _interval(low, high)
+    return replace(Spread.between(low, high), kind=kind, mean=low, std=high)
+
+
+def _interval(low: np.ndarray, high: np.ndarray) -> Spread:
+    """Return the spread that takes low to -1 and high to 1; where they are one number, to -1 as openpi and lerobot."""
+    return Spread.between(low, np.where(low == high, low + 2 * narrowest(low), high))

@@ -23,6 +23,12 @@ _ARRAYS = ("q01", "q99", "mean", "std")
 _LEAST_SCALE = 1e-6
 
 
+def narrowest(values: np.ndarray) -> np.ndarray:
+    """Return half the width [n] of an interval around each value that float32 can still tell from the value itself."""
+    spacing = np.spacing(np.abs(values).astype(np.float32))
+    return np.exp2(np.ceil(np.log2(np.maximum(16 * spacing, _LEAST_SCALE))))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
     """One quantity, dimension by dimension. A dimension that is masked out goes through unchanged."""
@@ -76,12 +82,12 @@ class Spread:
 
     def normalise(self, values: np.ndarray) -> np.ndarray:
         """[..., n] in the simulator's units -> [..., n] float32, about [-1, 1]."""
-        centre, scale = self._affine()
+        centre, scale = self.affine()
         return ((values - centre) / scale).astype(np.float32)
 
     def unnormalise(self, values: np.ndarray) -> np.ndarray:
         """Turn `normalise` round."""
-        centre, scale = self._affine()
+        centre, scale = self.affine()
         return (values * scale + centre).astype(np.float32)
 
     def to_json(self) -> dict[str, Any]:
@@ -106,7 +112,8 @@ class Spread:
             raise UserError(f"{origin}: numbers that are not finite; measure the demonstrations again")
         return cls(kind=held["kind"], mask=mask, **arrays)
 
-    def _affine(self) -> tuple[np.ndarray, np.ndarray]:
+    def affine(self) -> tuple[np.ndarray, np.ndarray]:
+        """Return the centre and scale, [n] float32 each: 0 and 1 where nothing is normalised."""
         if self.kind == "quantile":
             centre, scale = (self.q01 + self.q99) / 2, (self.q99 - self.q01) / 2
         else:

@@ -73,7 +73,7 @@ def plan(
     overrides: Overrides = None,
     *,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="A policy rank's memory, such as 80GiB: say what would fit.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of a device, such as 80GiB: say what would fit.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of tables.")] = False,
 ) -> None:
@@ -180,8 +180,11 @@ def export(
         bool, typer.Option("--merge-adapters/--keep-adapters", help="Whole weights, or the adapters alone.")
     ] = True,
     average: drawing.Averaged = True,
+    format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Another program's format; of robot policies: lerobot, openpi.")
+    ] = None,
 ) -> None:
-    """Write a checkpoint as a Hugging Face model."""
+    """Write a checkpoint as a Hugging Face model, or in another program's format."""
     add_folders([str(Path.cwd())])
     from cosmos_rl_core.launch.export import export as export_model
 
@@ -193,6 +196,7 @@ def export(
         max_shard_bytes=max_shard_bytes,
         merge_adapters=merge_adapters,
         averaged=average,
+        format=format,
     )
     typer.echo(f"{written.checkpoint} -> {directory}: {written.num_tensors} tensors, {written.num_bytes:,} bytes")
 

@@ -8,12 +8,13 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+import sys
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.abilities import CompletesExports
+from cosmos_rl_core.abilities import CompletesExports, ExportsFormats
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.resume import checkpoint_root
@@ -50,12 +51,14 @@ def export(
     max_shard_bytes: int = SHARD_BYTES,
     merge_adapters: bool = True,
     averaged: bool = True,
+    format: str | None = None,
 ) -> Exported:
     """Write the model of a checkpoint into `directory`, which must be new or empty.
 
     `source` is a run's directory (its newest checkpoint, or that of `step`), a folder of checkpoints, or a checkpoint.
     `averaged` takes the average of the weights, where the checkpoint holds one; `dtype` casts floating-point weights.
     With `merge_adapters` parts that were not trained are written beside them, where the domain's models have any.
+    `format` is another program's, of those the domain writes; its weights are one file.
     Raises UserError for a damaged checkpoint, or what cannot be done.
     """
     directory = Path(os.path.abspath(directory))
@@ -65,6 +68,8 @@ def export(
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
         raise UserError(f"{directory} is there already; give a new or empty directory")
+    origin = _origin(folder)
+    writer = _writer(origin.domain, format, merge_adapters=merge_adapters) if format else None
     policy = folder / "policy"
     configs = {name: policy.read(name) for name in (ADAPTER_CONFIG, CONFIG, PIPELINE_CONFIG) if policy.has(name)}
     name = weights_name(configs, merged=merge_adapters)
@@ -73,10 +78,13 @@ def export(
     partial.mkdir(parents=True)
     try:
         _copy_files(policy, partial, dtype=dtype, without=ADAPTER_CONFIG if merge_adapters else "")
-        domain, model = _domain_and_model(folder)
-        if merge_adapters and isinstance(domain, CompletesExports):
-            domain.complete_export(model, partial)
-        tensors = _weights(folder, domain=domain, model=model, merge_adapters=merge_adapters, averaged=averaged)
+        if merge_adapters and isinstance(origin.domain, CompletesExports):
+            origin.domain.complete_export(origin.model, partial)
+        tensors = _weights(folder, origin, merge_adapters=merge_adapters, averaged=averaged)
+        if writer is not None and format is not None:
+            data = origin.domain.Data.model_validate(origin.recipe["data"])
+            tensors = writer.export_as(format, partial, tensors, model=origin.model, data=data)
+            max_shard_bytes = sys.maxsize
         sizes = write_sharded(partial, _cast(tensors, dtype), name=name, max_shard_bytes=max_shard_bytes)
         shutil.rmtree(directory, ignore_errors=True)
         partial.rename(directory)
@@ -143,22 +151,41 @@ def _root_of_run(place: Folder) -> Folder | None:
     return checkpoint_root(load_config(place.path / "resolved.toml"), place.path)
 
 
-def _domain_and_model(folder: Folder) -> tuple[Domain, Any]:
-    """Return the domain of a checkpoint, and its [model] section."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Origin:
+    """What the checkpoint was made by."""
+
+    recipe: Mapping[str, Any]
+    domain: Domain
+    model: Any
+    """Its [model] section."""
+
+
+def _origin(folder: Folder) -> _Origin:
     recipe = read_origin(folder).recipe
     domain = load_domain(recipe["run"]["domain"])
-    return domain, domain.Model.model_validate(recipe["model"])
+    return _Origin(recipe=recipe, domain=domain, model=domain.Model.model_validate(recipe["model"]))
 
 
-def _weights(
-    folder: Folder, *, domain: Domain, model: Any, merge_adapters: bool, averaged: bool
-) -> Iterator[tuple[str, Tensor]]:
+def _writer(domain: Domain, format: str, *, merge_adapters: bool) -> ExportsFormats:
+    if not isinstance(domain, ExportsFormats):
+        raise UserError(
+            f"--format {format}: the models of domain {domain.name} are written in one format; leave it out"
+        )
+    if format not in domain.export_formats:
+        raise UserError(f"--format {format}: choose one of {', '.join(domain.export_formats)}")
+    if not merge_adapters:
+        raise UserError(f"--format {format} holds whole weights: leave out --keep-adapters")
+    return domain
+
+
+def _weights(folder: Folder, origin: _Origin, *, merge_adapters: bool, averaged: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield what the domain makes of the weights."""
     from cosmos_rl_core.train.reader import CheckpointReader
 
     with CheckpointReader(folder) as reader:
         saved = reader.weights(averaged=averaged)
-        yield from domain.export_weights(model, saved, merge_adapters=merge_adapters)
+        yield from origin.domain.export_weights(origin.model, saved, merge_adapters=merge_adapters)
 
 
 def _cast(tensors: Iterable[tuple[str, Tensor]], dtype: str | None) -> Iterator[tuple[str, Tensor]]:

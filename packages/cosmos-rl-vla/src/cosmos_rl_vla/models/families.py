@@ -93,10 +93,14 @@ def _stats(config: VLAModelConfig, *, family: str) -> ActionStats | None:
     if config.stats == UNIT and config.action_dim is not None:
         return ActionStats.unit(config.action_dim)
     place = Path(config.stats or config.path).expanduser()
-    found = ActionStats.beside(place) if place.is_dir() else None
+    if family == "pi":
+        from cosmos_rl_vla.models.pi_folder import read_config
+
+        family = read_config(Path(config.path).expanduser()).family
+    found = ActionStats.beside(place, family=family) if place.is_dir() else None
     if found is None and family in _OPENVLA:
         found = published_stats(place, key=config.unnorm_key)
-    return ActionStats.load(place) if found is None and config.stats else found
+    return ActionStats.load(place, family=family) if found is None and config.stats else found
 
 
 def _family_of(directory: Path) -> str:

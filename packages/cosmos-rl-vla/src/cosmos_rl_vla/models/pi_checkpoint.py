@@ -30,6 +30,12 @@ _PREFIXES = (
     ("value_head.", "value_head."),
     ("aux_head.", "aux_head."),
 )
+OURS_ALONE = ("state_in.", "noise_head.", "value_head.", "aux_head.")
+"""Beginnings of public names that no checkpoint of others has."""
+LANGUAGE_OUTPUT = f"{_VLM}lm_head.weight"
+"""[vocabulary, width]: also the embedding of tokens."""
+EXPERT_OUTPUT = f"{_EXPERT}lm_head.weight"
+"""[vocabulary, width of the expert]: in every public checkpoint, read by nothing."""
 _SPELLINGS = (
     (f"{_VLM}language_model.model.", f"{_VLM}model.language_model."),
     (f"{_VLM}language_model.lm_head.", f"{_VLM}lm_head."),

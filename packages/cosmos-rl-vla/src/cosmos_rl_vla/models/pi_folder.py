@@ -22,8 +22,9 @@ from cosmos_rl_vla.models.pi import PiModel
 from cosmos_rl_vla.models.pi_checkpoint import HEADS, HINT, PiNames, family_of, public_name
 from cosmos_rl_vla.models.pi_config import Family, PiConfig, full
 
-_MODEL_TYPE = "cosmos_rl_pi"
-_VARIANTS = ("gemma_2b", "gemma_300m")
+MODEL_TYPE = "cosmos_rl_pi"
+VARIANTS = ("gemma_2b", "gemma_300m")
+"""What others call the two sizes that are known here."""
 
 
 def random_pi(config: PiConfig, *, seed: int) -> PiModel:
@@ -61,7 +62,7 @@ def save_pi(model: PiModel, directory: Path) -> None:
 
 def save_config(config: PiConfig, directory: Path) -> None:
     """Write config.json."""
-    held = {"model_type": _MODEL_TYPE, **msgspec.to_builtins(config)}
+    held = {"model_type": MODEL_TYPE, **msgspec.to_builtins(config)}
     (directory / "config.json").write_text(json.dumps(held, indent=2) + "\n")
 
 
@@ -77,7 +78,8 @@ def read_config(directory: Path) -> PiConfig:
 
 
 def _from_ours(held: dict[str, Any], path: Path) -> PiConfig:
-    if held.pop("model_type", None) != _MODEL_TYPE:
+    held.pop("dtype", None)  # of the weights, as `cosmos-rl export --dtype` writes it
+    if held.pop("model_type", None) != MODEL_TYPE:
         raise UserError(f'{path} is not of a pi model: want "type": "pi0" or "pi05", or what SFT wrote')
     try:
         config = msgspec.convert(held, PiConfig)
@@ -122,6 +124,6 @@ def _from_openpi(held: Mapping[str, Any], directory: Path) -> PiConfig:
 
 
 def _check_variants(held: Mapping[str, Any], path: Path) -> None:
-    found = (held.get("paligemma_variant", _VARIANTS[0]), held.get("action_expert_variant", _VARIANTS[1]))
-    if found != _VARIANTS:
-        raise UserError(f"{path}: variants {found[0]} and {found[1]}; known are {_VARIANTS[0]} and {_VARIANTS[1]}")
+    found = (held.get("paligemma_variant", VARIANTS[0]), held.get("action_expert_variant", VARIANTS[1]))
+    if found != VARIANTS:
+        raise UserError(f"{path}: variants {found[0]} and {found[1]}; known are {VARIANTS[0]} and {VARIANTS[1]}")
