@@ -93,7 +93,11 @@ def test_auto_passes_over_a_manifest_of_another_form(tmp_path, root, manifest):
         found(tmp_path, str(root / "step_4"))
 
 
-@pytest.mark.parametrize("state", ["[]", "{}", '{"step": "4", "next_sample": 0, "unfinished": []}', "[" * 5000, "no"])
+@pytest.mark.parametrize(
+    "state",
+    ["[]", "{}", '{"step": "4", "next_sample": 0, "unfinished": []}', "[" * 5000, "no"],
+    ids=lambda value: str(value)[:40],
+)
 def test_auto_passes_over_a_state_of_another_form(tmp_path, root, state):
     for step in (2, 4):
         write_checkpoint(root, step)

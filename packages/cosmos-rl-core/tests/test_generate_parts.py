@@ -97,7 +97,9 @@ def test_what_is_whole_is_not_drawn_again(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "line", ["[]", "7", '{"sample": "x"}', '{"rollout": 0}', "9" * 5000, "[" * 5000, '{"sample": NaN}']
+    "line",
+    ["[]", "7", '{"sample": "x"}', '{"rollout": 0}', "9" * 5000, "[" * 5000, '{"sample": NaN}'],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_damaged_line_is_drawn_again(tmp_path, line):
     file = opened(tmp_path)

@@ -47,6 +47,7 @@ def test_what_was_written_is_read(value, ascii_only, mark):
         ('[\n{"a" 1}]', r"x: not valid JSON: .* \(line 2, column 6\)"),
         ("", "x: not valid JSON"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_what_is_no_json_is_named(text, says):
     with pytest.raises(UserError, match=f"^{says}"):
@@ -102,6 +103,7 @@ def test_an_object_is_read_or_its_file_named_with_what_to_do(tmp_path):
 @pytest.mark.parametrize(
     ("text", "says"),
     [("a = " + "9" * 5000, "an integer of more than 4300 digits"), ("a = " + "[" * 5000, "nested too deeply")],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_recipe_that_python_cannot_take_is_named(text, says, tmp_path):
     (tmp_path / "run.toml").write_text(text)

@@ -65,6 +65,7 @@ def test_files_of_both_writers_are_read(save, tmp_path):
         (b"{}" + b"9" * 5000, "its header: not valid JSON"),
         (b'{"a": ' + b"9" * 5000 + b"}", "its header: an integer of more than 4300 digits"),
     ],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_header_that_asks_for_more_than_the_file_has_is_refused(entries, says, tmp_path):
     path = write(tmp_path / "x.safetensors", entries, bytes(8))

@@ -271,7 +271,9 @@ def test_a_monitor_that_lacks_what_it_needs_is_refused(changes, message):
 
 
 @pytest.mark.parametrize(
-    "line", ["7", "{}", '{"step": 3, "state": 1}', '{"step": 3, "state": {"standing": []', "[" * 5000, "no"]
+    "line",
+    ["7", "{}", '{"step": 3, "state": 1}', '{"step": 3, "state": {"standing": []', "[" * 5000, "no"],
+    ids=lambda value: str(value)[:40],
 )
 def test_a_damaged_line_of_the_monitor_is_passed_over(tmp_path, line):
     good = {"step": 2, "state": {"start": {}, "crossed": {}, "standing": [], "last_good": 2}}

@@ -138,6 +138,7 @@ def test_a_missing_column_is_named_with_those_there(tmp_path):
         ('{"prompt": "a", "score": 1e999}', r"a.jsonl:1: 1e999 is larger than any float"),
         ('{"prompt": "a\\ud800"}', r"a.jsonl:1: half of a surrogate pair"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_faulty_row_is_named(tmp_path, content, message):
     file = tmp_path / "a.jsonl"

@@ -235,6 +235,7 @@ def test_a_missing_key_is_named(written):
         ("[]", r"episodes\.jsonl:1 is no JSON object"),
         ("\xff", r"episodes\.jsonl:1: not valid JSON"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_damaged_line_of_v21_is_named(tmp_path, line, message):
     write_v21(tmp_path)

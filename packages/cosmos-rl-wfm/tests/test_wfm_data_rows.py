@@ -180,6 +180,7 @@ def test_another_column_is_the_caption(tmp_path):
         ("p.json", "{}", "must hold a list of rows"),
         ("p.txt", "\n\n", "no row is left"),
     ],
+    ids=lambda value: value[:40],
 )
 def test_a_wrong_prompt_is_named(tmp_path, name, text, wrong):
     fill(tmp_path, {name: text})

@@ -195,7 +195,9 @@ def test_an_index_is_read_once_and_again_when_the_shard_changes(folder, make, mo
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"[]", b'{"samples": [1]}', b'{"samples": [{"keys": 1}], "fault": ""}', b"[" * 5000]
+    "damage",
+    [b"", b"[]", b'{"samples": [1]}', b'{"samples": [{"keys": 1}], "fault": ""}', b"[" * 5000],
+    ids=lambda value: str(value)[:40],
 )
 def test_an_index_that_is_damaged_is_made_again(folder, make, damage):
     first, _ = load_rows(make(folder))
