@@ -85,7 +85,7 @@ def decode_group(payload: bytes | memoryview) -> RolloutGroup:
     """
     try:
         group = _decode(payload)
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"these bytes are not a rollout group: {error}") from error
     return RolloutGroup(
         prompt=Prompt(sample_id=group.sample_id, row=group.row, origin=group.origin),

@@ -25,12 +25,12 @@ def encode(manifest: Manifest) -> bytes:
 
 
 def decode(data: bytes) -> Manifest:
-    """Read what `encode` wrote. Raises msgspec.DecodeError on anything else."""
-    wire = msgspec.msgpack.decode(data, type=_Wire)
-    if not all(0 <= number < len(wire.cuts) for _, number in wire.tensors):
-        raise msgspec.ValidationError("a tensor names a cut that the manifest does not hold")
-    layouts = tuple(TensorLayout(spec, wire.cuts[number]) for spec, number in wire.tensors)
+    """Read what `encode` wrote. Raises LayoutError on anything else."""
     try:
-        return Manifest(layouts, dict(wire.tied), wire.replicas)
-    except LayoutError as error:
-        raise msgspec.ValidationError(str(error)) from error
+        wire = msgspec.msgpack.decode(data, type=_Wire)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LayoutError(f"these bytes are no manifest: {error}") from error
+    if not all(0 <= number < len(wire.cuts) for _, number in wire.tensors):
+        raise LayoutError("a tensor names a cut that the manifest does not hold")
+    layouts = tuple(TensorLayout(spec, wire.cuts[number]) for spec, number in wire.tensors)
+    return Manifest(layouts, dict(wire.tied), wire.replicas)

@@ -231,7 +231,7 @@ class Manifest:
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
-        """Read what `encode` wrote. Raises msgspec.DecodeError on anything else."""
+        """Read what `encode` wrote. Raises LayoutError on anything else."""
         from cosmos_rl_transfer.layout.encoding import decode
 
         return decode(data)

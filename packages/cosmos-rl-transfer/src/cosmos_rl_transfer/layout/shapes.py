@@ -113,7 +113,7 @@ def _json(path: Path) -> dict[str, Any]:
 def _decoded(data: bytes, path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(data, type=dict[str, Any])
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LayoutError(f"{path} is neither a safetensors file nor JSON with one object ({error})") from error
 
 

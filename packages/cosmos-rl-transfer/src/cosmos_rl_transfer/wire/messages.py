@@ -19,7 +19,7 @@ JoinRing(plan digest, source)             -> Joined           instead of Join, t
 from __future__ import annotations
 
 import hashlib
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -96,7 +96,7 @@ class Borrow(msgspec.Struct, tag=True, frozen=True):
     """Whether the lease outlives the next version: for a reader that was overtaken before."""
     held: int = -1
     """The version this subscriber has, -1 for none: what changed since may come as deltas."""
-    share: tuple[int, int] = (0, 1)
+    share: tuple[int, Annotated[int, msgspec.Meta(ge=1)]] = (0, 1)
     """Position in a ring and its size: buckets that the ring passes on are read only if it does not (relay.py)."""
 
 
