@@ -10,6 +10,7 @@ from contextlib import asynccontextmanager
 import numpy as np
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cosmos_rl_core import run
 from cosmos_rl_core.config.base import ConfigError
@@ -18,8 +19,9 @@ from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_llm.config import LoraSection
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.engines.vllm import VllmEngine
+from cosmos_rl_llm.engines.vllm import VllmEngine, refusal
 from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm_plugin import REFUSED
 from cosmos_rl_llm.engines.vllm_start import start
 from cosmos_rl_llm.model import load_model, named_weights
 from cosmos_rl_llm.testing import write_sums, write_tiny_model
@@ -125,6 +127,92 @@ def test_after_ten_syncs_two_workers_answer_as_a_fresh_engine(tmp_path, staging)
     assert len({tuple(tokens) for tokens in found}) > 1
 
 
+_TOKENS = {"vocab_size": 66, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+_SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "max_position_embeddings": 256}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+REARRANGED = {
+    "gpt2": {"n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "initializer_range": 0.3},
+    "falcon_h1": {
+        "intermediate_size": 128, "mamba_d_ssm": 128, "mamba_n_heads": 8, "mamba_d_head": 16, "mamba_d_state": 16,
+        "mamba_n_groups": 1, "initializer_range": 0.3, "tie_word_embeddings": False, **_HEADS, **_SIZES,
+    },
+    "llama4_text": {
+        "intermediate_size": 64, "intermediate_size_mlp": 128, "num_local_experts": 4, "interleave_moe_layer_step": 2,
+        "attention_chunk_size": 256, "initializer_range": 0.1, **_HEADS, **_SIZES,
+    },
+}  # fmt: skip
+"""Families whose vLLM loader transposes, computes or reorders."""
+
+
+def random_model(family, *, seed):
+    torch.manual_seed(seed)
+    config = AutoConfig.for_model(family, **_TOKENS, **REARRANGED[family])
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    perturb(model, seed=seed, scale=0.1)  # biases, norms and A_log, which start alike
+    return model
+
+
+@torch.no_grad()
+def expected_logprobs(model, rollout):
+    prompt, tokens = (torch.from_numpy(rollout.arrays[name]).long() for name in ("prompt_tokens", "tokens"))
+    logits = model(torch.cat([prompt, tokens])[None]).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits, -1).gather(1, tokens[:, None])[:, 0].numpy()
+
+
+@slow
+@pytest.mark.parametrize("family", REARRANGED)
+def test_families_whose_loader_rearranges_or_computes_answer_with_new_weights(tmp_path, family):
+    settings = SyncSettings(token=b"the secret of the test", timeout_s=60.0)
+    random_model(family, seed=0).save_pretrained(tmp_path / "model")
+    model = random_model(family, seed=1)
+
+    async def work():
+        publisher = Publisher(named_weights(model), token=settings.token)
+        async with started(tmp_path / "model") as engine:
+            subscriber = await engine.subscriber(publisher.address, backend="transfer", settings=settings)
+            await publisher.publish(0, named_weights(model))
+            assert await subscriber.stage(after=-1) == 0
+            await engine.switch(0, subscriber.apply)
+            prompt = Prompt(sample_id=0, row={"tokens": [3, 4, 13, 5, 14]})
+            _, found = await engine.generate(prompt, num_samples=3, sampling=Sampling(max_terms=24), seed=0)
+            await subscriber.close()
+            await publisher.close()
+            return found
+
+    for rollout in asyncio.run(work()):
+        np.testing.assert_allclose(rollout.rollout_logprobs, expected_logprobs(model, rollout), atol=1e-4)
+
+
+def test_what_a_worker_refuses_is_read_out_of_the_report():
+    report = (
+        f"Call to x method failed: Worker failed with error '{REFUSED}a.b: why', please check the stack trace above"
+    )
+    assert refusal(report) == f"{REFUSED}a.b: why"
+    assert refusal(f"Call to x method failed: {REFUSED}it's so") == f"{REFUSED}it's so"
+    assert refusal("Call to x method failed: out of memory") is None
+
+
+@slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_model_that_new_weights_cannot_reach_is_one_sentence_to_the_user(tmp_path, ranks):
+    settings = SyncSettings(token=b"the secret of the test", timeout_s=60.0)
+    model = load_model(write_tiny_model(tmp_path / "model"), dtype=torch.float32)
+    weights = {name: w.int() if name == "model.norm.weight" else w for name, w in named_weights(model).items()}
+
+    async def work():
+        publisher = Publisher(weights, token=settings.token)
+        async with started(tmp_path / "model", tensor_parallel_size=ranks) as engine:
+            try:
+                await engine.subscriber(publisher.address, backend="transfer", settings=settings)
+            finally:
+                await publisher.close()
+
+    with pytest.raises(
+        UserError, match=rf'engine = "vllm": {REFUSED}model.norm.weight is int32 at the trainer.*is not$'
+    ):
+        asyncio.run(work())
+
+
 @asynccontextmanager
 async def started(path, **options):
     llm = start(
@@ -140,15 +228,16 @@ async def started(path, **options):
 
 
 @torch.no_grad()
-def perturb(model, *, seed):
+def perturb(model, *, seed, scale=0.02):
     torch.manual_seed(seed)
     for parameter in model.parameters():
-        parameter.add_(torch.randn_like(parameter), alpha=0.02)
+        parameter.add_(torch.randn_like(parameter), alpha=scale)
 
 
 OWNER = """
 import sys, time
 from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm_plugin import REFUSED
 from cosmos_rl_llm.engines.vllm_start import start
 
 if __name__ == "__main__":

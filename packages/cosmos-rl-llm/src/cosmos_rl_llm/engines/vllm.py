@@ -22,6 +22,7 @@ import numpy as np
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
+from cosmos_rl_llm.engines.vllm_plugin import REFUSED
 from cosmos_rl_llm.engines.vllm_sample import Sample, parameters
 
 if TYPE_CHECKING:
@@ -135,7 +136,10 @@ class VllmEngine:
             await self._call(self._llm.resume_generation())
 
     async def subscriber(self, address: str, *, backend: str, settings: SyncSettings) -> ReplicaSubscriber:
-        """Let vLLM's workers take new weights from `address`, all together (see `weight_sync.OwnsSubscriber`)."""
+        """Let vLLM's workers take new weights from `address`, all together (see `weight_sync.OwnsSubscriber`).
+
+        Raises UserError for a model that new weights cannot reach.
+        """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
         from cosmos_rl_transfer.publish.replica import SEPARATOR
@@ -157,7 +161,13 @@ class VllmEngine:
             "timeout_s": timeout_s,
             "staging": settings.staging,
         }
-        await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=connection)))
+        try:
+            await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=connection)))
+        except Exception as error:  # of no class of its own: vLLM reports what its workers raise as text
+            await replica.close()
+            if (why := refusal(str(error))) is None:
+                raise
+            raise UserError(f'rollout.engine = "vllm": {why}') from error
         return replica
 
     async def close(self) -> None:
@@ -213,6 +223,12 @@ class VllmEngine:
             return await task
         finally:
             task.cancel()
+
+
+def refusal(report: str) -> str | None:
+    """Return the sentence of a worker that refused the model, out of vLLM's report of it; None if there is none."""
+    _, found, rest = report.partition(REFUSED)
+    return found + rest.partition("', please check the stack trace")[0] if found else None
 
 
 def _cancelled() -> bool:

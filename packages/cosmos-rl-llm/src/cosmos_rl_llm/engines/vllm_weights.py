@@ -15,7 +15,7 @@ from typing import Literal
 import torch
 import torch.distributed as dist
 from vllm.config import set_current_vllm_config
-from vllm.distributed.parallel_state import get_world_group
+from vllm.distributed.parallel_state import GroupCoordinator, get_world_group
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_llm.engines.vllm_plugin import REFUSED
 from cosmos_rl_llm.landing.landing import Landing, landing_of, replica_manifest
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.pull.subscriber import Subscriber
@@ -32,6 +33,8 @@ log = logging.getLogger(__name__)
 
 NAMED = 3
 """Tensors that a message names at most."""
+ACCEPTED = b"+"
+"""A worker's answer to the others where new weights can reach it; else the answer is why not."""
 
 
 @dataclass
@@ -69,13 +72,12 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
     def init_transfer_engine(self, init_info: Connection) -> None:
         """Join the replica; all its workers call this together.
 
-        Raises ValueError where what is published cannot make up the model.
+        Raises ValueError, in all of them, where what is published cannot make up the model of one.
         """
         self.shutdown()
         group = get_world_group()
         specs = [WeightSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in init_info.specs]
-        with set_current_vllm_config(self.vllm_config):
-            landing = landing_of(self.model, specs, vllm_config=self.vllm_config, rank=group.rank_in_group)
+        landing = self._land(specs, group)
         _tell(landing, rank=group.rank_in_group)
         parts = exchange(landing.manifest.encode(), group=group.cpu_group)
         subscriber = self._subscriber = Subscriber(
@@ -96,6 +98,19 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
             timeout_s=init_info.timeout_s,
             commit=lambda: self._commit(subscriber, landing),
         )
+
+    def _land(self, specs: list[WeightSpec], group: GroupCoordinator) -> Landing:
+        """Find where the tensors land. A worker that cannot tells the others, which would wait for its manifest."""
+        landing, answer = None, ACCEPTED
+        try:
+            with set_current_vllm_config(self.vllm_config):
+                landing = landing_of(self.model, specs, vllm_config=self.vllm_config, rank=group.rank_in_group)
+        except ValueError as error:
+            answer = str(error).encode()
+        refused = [other.decode() for other in exchange(answer, group=group.cpu_group) if other != ACCEPTED]
+        if landing is None or refused:
+            raise ValueError(REFUSED + refused[0])
+        return landing
 
     def shutdown(self) -> None:
         """Leave the replica."""
