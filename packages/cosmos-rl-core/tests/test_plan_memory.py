@@ -4,13 +4,24 @@ import math
 
 import pytest
 
+from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.config.sections import RunSection, SamplingSection
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.memory import changes_that_fit, estimate_of, parse_bytes, written
+from cosmos_rl_core.launch.memory import (
+    _changed,
+    changes_that_fit,
+    estimate_of,
+    parse_bytes,
+    policy_needs,
+    rollout_needs,
+    written,
+)
+from cosmos_rl_core.launch.plan import Memory, _memory_texts
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of
+from cosmos_rl_core.parallel.held import START, STEP, Held, Needs
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.types import WeightSpec
 
@@ -204,6 +215,10 @@ def test_what_is_no_size_is_refused(text):
         parse_bytes(text)
 
 
+class Plain:
+    """As much of a domain as counts no memory of its own."""
+
+
 def recipe(**policy):
     return RunConfig(run=RunSection(domain="llm"), policy=PolicySection(**policy))
 
@@ -212,7 +227,7 @@ def test_the_changes_that_are_told_do_fit_and_come_cheapest_first():
     config = recipe()
     needed = estimate_of(shape(), config.policy).device
     memory = needed * 2 // 3
-    changes = changes_that_fit(shape(), config, memory=memory)
+    changes = changes_that_fit(shape(), config, Plain(), memory=memory)
     assert [written(change) for change in changes] == [
         'policy.memory.activation_checkpointing="selective"',
         "policy.microbatch_terms=4096",
@@ -222,9 +237,9 @@ def test_the_changes_that_are_told_do_fit_and_come_cheapest_first():
 def test_where_one_change_is_not_enough_several_are_put_together():
     config = recipe()
     both = PolicySection(microbatch_terms=512, memory=MemorySection(activation_checkpointing="full"))
-    changes = changes_that_fit(shape(), config, memory=estimate_of(shape(), both).device)
+    changes = changes_that_fit(shape(), config, Plain(), memory=estimate_of(shape(), both).device)
     assert written(changes[0]) == 'policy.memory.activation_checkpointing="full" policy.microbatch_terms=512'
-    assert changes_that_fit(shape(), config, memory=1000) == []
+    assert changes_that_fit(shape(), config, Plain(), memory=1000) == []
 
 
 def test_where_a_term_takes_many_tokens_a_microbatch_may_have_few_of_them():
@@ -233,9 +248,11 @@ def test_where_a_term_takes_many_tokens_a_microbatch_may_have_few_of_them():
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
     model = shape(tokens_per_term=300)
     smallest = config.policy.model_copy(update={"microbatch_terms": 4})
-    changes = changes_that_fit(model, config, memory=estimate_of(model, smallest).device)
+    changes = changes_that_fit(model, config, Plain(), memory=estimate_of(model, smallest).device)
     assert changes[0] == {"policy.microbatch_terms": 4}
-    assert {"policy.microbatch_terms": 2} not in changes_that_fit(model, config, memory=10**9)  # a rollout is whole
+    assert {"policy.microbatch_terms": 2} not in changes_that_fit(
+        model, config, Plain(), memory=10**9
+    )  # a rollout is whole
 
 
 @pytest.mark.parametrize(
@@ -245,4 +262,110 @@ def test_more_ranks_are_asked_for_in_the_keys_that_the_recipe_uses(keys, change)
     sparing = {"microbatch_terms": 512, "memory": MemorySection(activation_checkpointing="full")}
     two = PolicySection(**sparing, parallel=ParallelSection(dp_shard=2))
     memory = estimate_of(shape(), two).device
-    assert changes_that_fit(shape(), recipe(**sparing, **keys), memory=memory)[0] == change
+    assert changes_that_fit(shape(), recipe(**sparing, **keys), Plain(), memory=memory)[0] == change
+
+
+# ---- what is held beside the network
+
+
+def test_the_fullest_time_is_what_counts():
+    parts = (
+        Held(name="always", bytes=10),
+        Held(name="whole", bytes=50, at=(START,)),
+        Held(name="work", bytes=30, at=(STEP,)),
+        Held(name="other work", bytes=20, at=("clips are encoded",)),
+        Held(name="both", bytes=5, at=(STEP, "clips are encoded")),
+        Held(name="elsewhere", bytes=1000, host=True),
+        Held(name="who knows", bytes=None),
+    )
+    needs = Needs(process="a rank", parts=parts)
+    assert (needs.device, needs.fullest, needs.host) == (50, START, 1000)  # before anything else is there
+    assert Needs(process="a rank", parts=(*parts[:1], *parts[2:])).device == 45
+    assert needs.unknown == ("who knows",)
+    assert Needs(process="a rank", parts=parts[:1]).device == 10
+
+
+class Counting:
+    """As much of a domain as counts memory."""
+
+    def __init__(self, *, own_reference=False, policy=(), rollout=()):
+        self.own_reference, self.policy, self.rollout = own_reference, policy, rollout
+
+    def is_own_reference(self, config):
+        return self.own_reference
+
+    def held_by_policy(self, config, rank):
+        return self.policy
+
+    def held_by_rollout(self, config):
+        return self.rollout
+
+
+def rl_recipe(**algorithm):
+    config = recipe()
+    return config.model_copy(update={"algorithm": AlgorithmConfig(name="grpo", **algorithm)})
+
+
+def test_a_reference_is_a_second_model_but_for_adapters_and_policies_that_have_one():
+    without = policy_needs(shape(), rl_recipe(), Plain()).device
+    held = rl_recipe(kl_coef=0.1)
+    assert policy_needs(shape(), held, Plain()).device == without + 4 * WHOLE
+    assert policy_needs(shape(), held, Counting(own_reference=True)).device == without
+    adapters = shape(adapter_parameters=1000)
+    assert policy_needs(adapters, held, Plain()).device == policy_needs(adapters, rl_recipe(), Plain()).device
+
+
+def test_what_a_domain_counts_has_to_fit_too():
+    more = Counting(policy=[Held(name="encoder", bytes=2**30)])
+    config = rl_recipe()
+    needed = policy_needs(shape(), config, more).device
+    assert needed == policy_needs(shape(), config, Plain()).device + 2**30
+    for change in changes_that_fit(shape(), config, more, memory=needed - 1):
+        assert policy_needs(shape(), changed(config, change), more).device < needed
+    assert changes_that_fit(shape(), config, more, memory=2**30) == []
+
+
+def changed(config, change):
+    return config.model_copy(update={"policy": _changed(config.policy, change)})
+
+
+def test_a_rollout_replica_has_the_weights_in_the_type_it_computes_in_and_a_version_on_the_host():
+    needs = rollout_needs(shape(compute_dtype="bfloat16"), rl_recipe(), Plain())
+    assert needs is not None and needs.unknown
+    assert (needs.device, needs.host) == (2 * WHOLE, 4 * WHOLE)
+    adapters = rollout_needs(shape(adapter_parameters=1000), rl_recipe(), Counting())
+    assert adapters is not None and not adapters.unknown
+    assert (adapters.device, adapters.host) == (4 * (WHOLE + 1000), 4000)  # adapters alone are sent
+
+
+WEIGHTS = Held(name="weights", bytes=10)
+
+
+def memory_of(*, given, shared=False, rollout=(WEIGHTS,)):
+    policy = Needs(process="a policy rank", parts=(Held(name="parameters", bytes=60),))
+    return Memory(
+        rank=of(), policy=policy, rollout=Needs(process="a rollout replica", parts=rollout), shared=shared, given=given
+    )
+
+
+def test_nothing_is_said_to_fit_while_a_part_of_it_is_not_known():
+    assert memory_of(given=None).fits is None
+    assert memory_of(given=60).fits is True
+    assert memory_of(given=59).fits is False
+    unknown = (Held(name="cache", bytes=None),)
+    assert memory_of(given=60, rollout=unknown).fits is None
+    assert memory_of(given=59, rollout=unknown).fits is False
+    assert memory_of(given=1, rollout=unknown).unknown == ("a rollout replica: cache",)
+
+
+def test_processes_on_one_device_have_to_fit_together_and_others_each():
+    assert memory_of(given=69, shared=True).fits is False
+    assert memory_of(given=70, shared=True).fits is True
+    assert memory_of(given=60, rollout=(Held(name="weights", bytes=61),)).fits is False
+
+
+@pytest.mark.parametrize("given", [60, 100])
+def test_what_fits_is_never_said_without_what_is_not_counted(given):
+    text = "\n".join(_memory_texts(memory_of(given=given)))
+    assert "what is counted fits into" in text and "not counted" in text
+    assert "\nfits" not in text

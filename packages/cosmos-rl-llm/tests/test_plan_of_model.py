@@ -45,8 +45,8 @@ def test_the_ranks_and_what_each_holds_are_shown(folder):
 def test_what_does_not_fit_is_told_with_what_would(folder):
     planned = plan(recipe(folder), memory=parse_bytes("200MiB"))
     assert planned.memory is not None and planned.memory.fits is False
-    assert "it would with one of\n  policy.memory.activation_checkpointing=" in str(planned)
-    assert "fits into 4,096 MiB" in str(plan(recipe(folder), memory=parse_bytes("4GiB")))
+    assert "a policy rank would with one of\n  policy.memory.activation_checkpointing=" in str(planned)
+    assert "what is counted fits into 4,096 MiB, with" in str(plan(recipe(folder), memory=parse_bytes("4GiB")))
     assert "nor after any change" in str(plan(recipe(folder), memory=parse_bytes("1MiB")))
 
 

@@ -11,6 +11,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_core.config.run import RunConfig
+    from cosmos_rl_core.parallel.estimate import MemoryEstimate
+    from cosmos_rl_core.parallel.held import Held
 
 
 @runtime_checkable
@@ -45,6 +47,23 @@ class ChecksModels(Protocol):
 
         model: the [model] section. What needs a download is left to the run.
         """
+        ...
+
+
+@runtime_checkable
+class CountsMemory(Protocol):
+    """A domain whose processes hold more than the network, such as encoders and averages of the weights."""
+
+    def is_own_reference(self, config: RunConfig) -> bool:
+        """Whether a KL term pulls towards something that the policy has already, so that no second model is loaded."""
+        ...
+
+    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
+        """Return what a policy rank holds beside what `rank` counts; `held.STEP` is the time of forward and backward."""
+        ...
+
+    def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
+        """Return what a rollout replica holds beside the network's weights, live and staged."""
         ...
 
 

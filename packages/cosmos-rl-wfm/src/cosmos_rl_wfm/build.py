@@ -74,7 +74,7 @@ def build_policy(
         clips=clips,
         old=None if old is None else Follower(model.network, decay=OLD_WEIGHT_DECAYS[old].at),
         average=None if ema is None else Follower(model.network, decay=average_decay(ema)),
-        average_is_reference=ema is not None and ema.reference,
+        average_is_reference=config.pulls_to_average,
         reduce_once=setup.parallel.reduce_once,
     )
 

@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.config.run import RunConfig
     from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
+    from cosmos_rl_core.parallel.estimate import MemoryEstimate
+    from cosmos_rl_core.parallel.held import Held
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch, WeightSpec
@@ -117,6 +119,22 @@ class WFMDomain:
         from cosmos_rl_wfm.shape import read_shape
 
         return read_shape(model, data)
+
+    def is_own_reference(self, config: RunConfig) -> bool:
+        """The average of the weights may be the reference. Implements `core.abilities.CountsMemory`."""
+        return config.model.pulls_to_average
+
+    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
+        """Averages, old weights, and what real clips want. Implements `core.abilities.CountsMemory`."""
+        from cosmos_rl_wfm.memory import held_by_policy
+
+        return held_by_policy(config, rank)
+
+    def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
+        """Encoders, autoencoder and what they work in. Implements `core.abilities.CountsMemory`."""
+        from cosmos_rl_wfm.memory import held_by_rollout
+
+        return held_by_rollout(config)
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder:
         """An album of images and films."""

@@ -1,17 +1,22 @@
-"""What to change in a recipe whose policy does not fit into a given memory."""
+"""What the processes of a recipe hold, and what to change where a policy rank does not fit into a given memory."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cosmos_rl_core.abilities import CountsMemory
 from cosmos_rl_core.config.policy import PolicySection
 from cosmos_rl_core.config.problems import as_toml
 from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.parallel.activations import BYTES
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
+from cosmos_rl_core.parallel.held import STEP, Held, Needs
 from cosmos_rl_core.parallel.shape import ModelShape
 
 Change = Mapping[str, Any]
@@ -20,6 +25,7 @@ Change = Mapping[str, Any]
 MOST_CHANGES = 3
 SMALLEST_MICROBATCH = 512
 """Tokens; smaller ones keep no device busy."""
+_ITEM_BYTES = {**BYTES, "float16": 2}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -37,12 +43,61 @@ def estimate_of(shape: ModelShape, policy: PolicySection) -> MemoryEstimate:
     return estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms * shape.tokens_per_term)
 
 
-def changes_that_fit(shape: ModelShape, config: RunConfig, *, memory: int) -> list[Change]:
+def policy_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs:
+    """Return what the fullest rank of a policy replica holds."""
+    rank = estimate_of(shape, config.policy)
+    dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+    memory = config.policy.memory
+    offloaded = memory.parameter_offload and dims.world_size > 1
+    counts = domain if isinstance(domain, CountsMemory) else None
+    parts = [
+        Held(name="parameters", bytes=rank.parameters, host=offloaded),
+        Held(name="gradients", bytes=rank.gradients, host=offloaded),
+        Held(name="optimizer", bytes=rank.optimizer, host=offloaded),
+        Held(name="gathered parameters", bytes=rank.gathered, at=(STEP,)),
+        Held(name="gradients to be summed", bytes=rank.reduction, at=(STEP,)),
+        Held(name="activations", bytes=rank.activations, at=(STEP,), host=memory.activation_offload),
+        Held(name="logits", bytes=rank.logits, at=(STEP,)),
+        Held(name="backward pass", bytes=rank.backward, at=(STEP,)),
+    ]
+    if _copies_reference(shape, config, counts):
+        parts.append(Held(name="reference of the KL term", bytes=rank.parameters, host=offloaded))
+    if counts is not None:
+        parts += counts.held_by_policy(config, rank)
+    return Needs(process="a policy rank", parts=tuple(parts))
+
+
+def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs | None:
+    """Return what a rollout replica holds; None in supervised fine-tuning, which has none."""
+    if config.is_sft:
+        return None
+    numbers = sum(math.prod(spec.shape) for spec in shape.weights) + shape.adapter_parameters
+    sent = shape.adapter_parameters or numbers
+    parts = [Held(name="weights", bytes=BYTES[shape.compute_dtype] * numbers)]
+    if config.sync.staging == "shadow":
+        sent *= _ITEM_BYTES[config.sync.dtype or config.policy.precision.parameters]
+        parts.append(Held(name="next version, staged", bytes=sent, host=True))
+    if isinstance(domain, CountsMemory):
+        parts += domain.held_by_rollout(config)
+    else:
+        parts.append(Held(name="what the engine generates with: caches, activations", bytes=None))
+    return Needs(process="a rollout replica", parts=tuple(parts))
+
+
+def _copies_reference(shape: ModelShape, config: RunConfig, counts: CountsMemory | None) -> bool:
+    """Whether a second model is loaded for a KL term; adapters that are switched off leave the first one."""
+    if config.is_sft or not config.algorithm.kl_coef or shape.adapter_parameters:
+        return False
+    return counts is None or not counts.is_own_reference(config)
+
+
+def changes_that_fit(shape: ModelShape, config: RunConfig, domain: Domain, *, memory: int) -> list[Change]:
     """Return the first few changes, cheapest first, after which a rank needs at most `memory` bytes of its device."""
     found: list[Change] = []
     for change in _candidates(config, tokens_per_term=shape.tokens_per_term):
-        policy = _changed(config.policy, change)
-        if estimate_of(shape, policy).device <= memory and not any(_contains(change, other) for other in found):
+        changed = config.model_copy(update={"policy": _changed(config.policy, change)})
+        fits = policy_needs(shape, changed, domain).device <= memory
+        if fits and not any(_contains(change, other) for other in found):
             found.append(change)
         if len(found) == MOST_CHANGES:
             break

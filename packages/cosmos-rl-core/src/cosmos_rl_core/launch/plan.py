@@ -5,18 +5,19 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cosmos_rl_core.assemble import build_sync, look_up_parts, sync_settings
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, written
+from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, policy_needs, rollout_needs, written
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.launch.terminal import table
 from cosmos_rl_core.parallel.activations import BYTES
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
+from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, Held, Needs
 from cosmos_rl_core.weight_sync import SyncCost
 
 MOST_RANKS_SHOWN = 32
@@ -62,19 +63,44 @@ class Ranks:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What a rank of the policy holds at the peak of a step, and what to do where that is too much."""
+    """What the processes hold, and what to do where that is too much."""
 
     rank: MemoryEstimate
-    """The fullest rank."""
+    """Training alone, of the fullest policy rank."""
+    policy: Needs
+    """All that this rank holds."""
+    rollout: Needs | None
+    """A rollout replica; None in supervised fine-tuning."""
+    shared: bool
+    """Whether both are in one process, on one device."""
     given: int | None = None
-    """Bytes of a rank's device."""
+    """Bytes of each device."""
     changes: tuple[Change, ...] = ()
-    """Changes of the recipe after which it fits, where it does not."""
+    """Changes of the recipe after which the policy fits, where it does not."""
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """Most bytes that are held on each kind of device, as far as they are known."""
+        held = [needs.device for needs in self.processes]
+        return (sum(held),) if self.shared else tuple(held)
+
+    @property
+    def processes(self) -> tuple[Needs, ...]:
+        return (self.policy,) if self.rollout is None else (self.policy, self.rollout)
+
+    @property
+    def unknown(self) -> tuple[str, ...]:
+        """Parts that are not counted, since their size is not known."""
+        return tuple(f"{needs.process}: {name}" for needs in self.processes for name in needs.unknown)
 
     @property
     def fits(self) -> bool | None:
-        """None where no memory is given."""
-        return None if self.given is None else self.rank.device <= self.given
+        """False where what is known is too much already; None where no memory is given, or not all is known."""
+        if self.given is None:
+            return None
+        if max(self.devices) > self.given:
+            return False
+        return None if self.unknown else True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,8 +131,15 @@ class Plan:
         """Return the plan as JSON-like values."""
         found = asdict(self)
         if self.memory is not None:
-            rank = self.memory.rank
-            found["memory"] |= {"total": rank.total, "device": rank.device, "fits": self.memory.fits}
+            memory = self.memory
+            rollout = 0 if memory.rollout is None else memory.rollout.device
+            found["memory"] |= {
+                "device": memory.policy.device,
+                "rollout_device": rollout,
+                "fits": memory.fits,
+                "unknown": memory.unknown,
+                "not_counted": NOT_COUNTED,
+            }
         return found
 
     def __str__(self) -> str:
@@ -126,13 +159,15 @@ class Plan:
             parts.append("weights: known once the model is on this machine")
         else:
             parts.append(table(_weight_rows(self.weights)))
-        if self.memory is not None:
+        if self.memory is None:
+            parts.append("memory: known once the model is on this machine, if it is of a family whose sizes are known")
+        else:
             parts += _memory_texts(self.memory)
         return "\n\n".join(parts)
 
 
 def plan(config: RunConfig, *, memory: int | None = None) -> Plan:
-    """Return roles, processes and amounts of a run; `memory` are the bytes that a policy rank's device has.
+    """Return roles, processes and amounts of a run; `memory` are the bytes that each device has.
 
     Raises UserError for a model that cannot be spread as [policy.parallel] says.
     """
@@ -170,10 +205,17 @@ def _memory(config: RunConfig, given: int | None) -> Memory | None:
     shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     if shape is None:
         return None
-    rank = estimate_of(shape, config.policy)
-    if given is None or rank.device <= given:
-        return Memory(rank=rank, given=given)
-    return Memory(rank=rank, given=given, changes=tuple(changes_that_fit(shape, config, memory=given)))
+    found = Memory(
+        rank=estimate_of(shape, config.policy),
+        policy=policy_needs(shape, config, domain),
+        rollout=rollout_needs(shape, config, domain),
+        shared=config.run.placement == "inline",
+        given=given,
+    )
+    room = None if given is None else given - (sum(found.devices) - found.policy.device if found.shared else 0)
+    if room is None or found.policy.device <= room:
+        return found
+    return replace(found, changes=tuple(changes_that_fit(shape, config, domain, memory=room)))
 
 
 def _weights(config: RunConfig) -> Weights | None:
@@ -236,28 +278,38 @@ def _rank_tables(ranks: Ranks) -> list[str]:
 
 
 def _memory_texts(memory: Memory) -> list[str]:
-    rank = memory.rank
-    rows = [
-        ("parameters", rank.parameters),
-        ("gradients", rank.gradients),
-        ("optimizer", rank.optimizer),
-        ("gathered parameters", rank.gathered),
-        ("gradients to be summed", rank.reduction),
-        ("activations", rank.activations),
-        ("logits", rank.logits),
-        ("backward pass", rank.backward),
-        ("all of it", rank.total),
-    ]
-    rows += [("of that on its device", rank.device)] if rank.host else []
-    lines = table([(name, _mebibytes(size)) for name, size in rows], header=("a policy rank, at most", "bytes"))
-    if memory.given is None:
-        return [lines]
-    if memory.fits:
-        return [lines, f"fits into {_mebibytes(memory.given)}"]
-    if not memory.changes:
-        return [lines, f"does not fit into {_mebibytes(memory.given)}, nor after any change that was tried"]
-    fitting = "\n".join(f"  {written(change)}" for change in memory.changes)
-    return [lines, f"does not fit into {_mebibytes(memory.given)}; it would with one of\n{fitting}"]
+    texts = [_needs_table(needs) for needs in memory.processes]
+    if memory.unknown:
+        texts.append("not counted, for it is not known before the run:\n  " + "\n  ".join(memory.unknown))
+    texts.append(f"not counted either: {NOT_COUNTED}")
+    return texts if memory.given is None else [*texts, _verdict(memory, memory.given)]
+
+
+def _needs_table(needs: Needs) -> str:
+    rows = [(_row_name(part), _mebibytes(part.bytes)) for part in needs.parts if part.bytes]
+    fullest = f", while {needs.fullest}" if needs.fullest else ""
+    rows.append((f"on its device{fullest}", _mebibytes(needs.device)))
+    if needs.host:
+        rows.append(("in the host's memory", _mebibytes(needs.host)))
+    return table(rows, header=(f"{needs.process}, at most", "bytes"))
+
+
+def _row_name(part: Held) -> str:
+    when = f" (while {' or '.join(part.at)})" if part.at and part.at != (STEP,) else ""
+    return f"{part.name}{when}{' (host)' if part.host else ''}"
+
+
+def _verdict(memory: Memory, given: int) -> str:
+    size, needed = _mebibytes(given), max(memory.devices)
+    if needed <= given:
+        left = f"{_mebibytes(given - needed)} left for what is not"
+        return f"what is counted fits into {size}, with {left}"
+    if memory.changes:
+        fitting = "\n".join(f"  {written(change)}" for change in memory.changes)
+        return f"does not fit into {size}; a policy rank would with one of\n{fitting}"
+    if memory.policy.device <= given and not memory.shared:
+        return f"a rollout replica does not fit into {size}"
+    return f"does not fit into {size}, nor after any change that was tried"
 
 
 def _mebibytes(*sizes: int) -> str:

@@ -32,7 +32,7 @@ from cosmos_rl_wfm.models.words import WordEncoder
 
 Part = Literal["network", "codec", "text"]
 
-_WORDS = 16
+WORDS = 16
 """Tokens of a caption of text.encoder = "words"."""
 
 
@@ -56,7 +56,7 @@ def build_model(
 
     Raises UserError for a model that is not there, or whose parts are not supported.
     """
-    _quiet()
+    quiet()
     device = device or own_device()
     dtype = getattr(torch, config.dtype)
     folder = _open(config, parts)
@@ -93,7 +93,7 @@ def build_model(
 
 def load_parts(model: DiffusersModel, config: WFMModelConfig, parts: Collection[Part], *, seed: int = 0) -> None:
     """Load the codec or the text encoder of a model that was built without. What it has already stays."""
-    _quiet()
+    quiet()
     folder, family = _open(config, parts), model.family
     device = next(model.network.parameters()).device
     if "codec" in parts and not model.has_codec:
@@ -110,7 +110,7 @@ def fill_network(model: DiffusersModel, config: WFMModelConfig) -> None:
     fill(model.network, folder.weights(NETWORK))
 
 
-def _quiet() -> None:
+def quiet() -> None:
     """Keep out of the log what diffusers and torchao say when they are imported: what they do not find here."""
     quiet_torchao()
     # diffusers puts another module in its own place while it is imported: an `import` of it in a second thread, which
@@ -193,7 +193,7 @@ def _images(config: WFMModelConfig, folder: ModelFolder | None, *, device: torch
 def _traits(config: WFMModelConfig, family: Family, folder: ModelFolder | None) -> Traits:
     scheduler = folder.config("scheduler") if folder is not None and folder.has("scheduler") else {}
     shift = config.shift or scheduler.get("flow_shift") or scheduler.get("shift") or 1.0
-    length = config.text.length or (_WORDS if config.text.encoder == "words" else family.text_length)
+    length = config.text.length or (WORDS if config.text.encoder == "words" else family.text_length)
     return Traits(
         shift=float(shift),
         guidance=family.guidance if config.guidance == "auto" else config.guidance,

@@ -120,6 +120,11 @@ class WFMModelConfig(Strict):
     ema: EmaSection | None = None
     """Keep an average of the trained weights."""
 
+    @property
+    def pulls_to_average(self) -> bool:
+        """Whether a KL term pulls towards the average of the weights."""
+        return self.ema is not None and self.ema.reference
+
     @model_validator(mode="after")
     def _path_or_scratch(self) -> Self:
         if self.path:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import inspect
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Condition
+from cosmos_rl_wfm.models.dry_run import tensors_without_memory
 from cosmos_rl_wfm.models.families import make_family
 from cosmos_rl_wfm.models.family import Family
-from cosmos_rl_wfm.models.weights import empty_network
+from cosmos_rl_wfm.models.weights import empty_network, with_defaults
 
 _TOKENS = 8
 _PLACES = 8
@@ -38,10 +36,9 @@ def try_forward(class_name: str, config: Mapping[str, Any]) -> None:
     Raises UserError, with the network's own words, where it cannot be called with latents, times and text alone, or
     answers with something else than a velocity.
     """
-    with warnings.catch_warnings(), FakeTensorMode(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of code that looks for the memory of its tensors
+    with tensors_without_memory():
         try:
-            family = make_family(class_name, {**_defaults(class_name), **config})
+            family = make_family(class_name, with_defaults(class_name, config))
             network = empty_network(class_name, config, dtype=torch.float32)
             latents = torch.zeros(1, *_smallest(family))
             found = family.velocity(network, latents, torch.ones(1), _condition(family))
@@ -57,15 +54,6 @@ def try_forward(class_name: str, config: Mapping[str, Any]) -> None:
             f"model: {class_name} makes {list(found.shape)} of latents {list(latents.shape)}, where a velocity has "
             "their shape: it is no flow-matching network of them"
         )
-
-
-def _defaults(class_name: str) -> dict[str, Any]:
-    """Arguments of a class of diffusers that have one."""
-    import diffusers
-
-    kind = getattr(diffusers, class_name, None)
-    parameters = {} if kind is None else inspect.signature(kind.__init__).parameters
-    return {name: each.default for name, each in parameters.items() if each.default is not each.empty}
 
 
 def _smallest(family: Family) -> tuple[int, int, int, int]:

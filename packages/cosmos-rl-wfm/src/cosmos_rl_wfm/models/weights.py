@@ -62,6 +62,16 @@ def random_network(class_name: str, config: Mapping[str, Any], *, dtype: torch.d
     return network
 
 
+def with_defaults(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a configuration with the defaults of its class in diffusers for what it lacks."""
+    import diffusers
+
+    kind = getattr(diffusers, class_name, None)
+    parameters = {} if kind is None else inspect.signature(kind.__init__).parameters
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    return {**defaults, **config}
+
+
 def hold(network: ModelMixin, dtype: torch.dtype) -> None:
     """Cast parameters and persistent buffers in place; in bfloat16 what the class keeps in float32 stays there."""
     kept = (getattr(network, "_keep_in_fp32_modules", None) or []) if dtype != torch.float32 else []

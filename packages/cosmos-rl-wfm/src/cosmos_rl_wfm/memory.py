@@ -1,0 +1,263 @@
+"""What processes of a world model's run hold beside the network that is trained, for `cosmos-rl plan`.
+
+    policy rank       averages and old weights; for real clips the autoencoder, the encoders and what they work in
+    rollout replica   the autoencoder, the encoders, and what denoising and decoding work in
+
+Weights are counted from the headers of their files, what networks and autoencoders work in by a run on tensors without
+memory. Loads torch and diffusers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.parallel.activations import BYTES
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.estimate import MemoryEstimate
+from cosmos_rl_core.parallel.held import START, STEP, Held
+from cosmos_rl_core.safetensors_header import read_header
+from cosmos_rl_wfm.data.config import WFMDataConfig
+from cosmos_rl_wfm.engines.torch import TorchEngineOptions
+from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.build import WORDS, quiet
+from cosmos_rl_wfm.models.classes import compression
+from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.models.dry_run import CodecBytes, codec_bytes, network_bytes
+from cosmos_rl_wfm.models.families import make_family
+from cosmos_rl_wfm.models.family import Family
+from cosmos_rl_wfm.models.folder import ModelFolder
+from cosmos_rl_wfm.models.source import network_of, open_source, vae_of
+from cosmos_rl_wfm.models.weights import with_defaults
+from cosmos_rl_wfm.parallel.weights import parameter_shapes
+
+CAPTIONS = "captions are embedded"
+CLIPS = "real clips are encoded"
+OTHERS = "another set of weights computes"
+DENOISING = "samples are denoised"
+DECODING = "samples are decoded"
+
+_ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
+_STATES = 6
+"""Tensors of the latents' size that a denoising step needs beside the path: state, noise, velocities, means."""
+_INPUTS = 10
+"""The same of a term that is trained: its two states, noise, velocities, means, and what their loss keeps."""
+
+
+def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
+    """Return what a policy rank holds beside what `rank` counts."""
+    parts = _Parts(config)
+    model, sampling, memory = config.model, config.policy_sampling, config.policy.memory
+    ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
+    offloaded = memory.parameter_offload and ranks > 1
+    size = BYTES[config.policy.precision.parameters]
+    copy = BYTES["float32"] * rank.gradients // size
+    old = None if sampling is None else sampling.old_decay
+    found: list[Held] = []
+    if size != BYTES["float32"]:  # parameters and, where they are trained, gradients and moments
+        kept = (size if model.lora else 4 * size) * parts.kept_in_float32
+        found.append(Held(name="what its class keeps in float32", bytes=kept, host=offloaded))
+    if model.ema is not None:
+        found.append(Held(name="average of the weights", bytes=copy, host=offloaded))
+    if old is not None or model.pulls_to_average:
+        found.append(Held(name="weights that draw the rollouts", bytes=copy, host=offloaded))
+        found.append(Held(name="trained weights, set aside", bytes=rank.gradients, at=(OTHERS,), host=offloaded))
+        found.append(Held(name="a forward pass", bytes=rank.gathered + rank.backward, at=(OTHERS,)))
+    found.append(Held(name="captions and latents", bytes=parts.inputs(config.policy.microbatch_terms), at=(STEP,)))
+    if _reads_clips(config):
+        found += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
+    elif sampling is not None and sampling.guidance is not None:
+        found += parts.encoders(at=(START,), only=START)
+    if ranks > 1:
+        found.append(
+            Held(name="the whole network, before it is spread", bytes=size * sum(parts.numbers.values()), at=(START,))
+        )
+    return found
+
+
+def held_by_rollout(config: RunConfig) -> list[Held]:
+    """Return what a rollout replica holds beside the network's weights."""
+    parts = _Parts(config)
+    found = [*parts.encoders(at=(CAPTIONS,)), *parts.codec()]
+    if (size := BYTES[config.model.dtype]) != BYTES["float32"]:
+        found.append(Held(name="what its class keeps in float32", bytes=size * parts.kept_in_float32))
+    if config.model.given.max_frames:
+        found += parts.encoding()
+    return [*found, *parts.generating()]
+
+
+def _reads_clips(config: RunConfig) -> bool:
+    return config.is_sft or config.anchor.coef > 0 or config.eval.loss_data is not None
+
+
+@dataclass(frozen=True)
+class _Parts:
+    """The parts of one recipe's model, each asked for as often as one likes."""
+
+    config: RunConfig
+
+    @property
+    def model(self) -> WFMModelConfig:
+        return self.config.model
+
+    @property
+    def data(self) -> WFMDataConfig:
+        return self.config.data
+
+    @cached_property
+    def folder(self) -> ModelFolder | None:
+        quiet()
+        return open_source(self.model)
+
+    @cached_property
+    def network(self) -> tuple[str, Mapping[str, Any]]:
+        return network_of(self.model, self.folder)
+
+    @cached_property
+    def family(self) -> Family:
+        name, values = self.network
+        return make_family(name, with_defaults(name, values))
+
+    @cached_property
+    def numbers(self) -> Mapping[str, int]:
+        """Parameters of the network, by name."""
+        return _numbers_of(*self.network)
+
+    @property
+    def kept_in_float32(self) -> int:
+        """Parameters that stay in float32 whatever the type of the others."""
+        import diffusers
+
+        kept = getattr(diffusers, self.network[0])._keep_in_fp32_modules or ()
+        return sum(number for name, number in self.numbers.items() if set(kept) & set(name.split(".")))
+
+    @property
+    def text_length(self) -> int:
+        return self.model.text.length or (WORDS if self.model.text.encoder == "words" else self.family.text_length)
+
+    @property
+    def size(self) -> Size:
+        """The largest clip."""
+        height, width = max([(self.data.size.height, self.data.size.width), *self.data.sizes], key=math.prod)
+        return Size(frames=self.data.size.frames, height=height, width=width)
+
+    @cached_property
+    def latents(self) -> tuple[int, int, int, int]:
+        size = self.size
+        channels, frames, pixels = self.family.channels, 1, 1
+        if self.model.codec == "vae":
+            channels, frames, pixels = compression(*vae_of(self.model, self.folder))
+        return channels, (size.frames - 1) // frames + 1, size.height // pixels, size.width // pixels
+
+    @property
+    def pixels(self) -> int:
+        """Bytes of a clip in uint8."""
+        return 3 * self.size.frames * self.size.height * self.size.width
+
+    @cached_property
+    def codec_bytes(self) -> CodecBytes:
+        if self.model.codec == "pixels":  # nothing but conversions between uint8 and float32
+            converted = 4 * BYTES["float32"] * self.pixels
+            return CodecBytes(weights=0, encode=converted, decode=converted)
+        name, values = vae_of(self.model, self.folder)
+        return codec_bytes(name, values, dtype=self.model.codec_dtype, size=self.size, latents=self.latents)
+
+    def inputs(self, terms: int) -> int:
+        """Bytes of what a pass over terms of different captions is asked with."""
+        captions = terms * self.text_length * self.family.text_width * (BYTES["float32"] + BYTES[self.model.dtype])
+        return captions + _INPUTS * BYTES["float32"] * terms * math.prod(self.latents)
+
+    def encoders(self, *, at: tuple[str, ...], only: str = "") -> Iterator[Held]:
+        """The text encoder, its work, and the captions in host memory; `only`: the time after which it goes."""
+        if self.model.text.encoder == "model" and self.folder is not None:
+            held = (only,) if only else ()
+            for name in _ENCODERS:
+                if name in self.folder.classes:
+                    size = _weight_bytes(self.folder, name, dtype=self.model.dtype)
+                    yield Held(name=name.replace("_", " "), bytes=size, at=held)
+            yield Held(name="a caption's embedding", bytes=self._embedding_bytes(), at=at)
+        if not only:
+            yield Held(name="cached captions", bytes=self.model.text.cache_bytes, host=True)
+
+    def codec(self) -> Iterator[Held]:
+        """The autoencoder, and the image encoder where there is one."""
+        yield Held(name="autoencoder", bytes=self.codec_bytes.weights)
+        if self.folder is not None and self.folder.has("image_encoder"):
+            size = _weight_bytes(self.folder, "image_encoder", dtype=self.model.dtype)
+            yield Held(name="image encoder", bytes=size)
+
+    def encoding(self) -> Iterator[Held]:
+        yield Held(name="encoding of a clip", bytes=self.codec_bytes.encode, at=(CLIPS,))
+
+    def generating(self) -> Iterator[Held]:
+        """What a batch of samples takes on its way from noise to pixels."""
+        options = TorchEngineOptions.model_validate(dict(self.config.rollout.options))
+        samples, sampling = options.samples_at_once, self.config.rollout.sampling
+        steps = max(sampling.num_steps, sampling.eval_num_steps)
+        states = BYTES["float32"] * samples * math.prod(self.latents)
+        yield Held(name="states of the samples", bytes=(steps + 1 + _STATES) * states, at=(DENOISING, DECODING))
+        yield Held(name="a forward pass", bytes=self._forward_bytes(samples), at=(DENOISING,))
+        yield Held(name="decoding of a clip", bytes=self.codec_bytes.decode, at=(DECODING,))
+        yield Held(name="decoded clips", bytes=2 * samples * self.pixels, at=(DECODING,))
+
+    def _forward_bytes(self, samples: int) -> int:
+        name, values = self.network
+        found = network_bytes(
+            name,
+            values,
+            dtype=self.model.dtype,
+            latents=self.latents,
+            samples=samples,
+            captions=samples,
+            text_length=self.text_length,
+        )
+        guided = self.config.rollout.sampling.guidance is not None
+        text = BYTES["float32"] * self.text_length * self.family.text_width  # of the unconditional pass
+        return found + guided * text
+
+    def _embedding_bytes(self) -> int:
+        """Embedding one caption, at most: all layers' states, normalised and side by side, a layer's work, logits."""
+        assert self.folder is not None, "encoders are of a folder"
+        length, size = self.text_length, BYTES["float32"]
+        found = 3 * size * length * self.family.text_width
+        for name in _ENCODERS:
+            if self.folder.has(name):
+                config = self.folder.config(name)
+                config = {**config, **config.get("text_config", {})}
+                width = _first(config, "hidden_size", "d_model")
+                inner = _first(config, "intermediate_size", "d_ff")
+                heads = _first(config, "num_attention_heads", "num_heads")
+                layers = _first(config, "num_hidden_layers", "num_layers")
+                row = (layers + 8) * width + 4 * inner + 2 * heads * length + config.get("vocab_size", 0)
+                found += size * length * row
+        return found
+
+
+def _numbers_of(class_name: str, config: Mapping[str, Any]) -> dict[str, int]:
+    shapes = parameter_shapes({**config, "_class_name": class_name})
+    return {name: math.prod(shape) for name, shape in shapes.items()}
+
+
+def _first(config: Mapping[str, Any], *keys: str) -> int:
+    return next((config[key] for key in keys if isinstance(config.get(key), int)), 0)
+
+
+def _weight_bytes(folder: ModelFolder, name: str, *, dtype: str) -> int | None:
+    """Bytes of a part's weights, held in `dtype`; None where its files are not here."""
+    files = _files(folder, name)
+    if not files:
+        return None
+    numbers = 0
+    for path in files:
+        with path.open("rb") as file:
+            numbers += sum(math.prod(place.shape) for place in read_header(file, name=str(path)).values())
+    return BYTES[dtype] * numbers
+
+
+def _files(folder: ModelFolder, name: str) -> Sequence[Path]:
+    return sorted(folder.part(name).glob("*.safetensors")) if folder.has(name) else ()

@@ -1,0 +1,160 @@
+"""What `cosmos-rl plan` counts beside the network: encoders, autoencoder, averages, rollout replicas."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.launch.memory import parse_bytes
+from cosmos_rl_core.launch.plan import plan
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_wfm.build import build_policy
+from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.build import build_model
+from cosmos_rl_wfm.models.codec import to_video
+from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.models.dry_run import PeakBytes, bytes_of, codec_bytes, network_bytes
+from cosmos_rl_wfm.models.tiny import tiny_network, tiny_vae
+from cosmos_rl_wfm.sampling import FlowSampling
+from cosmos_rl_wfm.testing import mock_data, pixel_model, recipe, save_pipeline, tiny_model
+
+SIZE = {"frames": 5, "height": 32, "width": 32}
+MEBI = 2**20
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pipeline")
+    save_pipeline(folder)
+    return folder
+
+
+def config_of(folder, *, model=None, algorithm=None, sampling=None, **sections):
+    sampling = {"num_steps": 4, "eval_num_steps": 4, "window": "fixed", "steps": [0, 2], **(sampling or {})}
+    return load_config(
+        recipe(
+            model={"path": str(folder), "text": {"length": 8, "cache_bytes": MEBI}, **(model or {})},
+            data={"kind": "mock", "size": SIZE},
+            algorithm={"name": "flow_grpo", "kl_coef": 0.0, **(algorithm or {})},
+            rollout={"group_size": 3, "sampling": sampling, "options": {"samples_at_once": 2}},
+            **sections,
+        )
+    )
+
+
+def parts_of(config, *, rollout=False):
+    planned = plan(config)
+    assert planned.memory is not None
+    needs = planned.memory.rollout if rollout else planned.memory.policy
+    assert needs is not None
+    return {part.name: part for part in needs.parts}
+
+
+def test_bytes_are_counted_while_a_tensor_uses_them():
+    weight = torch.nn.Linear(8, 8, bias=False)
+    with torch.no_grad(), PeakBytes(beside=weight) as held:
+        first = torch.zeros(4, 8)  # 128
+        view = first[1:]
+        del first
+        second = weight(view)  # 96, and views of the weight
+        del view
+        third = second + 1  # 96, after 128 went
+        del second
+    assert third.shape == (3, 8)
+    assert held.peak == 128 + 96
+
+
+def test_a_clip_without_memory_takes_what_a_real_one_does():
+    """Peaks of the same code with and without values; a pass over more layers keeps no more."""
+    model = tiny_model()
+    vae = model._codec._vae  # pyright: ignore[reportAttributeAccessIssue]
+    size = Size(frames=5, height=32, width=32)
+    latents = model.latent_shape(size)
+    with torch.no_grad(), PeakBytes(beside=vae) as held:
+        to_video(model._codec.decode(torch.zeros(1, *latents)))
+    name, values = tiny_vae("wan")
+    found = codec_bytes(name, values, dtype="float32", size=size, latents=latents)
+    assert found.decode == held.peak
+    assert found.weights == bytes_of(vae)
+    assert found.encode > 5 * 32 * 32 * 3 * 4
+    peaks = {
+        network_bytes(
+            "WanTransformer3DModel",
+            {**tiny_network("wan"), "num_layers": layers},
+            dtype="float32",
+            latents=latents,
+            samples=2,
+            captions=2,
+            text_length=8,
+        )
+        for layers in (1, 4)
+    }
+    assert len(peaks) == 1
+
+
+def test_a_rollout_replica_holds_encoder_and_autoencoder_and_decodes(folder):
+    parts = parts_of(config_of(folder, model={"dtype": "bfloat16"}), rollout=True)
+    built = build_model(WFMModelConfig(path=str(folder), dtype="bfloat16"), parts=("network", "codec", "text"))
+    kept = parts["what its class keeps in float32"].bytes or 0
+    assert kept > 0 and (parts["weights"].bytes or 0) + kept == sum(
+        parameter.nbytes for parameter in built.network.parameters()
+    )
+    assert parts["text encoder"].bytes == bytes_of(built._captions._encoder)  # pyright: ignore
+    assert parts["autoencoder"].bytes == bytes_of(built._codec._vae)  # pyright: ignore
+    assert parts["cached captions"].bytes == MEBI and parts["cached captions"].host
+    for work in ("a caption's embedding", "states of the samples", "a forward pass", "decoding of a clip"):
+        assert (parts[work].bytes or 0) > 0 and parts[work].at
+
+
+def test_encoders_are_on_the_policy_where_it_reads_real_clips(folder):
+    plain = parts_of(config_of(folder))
+    assert not {"text encoder", "autoencoder", "encoding of a clip"} & set(plain)
+    anchored = parts_of(config_of(folder, algorithm={"name": "ddrl"}, anchor={"coef": 0.1, "rows_per_step": 2}))
+    assert {"text encoder", "autoencoder", "encoding of a clip", "cached captions"} <= set(anchored)
+    written = config_of(folder).model_dump(mode="json", exclude_none=True)
+    kept = {name: written[name] for name in ("run", "model", "data", "policy")}
+    supervised = plan(load_config({**kept, "algorithm": {"name": "sft"}})).memory
+    assert supervised is not None and supervised.rollout is None
+    assert {"text encoder", "autoencoder"} <= {part.name for part in supervised.policy.parts}
+    guided = parts_of(config_of(folder, sampling={"guidance": 3.0}))
+    assert guided["text encoder"].at == ("the model is loaded",)
+
+
+def test_averages_and_old_weights_are_float32_copies_of_what_is_trained(folder):
+    precision = {"prompts_per_step": 2, "precision": {"parameters": "bfloat16"}}
+    config = config_of(
+        folder, model={"ema": {"decay": 0.9, "reference": True}}, algorithm={"kl_coef": 0.1}, policy=precision
+    )
+    parts = parts_of(config)
+    policy = build_policy(config.model, data=config.data, sampling=FlowSampling(), seed=0, setup=ModelSetup())
+    trained = sum(parameter.numel() for parameter in policy.module.parameters())
+    assert parts["average of the weights"].bytes == parts["weights that draw the rollouts"].bytes == 4 * trained
+    assert parts["trained weights, set aside"].bytes == 2 * trained
+    assert "reference of the KL term" not in parts
+
+
+def test_a_kl_term_towards_the_start_holds_a_second_network(folder):
+    parts = parts_of(config_of(folder, algorithm={"kl_coef": 0.1}))
+    assert parts["reference of the KL term"].bytes == parts["parameters"].bytes
+
+
+def test_an_encoder_whose_files_are_not_here_is_named_and_nothing_is_said_to_fit(folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare)
+    for file in (bare / "text_encoder").glob("*.safetensors"):
+        file.unlink()
+    planned = plan(config_of(bare), memory=parse_bytes("80GiB"))
+    assert planned.memory is not None and planned.memory.fits is None
+    assert planned.memory.unknown == ("a rollout replica: text encoder",)
+    assert "not known before the run:\n  a rollout replica: text encoder" in str(planned)
+    assert json.loads(json.dumps(planned.as_json()))["memory"]["unknown"] == ["a rollout replica: text encoder"]
+
+
+def test_a_model_of_pixels_and_words_has_no_parts_but_its_own():
+    data = mock_data().model_dump(mode="json", exclude_none=True)
+    network = {**tiny_network("wan", codec="pixels"), "cross_attn_norm": True}
+    model = pixel_model(network=network).model_dump(mode="json", exclude_none=True)
+    parts = parts_of(load_config(recipe(model=model, data=data)), rollout=True)
+    assert "text encoder" not in parts and parts["autoencoder"].bytes == 0
