@@ -89,3 +89,22 @@ def test_advantages_that_are_seen_together_reach_the_collate():
     batcher = Batcher(collate_groups, max_staleness=9, batch_advantage=lambda groups: [r + 3 for r in groups])
     batcher(GROUPS, step=5)
     assert collated == [rollout.reward + 3 for group in GROUPS for rollout in group.rollouts]
+
+
+def test_the_groups_are_shown_with_the_advantages_that_are_trained_on():
+    shown, collated = [], []
+
+    def collate_and_keep(groups):
+        collated.extend(groups)
+        return collate(groups)
+
+    batcher = Batcher(
+        collate_and_keep,
+        max_staleness=2,
+        batch_advantage=lambda groups: [rewards - 0.25 for rewards in groups],
+        on_groups=lambda groups, step: shown.append((step, groups)),
+    )
+    batcher(GROUPS, step=5)
+    ((step, groups),) = shown
+    assert step == 5 and list(groups) == collated
+    assert [r.advantage for group in groups for r in group.rollouts] == [0.75, -0.25, 0.25, 0.25]

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.algorithms.advantages import group_mean
+from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.filters import has_signal
-from cosmos_rl_core.algorithms.rules import GroupRules
+from cosmos_rl_core.algorithms.rules import GroupRules, group_rules
 from cosmos_rl_core.errors import PromptError, SampleError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter, request_seed
@@ -149,3 +150,17 @@ def test_a_seed_depends_on_run_stream_and_sample_and_on_nothing_else():
         run(engine, seed=1)
     assert engines[0].asked == engines[1].asked
     assert engines[0].asked[0][-1] == request_seed(1, stream=0, sample_id=5)
+
+
+def test_advantages_that_wait_for_the_other_groups_of_the_step_are_not_shown_as_numbers():
+    group = run(ScriptedEngine(), waits_for_step=True)
+    assert [r.reward for r in group.rollouts] == [2.0, 4.0, 6.0]
+    assert np.isnan([r.advantage for r in group.rollouts]).all()
+
+
+@pytest.mark.parametrize(
+    ("keys", "waits"),
+    [({"name": "grpo"}, False), ({"name": "grpo", "advantage": "global_std"}, True), ({"advantage": "gae"}, True)],
+)
+def test_which_advantages_wait(keys, waits):
+    assert group_rules(AlgorithmConfig.model_validate(keys), max_terms=8).waits_for_step is waits

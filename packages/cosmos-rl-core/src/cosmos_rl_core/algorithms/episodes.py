@@ -71,4 +71,5 @@ def _scaled(rollout: Rollout, shift: float, scale: float, limit: float) -> Rollo
     """The rollout as it is trained on; its returns stay what they are."""
     assert rollout.episode is not None and rollout.episode.advantages is not None
     advantages = np.clip((rollout.episode.advantages - shift) / scale, -limit, limit).astype(np.float32)
-    return replace(rollout, episode=replace(rollout.episode, advantages=advantages))
+    episode = replace(rollout.episode, advantages=advantages)
+    return replace(rollout, episode=episode, advantage=float(advantages.mean()))

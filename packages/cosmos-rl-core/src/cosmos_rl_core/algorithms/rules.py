@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cosmos_rl_core.algorithms.advantages import build_advantage, generalized
+from cosmos_rl_core.algorithms.advantages import build_advantage, build_batch_advantage, generalized
+from cosmos_rl_core.algorithms.episodes import build_step_advantages
 from cosmos_rl_core.algorithms.filters import build_filter, soft_overlong
 from cosmos_rl_core.errors import UserError
 
@@ -32,6 +33,8 @@ class GroupRules:
     advantage: AdvantageEstimator
     of_steps: Callable[[Episode], Episode] | None = None
     """Gives an episode advantages of its steps; then `advantage` is not asked."""
+    waits_for_step: bool = False
+    """Whether what is trained on follows from all groups of a step, so that a group alone has no advantages yet."""
 
 
 def group_rules(config: AlgorithmConfig, *, max_terms: int) -> GroupRules:
@@ -41,6 +44,7 @@ def group_rules(config: AlgorithmConfig, *, max_terms: int) -> GroupRules:
         shape_reward=_shaping(config, max_terms=max_terms) if config.overlong_buffer_terms else None,
         advantage=build_advantage(config),
         of_steps=_generalized(config) if config.advantage == "gae" else None,
+        waits_for_step=build_batch_advantage(config) is not None or build_step_advantages(config) is not None,
     )
 
 

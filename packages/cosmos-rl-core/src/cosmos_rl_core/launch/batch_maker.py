@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import replace
 
 from cosmos_rl_core import assemble
@@ -18,7 +19,7 @@ from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.train.batcher import Batcher
-from cosmos_rl_core.types import Prompt, Share, TrainBatch
+from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 
 
 def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
@@ -44,6 +45,7 @@ class BatchMaker:
             minibatches=config.policy.minibatches,
             epochs=config.policy.epochs,
             seed=config.run.seed,
+            on_groups=self._write_rollouts,
         )
 
     def __call__(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
@@ -52,11 +54,15 @@ class BatchMaker:
             if at.config.is_sft:
                 return self._supervised(message, payloads)
             groups = [decode_group(encoded) for encoded in payloads.encoded]
-            every = at.config.logging.rollouts_every
-            if every and message.step % every == 0 and at.context.leads:
-                write_rollouts(at.run_dir / "rollouts", step=message.step, groups=groups)
             batch = self._batcher(groups, step=message.step)
             return replace(batch, metrics={**batch.metrics, **payloads.metrics})
+
+    def _write_rollouts(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        """With the advantages that the step trains on, which may follow from all of its groups."""
+        at = self._at
+        every = at.config.logging.rollouts_every
+        if every and step % every == 0 and at.context.leads:
+            write_rollouts(at.run_dir / "rollouts", step=step, groups=groups)
 
     def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
         rows = zip(message.samples, map(json.loads, map(bytes, payloads.encoded)), strict=True)

@@ -84,7 +84,7 @@ class Rollouter:
             rewards = self._rules.shape_reward(rewards, lengths, truncated)
         if self._rules.of_steps is not None:
             return replace(group, rollouts=tuple(_with_steps(rollout, self._rules) for rollout in group.rollouts))
-        advantages = self._rules.advantage(rewards)
+        advantages = np.full(len(rewards), np.nan) if self._rules.waits_for_step else self._rules.advantage(rewards)
         rollouts = tuple(
             replace(rollout, reward=float(reward), advantage=float(advantage))
             for rollout, reward, advantage in zip(group.rollouts, rewards, advantages, strict=True)
@@ -93,7 +93,7 @@ class Rollouter:
 
 
 def _with_steps(rollout: Rollout, rules: GroupRules) -> Rollout:
-    """The rollout with advantages of its steps, and their mean for people to see."""
+    """The rollout with advantages of its steps, and where they are final their mean for people to see."""
     assert rules.of_steps is not None
     if rollout.episode is None:
         raise UserError(
@@ -102,7 +102,8 @@ def _with_steps(rollout: Rollout, rules: GroupRules) -> Rollout:
         )
     episode = rules.of_steps(rollout.episode)
     assert episode.advantages is not None
-    return replace(rollout, episode=episode, advantage=float(episode.advantages.mean()))
+    mean = np.nan if rules.waits_for_step else float(episode.advantages.mean())
+    return replace(rollout, episode=episode, advantage=mean)
 
 
 def request_seed(run_seed: int, *, stream: int, sample_id: int) -> int:

@@ -33,11 +33,13 @@ class Batcher:
         minibatches: int = 1,
         epochs: int = 1,
         seed: int = 0,
+        on_groups: Callable[[Sequence[RolloutGroup], int], None] | None = None,
     ) -> None:
         """Wire it.
 
         batch_advantage: rewards of all groups -> their advantages. of_steps: changes the advantages of episodes' steps.
-        anchor: adds its rows of the step. seed: of what is dealt into minibatches.
+        anchor: adds its rows of the step. seed: of what is dealt into minibatches. on_groups: called with the groups
+        of each step, with the advantages that are trained on, and the step.
         """
         self._collate = collate
         self._max_staleness = max_staleness
@@ -47,11 +49,15 @@ class Batcher:
         self._minibatches = minibatches
         self._epochs = epochs
         self._seed = seed
+        self._on_groups = on_groups
 
     def __call__(self, groups: Sequence[RolloutGroup], *, step: int) -> TrainBatch:
         oldest = min(group.min_policy_version for group in groups)
         assert step - oldest <= self._max_staleness, f"step {step} was given terms of version {oldest}"
-        first, *later = self._updates(self._seen_together(groups, step=step), step=step)
+        trained = self._seen_together(groups, step=step)
+        if self._on_groups is not None:
+            self._on_groups(trained, step)
+        first, *later = self._updates(trained, step=step)
         metrics = {**first.metrics, **group_metrics(groups, step=step)}
         if first.anchor is not None:
             metrics |= {f"anchor/{name}": value for name, value in first.anchor.metrics.items()}
