@@ -473,6 +473,59 @@ def test_a_view_of_a_parameter_that_vllm_moved_is_refused(checkpoint):
             Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
 
 
+class Kernels:
+    """Attention that keeps a copy of the layer's sinks in another type, as FlashInfer's does."""
+
+    def __init__(self, sinks: Tensor) -> None:
+        self.source, self.sinks = sinks, sinks.double()
+
+    def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
+        self.sinks.copy_(self.source)
+
+
+def test_what_attention_kernels_keep_of_the_weights_is_made_anew(checkpoint):
+    made = checkpoint("gpt_oss")
+    config = vllm_config(made.path)
+    old, new = (random_tensors(made.specs, seed=seed) for seed in range(2))
+    with acting_as(0):
+        model: Any = served(config, old)
+        layer = model.model.layers[0].attn
+        layer.attn.impl = Kernels(layer.sinks)
+        landing = Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
+        update(landing, new)
+    assert torch.equal(layer.attn.impl.sinks, new["model.layers.0.self_attn.sinks"].double())
+
+
+def test_a_layer_whose_method_processes_more_than_its_base_is_reloaded(checkpoint):
+    from vllm.model_executor.layers.linear import UnquantizedLinearMethod
+
+    class Splits(UnquantizedLinearMethod):
+        def process_weights_after_loading(self, layer: nn.Module) -> None:
+            layer.half = layer.weight / 2
+
+    made = checkpoint("qwen3")
+    config = vllm_config(made.path, quantization=PLAIN_WEIGHTS)
+    with acting_as(0):
+        model: Any = served(config, random_tensors(made.specs, seed=0))
+        model.model.layers[0].mlp.down_proj.quant_method = Splits()
+        landing = Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
+        update(landing, new := random_tensors(made.specs, seed=1))
+    name = "model.layers.0.mlp.down_proj.weight"
+    assert landing.reloaded[name] == f"{name}: Splits processes it after loading"
+    assert torch.equal(model.model.layers[0].mlp.down_proj.half, new[name] / 2)
+
+
+def test_a_model_that_computes_from_its_weights_after_loading_is_refused(checkpoint):
+    made = checkpoint("llama")
+    config = vllm_config(made.path)
+    with acting_as(0):
+        model: Any = served(config, random_tensors(made.specs, seed=0))
+        fused = type("Fuses", (type(model),), {"process_weights_after_loading": lambda self: None})
+        model.__class__ = fused
+        with pytest.raises(ValueError, match=r'Fuses computes from its weights.*engine = "torch"'):
+            Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
+
+
 def doubles_the_last_norm(model: Any) -> None:
     """A loader that computes from one tensor."""
     load = model.load_weights

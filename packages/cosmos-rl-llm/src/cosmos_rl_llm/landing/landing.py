@@ -35,7 +35,14 @@ if TYPE_CHECKING:
 
 _KEPT_EXPERTS = ("TRITON", "BATCHED_TRITON")
 """Kernels of unquantised experts that read the weights as they were loaded."""
-_UNPROCESSED = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+_UNPROCESSED = (
+    "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "_GateLinearMethod",
+    "PlainLinear", "PlainEmbedding",
+)  # fmt: skip
+"""Classes whose processing after loading leaves a parameter as it is, but for the packing that is looked for."""
+_COPIES = ("_cpu_unpacked_conv_weight", "_bf16x3_weight")
+"""Attributes of layers that vLLM repacked a weight for: convolutions on CPU, routers on AMD's GPUs."""
+_PROCESS = "process_weights_after_loading"
 
 
 def landing_of(model: nn.Module, specs: Sequence[WeightSpec], *, vllm_config: VllmConfig, rank: int) -> Landing:
@@ -97,8 +104,8 @@ class Landing:
         self._check()
         self._staged: dict[str, Tensor] = {}
         """Parameters of reloaded layers as vLLM creates them, in host memory."""
-        self._derived: list[Any] = [layer for layer in model.modules() if is_a(layer, "MLAAttention")]
-        """Layers that keep products of other layers' weights: kv_b_proj, split and transposed."""
+        self._derived = [found for layer in model.modules() if (found := _kept_by_attention(layer)) is not None]
+        """What keeps copies or products of other layers' weights: kv_b_proj split and transposed, sinks in float32."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """(place in the model, where what belongs there was written)"""
         self.views = {name: self._view(name, box) for name in chart.specs if (box := chart.box(name))}
@@ -118,8 +125,8 @@ class Landing:
                 loader: Any = self._model
                 loader.load_weights((name, self.views[name]) for name in self._chart.computed)
             reload_layers(self._model, self._staged, model_config=model_config)
-            for layer in self._derived:
-                layer.process_weights_after_loading(model_config.dtype)
+            for kept in self._derived:
+                kept.process_weights_after_loading(model_config.dtype)
 
     def _view(self, name: str, box: Box) -> Tensor:
         if self._refused or name in self._chart.computed:
@@ -186,7 +193,7 @@ class Landing:
     def _why_not_live(self, place: Place) -> str | None:
         layer = self._model.get_submodule(_layer(place.parameter))
         method: Any = getattr(layer, "quant_method", None)
-        if method is not None and not any(is_a(method, name) for name in _UNPROCESSED):
+        if method is not None and _definer(method) not in _UNPROCESSED:
             return f"{type(method).__name__} processes it after loading"
         if why := self._why_changed(place.parameter):
             return why
@@ -195,8 +202,10 @@ class Landing:
         backend = getattr(method, "unquantized_backend", None)
         if backend is not None and backend.name not in _KEPT_EXPERTS:
             return f"{backend.value} kernels keep experts in another layout"
-        if vars(layer).get("cpu_linear", F.linear) is not F.linear or "_cpu_unpacked_conv_weight" in vars(layer):
+        if vars(layer).get("cpu_linear", F.linear) is not F.linear:
             return "vLLM computes with a packed copy on CPU"
+        if any(getattr(layer, copy, None) is not None for copy in _COPIES):
+            return "vLLM computes with a packed copy"
         return None
 
     def _untouched(self) -> tuple[str, ...]:
@@ -206,6 +215,11 @@ class Landing:
 
     def _check(self) -> None:
         """Raise ValueError where new weights would not reach all that vLLM computes with."""
+        if _definer(self._model) is not None:
+            raise ValueError(
+                f"{type(self._model).__name__} computes from its weights once they are loaded, which new ones would "
+                'not reach; set rollout.engine = "torch"'
+            )
         self._check_shared()
         reloaded = {_layer(place.parameter) for name in self.reloaded for place in self._chart.places.get(name, ())}
         for name in self.untouched:
@@ -240,6 +254,25 @@ class Landing:
             if (box := self._chart.box(name)) is not None:
                 whole[box.slices()] = self.views[name]
             yield name, whole
+
+
+def _kept_by_attention(layer: nn.Module) -> Any:
+    """Return what has to process an attention layer's weights again, and may at any time: the layer or its kernels.
+
+    Not a plain layer itself, which would forget the scales of its keys and values.
+    """
+    is_attention = is_a(layer, "AttentionLayerBase") or is_a(layer, "MMEncoderAttention")
+    if not is_attention or (definer := _definer(layer)) is None:
+        return None
+    if definer != "Attention":
+        return layer
+    kernels: Any = getattr(layer, "impl", None)
+    return kernels if _definer(kernels) not in (None, "AttentionImplBase") else None
+
+
+def _definer(value: object) -> str | None:
+    """Return the name of the class that says how `value` processes weights after loading."""
+    return next((kind.__name__ for kind in type(value).__mro__ if _PROCESS in vars(kind)), None)
 
 
 def _memory_of(tensor: Tensor) -> int:
