@@ -153,6 +153,7 @@ def test_long_rows_are_dropped_and_counted():
     batch = collate(LONG, make_chat(max_length=5, overlong="drop"))
     assert words(batch.microbatches[0].inputs["labels"]) == ["2", "</s>"]
     assert (batch.metrics["rows_truncated"], batch.metrics["rows_dropped"]) == (0, 2)
+    assert batch.rows_dropped[0] == "a row of 7 tokens, more than 5; it begins '12'"
 
 
 def test_rows_are_dealt_to_shares_by_length():

@@ -87,8 +87,12 @@ def test_a_video_shorter_than_its_parquet_is_named_before_training_begins(tmp_pa
 def test_a_file_that_was_cut_off_is_named(tmp_path):
     data, video = demos(tmp_path / "demos")
     video.write_bytes(video.read_bytes()[:500])
-    with pytest.raises(UserError, match=r"file-000\.mp4 \(observation\.images\.top\) cannot be read"):
+    with pytest.raises(
+        UserError, match=r"file-000\.mp4 \(observation\.images\.top\) is cut off: it has 500 bytes of at"
+    ):
         Demonstrations.open(data)
+    with pytest.raises(PictureError, match=r"file-000\.mp4: is cut off: it has 500 bytes of at least"):
+        VideoFile(video)
 
 
 def test_frames_of_a_damaged_run_are_named_and_the_others_are_read(tmp_path):

@@ -204,15 +204,26 @@ def test_odd_sizes_are_written_too(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "reason"),
-    [(b"", "Invalid data"), (b"garbage" * 50, "Invalid data"), ("cut", "Invalid data"), (None, "No such file")],
+    [
+        (b"", "is empty"),
+        (b"garbage" * 50, "cannot be decoded: Invalid data"),
+        ("cut", "is cut off: it has 900 bytes of at least"),
+        (None, "cannot be decoded: No such file"),
+    ],
 )
 def test_what_cannot_be_decoded_is_named(film, tmp_path, content, reason):
     path = tmp_path / "bad.mp4"
     if content is not None:
         path.write_bytes(film.read_bytes()[:900] if content == "cut" else content)
-    with pytest.raises(ClipError, match=rf"bad\.mp4: cannot be decoded: {reason}") as caught:
+    with pytest.raises(ClipError, match=rf"bad\.mp4: {reason}") as caught:
         read_clip(path, frames=2, sizes=SIZE)
     assert caught.value.final
+
+
+def test_a_recording_that_was_ended_before_its_index_says_so(film):
+    data = film.read_bytes()
+    with pytest.raises(ClipError, match=r"clip: has no index \(moov\)"):
+        read_clip(data[: data.index(b"moov") - 4], frames=2, sizes=SIZE, name="clip")
 
 
 def test_a_hole_in_the_data_is_a_fault_and_no_grey_clip(tmp_path):

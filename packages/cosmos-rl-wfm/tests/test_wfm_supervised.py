@@ -61,6 +61,7 @@ def test_a_clip_that_cannot_be_decoded_is_named_counted_and_trains_nothing(folde
     (microbatch,) = batch.microbatches
     assert microbatch.terms.loss_mask.tolist() == [1.0, 0.0, 1.0]
     assert "clip1.mp4" in caplog.text
+    assert len(batch.rows_dropped) == 1 and "clip1.mp4: cannot be decoded" in batch.rows_dropped[0]
 
 
 def test_a_step_without_a_single_clip_trains_nothing_and_the_run_goes_on(folder):
@@ -236,7 +237,7 @@ def test_the_buckets_of_another_section_have_to_suit_the_model_too():
         collated(mock_data(buckets=("8x8", "9x8")), policy=policy)
 
 
-def test_an_anchor_has_a_section_of_its_own_and_a_run_goes_on_without_its_bad_clips(folder, tmp_path):
+def test_an_anchor_has_a_section_of_its_own_and_a_run_goes_on_without_its_bad_clips(folder, tmp_path, capsys):
     clips = {"path": folder.path, "size": {"frames": 6, "height": 16, "width": 8}}
     sections = recipe(
         run={"domain": "wfm", "placement": "inline", "max_steps": 2, "output_dir": str(tmp_path / "run")},
@@ -245,7 +246,10 @@ def test_an_anchor_has_a_section_of_its_own_and_a_run_goes_on_without_its_bad_cl
         policy={"prompts_per_step": 1},
         rollout={"group_size": 2, "sampling": {"num_steps": 2}},
     )
-    run(sections, [])
+    run(sections, ['logging.sinks=["jsonl", "console"]'])
     steps = lines_of(tmp_path / "run/metrics.jsonl")
     assert [step["anchor/rows_dropped"] for step in steps] == [1.0, 1.0]
+    (dropped,) = lines_of(tmp_path / "run/rows_dropped.jsonl")  # the same row twice, named once
+    assert dropped["step"] == 0 and "clip1.mp4: cannot be decoded" in dropped["reason"]
+    assert f"2; {dropped['reason']}" in " ".join(capsys.readouterr().out.split())
     assert all(step["loss_anchor"] > 0 for step in steps)

@@ -195,6 +195,8 @@ class TrainBatch:
     num_rollouts: int
     """Rollouts with at least one such term over the whole batch, all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
+    rows_dropped: tuple[str, ...] = ()
+    """Why rows of it train nothing, a phrase each; one that an earlier batch named need not be here again."""
     anchor: TrainBatch | None = None
     """Supervised data that is trained on beside the rollouts, with counts of its own."""
     later: tuple[TrainBatch, ...] = ()

@@ -31,12 +31,19 @@ def collate_sft(rows: Sequence[Mapping[str, Any]], *, chat: Chat, microbatch_ter
     whole = [encode_row(row, chat=chat) for row in rows]
     fitted = [_fit(sample, row, chat=chat) for sample, row in zip(whole, rows, strict=True)]
     samples = [sample for sample in fitted if sample is not None]
+    dropped = tuple(
+        f"a row of {len(sample.prompt_tokens) + len(sample.tokens)} tokens, more than {chat.max_length}; it begins "
+        f"{_beginning(row)}"
+        for sample, after, row in zip(whole, fitted, rows, strict=True)
+        if after is None
+    )
     lengths = np.array([int(sample.loss_mask.sum()) for sample in samples] or [0])
     metrics = {"response_length_mean": float(lengths.mean()), "response_length_max": float(lengths.max())}
     if chat.overlong != "error":
         cut = sum(after is not None and after is not before for before, after in zip(whole, fitted, strict=True))
-        metrics |= {"rows_truncated": float(cut), "rows_dropped": float(len(rows) - len(samples))}
-    return pack_batch(samples, microbatch_terms=microbatch_terms, share=share, metrics=metrics)
+        metrics |= {"rows_truncated": float(cut), "rows_dropped": float(len(dropped))}
+    batch = pack_batch(samples, microbatch_terms=microbatch_terms, share=share, metrics=metrics)
+    return replace(batch, rows_dropped=dropped)
 
 
 def encode_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:

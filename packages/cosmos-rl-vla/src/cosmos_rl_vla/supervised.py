@@ -44,6 +44,7 @@ def collate_sft(
         num_terms=len(prompts),
         num_rollouts=len(prompts),
         metrics={"rows_dropped": float(own.dropped)},
+        rows_dropped=demonstrations.faults.take_new(),
     )
 
 

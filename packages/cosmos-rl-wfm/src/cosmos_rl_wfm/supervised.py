@@ -52,6 +52,7 @@ def collate_sft(
         num_terms=trained,
         num_rollouts=trained,
         metrics={"rows_dropped": float(len(prompts) - trained)},
+        rows_dropped=clips.take_dropped(),
     )
 
 
@@ -72,6 +73,10 @@ class Clips:
     def load(self, prompts: Sequence[Prompt]) -> list[LoadedClip]:
         """Read the clips of rows; a blank one stands in for one that is not there."""
         return [self._blank() if clip is None else clip for clip in self._loader.load(prompts)]
+
+    def take_dropped(self) -> tuple[str, ...]:
+        """Return why rows gave no clip, those that were not returned before."""
+        return self._loader.take_dropped()
 
     def shape(self, clip: LoadedClip) -> tuple[int, ...]:
         """Return (C, f, h, w) of a clip's latents."""

@@ -15,6 +15,7 @@ from cosmos_rl_core.control.payload import decode_group
 from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.launch.assignment import Assignment
 from cosmos_rl_core.launch.step_payloads import Payloads
+from cosmos_rl_core.observe.dropped_rows import write_dropped
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
@@ -51,11 +52,16 @@ class BatchMaker:
     def __call__(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
         at = self._at
         with at.context.timeline.span("collate", step=message.step):
-            if at.config.is_sft:
-                return self._supervised(message, payloads)
-            groups = [decode_group(encoded) for encoded in payloads.encoded]
-            batch = self._batcher(groups, step=message.step)
-            return replace(batch, metrics={**batch.metrics, **payloads.metrics})
+            batch = self._supervised(message, payloads) if at.config.is_sft else self._of_groups(message, payloads)
+        reasons = (*batch.rows_dropped, *(() if batch.anchor is None else batch.anchor.rows_dropped))
+        if reasons and at.context.leads:
+            write_dropped(at.run_dir, step=message.step, reasons=reasons)
+        return batch
+
+    def _of_groups(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
+        groups = [decode_group(encoded) for encoded in payloads.encoded]
+        batch = self._batcher(groups, step=message.step)
+        return replace(batch, metrics={**batch.metrics, **payloads.metrics})
 
     def _write_rollouts(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """With the advantages that the step trains on, which may follow from all of its groups."""

@@ -10,13 +10,18 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.observe import dropped_rows
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sheets import Sheets
-from cosmos_rl_core.observe.sinks import JsonLines, build_sinks
+from cosmos_rl_core.observe.sinks import JsonLines, build_sinks, keep_earlier
 from cosmos_rl_core.types import RolloutGroup
 
 if TYPE_CHECKING:
     from cosmos_rl_core.observe.console import Console
+
+
+_REASONS_SHOWN = 3
+"""Rows of rows_dropped.jsonl in the closing table."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +61,7 @@ class RunObserver:
         sinks = [name for name in config.logging.sinks if name != "console"]
         self._sinks = build_sinks(sinks, directory, first_step=first_step)
         self._sheets = Sheets(directory / "media", self._sinks)
+        keep_earlier(directory / dropped_rows.FILE, first_step)
         first_evaluated = evaluated_from(config, first_step, max_steps=max_steps)
         self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_evaluated)
         self._console = _console(config, directory, max_steps) if "console" in config.logging.sinks else None
@@ -172,6 +178,11 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
         rows["taken back"] = f"the weights are those of step {result.steps}; later checkpoints are set aside"
     rows["wall time"] = f"{result.wall_s:.1f} s"
     rows["trained terms"] = f"{terms:,.0f}"
+    if dropped := sum(m.get("rows_dropped", 0.0) + m.get("anchor/rows_dropped", 0.0) for m in result.metrics):
+        first = dropped_rows.first_reasons(
+            result.run_dir, first_step=int(result.metrics[0]["step"]), count=_REASONS_SHOWN
+        )
+        rows["rows dropped"] = "; ".join([f"{dropped:,.0f}", *first])
     for reason, number in sorted(reasons.items()):
         rows[f"dropped: {reason}"] = f"{number}"
     rows["files"] = str(result.run_dir)

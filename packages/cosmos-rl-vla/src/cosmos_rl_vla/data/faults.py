@@ -18,11 +18,17 @@ class Faults:
 
     def __init__(self) -> None:
         self._reasons: dict[Hashable, str] = {}
+        self._new: list[str] = []
         self._wanted = self._missing = 0
 
     def want(self, count: int) -> None:
         """Count rows that were read."""
         self._wanted += count
+
+    def take_new(self) -> tuple[str, ...]:
+        """Return the reasons that were added since the last call."""
+        new, self._new = tuple(self._new), []
+        return new
 
     def add(self, row: Hashable, reason: str) -> None:
         """Count one of them that gave no pictures, and name it the first time.
@@ -33,6 +39,7 @@ class Faults:
         self._missing += 1
         if row not in self._reasons:
             self._reasons[row] = reason
+            self._new.append(reason)
             log.warning("left out, no. %d of %d rows so far: %s", self._missing, self._wanted, reason)
         if self._missing > max(TOLERATED, self._wanted / 2):
             first = next(iter(self._reasons.values()))

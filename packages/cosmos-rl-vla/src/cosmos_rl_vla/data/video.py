@@ -20,6 +20,7 @@ import numpy as np
 from av.error import FFmpegError
 
 from cosmos_rl_core.errors import SampleError, UserError
+from cosmos_rl_core.video_file import cut_off
 from cosmos_rl_vla.data.parquet import AGAIN
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ class VideoFile:
             self._stream = _video_stream(self._container, path)
             self.table = _read_table(self._container, self._stream, path)
         except (FFmpegError, OSError) as error:
-            raise PictureError(f"{path}: cannot be decoded: {error.strerror or error}; {AGAIN}") from error
+            raise PictureError(f"{path}: {_why(path, error)}; {AGAIN}") from error
 
     def decode(self, run: int) -> np.ndarray:
         """Return the frames of a run, uint8 [n, H, W, 3] RGB. Raises PictureError where one does not come."""
@@ -80,7 +81,7 @@ class VideoFile:
             try:
                 return self._decode(run)
             except (FFmpegError, OSError) as error:
-                raise PictureError(f"{self._path}: cannot be decoded: {error.strerror or error}; {AGAIN}") from error
+                raise PictureError(f"{self._path}: {_why(self._path, error)}; {AGAIN}") from error
 
     def _decode(self, run: int) -> np.ndarray:
         first, stop = (int(place) for place in self.table.runs[run : run + 2])
@@ -97,7 +98,8 @@ class VideoFile:
                 break
         if len(frames) < len(wanted):
             shown = self.table.seconds[first]
-            raise PictureError(f"{self._path}: is damaged: not all frames after {shown:.3f} s can be decoded; {AGAIN}")
+            damage = cut_off(self._path) or "is damaged"
+            raise PictureError(f"{self._path}: {damage}: not all frames after {shown:.3f} s can be decoded; {AGAIN}")
         return np.stack([frames[int(pts)] for pts in wanted])
 
     def _frames(self) -> Iterator[VideoFrame]:
@@ -120,8 +122,8 @@ def check_video(path: Path, *, until_s: float, fps: float, camera: str) -> None:
     except FileNotFoundError:
         raise UserError(f"{path} ({camera}) is not there: the dataset is not whole; {AGAIN}") from None
     except (FFmpegError, OSError) as error:
-        reason = error.strerror or error
-        raise UserError(f"{path} ({camera}) cannot be read, as after an interruption: {reason}; {AGAIN}") from error
+        reason = cut_off(path) or f"cannot be read, as after an interruption: {error.strerror or error}"
+        raise UserError(f"{path} ({camera}) {reason}; {AGAIN}") from error
     except PictureError as error:
         raise UserError(f"{error.reason} ({camera})") from error
     if length_s and until_s > length_s + 0.5 / fps:
@@ -129,6 +131,10 @@ def check_video(path: Path, *, until_s: float, fps: float, camera: str) -> None:
             f"{path} ({camera}) is shorter than its parquet: it ends after {length_s:.3f} s, the frames' column "
             f"'timestamp' goes on to {until_s:.3f} s; {AGAIN}"
         )
+
+
+def _why(path: Path, error: FFmpegError | OSError) -> str:
+    return cut_off(path) or f"cannot be decoded: {error.strerror or error}"
 
 
 def _open(path: Path) -> InputContainer:

@@ -23,6 +23,7 @@ class Faults:
 
     def __init__(self) -> None:
         self._reasons: dict[Hashable, str] = {}
+        self._new: list[str] = []
         self._wanted = self._missing = 0
 
     def reason(self, row: Row) -> str | None:
@@ -33,6 +34,11 @@ class Faults:
         """Count rows that are about to be read."""
         self._wanted += count
 
+    def take_new(self) -> tuple[str, ...]:
+        """Return the reasons that were added since the last call."""
+        new, self._new = tuple(self._new), []
+        return new
+
     def add(self, row: Row, reason: str) -> None:
         """Count one of them that gave no clip, and name it the first time.
 
@@ -42,6 +48,7 @@ class Faults:
         self._missing += 1
         if _name(row) not in self._reasons:
             self._reasons[_name(row)] = reason
+            self._new.append(reason)
             log.warning("left out, no. %d of %d rows so far: %s", self._missing, self._wanted, reason)
         if self._missing > max(TOLERATED, self._wanted / 2):
             shown = "; ".join(list(self._reasons.values())[:SHOWN])

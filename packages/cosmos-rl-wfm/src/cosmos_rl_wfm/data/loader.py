@@ -92,6 +92,10 @@ class ClipLoader:
             else:
                 yield loaded
 
+    def take_dropped(self) -> tuple[str, ...]:
+        """Return why rows gave no clip, those that were not returned before."""
+        return self._faults.take_new()
+
     def keep(self, clip: LoadedClip, latents: Tensor) -> None:
         """Put the latents [C, f, h, w] of a clip into the cache, where there is one."""
         if self._cache is not None and clip.key:

@@ -22,6 +22,7 @@ from av.error import FFmpegError
 from av.video.reformatter import Interpolation, VideoReformatter
 
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.video_file import cut_off
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -104,9 +105,10 @@ def read_clip(
             with _open(source) as container:
                 video = _decode(container, _video_stream(container, name=name), table, chosen, sizes, seek=False)
     except (FFmpegError, OSError) as error:
-        raise ClipError(f"{name}: cannot be decoded: {error.strerror or error}") from error
+        raise ClipError(f"{name}: {cut_off(source) or f'cannot be decoded: {error.strerror or error}'}") from error
     if video is None:
-        raise ClipError(f"{name}: is damaged: of {frames} frames asked for, not all can be decoded")
+        damage = cut_off(source) or "is damaged"
+        raise ClipError(f"{name}: {damage}: of {frames} frames asked for, not all can be decoded")
     return Clip(video=video, fps=fps or (1 / (table.step * stride) if table.step else 0.0))
 
 
