@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 
+from cosmos_rl_core.abilities import Prepares
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -155,6 +156,22 @@ def test_an_average_is_of_what_is_trained_and_saved_by_its_names(lora):
         expected = 0.75 * first[name] + 0.25 * now[name]
         torch.testing.assert_close(now[f"average:{name}"], expected)
     assert trained.rollout_weights().keys() == set(names)
+
+
+def test_the_average_is_put_in_place_once_for_all_microbatches_of_a_step():
+    trained = policy(ema={"decay": 0.5, "reference": True})
+    begin(trained)
+    shift(trained, 1)
+    reference = trained.reference()
+    assert isinstance(reference, Prepares)
+    one_by_one = [reference.forward(microbatch()).logprobs for _ in range(3)]
+    weight = next(trained.module.parameters())
+    before, own = weight._version, weight.detach().clone()
+    with torch.no_grad(), reference.prepared():
+        together = [reference.forward(microbatch()).logprobs for _ in range(3)]
+    assert weight._version == before + 2  # in and out
+    assert torch.equal(weight, own)
+    assert all(map(torch.equal, one_by_one, together))
 
 
 def test_without_the_key_the_reference_is_not_the_average():

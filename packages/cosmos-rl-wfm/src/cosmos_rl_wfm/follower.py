@@ -13,7 +13,7 @@ Of a network with adapters these alone are held; of one that is spread over rank
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 
 import torch
@@ -31,6 +31,8 @@ class Follower:
         """Follow a network that is spread over its ranks already; `decay` gives d after the step to a version."""
         self._live = named_weights(network)
         self._decay = decay
+        self._counts = False
+        """Whether the network computes with the held weights."""
 
     @cached_property
     def _held(self) -> dict[str, Tensor]:
@@ -56,14 +58,20 @@ class Follower:
     def counting(self) -> Iterator[None]:
         """Compute with the held weights, copied in and out: sharded modules hold on to their parameters' memory.
 
-        Meanwhile nobody may read the network's own weights, such as engines that are sent them.
+        Meanwhile nobody may read the network's own weights, such as engines that are sent them. Inside of itself it
+        does nothing.
         """
+        if self._counts:
+            yield
+            return
         with torch.no_grad():
             trained = {name: tensor.clone() for name, tensor in self._live.items()}
             self._put(self._held)
+        self._counts = True
         try:
             yield
         finally:
+            self._counts = False
             with torch.no_grad():
                 self._put(trained)
 
@@ -73,10 +81,17 @@ class Follower:
 
 
 class FollowerReference:
-    """A policy with a follower's weights inside for each forward pass. Implements `interfaces.Reference`."""
+    """A policy with a follower's weights inside: for one forward pass, or for all inside of `prepared`.
+
+    Implements `interfaces.Reference` and `abilities.Prepares`.
+    """
 
     def __init__(self, policy: Policy, follower: Follower) -> None:
         self._policy, self._follower = policy, follower
+
+    def prepared(self) -> AbstractContextManager[None]:
+        """Put the held weights in place once for many passes."""
+        return self._follower.counting()
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
         """As the policy's, with the held weights."""

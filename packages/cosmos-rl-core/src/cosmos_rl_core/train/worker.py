@@ -9,12 +9,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from statistics import fmean
 from typing import TypeVar
 
 import torch
 
+from cosmos_rl_core.abilities import Prepares
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.observe.trace import Timeline
@@ -111,7 +113,8 @@ class PolicyLearner:
         told: dict[int, TrainBatch] = {}
         for batch in updates:
             if id(batch) not in told:
-                microbatches = [self._with_reference(microbatch) for microbatch in batch.microbatches]
+                with self._prepared_reference():
+                    microbatches = [self._with_reference(microbatch) for microbatch in batch.microbatches]
                 if self._keeps_old and len(updates) > 1:
                     microbatches = [self._with_old(microbatch) for microbatch in microbatches]
                 told[id(batch)] = replace(batch, microbatches=tuple(microbatches))
@@ -121,6 +124,9 @@ class PolicyLearner:
     def _with_old(self, microbatch: Microbatch) -> Microbatch:
         logprobs = self.trainer.policy.forward(microbatch).logprobs
         return replace(microbatch, terms=replace(microbatch.terms, old_logprobs=logprobs))
+
+    def _prepared_reference(self) -> AbstractContextManager[None]:
+        return self._reference.prepared() if isinstance(self._reference, Prepares) else nullcontext()
 
     def _with_reference(self, microbatch: Microbatch) -> Microbatch:
         if self._reference is None:
