@@ -5,9 +5,9 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_core.abilities import Prepares
 from cosmos_rl_core.config.load import load_domain
 from cosmos_rl_core.config.policy import ParallelSection
+from cosmos_rl_core.interfaces import Prepares
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.gather import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
@@ -74,15 +73,6 @@ class SpreadsEngines(Protocol):
 
     def spread_engine(self, name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
         """Return [rollout.options] for an engine over `tp_size` GPUs. Raises UserError for one that cannot be."""
-        ...
-
-
-@runtime_checkable
-class Prepares(Protocol):
-    """A reference that has to be set up for its forward passes, such as by putting other weights in place."""
-
-    def prepared(self) -> AbstractContextManager[None]:
-        """Inside, `forward` may be called for as many microbatches as there are; the policy may not."""
         ...
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol, runtime_checkable
 
 from cosmos_rl_core.types import (
@@ -118,6 +119,15 @@ class Reference(Protocol):
     """The frozen model of a KL term. Called without gradients, before the policy's pass over the same microbatch."""
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs: ...
+
+
+@runtime_checkable
+class Prepares(Protocol):
+    """A reference that has to be set up for its forward passes, such as by putting other weights in place."""
+
+    def prepared(self) -> AbstractContextManager[None]:
+        """Inside, `forward` may be called for as many microbatches as there are; the policy may not."""
+        ...
 
 
 class Policy(Protocol):

@@ -83,7 +83,7 @@ class Follower:
 class FollowerReference:
     """A policy with a follower's weights inside: for one forward pass, or for all inside of `prepared`.
 
-    Implements `interfaces.Reference` and `abilities.Prepares`.
+    Implements `interfaces.Reference` and `interfaces.Prepares`.
     """
 
     def __init__(self, policy: Policy, follower: Follower) -> None:

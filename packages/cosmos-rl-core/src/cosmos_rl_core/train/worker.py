@@ -16,9 +16,8 @@ from typing import TypeVar
 
 import torch
 
-from cosmos_rl_core.abilities import Prepares
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import Reference
+from cosmos_rl_core.interfaces import Prepares, Reference
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
