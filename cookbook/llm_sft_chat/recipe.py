@@ -38,6 +38,7 @@ def write_chats(path: Path, *, number: int, seed: int) -> Path:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dir", type=Path, default=Path("runs/llm_sft_chat"))
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("overrides", nargs="*", help="section.key=value")
     arguments = parser.parse_args()
     directory: Path = arguments.dir
@@ -45,6 +46,7 @@ def main() -> None:
     test = write_chats(directory / "data/test.jsonl", number=200, seed=1)
     base = write_tiny_model(directory / "base")
     overrides = [f"run.output_dir={directory / 'sft'}", f"model.path={base}", f"data.path={train}"]
+    overrides += [f"run.seed={arguments.seed}"]
     run(HERE / "run.toml", [*overrides, f"eval.data.path={test}", *arguments.overrides], overwrite=True)
 
 

@@ -6,6 +6,7 @@ python cookbook/vla_metaworld_ppo/recipe.py [--dir runs/vla_metaworld_ppo] [--se
 from __future__ import annotations
 
 import argparse
+import json
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -35,6 +36,8 @@ def main() -> None:
         "--looks", type=int, default=1000, help="pictures of beginnings of each task, without an action"
     )
     parser.add_argument("--inits", type=int, default=24, help="held-out initial states of each task to evaluate from")
+    parser.add_argument("--tasks", nargs="+", default=TASKS, help="of MetaWorld; two or more")
+    parser.add_argument("--seed", type=int, default=0, help="of the imitation, and of the first run of PPO")
     parser.add_argument("--seeds", type=int, default=1, help="runs of PPO from the same imitation")
     arguments = parser.parse_args()
     directory: Path = arguments.dir.resolve()
@@ -44,24 +47,26 @@ def main() -> None:
     record(
         directory / "demos",
         simulator="metaworld",
-        tasks=TASKS,
+        tasks=arguments.tasks,
         episodes_per_task=arguments.demos,
         looks_per_task=arguments.looks,
         options={"image_size": 64, "max_steps": 500},
         manner=Manner(speed=SLOWLY),
+        progress=print,
     )
 
     print("2/4  a small pi0.5 imitates it, and learns to say where things are")
-    keys = [f"run.max_steps={arguments.sft_steps}", f"run.output_dir={directory / 'sft'}"]
+    keys = [f"run.max_steps={arguments.sft_steps}", f"run.output_dir={directory / 'sft'}", f"run.seed={arguments.seed}"]
     imitation = run(HERE / "sft.toml", [*keys, f"data.demos={directory / 'demos'}"]).checkpoint
     assert imitation is not None
     keys = [f"model.path={imitation / 'policy'}", f"eval.data.num_inits={arguments.inits}"]
+    keys += [f"{section}.tasks={json.dumps(arguments.tasks)}" for section in ("data", "eval.data")]
     before = evaluate(
         HERE / "rl.toml", [*keys, f"run.output_dir={directory}"], request=Request(out=directory / "before")
     )
 
     after = []
-    for seed in range(arguments.seeds):
+    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
         print(f"3/4  PPO with success as its only reward, seed {seed}")
         out = directory / f"ppo_{seed}"
         own = [*keys, f"run.output_dir={out}", f"run.seed={seed}"]
@@ -70,14 +75,16 @@ def main() -> None:
         after.append(evaluate(HERE / "rl.toml", own, request=Request(checkpoint=str(out), out=out / "after")))
 
     print("4/4  what came of it, from initial states that training never saw (95 % intervals)\n")
-    print(table(before, after))
-    print(f"\nfilms: {directory / 'before' / 'media'} and {directory / 'ppo_0' / 'after' / 'media'}")
+    print(table(before, after, first_seed=arguments.seed))
+    print(f"\nfilms: {directory / 'before' / 'media'} and {directory / f'ppo_{arguments.seed}' / 'after' / 'media'}")
 
 
-def table(before: Evaluated, after: Sequence[Evaluated]) -> str:
+def table(before: Evaluated, after: Sequence[Evaluated], *, first_seed: int) -> str:
     """Success with and without what the policy ought to need, and of each task."""
     rows = {title: f"perturb={name}" for name, title in CONDITIONS.items()}
-    columns = {"after imitation": before} | {f"after PPO, seed {seed}": result for seed, result in enumerate(after)}
+    columns = {"after imitation": before} | {
+        f"after PPO, seed {seed}": result for seed, result in enumerate(after, start=first_seed)
+    }
     lines = [f"{'':34}" + "".join(f"{title:>26}" for title in columns)]
     for title, name in rows.items():
         shares = [result.figures[f"reward/success {name}"] for result in columns.values()]

@@ -28,6 +28,7 @@ def main() -> None:
     parser.add_argument("--rl-steps", type=int, default=16)
     parser.add_argument("--episodes", type=int, default=400, help="demonstrations of each task")
     parser.add_argument("--inits", type=int, default=40, help="held-out initial states of each task to evaluate from")
+    parser.add_argument("--seed", type=int, default=0, help="of the demonstrator's noise, and of both runs")
     arguments = parser.parse_args()
     directory: Path = arguments.dir.resolve()
     shutil.rmtree(directory, ignore_errors=True)
@@ -39,18 +40,19 @@ def main() -> None:
         tasks=["red", "green"],
         episodes_per_task=arguments.episodes,
         options={"colours": 2, "image_size": 64, "max_steps": 80},
-        manner=Manner(speed=0.4, noise=0.2),
+        manner=Manner(speed=0.4, noise=0.2, seed=arguments.seed),
+        progress=print,
     )
 
     print("2/4  a small pi0.5 imitates it")
     overrides = [f"run.max_steps={arguments.sft_steps}", f"run.output_dir={directory / 'sft'}"]
-    overrides += [f"data.demos={directory / 'demos'}"]
+    overrides += [f"data.demos={directory / 'demos'}", f"run.seed={arguments.seed}"]
     imitation = run(HERE / "sft.toml", overrides).checkpoint
     assert imitation is not None
 
     print("3/4  PPO, with success as its only reward")
     overrides = [f"run.output_dir={directory / 'ppo'}", f"model.path={imitation / 'policy'}"]
-    overrides += [f"eval.data.num_inits={arguments.inits}"]
+    overrides += [f"eval.data.num_inits={arguments.inits}", f"run.seed={arguments.seed}"]
     before = evaluate(HERE / "rl.toml", overrides, request=Request(out=directory / "before", media=False))
     run(HERE / "rl.toml", [*overrides, f"run.max_steps={arguments.rl_steps}", 'eval.data.perturb=["none"]'])
     after = evaluate(

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from subprocess import PIPE, Popen
@@ -31,36 +31,38 @@ def main() -> None:
     parser.add_argument("--clips", type=int, default=2000)
     parser.add_argument("--pretrain-steps", type=int, default=1500)
     parser.add_argument("--rl-steps", type=int, default=60)
+    parser.add_argument("--seed", type=int, default=0, help="of clips, judge and runs")
     arguments = parser.parse_args()
     directory: Path = arguments.dir.resolve()
 
     print("1/4  clips of shapes that move, as mp4 files with captions; and a judge that is never a reward")
     data = directory / "data"
-    make_clips(data, count=arguments.clips)
-    make_clips(directory / "held_out_clips", count=120, seed=1)
-    train_judge(data)
+    make_clips(data, count=arguments.clips, seed=2 * arguments.seed)
+    make_clips(directory / "held_out_clips", count=120, seed=2 * arguments.seed + 1)
+    train_judge(data, seed=arguments.seed)
     write_prompts(data / "prompts.jsonl", repeats=1)
     write_prompts(data / "held_out.jsonl", repeats=10)
 
     print("2/4  a tiny Wan transformer learns to draw them")
     overrides = [f"run.output_dir={directory / 'base'}", f"data.path={data}"]
-    overrides += [f"run.max_steps={arguments.pretrain_steps}"]
+    overrides += [f"run.max_steps={arguments.pretrain_steps}", f"run.seed={arguments.seed}"]
     overrides += [f"policy.schedule.warmup_steps={min(50, arguments.pretrain_steps // 4)}"]
     base = run(HERE / "sft.toml", overrides, overwrite=True).checkpoint
     assert base is not None
 
     print("3/4  rewards from a service of their own; the model is rewarded in four ways")
     with reward_server(directory / "reward.token") as url:
-        results = [train(arm, base / "policy", directory, url, steps=arguments.rl_steps) for arm in ARMS]
+        keys = [f"run.max_steps={arguments.rl_steps}", f"run.seed={arguments.seed}"]
+        results = [train(arm, base / "policy", directory, url, keys=keys) for arm in ARMS]
 
     print("4/4  what came of it")
     print(write_report(directory, base_of(results), results))
 
 
-def train_judge(data: Path) -> None:
+def train_judge(data: Path, *, seed: int) -> None:
     videos, captions = read_clips(data)
     seen = len(videos) - int(judges.HELD_OUT * len(videos))
-    judge = judges.train_judge(videos[:seen], captions[:seen])
+    judge = judges.train_judge(videos[:seen], captions[:seen], seed=seed)
     save_file(judge.state_dict(), data / "judge.safetensors")
     print(f"     the judge is right about {judges.prompt_ok(judge, videos[seen:], captions[seen:]):.3f} of real clips")
 
@@ -92,7 +94,7 @@ def reward_server(token_file: Path) -> Iterator[str]:
             server.terminate()
 
 
-def train(arm: Arm, base: Path, directory: Path, url: str, *, steps: int) -> Result:
+def train(arm: Arm, base: Path, directory: Path, url: str, *, keys: Sequence[str]) -> Result:
     """Reward the base model in one way."""
     print(f"\n     {arm.title}")
     remote = {"reward": arm.reward, "url": url, "token_file": str(directory / "reward.token")}
@@ -102,7 +104,7 @@ def train(arm: Arm, base: Path, directory: Path, url: str, *, steps: int) -> Res
     ]
     overrides = [
         f"run.output_dir={directory / arm.name}",
-        f"run.max_steps={steps}",
+        *keys,
         f"model.path={base}",
         f"data.path={directory / 'data' / 'prompts.jsonl'}",
         f"eval.data.path={directory / 'data' / 'held_out.jsonl'}",

@@ -132,6 +132,13 @@ def test_a_series_keeps_the_first_successes_in_whatever_order_they_end(outcomes,
     assert not running and series.attempts == kept[-1] - 99
 
 
+def test_progress_is_told_for_each_task_about_ten_times(tmp_path):
+    lines = []
+    recorded(tmp_path / "demos", tasks=("red",), episodes_per_task=20, looks_per_task=3, progress=lines.append)
+    assert [line.split(",")[0] for line in lines[:10]] == [f"red: {n} of 20 episodes" for n in range(2, 21, 2)]
+    assert lines[10:] == [f"red: {n} of 3 pictures of beginnings" for n in (1, 2, 3)]
+
+
 def test_the_command_records(tmp_path):
     import typer.testing
 
@@ -142,6 +149,7 @@ def test_the_command_records(tmp_path):
     given = ["--simulator", "reach", "--tasks", "red", "--episodes", "2", "--out", str(tmp_path / "demos")]
     result = typer.testing.CliRunner().invoke(app, [*given, "--option", "image_size=16", "--processes", "1"])
     assert result.exit_code == 0 and "red: the expert succeeded in 2 of 2" in result.output
+    assert "red: 2 of 2 episodes, 2 begun" in result.output
     info = json.loads((tmp_path / "demos/meta/info.json").read_text())
     assert info["features"]["observation.images.board"]["shape"] == [16, 16, 3]
     again = typer.testing.CliRunner().invoke(app, given)

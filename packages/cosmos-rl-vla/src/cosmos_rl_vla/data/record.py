@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -68,6 +68,7 @@ def record(
     processes: int = 2,
     slots: int = 4,
     stored: Stored = "auto",
+    progress: Callable[[str], None] | None = None,
 ) -> Recorded:
     """Write `episodes_per_task` episodes of each task in which the expert succeeds.
 
@@ -77,6 +78,7 @@ def record(
         options: of the simulator, such as the size of its pictures.
         first_init: initial states from here on.
         processes: that simulate side by side, with `slots` episodes each.
+        progress: called with a line for people, for each task about ten times, such as `print`.
 
     Raises UserError where the simulator has no expert or not such a task, the expert fails too often, or `path` is
     taken; WorkerFailed where the simulator breaks again and again.
@@ -98,12 +100,25 @@ def record(
             while waiting:  # the first is written first, whatever is over already
                 for take in waiting[0].successes():
                     writer.add(take.demonstration(expert, instruction=told[take.task]))
+                    if progress is not None and _is_due(waiting[0]):
+                        progress(_line(waiting[0]))
                 if not waiting[0].done:
                     break
                 waiting.popleft()
     expert.close()
     attempts = {each.task: each.attempts for each in series}
     return Recorded(episodes=writer.num_episodes, frames=writer.num_frames, attempts=attempts)
+
+
+def _is_due(series: Series) -> bool:
+    """Whether the last success made another tenth of a series whole."""
+    return series.kept * 10 // series.wanted > (series.kept - 1) * 10 // series.wanted
+
+
+def _line(series: Series) -> str:
+    if series.look:
+        return f"{series.task}: {series.kept} of {series.wanted} pictures of beginnings"
+    return f"{series.task}: {series.kept} of {series.wanted} episodes, {series.attempts} begun"
 
 
 class Stage:
@@ -208,6 +223,7 @@ def main(
             manner=Manner(speed=speeds, noise=noise),
             first_init=first_init,
             processes=processes,
+            progress=typer.echo,
         )
     except UserError as error:
         typer.echo(f"error: {error}", err=True)

@@ -60,9 +60,11 @@ class Series:
 
     def __init__(self, task: str, *, wanted: int, first_init: int, look: bool = False) -> None:
         """look: of beginnings alone, each of which is a success."""
-        self.task, self.look = task, look
-        self._wanted, self._first = wanted, first_init
-        self._begun = self._emitted = self._kept = 0
+        self.task, self.look, self.wanted = task, look, wanted
+        self.kept = 0
+        """Successes that were handed over."""
+        self._first = first_init
+        self._begun = self._emitted = 0
         self._ended: dict[int, Take] = {}
 
     @property
@@ -73,17 +75,17 @@ class Series:
     @property
     def done(self) -> bool:
         """Whether all that is wanted was handed over."""
-        return self._kept == self._wanted and self._emitted == self._begun
+        return self.kept == self.wanted and self._emitted == self._begun
 
     def next(self) -> Take | None:
         """Begin another episode; None where enough are running or have succeeded.
 
         Raises UserError where too many have failed.
         """
-        failed = sum(not take.success for take in self._ended.values()) + self._emitted - self._kept
-        if self._begun - failed >= self._wanted:
+        failed = sum(not take.success for take in self._ended.values()) + self._emitted - self.kept
+        if self._begun - failed >= self.wanted:
             return None
-        if self._begun >= _ATTEMPTS * self._wanted:
+        if self._begun >= _ATTEMPTS * self.wanted:
             if self._begun > self._emitted + len(self._ended):
                 return None  # those that are running may succeed
             raise UserError(
@@ -103,5 +105,5 @@ class Series:
         while (take := self._ended.pop(self._first + self._emitted, None)) is not None:
             self._emitted += 1
             if take.success:
-                self._kept += 1
+                self.kept += 1
                 yield take
