@@ -254,6 +254,16 @@ def test_a_tensor_that_lands_neither_by_the_table_nor_by_the_trace_is_refused(ch
             chart_of(model, [spec])
 
 
+def test_a_loader_that_keeps_what_it_computes_from_a_parameter_is_refused(checkpoint):
+    made = checkpoint("llama")
+    with acting_as(0):
+        model: Any = twin(vllm_config(made.path))
+        load, kept = model.load_weights, []
+        model.load_weights = lambda weights: (load(weights), kept.append(torch.cat([model.model.norm.weight] * 2)))
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM computes from model\.norm\.weight what new"):
+            chart_of(model, made.specs)
+
+
 def stacked(made: Checkpoint) -> Checkpoint:
     """The checkpoint as transformers holds it while it trains: all experts of a layer in two tensors."""
     sizes = {"gate_up_proj": (4, 256, 64), "down_proj": (4, 64, 128)}
@@ -400,6 +410,21 @@ def test_packed_layers_are_reloaded_and_compute_with_the_new_weights(family, che
             expected = served(config, new)
             assert same(dict(model.named_parameters()), dict(expected.named_parameters()))
             assert same(products(model), products(expected))
+
+
+def test_what_a_rank_holds_as_zeros_is_zero_after_a_reload(checkpoint):
+    """gpt-oss adds the bias of the experts' last product on the first rank alone."""
+    made = checkpoint("gpt_oss")
+    config = vllm_config(made.path, tensor_parallel_size=2)
+    old, new = (random_tensors(made.specs, seed=seed) for seed in range(2))
+    with acting_as(1, tp=2):
+        model, expected = served(config, old), served(config, new)
+        for name, parameter in model.named_parameters():
+            if name.endswith("w2_bias"):
+                parameter.data.fill_(7.0)  # whatever the memory held before
+        landing = Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=1)
+        update(landing, new, rank=1)
+    assert same(dict(model.named_parameters()), dict(expected.named_parameters()))
 
 
 def test_parts_that_lie_apart_are_copied_to_their_places(checkpoint):

@@ -134,6 +134,8 @@ def test_a_tensor_of_another_rank_has_no_place():
         lambda p, x: p.fill_(x[0].item()),
         lambda p, x: p.add_(x),
         lambda p, x: p.copy_(x.mul_(2)),
+        lambda p, x: p.copy_(x.fill_(3)),
+        lambda p, x: (x[2:].zero_(), p.copy_(x)),
         lambda p, x: p.copy_(x[x > 0]),
     ],
 )
@@ -161,6 +163,16 @@ def copied_and_computed(p: Tensor, x: Tensor) -> None:
 def test_what_a_loader_computes_from_one_tensor_is_no_place_but_known(load):
     found = traced((4,), load, source=(4,))
     assert found.computed == {"x": ("p",)} and not found.places and not found.refused
+
+
+def test_what_a_loader_keeps_of_a_parameter_is_known():
+    def load(p: Tensor, x: Tensor) -> None:
+        p.copy_(x)
+        kept.append(p.sum() + other)
+
+    kept, other = list[Tensor](), torch.zeros(1)
+    assert traced((4,), load, source=(4,)).read == {"p"}
+    assert traced((4,), copied_and_computed, source=(4,)).read == set()
 
 
 def test_what_a_loader_computes_from_two_tensors_is_refused():

@@ -67,9 +67,15 @@ def chart_of(model: nn.Module, specs: Sequence[WeightSpec]) -> Chart:
 
     The rules of the table and the model's own loader are both asked. Where they differ, the loader decides once it has
     shown on values that the places are right (`replay`). Must run under the parallel state the model was built in.
-    Raises ValueError for tensors that need scales the checkpoint lacks, and where neither answer is right.
+    Raises ValueError for tensors that need scales the checkpoint lacks, where neither answer is right, and for a loader
+    that keeps what it computes out of parameters.
     """
     names, traced = Names(model), trace(model, specs)
+    if traced.read:
+        raise ValueError(
+            f"the loader of {type(model).__name__} computes from {min(traced.read)} what new weights would not reach; "
+            'set rollout.engine = "torch"'
+        )
     places: dict[str, tuple[Place, ...]] = {}
     for spec in specs:
         by_rule, by_loader = place(names, spec.name, spec.shape), traced.places.get(spec.name)

@@ -110,6 +110,7 @@ class Landing:
         """(place in the model, where what belongs there was written)"""
         self.views = {name: self._view(name, box) for name in chart.specs if (box := chart.box(name))}
         """By name, the memory a box is written to, shaped like it; tensors of other ranks are left out."""
+        self._stage_blanks()
 
     def settle(self) -> None:
         """Make the engine compute with what was written to the views. Call after each commit, before resuming."""
@@ -139,6 +140,13 @@ class Landing:
         view = torch.zeros(box.shape, dtype=self._dtype(name), device="cpu")
         self._copies += [(p.view(self._memory(p)), view[p.box.within(box).slices()]) for p in places]
         return view
+
+    def _stage_blanks(self) -> None:
+        """Keep zeros for what the loader of this rank overwrites with them: a layer is reloaded with all it has."""
+        for places in () if self._refused else self._chart.places.values():
+            for place in places:
+                if not place.box.numel and _layer(place.parameter) in self._moved:
+                    self._memory(place)
 
     def _memory(self, place: Place) -> Tensor:
         """The parameter a place is part of: the live one, or the one kept for reloading its layer."""
@@ -224,7 +232,10 @@ class Landing:
         reloaded = {_layer(place.parameter) for name in self.reloaded for place in self._chart.places.get(name, ())}
         for name in self.untouched:
             if _layer(name) in reloaded:
-                raise ValueError(f"{name} is not among the delivered tensors, and its layer can only be loaded whole")
+                raise ValueError(
+                    f"{name} is not among the delivered tensors, and its layer can only be loaded whole; "
+                    'set rollout.engine = "torch"'
+                )
         for buffer, parameter in self._chart.aliases.items():
             if _memory_of(self._live[buffer]) != _memory_of(self._live[parameter]):
                 raise ValueError(

@@ -41,7 +41,7 @@ class TracedTensor(torch.Tensor):
     source: Tensor
     """Meta view of the whole tensor: storage offset, shape and strides are in elements of the checkpoint's tensor."""
     is_blank: bool
-    """The loader overwrote it with a constant."""
+    """The loader overwrote it with zeros."""
     is_computed: bool
     """It holds the outcome of arithmetic, not elements of the tensor."""
 
@@ -78,7 +78,7 @@ class TracedTensor(torch.Tensor):
         kwargs = kwargs or {}
         traced = args[0]
         if isinstance(traced, TracedTensor):
-            if func in _CONSTANTS:
+            if func in _CONSTANTS and args[1:] in ((), (0,)) and _is_whole(traced):
                 traced.is_blank = True
                 return traced
             if func in _COPIES:
@@ -87,6 +87,11 @@ class TracedTensor(torch.Tensor):
                 found = func(traced.source, *args[1:], **kwargs)
                 return [traced._like(view) for view in found] if isinstance(found, list) else traced._like(found)
         return _computed(func, args, kwargs)
+
+
+def _is_whole(traced: TracedTensor) -> bool:
+    """Say whether it is all of a tensor: views of it that were made before do not hear of what is written to it."""
+    return traced.source.numel() * traced.source.itemsize == traced.source.untyped_storage().nbytes()
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
@@ -121,11 +126,13 @@ class _Recorder(TorchDispatchMode):
         self.regions: dict[tuple[str, str], list[Region]] = {}
         """By tensor and parameter."""
         self.blank: set[tuple[str, str]] = set()
-        """Tensor and parameter: a constant landed in its stead."""
+        """Tensor and parameter: zeros landed in its stead."""
         self.computed: set[str] = set()
         """Parameters that hold something other than values of the checkpoint."""
         self.outcomes: set[tuple[str, str]] = set()
         """Tensor and parameter: what the loader computed from the one landed in the other."""
+        self.read: set[str] = set()
+        """Parameters out of which something was computed."""
         self.lost: set[str] = set()
         """Tensors that were copied to something that is no parameter."""
 
@@ -134,8 +141,8 @@ class _Recorder(TorchDispatchMode):
         if func is _aten.copy_.default and isinstance(args[1], TracedTensor):
             self._landed(args[0], args[1])
             return args[0]
-        if func._schema.is_mutable and func not in _CONSTANTS and isinstance(args[0], Tensor):
-            self._computed(args[0])
+        if not func.is_view:
+            self._computes(func, args, kwargs)
         return func(*args, **kwargs)
 
     def pending(self, names: Iterable[str]) -> list[str]:
@@ -148,10 +155,14 @@ class _Recorder(TorchDispatchMode):
             return None
         return self._owners.get(tensor.untyped_storage()._cdata)
 
-    def _computed(self, tensor: Tensor) -> None:
-        owner = self._owner(tensor)
-        if owner is not None:
-            self.computed.add(owner[0])
+    def _computes(self, func: Any, args: Any, kwargs: Any) -> None:
+        written = args[0] if func._schema.is_mutable else None
+        for tensor in tree_leaves((args, kwargs)):
+            if isinstance(tensor, Tensor) and (owner := self._owner(tensor)) is not None:
+                if tensor is not written:
+                    self.read.add(owner[0])
+                elif func not in _CONSTANTS:
+                    self.computed.add(owner[0])
 
     def _landed(self, destination: Tensor, part: TracedTensor) -> None:
         owner = self._owner(destination)
@@ -177,6 +188,8 @@ class Trace:
     """By checkpoint name, the parameters that the loader computes with the tensor, and those it lands in beside."""
     refused: dict[str, str] = field(default_factory=dict)
     """Why a tensor's landing cannot be said as views of parameters."""
+    read: set[str] = field(default_factory=set)
+    """Parameters out of which the loader computes something that it keeps elsewhere."""
 
 
 def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
@@ -191,6 +204,7 @@ def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
         for name, error in _load(cast(Any, model), specs):
             for failed in recorder.pending(shapes) if name is None else [name]:
                 found.refused[failed] = f"{type(error).__name__}: {error}"
+    found.read = (recorder.read - recorder.computed) & {parameter for _, parameter in recorder.regions}
     for name in recorder.lost:
         found.refused.setdefault(name, "the loader keeps it outside the model's parameters")
     by_arithmetic = {name for name, parameter in recorder.regions if parameter in recorder.computed}
