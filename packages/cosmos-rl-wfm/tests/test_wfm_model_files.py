@@ -149,7 +149,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
 
 def test_a_damaged_configuration_is_named(tmp_path):
     (tmp_path / "model_index.json").write_text("{")
-    with pytest.raises(UserError, match=r"model_index.json cannot be read as JSON"):
+    with pytest.raises(UserError, match=r"model_index.json: not valid JSON"):
         build(tmp_path)
 
 
