@@ -86,6 +86,7 @@ def test_the_policy_finds_the_log_probabilities_and_values_of_the_rollout(model)
     rollouts = [rollout for each in generate(model, prompts(0, 1), num_samples=2) for rollout in each]
     group = RolloutGroup(prompt=Prompt(sample_id=0, row={}), rollouts=tuple(rollouts))
     policy = build_policy(model, data=DATA, sampling=SAMPLING, seed=0, setup=ModelSetup())
+    assert not any(module.training for module in policy.module.modules())  # no dropout, as in the engine
     batch = collate([group], microbatch_terms=30, share=Share())
     assert len(batch.microbatches) > 1
     for microbatch in batch.microbatches:

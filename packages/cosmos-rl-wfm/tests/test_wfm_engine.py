@@ -221,3 +221,8 @@ def test_a_row_without_a_caption_fails_alone():
     bad, good = asyncio.run(main())
     assert isinstance(bad, PromptError)
     assert [rollout.media["video"].shape for rollout in good[1]] == [(4, 8, 8, 3)]
+
+
+def test_a_policy_is_in_eval_mode():
+    """Dropout would make training see another model than the one that generated."""
+    assert not any(module.training for module in policy_of().module.modules())

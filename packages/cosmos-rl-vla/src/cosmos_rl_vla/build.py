@@ -45,7 +45,7 @@ def build_policy(
         words=() if measured is None else measured.instructions,
     )
     _check_terms(loaded, sampling)
-    loaded.module.train()
+    loaded.module.eval()  # for good: no dropout; what is recomputed is decided by `parallel.remat`
     if setup.mesh is None:
         loaded.module.to(own_device())
     parallelize(loaded, setup, compute_dtype=getattr(torch, config.dtype))

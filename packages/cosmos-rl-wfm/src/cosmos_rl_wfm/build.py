@@ -49,7 +49,7 @@ def build_policy(
     unconditional = _unconditional(model, config) if guided else None
     if config.lora is None:
         model.network.requires_grad_(True)
-    model.network.train()
+    model.network.eval()  # for good: no dropout; what is recomputed is decided by `parallel.remat`
     computed = getattr(torch, config.dtype)
     parallelize(model.network, setup, compute_dtype=None if held == computed else computed)
     if in_parts:
