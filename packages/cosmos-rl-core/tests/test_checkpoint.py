@@ -422,6 +422,21 @@ def test_a_checkpoint_that_somebody_removed_is_told_at_the_next_save(tmp_path):
     assert len(told) == 1
 
 
+@pytest.mark.parametrize("lost", ["", "state.json"])
+def test_the_last_checkpoint_is_written_again_where_it_or_a_file_of_it_was_removed(tmp_path, lost):
+    """A directory that is renamed in the middle of a save takes the files with it that are written by then."""
+    trainer = make()
+    saver = saver_of(trainer, tmp_path, section=CheckpointSection(every_steps=1, asynchronous=False))
+    trainer.version = 1
+    saver.after_step(TrainState(step=1))
+    gone = tmp_path / "step_1" / lost
+    if lost:
+        gone.unlink()
+    else:
+        shutil.rmtree(gone)
+    verify(saver.finish())
+
+
 def test_a_damaged_checkpoint_of_the_same_step_is_replaced(saved):
     (saved / "state.json").write_text("damaged")
     save(saved.parent, make(version=2))

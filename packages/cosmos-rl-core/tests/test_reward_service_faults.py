@@ -175,7 +175,7 @@ def test_a_reward_whose_worker_cannot_start_again_fails_what_waits(folder):
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        ({"name": "my_rewards:glow"}, "my_rewards has no attribute 'glow'"),
+        ({"name": "my_rewards:glow"}, "my_rewards.py) has no attribute 'glow'"),
         ({"name": "not_here:glow"}, "cannot be imported: ModuleNotFoundError"),
         ({"name": "glow"}, "no reward is called 'glow'"),
         ({"name": "cosmos_rl_core.testing.tiny:TINY:glow"}, "has no reward called 'glow'; known: hits"),

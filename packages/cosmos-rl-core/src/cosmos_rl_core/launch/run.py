@@ -44,8 +44,7 @@ from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.python_path import add_folders
 from cosmos_rl_core.rollout.source import PromptSource
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import MANIFEST, TrainState
+from cosmos_rl_core.train.manifest import TrainState, has_all_files
 
 STATUS_S = 1.0
 
@@ -193,7 +192,7 @@ class _Run:
         """Raise UserError where somebody has removed the run's directory, or the checkpoint that it ends with."""
         self._look_for_removals(controller)
         last = controller.checkpoint
-        there = not last or "://" in last or Folder.at(last).has(MANIFEST)
+        there = not last or "://" in last or has_all_files(last)
         if self._removals.lost:
             raise UserError(self._removals.explain(step=controller.ledger.version, checkpoint=last if there else ""))
         if not there:

@@ -20,7 +20,7 @@ from cosmos_rl_core.interfaces import Policy
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.checkpoint import live_tensors
 from cosmos_rl_core.train.folder import Folder, store_errors
-from cosmos_rl_core.train.manifest import MANIFEST, Origin, TrainState, list_steps
+from cosmos_rl_core.train.manifest import Origin, TrainState, has_all_files, list_steps
 from cosmos_rl_core.train.retention import surplus
 from cosmos_rl_core.train.snapshot import Snapshot, SnapshotPlanner
 from cosmos_rl_core.train.trainer import Trainer
@@ -119,8 +119,8 @@ class CheckpointSaver:
         return final
 
     def _was_removed(self, folder: Folder) -> bool:
-        """Whether somebody has removed a checkpoint from the disk. All ranks ask, and get the answer of rank 0."""
-        gone = self._ranks.leads and folder.is_local and not folder.has(MANIFEST)
+        """Whether somebody has removed a checkpoint, or files of it. All ranks ask, and get the answer of rank 0."""
+        gone = self._ranks.leads and folder.is_local and not has_all_files(folder)
         return self._ranks.gather(b"gone" if gone else b"")[0] == b"gone"
 
     def _snapshot(self, *, copy: bool) -> Snapshot:
