@@ -13,7 +13,7 @@ settings.load_profile("suite")
 def pytest_configure() -> None:
     models = ("llama", "qwen3", "qwen3_moe", "gemma3", "gpt_oss")
     ranks.preload(*(f"transformers.models.{name}.modeling_{name}" for name in models))
-    ranks.preload("cosmos_rl_llm.policy", "peft", "torch._dynamo")
+    ranks.preload("cosmos_rl_llm.policy.policy", "peft", "torch._dynamo")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -12,9 +12,9 @@ from typing import Any, Protocol
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.control.payload import decode_group, encode_group
-from cosmos_rl_core.control.wire import Connection, Hello, connect, serve
+from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.wire.channel import Connection, Hello, connect, serve
 
 TOKEN = bytes(32)
 

@@ -13,7 +13,7 @@ import torch
 from _ragged import Sample, StepFile
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.config.load import load_config, load_domain
+from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
 

@@ -70,7 +70,7 @@ class Sides:
         """Import both sides once, so that no run has to compile Python's bytecode."""
         imports = "from transformers import LlamaForCausalLM, Qwen3ForCausalLM"
         for python, module in (
-            (self._ours, "cosmos_rl_llm.engines.torch"),
+            (self._ours, "cosmos_rl_llm.engines.torch.engine"),
             (self._trl, "trl.trainer.grpo_trainer"),
         ):
             command = [str(python), "-c", f"import {module}; {imports}"]

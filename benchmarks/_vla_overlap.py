@@ -32,8 +32,8 @@ from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.models.loaded import Loaded
 from cosmos_rl_vla.observations import Observer
 from cosmos_rl_vla.sampling import VLASampling
-from cosmos_rl_vla.sims.metaworld_tasks import instruction
-from cosmos_rl_vla.sims.pool import SimulatorPool
+from cosmos_rl_vla.sims.metaworld.tasks import instruction
+from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 STEPS = 40
 """Of an episode, all of which are played: the policy has learnt nothing."""
@@ -64,7 +64,7 @@ def measure_overlap(tasks: Sequence[str], *, slots: int, episodes: int, rounds: 
     with threads(1), tempfile.TemporaryDirectory() as folder, on_cores(cores[:-1]):
         loaded = tiny_policy(tasks, Path(folder))
         pool = NotingPool(
-            "cosmos_rl_vla.sims.metaworld:MetaWorld",
+            "cosmos_rl_vla.sims.metaworld.simulator:MetaWorld",
             options={"image_size": 64, "max_steps": 500},
             groups=2,
             slots_per_group=slots // 2,

@@ -126,7 +126,7 @@ def write_model(model: Model, root: Path, *, seed: int = 0) -> Path:
     import torch
     from transformers import UMT5Config, UMT5EncoderModel
 
-    from cosmos_rl_wfm.models.tiny import tiny_vae
+    from cosmos_rl_wfm.models.networks.tiny import tiny_vae
     from cosmos_rl_wfm.models.weights import random_network
 
     network = random_network("WanTransformer3DModel", model.network, dtype=torch.float32, seed=seed)

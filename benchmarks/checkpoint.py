@@ -20,10 +20,10 @@ import torch
 from _figures import Figure, report
 from torch import Tensor, nn
 
-from cosmos_rl_core.config.sections import CheckpointSection
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import TrainState, verify
-from cosmos_rl_core.train.saver import CheckpointSaver
+from cosmos_rl_core.checkpoint.manifest import TrainState, verify
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder
 
 STEPS_PER_SAVE = 3
 """Enough that the writing ends before the next save, as it does between the saves of a real run."""

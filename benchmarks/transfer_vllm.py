@@ -35,10 +35,10 @@ from torch import Tensor
 
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSettings
-from cosmos_rl_llm.engines.vllm import VllmEngine
-from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
-from cosmos_rl_llm.engines.vllm_start import start
-from cosmos_rl_llm.model import load_model, named_weights
+from cosmos_rl_llm.engines.vllm.engine import VllmEngine
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.start import start
+from cosmos_rl_llm.model.causal_lm import load_model, named_weights
 from cosmos_rl_llm.testing import write_tiny_model
 from cosmos_rl_transfer.publish.publisher import Publisher
 

@@ -24,7 +24,7 @@ from _vla_overlap import measure_overlap
 from _vla_peer import CAMERA, SIZE, vectorise
 from gymnasium.vector import AsyncVectorEnv
 
-from cosmos_rl_vla.sims.pool import SimulatorPool
+from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 TASKS = ["faucet-open", "faucet-close", "button-press-topdown", "door-unlock"]
 HORIZON = 5
@@ -43,7 +43,7 @@ def main() -> None:
     overlap = measure_overlap(TASKS, slots=PHASE_SLOTS, episodes=3 * PHASE_SLOTS, rounds=rounds)
     tasks = [TASKS[slot % len(TASKS)] for slot in range(slots)]
     ours = SimulatorPool(
-        "cosmos_rl_vla.sims.metaworld:MetaWorld",
+        "cosmos_rl_vla.sims.metaworld.simulator:MetaWorld",
         options={"image_size": SIZE, "max_steps": 500},
         groups=2,
         slots_per_group=slots // 2,

@@ -26,7 +26,7 @@ import numpy as np
 from _figures import Figure, report
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from cosmos_rl_core.observe.film import write_video
+from cosmos_rl_core.observe.media.album import write_video
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader

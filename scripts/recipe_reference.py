@@ -17,11 +17,11 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from cosmos_rl_core.algorithms.table import TABLE
-from cosmos_rl_core.config.problems import as_toml
-from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.config.sections import SamplingSection
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.recipe.sections import SamplingSection
+from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
-from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.rewards import REWARDS
 
 PAGE = Path(__file__).parents[1] / "docs" / "recipes.md"

@@ -6,7 +6,7 @@ import asyncio
 
 from pydantic import Field
 
-from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
 

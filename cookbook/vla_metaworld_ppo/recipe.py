@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from cosmos_rl_core import Request, evaluate, run
-from cosmos_rl_core.launch.evaluate import Evaluated
-from cosmos_rl_vla.data.record import Manner, record
+from cosmos_rl_core.inference.evaluate import Evaluated
+from cosmos_rl_vla.data.recording.record import Manner, record
 
 HERE = Path(__file__).parent
 TASKS = ["faucet-open", "faucet-close", "button-press-topdown", "door-unlock"]

@@ -15,15 +15,15 @@ CONTROLLER = (
     "interfaces.py",
     "plugins.py",
     "assemble.py",
-    "config",
+    "recipe",
+    "settings",
+    "wire",
     "control",
     "observe",
     "launch",
 )
 """What the controller process may import, files and folders of core."""
-WORKER_ONLY = {"policy_role.py", "batch_maker.py", "desk.py", "replica.py", "rank.py", "ranks.py", "step_payloads.py"}
-"""Beside the launchers, but only ever imported by a policy's processes."""
-ALSO = ("rollout/source.py", "rollout/buffer.py", "algorithms/config.py", "algorithms/table.py")
+ALSO = ("data/source.py", "rollout/staleness.py", "algorithms/config.py", "algorithms/table.py")
 
 
 def loaded_after(code: str) -> set[str]:
@@ -39,8 +39,7 @@ def module_names(*places: str) -> list[str]:
     files = [
         file for place in places for file in ([core / place] if place.endswith(".py") else (core / place).rglob("*.py"))
     ]
-    shared = sorted(file for file in files if file.name not in WORKER_ONLY)
-    dotted = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in shared]
+    dotted = [".".join(file.relative_to(SOURCE).with_suffix("").parts) for file in sorted(files)]
     return [name.removesuffix(".__init__") for name in dotted]
 
 
@@ -59,7 +58,7 @@ def test_core_alone_is_imported_quickly():
 
 def test_help_loads_nothing_heavy():
     code = """
-from cosmos_rl_core.launch.cli import main
+from cosmos_rl_core.cli.app import main
 try:
     main(["--help"])
 except SystemExit as ended:
@@ -75,5 +74,5 @@ def test_the_controller_loads_no_torch(places):
 
 
 def test_the_llm_domain_is_found_without_torch():
-    code = "from cosmos_rl_core.config.load import load_domain\nload_domain('llm')"
+    code = "from cosmos_rl_core.recipe.load import load_domain\nload_domain('llm')"
     assert not loaded_after(code) & {"torch", "transformers"}

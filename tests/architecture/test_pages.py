@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.recipe.load import load_config
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(
@@ -50,7 +50,7 @@ def test_links_lead_somewhere(page):
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_named_source_files_exist(page):
-    """`control/leasing.py` and the like are files of a package, or of the page's own folder."""
+    """`control/ledger/leasing.py` and the like are files of a package, or of the page's own folder."""
     sources = [path for path in ROOT.glob("packages/*/src/*/**/*.py")]
     tests = ROOT.glob("packages/*/tests")
     roots = [ROOT, page.parent, *tests, *ROOT.glob("packages/*/src"), *{path.parent for path in sources}]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.config.load import dump_resolved, load_config
+from cosmos_rl_core.recipe.load import dump_resolved, load_config
 
 ROOT = Path(__file__).parents[2]
 RECIPES = sorted([*ROOT.glob("packages/*/src/*/recipe.toml"), *ROOT.glob("cookbook/**/*.toml")])

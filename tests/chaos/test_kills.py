@@ -21,13 +21,13 @@ from statistics import fmean
 import pytest
 from safetensors.numpy import load_file
 
+from cosmos_rl_core.checkpoint.manifest import read_state
 from cosmos_rl_core.launch.run import run
-from cosmos_rl_core.train.manifest import read_state
 
 PROMPTS, GROUP = 4, 4
 PRELOAD = [
-    "cosmos_rl_core.launch.policy_role",
-    "cosmos_rl_core.launch.rollout_role",
+    "cosmos_rl_core.workers.policy",
+    "cosmos_rl_core.workers.rollout",
     "cosmos_rl_core.testing.tiny_model",
     "cosmos_rl_transfer.publish.publisher",
     "cosmos_rl_transfer.pull.subscriber",

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import tomli_w
 
-COMMAND = [sys.executable, "-c", "from cosmos_rl_core.launch.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
 FILE_SYNC = "cosmos_rl_core.testing.file_sync:FileSync"
 CHARACTERS = "0123456789+="
 
@@ -78,7 +78,7 @@ def qwen(tmp_path_factory):
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    from cosmos_rl_llm.model import make_model
+    from cosmos_rl_llm.model.causal_lm import make_model
 
     directory = tmp_path_factory.mktemp("qwen")
     vocabulary = {token: i for i, token in enumerate(["<pad>", "<eos>", *CHARACTERS])}

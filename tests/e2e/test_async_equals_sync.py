@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from cosmos_rl_core import assemble, run
-from cosmos_rl_core.config.load import load_config, load_domain
+from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.types import Share
 
 STEPS = 10

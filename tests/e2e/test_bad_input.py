@@ -7,9 +7,9 @@ import sys
 
 import pytest
 
-from cosmos_rl_core.launch.cli import main
-from cosmos_rl_core.launch.directory import RunDirectory
-from cosmos_rl_core.train.manifest import list_steps, read_state
+from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
+from cosmos_rl_core.cli.app import main
+from cosmos_rl_core.workers.directory import RunDirectory
 
 REWARDS = """
 def raises(group):

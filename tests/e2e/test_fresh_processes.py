@@ -11,7 +11,7 @@ from itertools import product
 
 import pytest
 
-from cosmos_rl_vla.data.record import record
+from cosmos_rl_vla.data.recording.record import record
 from cosmos_rl_wfm.testing import recipe as clips_recipe
 
 SAMPLED = ("rollout", "reward", "sync")

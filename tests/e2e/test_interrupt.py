@@ -6,7 +6,7 @@ import signal
 
 import pytest
 
-from cosmos_rl_core.train.manifest import read_state
+from cosmos_rl_core.checkpoint.manifest import read_state
 
 STEPS, PROMPTS = 16, 4
 STUCK = """

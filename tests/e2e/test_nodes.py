@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.train.manifest import read_state
+from cosmos_rl_core.checkpoint.manifest import read_state
 
 STEPS = 4
 
@@ -54,7 +54,9 @@ def test_a_rank_killed_on_the_second_machine_ends_the_run_and_is_named(tmp_path,
     first, second = start_both(write_recipe(tmp_path / "run.toml", tables), start)
     wait_for(lambda: (run_dir / "metrics.jsonl").exists() and (run_dir / "metrics.jsonl").read_text(), "the first step")
     children = Path(f"/proc/{second.pid}/task/{second.pid}/children").read_text().split()
-    (rank,) = [pid for pid in children if b"cosmos_rl_core.launch.rank" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    (rank,) = [
+        pid for pid in children if b"cosmos_rl_core.workers.rank_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
     os.kill(int(rank), signal.SIGKILL)
     _, errors = first.communicate(timeout=60)
     assert first.returncode == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.train.manifest import read_origin, read_state
+from cosmos_rl_core.checkpoint.manifest import read_origin, read_state
 
 STEPS, PROMPTS = 12, 4
 FAILING = """
@@ -33,7 +33,7 @@ def rank_pids(run_dir):
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # it ended while we looked
                 words = (entry / "cmdline").read_bytes().split(b"\0")
-                if token in words and b"cosmos_rl_core.launch.rank" in words:
+                if token in words and b"cosmos_rl_core.workers.rank_main" in words:
                     environment = (entry / "environ").read_bytes().split(b"\0")
                     rank = next(word for word in environment if word.startswith(b"RANK="))
                     found[int(rank.removeprefix(b"RANK="))] = int(entry.name)

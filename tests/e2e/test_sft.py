@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from cosmos_rl_core.launch.cli import main
+from cosmos_rl_core.cli.app import main
 
 
 def test_the_bandit_learns_the_wanted_actions_in_a_process_of_its_own(tmp_path, bandit, write_recipe, start, rows_of):
@@ -24,7 +24,7 @@ def test_the_bandit_learns_the_wanted_actions_in_a_process_of_its_own(tmp_path, 
 def test_a_qwen_learns_the_answers(tmp_path, sums, write_recipe, rows_of, monkeypatch):
     from torch import float32
 
-    from cosmos_rl_llm.model import load_model
+    from cosmos_rl_llm.model.causal_lm import load_model
 
     monkeypatch.setattr(sys, "path", list(sys.path))
     changes = {"run__placement": "inline", "run__max_steps": 40, "algorithm__name": "sft"}

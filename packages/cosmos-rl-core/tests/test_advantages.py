@@ -14,8 +14,7 @@ from cosmos_rl_core.algorithms.advantages import (
     leave_one_out,
 )
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
-from cosmos_rl_core.algorithms.filters import has_signal, soft_overlong
-from cosmos_rl_core.algorithms.rules import group_rules
+from cosmos_rl_core.algorithms.rules import group_rules, has_signal, soft_overlong
 from cosmos_rl_core.algorithms.table import TABLE
 from cosmos_rl_core.errors import UserError
 

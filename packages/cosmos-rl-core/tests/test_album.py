@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cosmos_rl_core.observe.album import Album
-from cosmos_rl_core.observe.album_pages import PAPER, Row, animation, as_gif, contact_sheet, fit_clip
+from cosmos_rl_core.observe.media.album import Album
+from cosmos_rl_core.observe.media.pages import PAPER, Row, animation, as_gif, contact_sheet, fit_clip
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 

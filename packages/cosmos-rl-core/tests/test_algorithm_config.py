@@ -8,8 +8,8 @@ from pydantic import Field, ValidationError
 
 from cosmos_rl_core.algorithms.config import READS, AlgorithmConfig
 from cosmos_rl_core.algorithms.table import TABLE, Algorithm, find_algorithm
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 
 every_algorithm = pytest.mark.parametrize("name", sorted(TABLE))
 

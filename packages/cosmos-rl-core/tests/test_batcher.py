@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from cosmos_rl_core.rollout.source import PromptSource
-from cosmos_rl_core.train.anchor import Anchor
+from cosmos_rl_core.data.mixing import Anchor
+from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.train.batcher import Batcher, group_metrics
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosmos_rl_core.rollout.buffer import StalenessWindow
+from cosmos_rl_core.rollout.staleness import StalenessWindow
 
 
 def is_feasible(deadlines: list[int], *, next_step: int, per_step: int) -> bool:

@@ -14,16 +14,16 @@ from safetensors.torch import load_file
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
-from cosmos_rl_core.config.sections import CheckpointSection
+from cosmos_rl_core.checkpoint import restore
+from cosmos_rl_core.checkpoint.manifest import MANIFEST, Origin, TrainState, list_steps, read_origin, read_state, verify
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel
-from cosmos_rl_core.train import checkpoint
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import MANIFEST, Origin, TrainState, list_steps, read_origin, read_state, verify
 from cosmos_rl_core.train.optim import build_optimizer
-from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 
@@ -75,7 +75,7 @@ def save(root, trainer, *, section=None, **state):
 
 
 def load(path, trainer):
-    return checkpoint.load(path, policy=trainer.policy, optimizer=trainer.optimizer)
+    return restore.load(path, policy=trainer.policy, optimizer=trainer.optimizer)
 
 
 def weights(trainer):

@@ -9,22 +9,22 @@ from torch import nn
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
-from cosmos_rl_core.config.sections import CheckpointSection
+from cosmos_rl_core.checkpoint import restore
+from cosmos_rl_core.checkpoint.contents import Contents
+from cosmos_rl_core.checkpoint.manifest import Origin, TrainState, list_steps, verify
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.testing.tiny_model import TinyPolicy, collate_answers
 from cosmos_rl_core.testing.tiny_task import TinyModel
-from cosmos_rl_core.train import checkpoint
-from cosmos_rl_core.train.contents import Contents
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import Origin, TrainState, list_steps, verify
 from cosmos_rl_core.train.optim import build_optimizer
-from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 
@@ -101,7 +101,7 @@ def load_and_go_on(rank, world_size, *, layout, roots, name="adamw"):
     found = {}
     for root in roots:
         trainer = make(layout, seed=7, name=name)
-        state = checkpoint.load(f"{root}/step_2", policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
+        state = restore.load(f"{root}/step_2", policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
         assert (state.step, state.next_sample) == (2, 8)
         trainer.version = state.step
         train(trainer, layout, until=5)
@@ -220,7 +220,7 @@ def test_stages_of_a_pipeline_make_one_model(tmp_path):
     expected = filled_stage([0, 1])
     found = StagePolicy([0, 1])
     optimizer = torch.optim.AdamW(found.module.parameters(), lr=0.1)
-    checkpoint.load(tmp_path / "step_1", policy=found, optimizer=optimizer)
+    restore.load(tmp_path / "step_1", policy=found, optimizer=optimizer)
     for name, tensor in expected.policy.weights().items():
         assert torch.equal(found.weights()[name], tensor)
     for mine, other in zip(found.module.parameters(), expected.policy.module.parameters()):
@@ -283,4 +283,4 @@ def test_a_model_of_other_shapes_is_refused_by_every_layout(saved, tmp_path):
     policy = TinyPolicy(MODEL.model_copy(update={"hidden": 6}), temperature=1.0, setup=ModelSetup())
     optimizer = torch.optim.AdamW(policy.module.parameters(), lr=0.1)
     with pytest.raises(UserError, match=r"context.weight is \[5, 4\] there, \[5, 6\] in this model: another model\?"):
-        checkpoint.load(f"{root}/step_2", policy=policy, optimizer=optimizer)
+        restore.load(f"{root}/step_2", policy=policy, optimizer=optimizer)

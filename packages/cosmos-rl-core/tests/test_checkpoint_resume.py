@@ -9,12 +9,12 @@ from dataclasses import asdict
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.checkpoint.manifest import MANIFEST, STATE, Origin, list_steps, verify, write_json, write_manifest
+from cosmos_rl_core.checkpoint.resume import claim_root, find_resumption, recipe_of
+from cosmos_rl_core.checkpoint.retention import read_scores, surplus
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.resume import claim_root, find_resumption, recipe_of
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import MANIFEST, STATE, Origin, list_steps, verify, write_json, write_manifest
-from cosmos_rl_core.train.retention import read_scores, surplus
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.storage.folder import Folder
 
 RECIPE = {
     "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "name": "bandit", "max_steps": 4, "placement": "inline"},

@@ -4,17 +4,17 @@ import pytest
 import torch
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.load import load_config
-from cosmos_rl_core.config.sections import CheckpointSection
+from cosmos_rl_core.checkpoint import restore
+from cosmos_rl_core.checkpoint.export import export
+from cosmos_rl_core.checkpoint.manifest import MANIFEST, TrainState, list_steps, read_state
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.export import export
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.tiny_model import TinyPolicy
 from cosmos_rl_core.testing.tiny_task import TinyModel
-from cosmos_rl_core.train import checkpoint
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import MANIFEST, TrainState, list_steps, read_state
-from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
 
 boto3 = pytest.importorskip("boto3")
@@ -82,7 +82,7 @@ def test_a_checkpoint_comes_back_from_a_bucket(root):
     assert str(folder) == f"{root}/step_1"
     assert read_state(str(folder)) == TrainState(step=1, next_sample=8)
     other = make(seed=5)
-    checkpoint.load(str(folder), policy=other.policy, optimizer=other.optimizer)
+    restore.load(str(folder), policy=other.policy, optimizer=other.optimizer)
     for name, tensor in trainer.policy.weights().items():
         assert torch.equal(other.policy.weights()[name], tensor)
 

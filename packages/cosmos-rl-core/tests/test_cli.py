@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from cosmos_rl_core.launch.cli import main
+from cosmos_rl_core.cli.app import main
 
 RECIPE = """
 [run]
@@ -149,7 +149,7 @@ def test_ctrl_c_ends_with_130(recipe, cosmos_rl):
 
 
 def test_the_process_itself_exits_with_2_and_one_message(recipe):
-    code = "from cosmos_rl_core.launch.cli import main; main()"
+    code = "from cosmos_rl_core.cli.app import main; main()"
     command = [sys.executable, "-c", code, "check", str(recipe), "run.max_steps=0"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     message = refused(Done(done.returncode, done.stdout, done.stderr)).splitlines()

@@ -5,7 +5,7 @@ import weakref
 
 import pytest
 
-from cosmos_rl_core.launch.collector import collector_paused
+from cosmos_rl_core.workers.context import collector_paused
 
 
 class Circle:

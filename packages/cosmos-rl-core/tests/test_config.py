@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl_core.algorithms.table import TABLE
-from cosmos_rl_core.config.base import ConfigError, Problem, Strict
-from cosmos_rl_core.config.load import dump_resolved, load_config
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.recipe.load import dump_resolved, load_config
+from cosmos_rl_core.settings.base import ConfigError, Problem, Strict
 from cosmos_rl_core.testing.tiny import Tiny
 
 

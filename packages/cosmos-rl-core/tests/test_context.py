@@ -14,7 +14,7 @@ def axis_of(world_size):
 def exchange(rank, world_size, *, length, heads):
     import torch
 
-    from cosmos_rl_core.parallel.context import heads_to_rows, rows_to_heads
+    from cosmos_rl_core.parallel.axes.context import heads_to_rows, rows_to_heads
 
     axis = axis_of(world_size)
     whole = torch.arange(float(length * heads * 3)).view(length, heads, 3)
@@ -38,7 +38,7 @@ def test_heads_for_rows_and_back_moves_values_and_gradients_to_their_places():
 def place(rank, world_size):
     import torch
 
-    from cosmos_rl_core.parallel.context import place_terms
+    from cosmos_rl_core.parallel.axes.context import place_terms
 
     places = torch.tensor([[3, 0], [], [1, 4, 2]][rank], dtype=torch.int64)
     values = (10.0 * places + 1).requires_grad_()

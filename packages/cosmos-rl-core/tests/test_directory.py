@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.directory import CONTENTS, Removals, RunDirectory, explain_no_room
+from cosmos_rl_core.workers.directory import CONTENTS, Removals, RunDirectory, explain_no_room
 
 WRITTEN = ("resolved.toml", "metrics.jsonl", "eval.jsonl", "timeline.json", "status.json", "token")
 """Files a run leaves beside its folders."""
@@ -42,7 +42,7 @@ def test_a_new_directory_has_the_folders_of_a_run(tmp_path):
 HOLD = """
 import sys
 from pathlib import Path
-from cosmos_rl_core.launch.directory import RunDirectory
+from cosmos_rl_core.workers.directory import RunDirectory
 
 directory = RunDirectory.open(Path(sys.argv[1]), resume=False, overwrite=False)
 print("held", flush=True)

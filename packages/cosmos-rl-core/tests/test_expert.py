@@ -2,8 +2,8 @@ import numpy as np
 import pytest
 import torch
 
+from cosmos_rl_core.parallel.axes.expert import combine, dispatch, grouped_linear, own_rows
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.expert import combine, dispatch, grouped_linear, own_rows
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.testing.ranks import run_ranks
 

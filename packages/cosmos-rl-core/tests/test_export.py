@@ -8,23 +8,23 @@ import torch
 from safetensors.torch import load_file
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.load import load_config
-from cosmos_rl_core.config.sections import CheckpointSection
+from cosmos_rl_core.checkpoint.export import export, write_sharded
+from cosmos_rl_core.checkpoint.manifest import Origin, TrainState
+from cosmos_rl_core.checkpoint.resume import recipe_of
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.cli import main
-from cosmos_rl_core.launch.export import export, write_sharded
-from cosmos_rl_core.launch.resume import recipe_of
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.testing.tiny_model import TinyPolicy
 from cosmos_rl_core.testing.tiny_task import TinyModel
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import Origin, TrainState
-from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
 
 RECIPE = {

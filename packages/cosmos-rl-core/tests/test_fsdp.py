@@ -6,12 +6,12 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PrecisionSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.axes.fsdp import reshard, shard_fully
+from cosmos_rl_core.parallel.axes.tensor import TensorAxis, cut_columns, cut_rows, region
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.fsdp import reshard, shard_fully
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.parallel.tensor import TensorAxis, cut_columns, cut_rows, region
 from cosmos_rl_core.testing.ranks import run_ranks
 
 WIDTH = 6

@@ -10,13 +10,13 @@ import time
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.launch.cli import main
-from cosmos_rl_core.launch.evaluate import evaluate
-from cosmos_rl_core.launch.generate import generate
-from cosmos_rl_core.launch.instances import Instances
-from cosmos_rl_core.launch.request import Request
+from cosmos_rl_core.inference.evaluate import evaluate
+from cosmos_rl_core.inference.generate import generate
+from cosmos_rl_core.inference.layout import Instances
+from cosmos_rl_core.inference.request import Request
+from cosmos_rl_core.recipe.load import load_config
 
 pytestmark = pytest.mark.xdist_group("core_generate")  # one process makes what they share
 
@@ -300,7 +300,7 @@ def test_nothing_but_failures_has_exit_code_1(recipe, tmp_path, capsys):
 @pytest.mark.slow
 def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(recipe, tmp_path):
     options = ["rollout.options.delay_s=0.05", "--prompts-at-once", "1", "--out", str(tmp_path), "--num-gpus", "2"]
-    code = "from cosmos_rl_core.launch.cli import main; main()"
+    code = "from cosmos_rl_core.cli.app import main; main()"
     line = [sys.executable, "-c", code, "generate", str(recipe), *options]
     process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path)
     file = tmp_path / "rollouts.jsonl"

@@ -6,13 +6,13 @@ import math
 import pytest
 from scipy import stats
 
-from cosmos_rl_core.config.load import load_config, load_domain
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.evaluate import estimates
-from cosmos_rl_core.launch.instances import Instances
-from cosmos_rl_core.launch.prompts import evaluation_prompts, read_prompts
-from cosmos_rl_core.launch.rollouts_file import RolloutsFile
+from cosmos_rl_core.inference.evaluate import estimates
+from cosmos_rl_core.inference.layout import Instances
+from cosmos_rl_core.inference.prompts import evaluation_prompts, read_prompts
+from cosmos_rl_core.inference.rollouts_file import RolloutsFile
 from cosmos_rl_core.observe.interval import Estimate, t_quantile
+from cosmos_rl_core.recipe.load import load_config, load_domain
 
 RECIPE = {
     "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1},

@@ -72,8 +72,8 @@ def test_all_ranks_hear_of_a_gradient_that_is_not_finite():
 
 def figures(rank, world_size, *, pp, cp, dp_shard):
     from cosmos_rl_core.parallel.dims import ParallelDims
-    from cosmos_rl_core.parallel.figures import sum_figures
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
+    from cosmos_rl_core.parallel.metrics import sum_figures
 
     mesh = ReplicaMesh.build(ParallelDims(pp=pp, cp=cp, dp_shard=dp_shard), device=torch.device("cpu"))
     mine = {} if mesh.stage < pp - 1 else {"loss": torch.tensor(10.0**mesh.share.index), "kl": torch.tensor(0.5)}

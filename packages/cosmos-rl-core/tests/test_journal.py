@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.control import records
-from cosmos_rl_core.control.journal import DiskFile, Journal
-from cosmos_rl_core.control.segment import JournalError
+from cosmos_rl_core.control.journal.journal import DiskFile, Journal
+from cosmos_rl_core.control.journal.segment import JournalError
+from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.errors import UserError
 
 WRITTEN = [records.Leased(sample, f"rollout-{sample % 2}", 1, 7) for sample in range(5)]

@@ -10,11 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_rl_core.config.load import read_toml
-from cosmos_rl_core.config.overrides import apply_overrides
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.json_files import MAX_FILE_BYTES, MAX_LINE_BYTES, parse_json, read_json_lines, read_json_list
-from cosmos_rl_core.json_files import read_json_object as read_object
+from cosmos_rl_core.recipe.load import read_toml
+from cosmos_rl_core.recipe.overrides import apply_overrides
+from cosmos_rl_core.storage.json_files import (
+    MAX_FILE_BYTES,
+    MAX_LINE_BYTES,
+    parse_json,
+    read_json_lines,
+    read_json_list,
+)
+from cosmos_rl_core.storage.json_files import read_json_object as read_object
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),

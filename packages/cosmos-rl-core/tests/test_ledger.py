@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cosmos_rl_core.control import effects, events, records
-from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger import events, outputs, records
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 
 
 class Play:
@@ -21,7 +21,7 @@ class Play:
         self.base = self.ledger.snapshot()
         self.incarnations: dict[str, int] = {}
 
-    def on(self, event: events.Event, *, after: float = 0.0) -> list[effects.Effect]:
+    def on(self, event: events.Event, *, after: float = 0.0) -> list[outputs.Effect]:
         self.now += after
         decided, said = self.ledger.on(self.now, event)
         self.journal += decided
@@ -29,11 +29,11 @@ class Play:
         assert counts.pop("issued") == sum(counts.values())
         assert Ledger.restore(self.ledger.config, self.base, self.journal) == self.ledger
         for effect in said:
-            if isinstance(effect, effects.Welcome):
+            if isinstance(effect, outputs.Welcome):
                 self.incarnations[effect.replica] = effect.incarnation
         return said
 
-    def join(self, replica: str, *, ready: bool = True) -> list[effects.Effect]:
+    def join(self, replica: str, *, ready: bool = True) -> list[outputs.Effect]:
         said = self.on(events.Join(replica, "policy" if replica.startswith("policy") else "rollout"))
         return [*said, *(self.say(events.Ready, replica) if ready else [])]
 
@@ -63,7 +63,7 @@ class Play:
         step = self.ledger.version if step is None else step
         return self.say(events.Vote, replica, step, self.ledger.members.epoch)
 
-    def tick(self, *, after: float) -> list[effects.Effect]:
+    def tick(self, *, after: float) -> list[outputs.Effect]:
         return self.on(events.Tick(), after=after)
 
     def train(self, *, steps: int = 1) -> None:
@@ -84,8 +84,8 @@ def play(**config) -> Play:
     return started
 
 
-def granted(said) -> list[effects.Lease]:
-    return [lease for effect in said if isinstance(effect, effects.Grant) for lease in effect.leases]
+def granted(said) -> list[outputs.Lease]:
+    return [lease for effect in said if isinstance(effect, outputs.Grant) for lease in effect.leases]
 
 
 def kinds(said) -> list[str]:
@@ -142,7 +142,7 @@ def test_the_end_of_the_stream_is_told_when_no_group_can_be_needed_again():
     assert kinds(p.deliver("rollout-0", 1)) == ["Ack"]
     assert p.ledger.waits() == ["rollout-0 waits for leases: every group the run needs is generated"]
     p.batch()
-    assert p.vote()[-1] == effects.NoMore("rollout-0", "the stream of 2 samples has ended")
+    assert p.vote()[-1] == outputs.NoMore("rollout-0", "the stream of 2 samples has ended")
 
 
 def test_no_more_is_leased_than_the_steps_need():
@@ -156,9 +156,9 @@ def test_no_more_is_leased_than_the_steps_need():
 def test_a_result_is_acknowledged_and_its_repetition_changes_nothing():
     p = play()
     p.ask("rollout-0")
-    assert p.deliver("rollout-0", 0) == [effects.Ack("rollout-0", 0)]
+    assert p.deliver("rollout-0", 0) == [outputs.Ack("rollout-0", 0)]
     before = p.ledger.state_digest()
-    assert p.deliver("rollout-0", 0) == [effects.Ack("rollout-0", 0)]
+    assert p.deliver("rollout-0", 0) == [outputs.Ack("rollout-0", 0)]
     assert p.ledger.state_digest() == before
 
 
@@ -167,9 +167,9 @@ def test_the_first_result_wins_and_the_other_lease_is_cancelled():
     p.join("rollout-1")
     p.ask("rollout-0", capacity=1)
     p.tick(after=6)
-    assert granted(p.ask("rollout-1"))[0] == effects.Lease(sample=0, attempt=2, deadline=0)
-    assert p.deliver("rollout-0", 0) == [effects.Cancel("rollout-1", 0), effects.Ack("rollout-0", 0)]
-    assert p.deliver("rollout-1", 0, attempt=2) == [effects.Ack("rollout-1", 0)]
+    assert granted(p.ask("rollout-1"))[0] == outputs.Lease(sample=0, attempt=2, deadline=0)
+    assert p.deliver("rollout-0", 0) == [outputs.Cancel("rollout-1", 0), outputs.Ack("rollout-0", 0)]
+    assert p.deliver("rollout-1", 0, attempt=2) == [outputs.Ack("rollout-1", 0)]
 
 
 def test_a_late_result_of_a_returned_sample_is_taken():
@@ -192,7 +192,7 @@ def test_a_late_result_that_is_too_old_is_refused():
     p.ask("rollout-1", version=1, capacity=1)
     p.tick(after=6)
     (refusal,) = p.deliver("rollout-0", 1, version=0)
-    assert isinstance(refusal, effects.Reject) and "too late" in refusal.reason and refusal.sample == 1
+    assert isinstance(refusal, outputs.Reject) and "too late" in refusal.reason and refusal.sample == 1
 
 
 def test_terms_older_than_the_lease_allows_are_refused_and_the_sample_returns():
@@ -200,7 +200,7 @@ def test_terms_older_than_the_lease_allows_are_refused_and_the_sample_returns():
     p.train()
     (first, _) = granted(p.ask("rollout-0", version=1))
     (refusal,) = p.deliver("rollout-0", first.sample, version=0, newest=1)
-    assert isinstance(refusal, effects.Reject) and "protocol" in refusal.reason
+    assert isinstance(refusal, outputs.Reject) and "protocol" in refusal.reason
     assert p.ledger.counts()["pending"] == 1
 
 
@@ -216,7 +216,7 @@ def test_an_error_is_tried_again_first_and_dropped_after_max_attempts():
     p = play(max_attempts=2)
     p.ask("rollout-0", capacity=1)
     p.fail("rollout-0", 0)
-    assert granted(p.ask("rollout-0", capacity=2))[0] == effects.Lease(sample=0, attempt=2, deadline=0)
+    assert granted(p.ask("rollout-0", capacity=2))[0] == outputs.Lease(sample=0, attempt=2, deadline=0)
     p.fail("rollout-0", 0, attempt=2)
     assert p.ledger.counts()["dropped"] == 1
     assert p.ledger.samples.drop_reasons == {"boom": 1}
@@ -237,8 +237,8 @@ def test_only_the_holder_can_fail_a_sample():
     assert p.ledger.counts()["dropped"] == 0
 
 
-def drop_in_turn(p: Play, count: int, reason: str) -> list[effects.Effect]:
-    said: list[effects.Effect] = []
+def drop_in_turn(p: Play, count: int, reason: str) -> list[outputs.Effect]:
+    said: list[outputs.Effect] = []
     for _ in range(count):
         (lease,) = granted(p.ask("rollout-0", capacity=1))
         said = p.fail("rollout-0", lease.sample, attempt=lease.attempt, reason=reason, final=True)
@@ -249,7 +249,7 @@ def test_too_many_errors_in_a_row_halt_the_run_and_name_the_reason():
     p = play(max_failed=2)
     drop_in_turn(p, 2, "no such tool")
     halt = drop_in_turn(p, 1, "no such tool")[0]
-    assert isinstance(halt, effects.Halt) and "no such tool" in halt.message and "max_failed = 2" in halt.message
+    assert isinstance(halt, outputs.Halt) and "no such tool" in halt.message and "max_failed = 2" in halt.message
     assert p.ask("rollout-0") == []
     assert "halted" in p.ledger.waits()[0]
 
@@ -266,7 +266,7 @@ def test_filtered_groups_have_their_own_budget():
     p = play(max_failed=0, max_filtered=2)
     assert "Halt" not in kinds(drop_in_turn(p, 2, "filtered:zero_variance"))
     halt = drop_in_turn(p, 1, "filtered:zero_variance")[0]
-    assert isinstance(halt, effects.Halt) and "filtered:zero_variance" in halt.message
+    assert isinstance(halt, outputs.Halt) and "filtered:zero_variance" in halt.message
 
 
 # --- membership -----------------------------------------------------------------------------------
@@ -289,7 +289,7 @@ def test_a_reconnection_within_the_grace_keeps_incarnation_and_leases():
     p.ask("rollout-0")
     p.say(events.Disconnected, "rollout-0")
     (welcome,) = p.on(events.Join("rollout-0", "rollout", 1, (0, 1)), after=1)
-    assert welcome == effects.Welcome("rollout-0", incarnation=1, lineage=0, version=0, term=0)
+    assert welcome == outputs.Welcome("rollout-0", incarnation=1, lineage=0, version=0, term=0)
     p.tick(after=5)
     assert p.ledger.counts()["leased"] == 2
     assert p.ledger.members.by_name["rollout-0"].state == "ready"
@@ -325,7 +325,7 @@ def test_words_of_an_older_incarnation_are_fenced():
     p.ask("rollout-0")
     p.join("rollout-0")
     (refusal,) = p.say(events.Deliver, "rollout-0", 0, 1, 0, 0, 10, incarnation=1)
-    assert isinstance(refusal, effects.Reject) and refusal.fenced and refusal.sample == 0
+    assert isinstance(refusal, outputs.Reject) and refusal.fenced and refusal.sample == 0
     assert p.ledger.counts()["ready"] == 0
 
 
@@ -333,7 +333,7 @@ def test_a_gone_replica_must_join_anew():
     p = play()
     p.say(events.Leave, "rollout-0")
     (refusal,) = p.on(events.Join("rollout-0", "rollout", 1))
-    assert isinstance(refusal, effects.Reject) and refusal.fenced
+    assert isinstance(refusal, outputs.Reject) and refusal.fenced
     assert p.join("rollout-0", ready=False)[0].incarnation == 2
 
 
@@ -349,9 +349,9 @@ def test_a_lease_expires_without_progress_and_lives_with_it():
     p = play(lease_ttl_s=5)
     p.ask("rollout-0")
     p.say(events.Heartbeat, "rollout-0", 1, (0,), after=3)
-    assert p.tick(after=3) == [effects.Cancel("rollout-0", 1)]
+    assert p.tick(after=3) == [outputs.Cancel("rollout-0", 1)]
     p.say(events.Heartbeat, "rollout-0", 1, (0,))  # the same progress again
-    assert p.tick(after=3) == [effects.Cancel("rollout-0", 0)]
+    assert p.tick(after=3) == [outputs.Cancel("rollout-0", 0)]
 
 
 def test_a_replica_that_is_not_ready_gets_no_leases():
@@ -370,14 +370,14 @@ def test_the_batch_comes_when_its_last_group_is_ready():
     assert p.batch() == []
     assert p.ledger.waits() == ["policy-0 waits for batch 0: 0 of 2 groups ready, 2 leased to rollout-0"]
     p.deliver("rollout-0", 1)
-    assert p.deliver("rollout-0", 0)[-1] == effects.AssignBatch("policy-0", 0, 1, (0, 1))
+    assert p.deliver("rollout-0", 0)[-1] == outputs.AssignBatch("policy-0", 0, 1, (0, 1))
 
 
 def test_asking_again_gives_the_same_batch():
     p = play(max_staleness=1)
     for lease in granted(p.ask("rollout-0")):
         p.deliver("rollout-0", lease.sample)
-    assert p.batch() == p.batch() == [effects.AssignBatch("policy-0", 0, 1, (0, 1))]
+    assert p.batch() == p.batch() == [outputs.AssignBatch("policy-0", 0, 1, (0, 1))]
 
 
 def test_a_step_is_committed_with_the_last_vote():
@@ -389,9 +389,9 @@ def test_a_step_is_committed_with_the_last_vote():
     p.batch()
     assert p.vote("policy-0") == p.vote("policy-0") == []
     assert p.ledger.waits() == ["policy-0 waits for the votes of policy-1 on step 0"]
-    assert p.vote("policy-1") == [effects.Committed("policy-0", 0), effects.Committed("policy-1", 0)]
+    assert p.vote("policy-1") == [outputs.Committed("policy-0", 0), outputs.Committed("policy-1", 0)]
     assert p.ledger.version == 1
-    assert p.batch("policy-0", step=0) == [effects.Committed("policy-0", 0)]
+    assert p.batch("policy-0", step=0) == [outputs.Committed("policy-0", 0)]
 
 
 def test_training_waits_for_the_expected_policies():
@@ -399,7 +399,7 @@ def test_training_waits_for_the_expected_policies():
     p.join("policy-0")
     assert p.ledger.waits() == ["the run waits for policy replicas: 1 of 2 ready"]
     said = p.join("policy-1")
-    assert effects.Remesh("policy-0", 1, ("policy-0", "policy-1"), 0, 0) in said
+    assert outputs.Remesh("policy-0", 1, ("policy-0", "policy-1"), 0, 0) in said
 
 
 def test_a_policy_lost_before_the_commit_starts_a_new_epoch_with_the_same_samples():
@@ -411,9 +411,9 @@ def test_a_policy_lost_before_the_commit_starts_a_new_epoch_with_the_same_sample
     p.batch()
     p.vote("policy-0")
     p.say(events.Disconnected, "policy-1")
-    assert p.tick(after=3) == [effects.Remesh("policy-0", 2, ("policy-0",), 0, 0)]
+    assert p.tick(after=3) == [outputs.Remesh("policy-0", 2, ("policy-0",), 0, 0)]
     assert kinds(p.say(events.Vote, "policy-0", 0, 1)) == ["Remesh", "Reject"]
-    assert p.batch() == [effects.AssignBatch("policy-0", 0, 2, (0, 1))]
+    assert p.batch() == [outputs.AssignBatch("policy-0", 0, 2, (0, 1))]
     assert kinds(p.vote()) == ["Committed"]
 
 
@@ -429,7 +429,7 @@ def test_a_new_policy_joins_between_two_steps():
 def test_steps_end_with_max_steps():
     p = play(max_steps=2)
     p.train(steps=2)
-    assert p.batch() == [effects.NoMore("policy-0", "all 2 steps are done")]
+    assert p.batch() == [outputs.NoMore("policy-0", "all 2 steps are done")]
     assert p.say(events.Leave, "policy-0") == []
 
 
@@ -438,7 +438,7 @@ def test_a_stream_that_cannot_fill_a_batch_ends_the_run():
     p.train()
     p.ask("rollout-0", version=1)
     p.deliver("rollout-0", 2, version=1)
-    assert p.batch() == [effects.NoMore("policy-0", "the stream of 3 samples has ended")]
+    assert p.batch() == [outputs.NoMore("policy-0", "the stream of 3 samples has ended")]
 
 
 def test_staleness_of_the_last_batch_is_told():
@@ -454,7 +454,7 @@ def test_staleness_of_the_last_batch_is_told():
 def test_supervised_batches_need_no_rollouts():
     p = Play(rollouts=False, total_samples=5)
     p.join("policy-0")
-    assert p.batch() == [effects.AssignBatch("policy-0", 0, 1, (0, 1))]
+    assert p.batch() == [outputs.AssignBatch("policy-0", 0, 1, (0, 1))]
     p.vote()
     p.batch()
     p.vote()
@@ -476,13 +476,13 @@ def assigned(**config) -> Play:
 
 def test_a_group_that_cannot_be_read_is_generated_again_and_the_step_made_up_anew():
     p = assigned()
-    assert p.lose(1) == [effects.Remesh("policy-0", 2, ("policy-0",), 0, 0)]
+    assert p.lose(1) == [outputs.Remesh("policy-0", 2, ("policy-0",), 0, 0)]
     counts = p.ledger.counts()
     assert (counts["pending"], counts["ready"], counts["assigned"]) == (1, 1, 0)
     assert p.batch() == []
     assert p.ledger.waits() == ["policy-0 waits for batch 0: 1 of 2 groups ready, 1 to be leased again"]
-    assert granted(p.ask("rollout-0")) == [effects.Lease(1, 2, 0)]
-    assert p.deliver("rollout-0", 1, attempt=2)[-1] == effects.AssignBatch("policy-0", 0, 2, (0, 1))
+    assert granted(p.ask("rollout-0")) == [outputs.Lease(1, 2, 0)]
+    assert p.deliver("rollout-0", 1, attempt=2)[-1] == outputs.AssignBatch("policy-0", 0, 2, (0, 1))
     assert kinds(p.vote()) == ["Committed"]
     assert p.ledger.num_lost == 1
 
@@ -490,7 +490,7 @@ def test_a_group_that_cannot_be_read_is_generated_again_and_the_step_made_up_ane
 def test_a_request_that_waits_gets_the_lost_sample_at_once():
     p = assigned(max_steps=1)
     assert p.ask("rollout-0") == []
-    assert granted(p.lose(0)) == [effects.Lease(0, 2, 0)]
+    assert granted(p.lose(0)) == [outputs.Lease(0, 2, 0)]
 
 
 def test_another_group_that_is_ready_takes_the_place_of_the_lost_one():
@@ -499,7 +499,7 @@ def test_another_group_that_is_ready_takes_the_place_of_the_lost_one():
         p.deliver("rollout-0", lease.sample)
     p.batch()
     p.lose(0)
-    assert p.batch() == [effects.AssignBatch("policy-0", 0, 2, (1, 2))]
+    assert p.batch() == [outputs.AssignBatch("policy-0", 0, 2, (1, 2))]
 
 
 def test_a_loss_voids_the_votes_of_all_members():
@@ -511,7 +511,7 @@ def test_a_loss_voids_the_votes_of_all_members():
     p.batch()
     p.vote("policy-1")
     members = ("policy-0", "policy-1")
-    assert p.lose(0) == [effects.Remesh(name, 2, members, 0, 0) for name in members]
+    assert p.lose(0) == [outputs.Remesh(name, 2, members, 0, 0) for name in members]
     assert kinds(p.say(events.Vote, "policy-1", 0, 1)) == ["Remesh", "Reject"]
     assert p.ledger.votes == ()
 
@@ -536,7 +536,7 @@ def test_losses_in_a_row_halt_the_run_and_name_the_reason():
     p.deliver("rollout-0", lease.sample, attempt=lease.attempt)
     p.batch()
     halt = p.lose(0, reason="no route to host")[-1]
-    assert isinstance(halt, effects.Halt)
+    assert isinstance(halt, outputs.Halt)
     assert "no route to host" in halt.message and "max_losses = 1" in halt.message
 
 
@@ -565,13 +565,13 @@ def test_losing_all_policies_rolls_back_without_generating_again():
     p = play(max_staleness=1)
     p.train(steps=3)
     p.on(events.Checkpointed(1))
-    assert p.say(events.Leave, "policy-0") == [effects.PoliciesLost(1)]
+    assert p.say(events.Leave, "policy-0") == [outputs.PoliciesLost(1)]
     assert "rollback to version 1" in p.ledger.waits()[0]
     p.on(events.Rollback(1))
     assert (p.ledger.version, p.ledger.lineage) == (1, 1)
     p.join("policy-0")
     first = p.batch()[0]
-    assert isinstance(first, effects.AssignBatch) and (first.step, first.samples) == (1, (2, 3))
+    assert isinstance(first, outputs.AssignBatch) and (first.step, first.samples) == (1, (2, 3))
 
 
 def test_a_rollback_without_payloads_generates_again():

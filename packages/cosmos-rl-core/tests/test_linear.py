@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from cosmos_rl_core.parallel.linear import MIN_TRAINED_WEIGHTS, OneDnnLinear, product, use_onednn
+from cosmos_rl_core.parallel.axes.linear import MIN_TRAINED_WEIGHTS, OneDnnLinear, product, use_onednn
 
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="this torch has no oneDNN")
 

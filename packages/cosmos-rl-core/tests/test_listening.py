@@ -5,8 +5,8 @@ import contextlib
 import resource
 import socket
 
-from cosmos_rl_core.listening import SeldomLog, Strangers, accept_forever, raise_descriptor_limit
 from cosmos_rl_core.testing.descriptors import descriptors_left
+from cosmos_rl_core.wire.listening import SeldomLog, Strangers, accept_forever, raise_descriptor_limit
 
 
 def test_the_same_complaint_is_passed_on_once_a_minute_and_counted_meanwhile():

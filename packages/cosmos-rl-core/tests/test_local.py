@@ -5,8 +5,8 @@ import socket
 
 import pytest
 
-from cosmos_rl_core.control.token import make_token, read_token
 from cosmos_rl_core.launch.local import LAST_LINES, LocalWorkers, last_lines, share_threads
+from cosmos_rl_core.wire.token import make_token, read_token
 
 
 def test_the_end_of_a_log_is_shown(tmp_path):

@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 
 sizes = st.fixed_dictionaries({axis: st.integers(1, 4) for axis in AXES})

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from cosmos_rl_core.control.payload import decode_group, encode_group
+from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 DTYPES = ["bool", "uint8", "int16", "int32", "int64", "float32", "float64"]

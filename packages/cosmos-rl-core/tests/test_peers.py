@@ -2,7 +2,7 @@
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.peers import Peer, Peers
-from cosmos_rl_core.control.wire import ConnectionClosed
+from cosmos_rl_core.wire.channel import ConnectionClosed
 
 
 class NoConnection:

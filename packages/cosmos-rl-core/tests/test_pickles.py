@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.pickles import MAX_OPERATIONS, read_array
+from cosmos_rl_core.storage.pickles import MAX_OPERATIONS, read_array
 
 PROTOCOLS = (2, 3, 4, 5)
 FLOATS = arrays.arrays(

@@ -5,13 +5,13 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.axes.tied import tied_gradients
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.pipeline import Pipeline
 from cosmos_rl_core.parallel.stages import cut_layers, microbatch_multiple, num_stages
-from cosmos_rl_core.parallel.tied import tied_gradients
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, TermBatch
 

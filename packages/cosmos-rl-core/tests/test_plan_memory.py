@@ -5,9 +5,6 @@ import math
 import pytest
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PolicySection
-from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.config.sections import RunSection, SamplingSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.memory import (
     _changed,
@@ -19,10 +16,13 @@ from cosmos_rl_core.launch.memory import (
     written,
 )
 from cosmos_rl_core.launch.plan import Memory, _memory_texts
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of
 from cosmos_rl_core.parallel.held import START, STEP, Held, Needs
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.recipe.sections import RunSection, SamplingSection
 from cosmos_rl_core.types import WeightSpec
 
 H, INNER, VOCABULARY, LAYERS = 64, 96, 500, 4

@@ -144,8 +144,8 @@ def test_a_sibling_on_the_path_is_found_without_an_install(tmp_path):
 @pytest.mark.parametrize(
     ("find", "name", "package"),
     [
-        ("cosmos_rl_core.config.load:load_domain", "llm", "llm"),
-        ("cosmos_rl_core.config.load:load_domain", "vla", "vla"),
+        ("cosmos_rl_core.recipe.load:load_domain", "llm", "llm"),
+        ("cosmos_rl_core.recipe.load:load_domain", "vla", "vla"),
         ("cosmos_rl_core.algorithms.table:find_algorithm", "ddrl", "wfm"),
     ],
 )

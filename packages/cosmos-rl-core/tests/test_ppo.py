@@ -11,14 +11,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from cosmos_rl_core.algorithms.advantages import generalized
+from cosmos_rl_core.algorithms.advantages import build_step_advantages, critic_metrics, generalized
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
-from cosmos_rl_core.algorithms.critic import value_loss
-from cosmos_rl_core.algorithms.episodes import build_step_advantages, critic_metrics
+from cosmos_rl_core.algorithms.losses import value_loss
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.train.minibatches import deal_minibatches
+from cosmos_rl_core.train.batcher import deal_minibatches
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.types import Episode, PolicyOutputs, Prompt, Rollout, RolloutGroup, TermBatch, TrainBatch
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import torch
 
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.train.worker import PolicyLearner
+from cosmos_rl_core.train.learner import PolicyLearner
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, TermBatch, TrainBatch
 
 

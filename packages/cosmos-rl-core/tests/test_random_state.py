@@ -4,7 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from cosmos_rl_core.parallel.random_state import lent_random_state
+from cosmos_rl_core.parallel.device import lent_random_state
 
 
 def drawn(seed):

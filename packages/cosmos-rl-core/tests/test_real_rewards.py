@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.launch.real_rewards import score_real_rows
+from cosmos_rl_core.monitor.data_rewards import score_real_rows
 
 
 class Bright:

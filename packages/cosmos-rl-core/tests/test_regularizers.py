@@ -7,8 +7,14 @@ import math
 import pytest
 import torch
 
-from cosmos_rl_core.algorithms.corrections import correction_weight, sequence_mask
-from cosmos_rl_core.algorithms.regularizers import entropy_loss, gaussian_kl, kl_estimate, unbiased_kl
+from cosmos_rl_core.algorithms.losses import (
+    correction_weight,
+    entropy_loss,
+    gaussian_kl,
+    kl_estimate,
+    sequence_mask,
+    unbiased_kl,
+)
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import TermBatch
 

@@ -11,9 +11,9 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cosmos_rl_core.config.policy import MemorySection
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.remat import checkpoint_activations, offload_activations, save_memory
+from cosmos_rl_core.parallel.config import MemorySection
+from cosmos_rl_core.parallel.memory.remat import checkpoint_activations, offload_activations, save_memory
 from cosmos_rl_core.testing.ranks import run_ranks
 
 MODES = ["none", "selective", "full"]

@@ -8,9 +8,9 @@ import time
 
 import httpx
 
-from cosmos_rl_core.listening import SeldomFilter
 from cosmos_rl_core.reward.service.http import HttpServer
 from cosmos_rl_core.testing.descriptors import descriptors_left
+from cosmos_rl_core.wire.listening import SeldomFilter
 
 
 async def hello(scope, receive, send):

@@ -8,8 +8,7 @@ import pytest
 
 from cosmos_rl_core.algorithms.advantages import group_mean
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
-from cosmos_rl_core.algorithms.filters import has_signal
-from cosmos_rl_core.algorithms.rules import GroupRules, group_rules
+from cosmos_rl_core.algorithms.rules import GroupRules, group_rules, has_signal
 from cosmos_rl_core.errors import PromptError, SampleError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter, request_seed

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.policy import ParallelSection, PolicySection
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.wire import ConnectionClosed
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.failure import Failure, cause
-from cosmos_rl_core.launch.node import Node, WorkerAddress, policy_node
+from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
 from cosmos_rl_core.testing.ranks import run_ranks
+from cosmos_rl_core.wire.channel import ConnectionClosed
+from cosmos_rl_core.workers.failure import Failure, cause
+from cosmos_rl_core.workers.node import Node, WorkerAddress, policy_node
 
 
 def recipe(tmp_path, name, **policy):
@@ -36,10 +36,10 @@ def recipe(tmp_path, name, **policy):
 
 def weights_of(checkpoint):
     """The bandit's weights out of a checkpoint of any layout."""
+    from cosmos_rl_core.checkpoint.restore import load_policy
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.testing.tiny_model import TinyPolicy
     from cosmos_rl_core.testing.tiny_task import TinyModel
-    from cosmos_rl_core.train.checkpoint import load_policy
 
     policy = TinyPolicy(TinyModel(), temperature=1.0, setup=ModelSetup())
     load_policy(checkpoint, policy)
@@ -172,8 +172,8 @@ def words(rank, world_size):
 
     import torch.distributed as dist
 
-    from cosmos_rl_core.launch.ranks import FollowerSteps, Ranks
     from cosmos_rl_core.parallel.rank_group import RankGroup
+    from cosmos_rl_core.workers.ranks import FollowerSteps, Ranks
 
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1))

@@ -9,10 +9,10 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from cosmos_rl_core.checkpoint.safetensors_file import SafetensorsFile, write_tensors
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.safetensors_header import read_header
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.safetensors_file import SafetensorsFile, write_tensors
+from cosmos_rl_core.storage.folder import Folder
+from cosmos_rl_core.storage.safetensors_header import read_header
 
 TENSORS = {
     "a": torch.arange(12.0).reshape(3, 4),

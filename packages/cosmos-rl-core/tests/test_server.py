@@ -10,13 +10,13 @@ import pytest
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.job import Job
-from cosmos_rl_core.control.journal import Journal
-from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 from cosmos_rl_core.control.server import Controller
-from cosmos_rl_core.control.wire import ConnectionClosed, Hello
+from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.rollout.source import PromptSource
-from cosmos_rl_core.rollout.spool import Spooled
+from cosmos_rl_core.rollout.spool.store import Spooled
+from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
 
 
 def in_a_loop(test):

@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import pytest
 
-from cosmos_rl_core.control import events, leasing, liveness, records, stepping
-from cosmos_rl_core.control.ledger import Ledger
-from cosmos_rl_core.control.samples import LEASED, PENDING
-from cosmos_rl_core.rollout.buffer import StalenessWindow
+from cosmos_rl_core.control.ledger import events, leasing, liveness, records, stepping
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.samples import LEASED, PENDING
+from cosmos_rl_core.rollout.staleness import StalenessWindow
 from cosmos_rl_core.testing.simulator import Options, SimulationError, simulate
 
 

@@ -2,8 +2,8 @@
 
 import pytest
 
+from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.rollout.source import PromptSource
 
 ROWS = [{"question": f"q{i}"} for i in range(7)]
 

@@ -8,14 +8,14 @@ import resource
 import numpy as np
 import pytest
 
-from cosmos_rl_core.control.payload import decode_group, encode_group
-from cosmos_rl_core.control.spool_reader import PayloadGone, SpoolReader
-from cosmos_rl_core.control.spool_server import PIECE_BYTES, Answer, Piece, Pull, serve_spool
-from cosmos_rl_core.control.token import make_token
-from cosmos_rl_core.control.wire import serve
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.rollout.spool import Spool, Spooled, clear_spools, spool_root
+from cosmos_rl_core.rollout.payload import decode_group, encode_group
+from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
+from cosmos_rl_core.rollout.spool.server import PIECE_BYTES, Answer, Piece, Pull, serve_spool
+from cosmos_rl_core.rollout.spool.store import Spool, Spooled, clear_spools, spool_root
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.wire.channel import serve
+from cosmos_rl_core.wire.token import make_token
 
 TOKEN = b"t" * 32
 

@@ -5,10 +5,10 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.spool_reader import PayloadGone
-from cosmos_rl_core.launch.step_payloads import StepPayloads
-from cosmos_rl_core.rollout.spool import Spooled
+from cosmos_rl_core.rollout.spool.reader import PayloadGone
+from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.testing.ranks import run_ranks
+from cosmos_rl_core.workers.batch import StepPayloads
 
 
 class Reader:
@@ -60,8 +60,8 @@ def losses(rank, world_size):
     """Each rank lacks another file."""
     import torch.distributed as dist
 
-    from cosmos_rl_core.launch.ranks import Ranks
     from cosmos_rl_core.parallel.rank_group import RankGroup
+    from cosmos_rl_core.workers.ranks import Ranks
 
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1))

@@ -7,7 +7,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from cosmos_rl_core.parallel.tensor import (
+from cosmos_rl_core.parallel.axes.tensor import (
     TensorAxis,
     cut_columns,
     cut_rows,

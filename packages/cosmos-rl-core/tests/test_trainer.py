@@ -11,10 +11,8 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.algorithms.objective import anchor_objective
-from cosmos_rl_core.parallel.accumulate import accumulate
-from cosmos_rl_core.parallel.gradients import clip_gradients
-from cosmos_rl_core.train.optim import build_optimizer, parameter_groups
-from cosmos_rl_core.train.schedule import factor
+from cosmos_rl_core.parallel.gradients import accumulate, clip_gradients
+from cosmos_rl_core.train.optim import build_optimizer, factor, parameter_groups
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import LossTerm, Microbatch, PolicyOutputs, TermBatch, TrainBatch
 

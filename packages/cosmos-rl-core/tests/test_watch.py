@@ -6,15 +6,15 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.base import ConfigError
-from cosmos_rl_core.config.load import load_config
-from cosmos_rl_core.launch.export import export
-from cosmos_rl_core.launch.looks import Looks, read_healthy
-from cosmos_rl_core.launch.rollback import roll_back
+from cosmos_rl_core.checkpoint.export import export
+from cosmos_rl_core.checkpoint.manifest import list_steps, write_manifest
+from cosmos_rl_core.checkpoint.resume import roll_back
+from cosmos_rl_core.checkpoint.retention import surplus
 from cosmos_rl_core.launch.watch import Watch
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import list_steps, write_manifest
-from cosmos_rl_core.train.retention import surplus
+from cosmos_rl_core.monitor.history import Looks, read_healthy
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.settings.base import ConfigError
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 RECIPE = {

@@ -7,11 +7,11 @@ import socket
 import msgspec
 import pytest
 
-from cosmos_rl_core.control.frames import HEADER_BYTES, FrameReader, FrameSealer
-from cosmos_rl_core.control.handshake import PREAMBLE_BYTES, Violation, make_preamble, session_keys
-from cosmos_rl_core.control.wire import MOST_STRANGERS, Connection, ConnectionClosed, Hello, connect, serve
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.descriptors import descriptors_left
+from cosmos_rl_core.wire.channel import MOST_STRANGERS, Connection, ConnectionClosed, Hello, connect, serve
+from cosmos_rl_core.wire.frames import HEADER_BYTES, FrameReader, FrameSealer
+from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, Violation, make_preamble, session_keys
 
 TOKEN = bytes(range(32))
 OTHER_TOKEN = bytes(range(1, 33))

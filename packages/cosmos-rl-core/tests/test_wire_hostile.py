@@ -8,9 +8,9 @@ import msgspec
 import pytest
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.connection import WireProtocol
-from cosmos_rl_core.control.frames import FrameSealer
-from cosmos_rl_core.control.handshake import PREAMBLE_BYTES, Hello, make_preamble, session_keys
+from cosmos_rl_core.wire.connection import WireProtocol
+from cosmos_rl_core.wire.frames import FrameSealer
+from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, Hello, make_preamble, session_keys
 
 NUM_FRAMES = 60_000
 MOST_GROWTH_KIB = 64 * 1024

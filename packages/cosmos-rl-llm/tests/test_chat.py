@@ -5,7 +5,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from cosmos_rl_core.errors import PromptError, UserError
-from cosmos_rl_llm.chat import Chat, find_end_ids, set_chat_template
+from cosmos_rl_llm.data.chat import Chat, find_end_ids, set_chat_template
 
 CHATML = (
     "{% for m in messages %}<s>{{ m['role'] }}:{{ m['content'] }}</s>\n{% endfor %}"

@@ -9,26 +9,26 @@ from transformers import AutoModelForCausalLM
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
-from cosmos_rl_core.config.policy import ParallelSection
-from cosmos_rl_core.config.sections import CheckpointSection
-from cosmos_rl_core.launch.export import export
+from cosmos_rl_core.checkpoint import restore
+from cosmos_rl_core.checkpoint.export import export
+from cosmos_rl_core.checkpoint.manifest import Origin, TrainState
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import microbatch_multiple
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.train import checkpoint
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import Origin, TrainState
 from cosmos_rl_core.train.optim import build_optimizer
-from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm import parity
-from cosmos_rl_llm.pipelined import PipelinedPolicy
-from cosmos_rl_llm.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
 RECIPE = {"run": {"domain": "llm"}, "model": {"path": "somewhere"}}
 
@@ -90,7 +90,7 @@ def save_and_go_on(rank, world_size, *, family, dims, root):
 
 def load_and_go_on(rank, world_size, *, family, dims, root):
     trainer, setup = make(family, dims, fresh=True)
-    state = checkpoint.load(f"{root}/step_2", policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
+    state = restore.load(f"{root}/step_2", policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
     trainer.version = state.step
     train(trainer, setup, until=5)
     return weights(trainer)
@@ -143,7 +143,7 @@ def test_an_export_loads_with_transformers(tmp_path, family, dims):
     model, report = AutoModelForCausalLM.from_pretrained(tmp_path / "model", output_loading_info=True)
     assert not report["missing_keys"] and not report["unexpected_keys"]
     trainer, _ = make(family, ONE, fresh=True)
-    checkpoint.load_policy(f"{root}/step_2", trainer.policy)
+    restore.load_policy(f"{root}/step_2", trainer.policy)
     ours = trainer.policy.weights()
     loaded = model.state_dict()
     assert saved

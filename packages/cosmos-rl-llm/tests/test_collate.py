@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup, Share
-from cosmos_rl_llm.collate import collate
+from cosmos_rl_llm.data.collate import collate
 
 
 def make_rollout(

@@ -11,7 +11,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMDataConfig
-from cosmos_rl_llm.data import load_rows
+from cosmos_rl_llm.data.rows import load_rows
 from cosmos_rl_llm.domain import LLM
 
 QUESTION = {"question": "What is 6 times 7?", "answer": "6 times 7 is 42.\n#### 42"}

@@ -13,13 +13,13 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm import packing
-from cosmos_rl_llm.collate import Sample, pack_batch
-from cosmos_rl_llm.engines.torch import TorchEngine
-from cosmos_rl_llm.miniature import VOCABULARY, miniature, shrink
+from cosmos_rl_llm.data.collate import Sample, pack_batch
+from cosmos_rl_llm.engines.torch.engine import TorchEngine
+from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
 from cosmos_rl_llm.parity import assert_equal, train, train_rank
-from cosmos_rl_llm.policy import CausalLMPolicy
-from cosmos_rl_llm.probe import plain_logprobs, runs_unpacked
+from cosmos_rl_llm.policy import packing
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.probe import plain_logprobs, runs_unpacked
 
 PACKED = {
     "cohere": {},

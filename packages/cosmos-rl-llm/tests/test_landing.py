@@ -20,14 +20,14 @@ from torch import Tensor, nn
 pytest.importorskip("vllm")
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.engines.vllm_plugin import PLAIN_WEIGHTS
-from cosmos_rl_llm.landing.chart import chart_of
-from cosmos_rl_llm.landing.landing import Landing, manifest_for
-from cosmos_rl_llm.landing.names import Names
-from cosmos_rl_llm.landing.place import Place
-from cosmos_rl_llm.landing.table import place
-from cosmos_rl_llm.landing.trace import trace
-from cosmos_rl_llm.landing.twin import acting_as, detached, twin
+from cosmos_rl_llm.engines.vllm.plugin import PLAIN_WEIGHTS
+from cosmos_rl_llm.engines.vllm.weight_map.chart import chart_of
+from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, manifest_for
+from cosmos_rl_llm.engines.vllm.weight_map.names import Names
+from cosmos_rl_llm.engines.vllm.weight_map.place import Place
+from cosmos_rl_llm.engines.vllm.weight_map.table import place
+from cosmos_rl_llm.engines.vllm.weight_map.trace import trace
+from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, detached, twin
 from cosmos_rl_transfer.content.quantize import quantized
 
 pytestmark = [pytest.mark.xdist_group("vllm"), pytest.mark.filterwarnings("ignore::DeprecationWarning")]

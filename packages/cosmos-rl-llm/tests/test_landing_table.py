@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_llm.landing.names import Names
-from cosmos_rl_llm.landing.table import place
+from cosmos_rl_llm.engines.vllm.weight_map.names import Names
+from cosmos_rl_llm.engines.vllm.weight_map.table import place
 from cosmos_rl_transfer.layout.manifest import Box
 
 

@@ -9,8 +9,8 @@ import torch
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, check_reward
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.engines.torch import TorchEngine
-from cosmos_rl_llm.model import make_model
+from cosmos_rl_llm.engines.torch.engine import TorchEngine
+from cosmos_rl_llm.model.causal_lm import make_model
 
 CONFIG = {
     "model_type": "qwen3",

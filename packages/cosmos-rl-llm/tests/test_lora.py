@@ -15,10 +15,10 @@ from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMModelConfig, LoraSection
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.lora import add_adapters, read_tensors
-from cosmos_rl_llm.model import load_model, make_model, named_weights
+from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
 from cosmos_rl_llm.parity import FAMILIES, assert_equal, make_batch, train, train_rank
-from cosmos_rl_llm.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.testing import write_sums, write_tiny_model
 
 pytest.importorskip("peft")

@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PolicySection
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
@@ -20,13 +20,13 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
-from cosmos_rl_llm.collate import collate
 from cosmos_rl_llm.config import LLMModelConfig, LoraSection
-from cosmos_rl_llm.lora import add_adapters
+from cosmos_rl_llm.data.collate import collate
+from cosmos_rl_llm.model.shape import read_shape
 from cosmos_rl_llm.parity import FAMILIES, make_tiny
-from cosmos_rl_llm.pipelined import PipelinedPolicy
-from cosmos_rl_llm.policy import CausalLMPolicy
-from cosmos_rl_llm.shape import read_shape
+from cosmos_rl_llm.policy.lora import add_adapters
+from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
 LAYERS = 2
 LENGTH = 400

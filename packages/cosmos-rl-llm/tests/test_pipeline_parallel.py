@@ -4,21 +4,21 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LoraSection
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.model import load_model, make_model, named_weights
+from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
 from cosmos_rl_llm.parity import assert_equal, make_batch, make_tiny, train, train_rank
-from cosmos_rl_llm.pipelined import PipelinedPolicy
-from cosmos_rl_llm.policy import CausalLMPolicy
-from cosmos_rl_llm.stages import PassThrough, cut_model
+from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.stages import PassThrough, cut_model
 from cosmos_rl_llm.testing import write_tiny_model
 
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}

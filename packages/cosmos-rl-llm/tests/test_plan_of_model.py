@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.launch.memory import parse_bytes
 from cosmos_rl_core.launch.plan import plan
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_llm.testing import write_tiny_model
 
 

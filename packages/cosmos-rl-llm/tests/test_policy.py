@@ -7,12 +7,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from cosmos_rl_core.config.policy import MemorySection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import MemorySection
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Microbatch, TermBatch
-from cosmos_rl_llm.model import load_model, load_tokenizer, make_model, named_weights
-from cosmos_rl_llm.policy import CausalLMPolicy
+from cosmos_rl_llm.model.causal_lm import load_model, load_tokenizer, make_model, named_weights
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
 VOCAB = 70
 BASE = {

@@ -9,14 +9,14 @@ import torch
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.remat import checkpoint_activations
+from cosmos_rl_core.parallel.memory.remat import checkpoint_activations
 from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Sampling, Share
-from cosmos_rl_llm.collate import collate
-from cosmos_rl_llm.engines.torch import TorchEngine
-from cosmos_rl_llm.model import decoder_layers, make_model
-from cosmos_rl_llm.packing import PackedLayout, install_attention
-from cosmos_rl_llm.policy import CausalLMPolicy
-from cosmos_rl_llm.routing import ExpertLoad, RouteRecorder, install_replay, routers
+from cosmos_rl_llm.data.collate import collate
+from cosmos_rl_llm.engines.torch.engine import TorchEngine
+from cosmos_rl_llm.model.causal_lm import decoder_layers, make_model
+from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.routing import ExpertLoad, RouteRecorder, install_replay, routers
 
 COMMON = {
     "vocab_size": 32,

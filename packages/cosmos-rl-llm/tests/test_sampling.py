@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosmos_rl_core.types import Sampling
-from cosmos_rl_llm.engines.sampling import Sampler, uniforms
+from cosmos_rl_llm.engines.torch.sampling import Sampler, uniforms
 
 
 def draw(logits, rows, *, seed=0, position=0):

@@ -5,20 +5,20 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Shard
 
-from cosmos_rl_core.config.policy import ParallelSection, PrecisionSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm import parity
+from cosmos_rl_llm.build import has_same_names
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.load import has_same_names
-from cosmos_rl_llm.model import empty_model, make_model
-from cosmos_rl_llm.policy import CausalLMPolicy
-from cosmos_rl_llm.tensor_plan import check_sizes
+from cosmos_rl_llm.model.causal_lm import empty_model, make_model
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.tensor_plan import check_sizes
 from cosmos_rl_llm.testing import write_tokenizer
 
 

@@ -9,13 +9,12 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.activations import ACT2FN
 
-from cosmos_rl_core.parallel.linear import MIN_ROWS, product
-from cosmos_rl_llm.attention import Scoring
-from cosmos_rl_llm.engines.activations import use_steady_activations
-from cosmos_rl_llm.engines.cache import DecodeLayout, span_unit
-from cosmos_rl_llm.engines.experts import use_steady_experts
-from cosmos_rl_llm.model import make_model
-from cosmos_rl_llm.routing import routers
+from cosmos_rl_core.parallel.axes.linear import MIN_ROWS, product
+from cosmos_rl_llm.engines.torch.cache import DecodeLayout, span_unit
+from cosmos_rl_llm.engines.torch.exact import use_steady_activations, use_steady_experts
+from cosmos_rl_llm.model.causal_lm import make_model
+from cosmos_rl_llm.policy.attention import Scoring
+from cosmos_rl_llm.policy.routing import routers
 
 THREADS = [1, 2, 3, 7]
 ROWS = (4, 5, 11, 23, 64, 100)

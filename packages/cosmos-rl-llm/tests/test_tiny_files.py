@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from cosmos_rl_llm.model import load_model, load_tokenizer, named_weights
+from cosmos_rl_llm.model.causal_lm import load_model, load_tokenizer, named_weights
 from cosmos_rl_llm.testing import write_sums, write_tiny_model
 
 

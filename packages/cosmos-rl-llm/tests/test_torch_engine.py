@@ -10,10 +10,10 @@ import torch
 
 from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share
-from cosmos_rl_llm.collate import collate
-from cosmos_rl_llm.engines.torch import TorchEngine
-from cosmos_rl_llm.model import make_model, named_weights
-from cosmos_rl_llm.policy import CausalLMPolicy
+from cosmos_rl_llm.data.collate import collate
+from cosmos_rl_llm.engines.torch.engine import TorchEngine
+from cosmos_rl_llm.model.causal_lm import make_model, named_weights
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
 VOCAB = 66
 STOP_ID = 1

@@ -13,10 +13,10 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, draws_by_seed, is_greedy_at_zero
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import OwnsSubscriber, SyncSettings
-from cosmos_rl_llm.engines.vllm import VllmEngine
-from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
-from cosmos_rl_llm.engines.vllm_start import start
-from cosmos_rl_llm.model import make_model, named_weights
+from cosmos_rl_llm.engines.vllm.engine import VllmEngine
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.start import start
+from cosmos_rl_llm.model.causal_lm import make_model, named_weights
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")

@@ -13,17 +13,17 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.base import ConfigError
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_llm.config import LoraSection
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.engines.vllm import VllmEngine, refusal
-from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
-from cosmos_rl_llm.engines.vllm_plugin import REFUSED
-from cosmos_rl_llm.engines.vllm_start import start
-from cosmos_rl_llm.model import load_model, named_weights
+from cosmos_rl_llm.engines.vllm.engine import VllmEngine, refusal
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.plugin import REFUSED
+from cosmos_rl_llm.engines.vllm.start import start
+from cosmos_rl_llm.model.causal_lm import load_model, named_weights
 from cosmos_rl_llm.testing import write_sums, write_tiny_model
 from cosmos_rl_transfer.publish.publisher import Publisher
 
@@ -236,9 +236,9 @@ def perturb(model, *, seed, scale=0.02):
 
 OWNER = """
 import sys, time
-from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions
-from cosmos_rl_llm.engines.vllm_plugin import REFUSED
-from cosmos_rl_llm.engines.vllm_start import start
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.plugin import REFUSED
+from cosmos_rl_llm.engines.vllm.start import start
 
 if __name__ == "__main__":
     llm = start(sys.argv[1], options=VllmEngineOptions(cache_bytes=1 << 26), dtype="float32", max_length=None)

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosmos_rl_transfer.planning.deal import deal, deal_near, interleave
+from cosmos_rl_transfer.planning.sharing import deal, deal_near, interleave
 
 ROOM = st.lists(st.integers(-50, 2000), min_size=1, max_size=6)
 

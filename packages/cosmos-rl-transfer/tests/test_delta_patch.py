@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from cosmos_rl_transfer.content.delta import Change
 from cosmos_rl_transfer.content.raw import same_width
-from cosmos_rl_transfer.pull.patch import Patch
+from cosmos_rl_transfer.pull.landing import Patch
 
 
 def change_to(tensor, positions):

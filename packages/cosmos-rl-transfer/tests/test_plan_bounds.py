@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.layout import spread
 from cosmos_rl_transfer.layout.manifest import Box, Manifest, TensorLayout
-from cosmos_rl_transfer.planning.bounds import balance
 from cosmos_rl_transfer.planning.plan import plan
+from cosmos_rl_transfer.planning.sharing import balance
 from cosmos_rl_transfer.planning.topology import Port, Topology
 from cosmos_rl_transfer.testing.oracle import random_case
 

@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.algorithms.aggregation import Aggregation
-from cosmos_rl_core.config.base import ConfigError
-from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.types import Episode, Prompt, Rollout, RolloutGroup, Share
-from cosmos_rl_vla.collate import collate
+from cosmos_rl_vla.policy.collate import collate
 
 
 def episode(decisions, *, executed):

@@ -14,7 +14,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.data.demos import Demonstrations, demonstrated_rows
 from cosmos_rl_vla.data.lerobot import read_dataset
-from cosmos_rl_vla.data.write import Demonstration, DemoWriter
+from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
 
 CAMERA = "observation.images.top"
 LENGTHS = (7, 4, 5)

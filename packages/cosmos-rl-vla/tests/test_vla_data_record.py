@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.data.demos import Demonstrations, demonstrated_rows
-from cosmos_rl_vla.data.expert import Expert
-from cosmos_rl_vla.data.record import LOOKS, Manner, record
-from cosmos_rl_vla.data.takes import Series
+from cosmos_rl_vla.data.recording.expert import Expert
+from cosmos_rl_vla.data.recording.record import LOOKS, Manner, record
+from cosmos_rl_vla.data.recording.takes import Series
 from cosmos_rl_vla.sims.reach import Reach
 
 TASKS = ("red", "blue")
@@ -142,7 +142,7 @@ def test_progress_is_told_for_each_task_about_ten_times(tmp_path):
 def test_the_command_records(tmp_path):
     import typer.testing
 
-    from cosmos_rl_vla.data.record import main
+    from cosmos_rl_vla.data.recording.record import main
 
     app = typer.Typer()
     app.command()(main)

@@ -7,8 +7,8 @@ import pytest
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.data.demos import Demonstrations
+from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
 from cosmos_rl_vla.data.video import PictureError, VideoFile, check_video
-from cosmos_rl_vla.data.write import Demonstration, DemoWriter
 
 FPS = 10
 FRAMES = 25

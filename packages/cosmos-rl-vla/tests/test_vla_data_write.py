@@ -8,9 +8,8 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.lerobot import read_dataset
-from cosmos_rl_vla.data.write import Demonstration, DemoWriter
-from cosmos_rl_vla.data.write_files import FrameFiles
-from cosmos_rl_vla.data.write_stats import PictureStats, number_stats
+from cosmos_rl_vla.data.recording.files import FrameFiles
+from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter, PictureStats, number_stats
 
 
 def writer(path, **keys):

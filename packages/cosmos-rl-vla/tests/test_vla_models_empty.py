@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from cosmos_rl_vla.models.noise import Noise
-from cosmos_rl_vla.models.pi_checkpoint import HEADS
-from cosmos_rl_vla.models.pi_config import ValueSize, full
-from cosmos_rl_vla.models.pi_folder import empty_pi, load_pi, random_pi, save_pi
+from cosmos_rl_vla.models.pi.checkpoint import HEADS
+from cosmos_rl_vla.models.pi.config import ValueSize, full
+from cosmos_rl_vla.models.pi.folder import empty_pi, load_pi, random_pi, save_pi
 from cosmos_rl_vla.testing import small_pi
 
 

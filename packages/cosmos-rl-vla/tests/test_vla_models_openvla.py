@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from cosmos_rl_vla.models.base import Draw, Inputs
-from cosmos_rl_vla.models.openvla_bins import ActionBins
-from cosmos_rl_vla.models.openvla_config import Critic, tiny
-from cosmos_rl_vla.models.openvla_folder import random_openvla
-from cosmos_rl_vla.models.prismatic import stretched
+from cosmos_rl_vla.models.openvla.config import Critic, tiny
+from cosmos_rl_vla.models.openvla.folder import random_openvla
+from cosmos_rl_vla.models.openvla.model import ActionBins
+from cosmos_rl_vla.models.openvla.prismatic import stretched
 
 OFT = tiny("openvla_oft", num_words=20, horizon=3, action_dim=2, state_dim=4)
 OPENVLA = tiny("openvla", num_words=20, horizon=1, action_dim=5, state_dim=0)

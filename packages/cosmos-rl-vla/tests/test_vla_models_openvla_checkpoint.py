@@ -17,11 +17,11 @@ from cosmos_rl_vla.models.base import Draw, Inputs
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.models.instructions import Instructions
-from cosmos_rl_vla.models.openvla_checkpoint import OpenVLANames
-from cosmos_rl_vla.models.openvla_config import TOWERS, tiny
-from cosmos_rl_vla.models.openvla_folder import random_openvla, read_config
-from cosmos_rl_vla.models.openvla_stats import published_stats, to_published
-from cosmos_rl_vla.spread import Spread
+from cosmos_rl_vla.models.openvla.checkpoint import OpenVLANames
+from cosmos_rl_vla.models.openvla.config import TOWERS, tiny
+from cosmos_rl_vla.models.openvla.folder import random_openvla, read_config
+from cosmos_rl_vla.models.openvla.stats import published_stats, to_published
+from cosmos_rl_vla.normalise import Spread
 
 SCRATCH = VLAModelConfig(
     family="openvla_oft", action_dim=2, state_dim=2, horizon=3, words=("reach the red square",), temperature=1.6

@@ -10,14 +10,14 @@ import tomli_w
 from safetensors.torch import load_file
 
 from cosmos_rl_core import run
-from cosmos_rl_core.launch.export import export
+from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
 
 pytestmark = pytest.mark.xdist_group("openvla_run")  # one process makes what they share
 
-COMMAND = [sys.executable, "-c", "from cosmos_rl_core.launch.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
 
 
 def recipe(output, model, **run):

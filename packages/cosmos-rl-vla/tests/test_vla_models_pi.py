@@ -7,13 +7,13 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from cosmos_rl_vla.models.adarms import AdaptiveRMSNorm
-from cosmos_rl_vla.models.backbone import to_pixels
 from cosmos_rl_vla.models.base import Draw, Inputs
 from cosmos_rl_vla.models.noise import Noise
-from cosmos_rl_vla.models.pi import PiModel
-from cosmos_rl_vla.models.pi_config import ValueSize, tiny
-from cosmos_rl_vla.models.pi_folder import random_pi
+from cosmos_rl_vla.models.pi.backbone import to_pixels
+from cosmos_rl_vla.models.pi.config import ValueSize, tiny
+from cosmos_rl_vla.models.pi.expert import AdaptiveRMSNorm
+from cosmos_rl_vla.models.pi.folder import random_pi
+from cosmos_rl_vla.models.pi.model import PiModel
 from cosmos_rl_vla.testing import small_pi
 
 CONFIG = small_pi()

@@ -10,14 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing import ranks
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_vla.models.families import load
-from cosmos_rl_vla.parallel import parallelize
 from cosmos_rl_vla.parity import (
     LOGPROBS,
     MODULES,
@@ -30,6 +29,7 @@ from cosmos_rl_vla.parity import (
     save_model,
     setup_of,
 )
+from cosmos_rl_vla.policy.parallel import parallelize
 
 ranks.preload(*MODULES)
 

@@ -7,29 +7,29 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.algorithms.objective import build_objective
-from cosmos_rl_core.config.policy import ParallelSection
-from cosmos_rl_core.config.sections import CheckpointSection
+from cosmos_rl_core.checkpoint import restore
+from cosmos_rl_core.checkpoint.manifest import Origin, TrainState
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing import ranks
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.train import checkpoint
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import Origin, TrainState
 from cosmos_rl_core.train.optim import build_optimizer
-from cosmos_rl_core.train.saver import CheckpointSaver
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, TrainBatch
 from cosmos_rl_vla.build import build_policy
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
-from cosmos_rl_vla.parallel import parallelize
 from cosmos_rl_vla.parity import MODULES, PPO, SAMPLES, decisions, loaded_model, microbatch_of, rows_of, save_model
-from cosmos_rl_vla.policy import VLAPolicy
+from cosmos_rl_vla.policy.parallel import parallelize
+from cosmos_rl_vla.policy.policy import VLAPolicy
 from cosmos_rl_vla.sampling import VLASampling
 
 ranks.preload(*MODULES)
@@ -119,7 +119,7 @@ def save_at_two(rank, world_size, *, loads, saves):
     """Go on from `loads` or begin; save two steps on; return the weights one step later."""
     trainer, batch = trainer_of(None if world_size == 1 else mesh_of_two(), fresh=bool(loads))
     if loads:
-        trainer.version = checkpoint.load(loads, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank).step
+        trainer.version = restore.load(loads, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank).step
     group, step = RankGroup.of_all(), trainer.version + 2
     origin = Origin(num_ranks=group.size, recipe={"run": {"domain": "vla"}, "model": {"path": "somewhere"}})
     section, state = CheckpointSection(every_steps=1), TrainState(step=trainer.version)

@@ -21,7 +21,7 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 for needed in ("httpx", "starlette", "uvicorn"):
     pytest.importorskip(needed, reason="an extra of the package")
 
-COMMAND = "from cosmos_rl_core.launch.cli import main; main()"
+COMMAND = "from cosmos_rl_core.cli.app import main; main()"
 HORIZON = 4
 JUDGE = """
 def seen(group):

@@ -18,13 +18,13 @@ import torch
 from safetensors.numpy import load_file
 
 from cosmos_rl_core import Request, evaluate, run
-from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.launch.instances import Instances
+from cosmos_rl_core.inference.layout import Instances
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
 
 STEPS, PROMPTS = 3, 4
-COMMAND = [sys.executable, "-c", "from cosmos_rl_core.launch.cli import main; main()"]
+COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
 
 
 @pytest.fixture(autouse=True)

@@ -6,10 +6,10 @@ import pytest
 from safetensors.torch import save_file
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.config.load import load_config
-from cosmos_rl_core.config.policy import PolicySection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.memory import estimate_of
+from cosmos_rl_core.parallel.config import PolicySection
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.domain import VLA
 from cosmos_rl_vla.models.config import VLAModelConfig

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_vla.data.rows import describe
 from cosmos_rl_vla.sims.base import HELD_OUT
 from cosmos_rl_vla.sims.behavior import Behavior
-from cosmos_rl_vla.sims.find import describe
 
 TRANSCRIPT = json.loads((Path(__file__).parent / "recordings" / "behavior_turning_on_radio.json").read_text())
 TASK = TRANSCRIPT["activity"]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_vla.sims.base import SimulatorError, Stepped
-from cosmos_rl_vla.sims.chunk import run_chunk, run_chunks
+from cosmos_rl_vla.sims.pool.chunk import run_chunk, run_chunks
 
 
 class Script:

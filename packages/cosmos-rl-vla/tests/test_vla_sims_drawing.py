@@ -7,8 +7,8 @@ import os
 import numpy as np
 import pytest
 
-from cosmos_rl_vla.sims.drawing import artist, fit, lighten
 from cosmos_rl_vla.sims.gl import choose_gl
+from cosmos_rl_vla.sims.rendering import artist, fit, lighten
 from cosmos_rl_vla.testing import why_not_drawn
 
 SIZE = 64

@@ -7,9 +7,9 @@ import types
 import pytest
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_vla.data.rows import describe
 from cosmos_rl_vla.sims.base import Worded
-from cosmos_rl_vla.sims.find import describe
-from cosmos_rl_vla.sims.pool import SimulatorPool
+from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 
 class Elsewhere(Worded):

@@ -5,7 +5,7 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.gl import choose_gl
-from cosmos_rl_vla.sims.metaworld_tasks import INSTRUCTIONS, instruction
+from cosmos_rl_vla.sims.metaworld.tasks import INSTRUCTIONS, instruction
 from cosmos_rl_vla.testing import why_not_drawn
 
 WHY_NOT = why_not_drawn("metaworld")
@@ -15,7 +15,7 @@ CAMERA = "corner2"
 
 @pytest.fixture
 def make():
-    from cosmos_rl_vla.sims.metaworld import MetaWorld
+    from cosmos_rl_vla.sims.metaworld.simulator import MetaWorld
 
     made = []
 
@@ -96,9 +96,9 @@ def test_frames_show_the_task(make):
 
 @needs_metaworld
 def test_frames_of_one_slot_do_not_change_when_others_come_and_go(make, monkeypatch):
-    from cosmos_rl_vla.sims import drawing
+    from cosmos_rl_vla.sims import rendering
 
-    monkeypatch.setattr(drawing, "_MAX_MODELS", 2)
+    monkeypatch.setattr(rendering, "_MAX_MODELS", 2)
     simulator = make()
     simulator.reset("faucet-open", 1)
     before = simulator.observe().images[CAMERA]

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_vla.data.rows import describe
 from cosmos_rl_vla.sims.base import SimulatorError
-from cosmos_rl_vla.sims.find import describe
 from cosmos_rl_vla.sims.robotwin import RoboTwin
 
 TRANSCRIPT = Path(__file__).parent / "recordings" / "robotwin_place_empty_cup.json"

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from cosmos_rl_core import run
+from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.export import export
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_vla.build import build_policy
 from cosmos_rl_vla.data.config import VLADataConfig
+from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
 from cosmos_rl_vla.data.rows import load_rows
-from cosmos_rl_vla.data.write import Demonstration, DemoWriter
 from cosmos_rl_vla.domain import VLA
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.sims.reach import Reach

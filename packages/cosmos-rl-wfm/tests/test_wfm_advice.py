@@ -3,8 +3,8 @@
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.launch.check import check
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.testing import recipe
 
 RECIPE = recipe(run={"domain": "wfm", "placement": "inline", "max_steps": 1}, logging={"media_every": 0})

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.data.mock import mock_clip
 from cosmos_rl_wfm.rewards import REWARDS
 

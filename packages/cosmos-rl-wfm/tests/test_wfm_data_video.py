@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cosmos_rl_core.observe.film import write_video
+from cosmos_rl_core.observe.media.album import write_video
 from cosmos_rl_wfm.data.video import ClipError, FrameTable, choose_frames, nearest_size, read_clip
 
 SIZE = ((32, 48),)

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_core.parallel.linear import ManyRowsLinear
+from cosmos_rl_core.parallel.axes.linear import ManyRowsLinear
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import RolloutGroup, Share
 from cosmos_rl_wfm.build import build_engine, build_policy

@@ -8,14 +8,14 @@ from safetensors.torch import load_file
 
 from cosmos_rl_core import run
 from cosmos_rl_core.assemble import build_engine
-from cosmos_rl_core.config.load import load_config, load_domain
-from cosmos_rl_core.launch.evaluate import evaluate
-from cosmos_rl_core.launch.export import export
-from cosmos_rl_core.launch.instance import load_engine
-from cosmos_rl_core.launch.request import Request
-from cosmos_rl_core.train.contents import AVERAGE, MODEL
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.reader import CheckpointReader
+from cosmos_rl_core.checkpoint.contents import AVERAGE, MODEL
+from cosmos_rl_core.checkpoint.export import export
+from cosmos_rl_core.checkpoint.reader import CheckpointReader
+from cosmos_rl_core.inference.evaluate import evaluate
+from cosmos_rl_core.inference.request import Request
+from cosmos_rl_core.inference.worker import load_engine
+from cosmos_rl_core.recipe.load import load_config, load_domain
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_wfm.testing import lines_of, pixel_model, recipe
 
 pytestmark = pytest.mark.xdist_group("wfm_ema")  # one process makes what they share

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from cosmos_rl_core import run
+from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.export import export
 from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.engines.requests import Request
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions

@@ -5,17 +5,17 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_core.config.load import load_domain
-from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.interfaces import Prepares
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.testing import ranks
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Microbatch, TermBatch
-from cosmos_rl_wfm.follower import Follower
+from cosmos_rl_wfm.ema import Follower
 from cosmos_rl_wfm.sampling import FlowSampling
 from cosmos_rl_wfm.testing import mock_data, pixel_model
 

@@ -8,7 +8,7 @@ import torch
 
 from cosmos_rl_core.algorithms.advantages import build_advantage
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
-from cosmos_rl_core.algorithms.regularizers import gaussian_kl
+from cosmos_rl_core.algorithms.losses import gaussian_kl
 from cosmos_rl_wfm.objectives.formulas import (
     OLD_WEIGHT_DECAYS,
     flow_matching_loss,

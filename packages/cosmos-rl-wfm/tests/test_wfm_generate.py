@@ -7,21 +7,21 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cosmos_rl_core.config.load import load_config, load_domain
-from cosmos_rl_core.config.sections import CheckpointSection
+from cosmos_rl_core.checkpoint.manifest import Origin, TrainState
+from cosmos_rl_core.checkpoint.resume import recipe_of
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.evaluate import evaluate
-from cosmos_rl_core.launch.generate import generate
-from cosmos_rl_core.launch.instances import Instances
-from cosmos_rl_core.launch.prompts import read_prompts
-from cosmos_rl_core.launch.request import Request
-from cosmos_rl_core.launch.resume import recipe_of
-from cosmos_rl_core.observe.album import Album
+from cosmos_rl_core.inference.evaluate import evaluate
+from cosmos_rl_core.inference.generate import generate
+from cosmos_rl_core.inference.layout import Instances
+from cosmos_rl_core.inference.prompts import read_prompts
+from cosmos_rl_core.inference.request import Request
+from cosmos_rl_core.observe.media.album import Album
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.manifest import Origin, TrainState
-from cosmos_rl_core.train.saver import CheckpointSaver
+from cosmos_rl_core.recipe.load import load_config, load_domain
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_wfm.testing import mock_data, pixel_model, shown
 

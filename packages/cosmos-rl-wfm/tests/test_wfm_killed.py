@@ -20,8 +20,8 @@ from cosmos_rl_wfm.testing import lines_of, pixel_model, recipe
 STEPS, SAVED_EVERY, KILLED_AFTER = 6, 2, 3
 DEADLINE_S = 120.0
 PRELOAD = [
-    "cosmos_rl_core.launch.policy_role",
-    "cosmos_rl_core.launch.rollout_role",
+    "cosmos_rl_core.workers.policy",
+    "cosmos_rl_core.workers.rollout",
     "cosmos_rl_transfer.publish.publisher",
     "cosmos_rl_transfer.pull.subscriber",
     "cosmos_rl_wfm.build",

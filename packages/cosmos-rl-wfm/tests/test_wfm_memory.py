@@ -6,17 +6,17 @@ import shutil
 import pytest
 import torch
 
-from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.launch.memory import parse_bytes
 from cosmos_rl_core.launch.plan import plan
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.codec import to_video
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.models.dry_run import PeakBytes, bytes_of, codec_bytes, network_bytes
-from cosmos_rl_wfm.models.tiny import tiny_network, tiny_vae
+from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.sampling import FlowSampling
 from cosmos_rl_wfm.testing import mock_data, pixel_model, recipe, save_pipeline, tiny_model
 

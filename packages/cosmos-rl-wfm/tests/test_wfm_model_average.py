@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from cosmos_rl_wfm.models.average import average_decay, power_gamma
+from cosmos_rl_wfm.ema import average_decay, power_gamma
 from cosmos_rl_wfm.models.config import EmaSection
 
 

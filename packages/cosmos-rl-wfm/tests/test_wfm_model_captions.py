@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.captions import load_captions, load_images
-from cosmos_rl_wfm.models.families import make_family
+from cosmos_rl_wfm.models.captions.encoder import load_captions, load_images
 from cosmos_rl_wfm.models.folder import ModelFolder
-from cosmos_rl_wfm.models.tiny import tiny_network, tiny_vae
+from cosmos_rl_wfm.models.networks.families import make_family
+from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.models.weights import random_network
 from cosmos_rl_wfm.testing import VOCABULARY, tiny_t5, tiny_tokenizer
 

@@ -12,7 +12,7 @@ from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import LoraSection, TextSection, WFMModelConfig
 from cosmos_rl_wfm.models.folder import open_folder
-from cosmos_rl_wfm.models.tiny import tiny_network
+from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.models.weights import empty_network, random_network
 from cosmos_rl_wfm.testing import FAMILIES, save_pipeline
 

@@ -8,7 +8,7 @@ from PIL import Image
 
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.tiny import tiny_network
+from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.models.torchvision_free import without_torchvision
 from cosmos_rl_wfm.policy import guided_velocity
 from cosmos_rl_wfm.testing import FAMILIES, clips, image_to_video_model, noise, size_of, tiny_model

@@ -10,9 +10,9 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import GivenSection, TextSection, WFMModelConfig
-from cosmos_rl_wfm.models.families import make_family
-from cosmos_rl_wfm.models.grid import Grid
-from cosmos_rl_wfm.models.tiny import tiny_network
+from cosmos_rl_wfm.models.networks.families import make_family
+from cosmos_rl_wfm.models.networks.grid import Grid
+from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.testing import tiny_model
 
 PARTS = ("network", "codec", "text")

@@ -7,14 +7,14 @@ import sys
 import pytest
 import torch
 
-from cosmos_rl_core.config.base import ConfigError
-from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import check
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.classes import NETWORKS, REFUSED, check_network, check_scheduler
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.tiny import tiny_network
+from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.models.try_forward import try_forward
 from cosmos_rl_wfm.testing import pixel_model, recipe
 

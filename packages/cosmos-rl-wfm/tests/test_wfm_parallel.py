@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup

@@ -3,16 +3,15 @@
 import pytest
 import torch
 
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PrecisionSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing import ranks
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_wfm.parallel.axes import check_axes, check_heads
-from cosmos_rl_wfm.parallel.blocks import transformer_blocks
-from cosmos_rl_wfm.parallel.parallelize import parallelize
+from cosmos_rl_wfm.parallel.parallelize import parallelize, transformer_blocks
 from cosmos_rl_wfm.parallel.parity import FAMILIES, make_inputs, make_tiny
 from cosmos_rl_wfm.parallel.tokens import plan_of
 

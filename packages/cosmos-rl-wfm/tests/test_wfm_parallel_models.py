@@ -3,9 +3,9 @@
 import numpy as np
 import torch
 
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing import ranks

@@ -8,8 +8,8 @@ import sys
 import pytest
 import torch
 
-from cosmos_rl_core.config.policy import ParallelSection, PolicySection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate
 from cosmos_rl_core.parallel.shape import check_fit

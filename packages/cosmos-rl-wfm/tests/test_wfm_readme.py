@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.cli.init import init
 from cosmos_rl_core.launch.check import check
-from cosmos_rl_core.launch.init import init
+from cosmos_rl_core.recipe.load import load_config
 
 README = Path(__file__).parents[1] / "README.md"
 

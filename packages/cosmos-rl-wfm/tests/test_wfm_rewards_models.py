@@ -14,8 +14,8 @@ from tokenizers.models import WordLevel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.rewards import REWARDS
-from cosmos_rl_wfm.rewards.aesthetic_head import Head, load_head
-from cosmos_rl_wfm.rewards.aesthetic_train import train
+from cosmos_rl_wfm.rewards.aesthetic.head import Head, load_head
+from cosmos_rl_wfm.rewards.aesthetic.train import train
 from cosmos_rl_wfm.rewards.exclusive import Exclusive
 from cosmos_rl_wfm.rewards.pretrained import Pretrained
 from cosmos_rl_wfm.testing import shown

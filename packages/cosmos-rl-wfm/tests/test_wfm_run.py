@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from cosmos_rl_core import run
-from cosmos_rl_core.launch.export import export
-from cosmos_rl_core.train.contents import MODEL
-from cosmos_rl_core.train.folder import Folder
-from cosmos_rl_core.train.reader import CheckpointReader
+from cosmos_rl_core.checkpoint.contents import MODEL
+from cosmos_rl_core.checkpoint.export import export
+from cosmos_rl_core.checkpoint.reader import CheckpointReader
+from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_wfm.testing import lines_of, recipe
 
 RECIPE = recipe()

@@ -11,7 +11,7 @@ from diffusers import FlowMatchEulerDiscreteScheduler
 
 from cosmos_rl_core.algorithms.advantages import build_advantage, build_batch_advantage
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
-from cosmos_rl_core.algorithms.regularizers import gaussian_kl
+from cosmos_rl_core.algorithms.losses import gaussian_kl
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.samplers.steps import step
 from cosmos_rl_wfm.samplers.times import flow_match_euler_times, flow_times

@@ -6,14 +6,14 @@ import json
 import pytest
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.config.load import load_config
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.domain import WFM
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import LoraSection, WFMModelConfig
-from cosmos_rl_wfm.models.tiny import tiny_network
+from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.shape import read_shape
 from cosmos_rl_wfm.testing import mock_data, pixel_model
 

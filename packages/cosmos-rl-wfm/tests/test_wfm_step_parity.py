@@ -10,10 +10,10 @@ import torch
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.algorithms.advantages import build_batch_advantage
-from cosmos_rl_core.config.load import load_config, load_domain
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.train.batcher import Batcher
-from cosmos_rl_core.train.worker import PolicyLearner
+from cosmos_rl_core.train.learner import PolicyLearner
 from cosmos_rl_core.types import Share
 from cosmos_rl_wfm.testing import NETWORK, prompt
 

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.film import write_video
+from cosmos_rl_core.observe.media.album import write_video
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_wfm.build import build_policy

@@ -8,7 +8,7 @@ import pytest
 from PIL import Image
 
 from cosmos_rl_core import run
-from cosmos_rl_core.config.load import load_config
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.rewards.diversity import DiversityReward, shrink
 from cosmos_rl_wfm.testing import lines_of, mock_data, recipe, shown
 
@@ -68,7 +68,7 @@ def test_diversity_goes_from_training_groups_to_metrics_and_to_the_monitor(watch
 
 
 def test_rewards_are_compared_with_what_real_clips_earn(watched):
-    from cosmos_rl_core.config.load import load_domain
+    from cosmos_rl_core.recipe.load import load_domain
     from cosmos_rl_wfm.rewards.statistics import brightness
 
     domain, config = load_domain("wfm"), load_config(RECIPE)

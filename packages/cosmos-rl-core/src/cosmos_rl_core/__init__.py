@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cosmos_rl_core.config.load import load_config
-    from cosmos_rl_core.launch.evaluate import evaluate
-    from cosmos_rl_core.launch.generate import generate
-    from cosmos_rl_core.launch.request import Request
+    from cosmos_rl_core.inference.evaluate import evaluate
+    from cosmos_rl_core.inference.generate import generate
+    from cosmos_rl_core.inference.request import Request
     from cosmos_rl_core.launch.result import RunResult
     from cosmos_rl_core.launch.run import run
+    from cosmos_rl_core.recipe.load import load_config
 
 __all__ = ["Request", "RunResult", "evaluate", "generate", "load_config", "run"]
 
 _HOMES = {
-    "Request": "cosmos_rl_core.launch.request",
+    "Request": "cosmos_rl_core.inference.request",
     "RunResult": "cosmos_rl_core.launch.result",
-    "evaluate": "cosmos_rl_core.launch.evaluate",
-    "generate": "cosmos_rl_core.launch.generate",
-    "load_config": "cosmos_rl_core.config.load",
+    "evaluate": "cosmos_rl_core.inference.evaluate",
+    "generate": "cosmos_rl_core.inference.generate",
+    "load_config": "cosmos_rl_core.recipe.load",
     "run": "cosmos_rl_core.launch.run",
 }
 

@@ -11,26 +11,26 @@ from pydantic import ValidationError
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.algorithms.rules import group_rules
-from cosmos_rl_core.config.load import load_domain
-from cosmos_rl_core.config.problems import known_tables, problems
-from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.shape import check_fit
+from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.rollout.rollouter import Rollouter
-from cosmos_rl_core.rollout.source import PromptSource
+from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
 
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from pathlib import Path
 
+    from cosmos_rl_core.data.mixing import Anchor
     from cosmos_rl_core.interfaces import Policy
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
-    from cosmos_rl_core.train.anchor import Anchor
     from cosmos_rl_core.train.trainer import Trainer
     from cosmos_rl_core.train.validation import Validation
 
@@ -170,8 +170,7 @@ def build_mesh(config: RunConfig) -> ReplicaMesh | None:
 
 def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = None) -> Trainer:
     from cosmos_rl_core.algorithms.objective import anchor_objective, build_objective
-    from cosmos_rl_core.train.optim import build_optimizer
-    from cosmos_rl_core.train.schedule import factor
+    from cosmos_rl_core.train.optim import build_optimizer, factor
     from cosmos_rl_core.train.trainer import Trainer
 
     policy = _build_policy(config, domain, mesh)
@@ -250,7 +249,7 @@ def build_validation(
 
 def build_anchor(config: RunConfig, domain: Domain, policy: Policy, share: Share) -> Anchor | None:
     """What draws a step's share of [anchor]; None without."""
-    from cosmos_rl_core.train.anchor import Anchor
+    from cosmos_rl_core.data.mixing import Anchor
 
     section = config.anchor
     if config.is_sft or not section.coef:

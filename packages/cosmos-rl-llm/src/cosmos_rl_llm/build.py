@@ -1,22 +1,29 @@
-"""A trainable policy out of a recipe's model: loaded, adapted, spread over the ranks of its replica."""
+"""Build a trainable policy from [model]: adapted, spread over the ranks of its replica, weights loaded."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
 
 import torch
+from safetensors import safe_open
+from torch import nn
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import own_device
+from cosmos_rl_core.parallel.dtensor import fill_own_part
+from cosmos_rl_core.parallel.lora import base_name
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_llm.chat import Chat
 from cosmos_rl_llm.config import LLMModelConfig
-from cosmos_rl_llm.load import has_same_names, read_parts
-from cosmos_rl_llm.lora import add_adapters
-from cosmos_rl_llm.model import empty_model, load_model
-from cosmos_rl_llm.pipelined import PipelinedPolicy
-from cosmos_rl_llm.text_policy import TextPolicy
+from cosmos_rl_llm.data.chat import Chat
+from cosmos_rl_llm.model.causal_lm import empty_model, load_model, named_weights
+from cosmos_rl_llm.model.checkpoint import read_specs, resolve
+from cosmos_rl_llm.policy.lora import add_adapters
+from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
+from cosmos_rl_llm.policy.text_policy import TextPolicy
 
 
 def build_policy(
@@ -64,3 +71,27 @@ def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torc
         )
     held, computed = getattr(torch, setup.precision.parameters), getattr(torch, model.dtype)
     return held, None if held == computed else computed
+
+
+def has_same_names(model: PreTrainedModel, path_or_id: str | os.PathLike[str]) -> bool:
+    """Whether the safetensors in a local directory have all of the model's weights by name and shape."""
+    directory = Path(resolve(path_or_id))
+    if not directory.is_dir():
+        return False
+    found = {spec.name: spec.shape for spec in read_specs(directory)}
+    return all(found.get(name) == tuple(tensor.shape) for name, tensor in named_weights(model).items())
+
+
+@torch.no_grad()
+def read_parts(module: nn.Module, path_or_id: str | os.PathLike[str]) -> None:
+    """Fill this rank's part of each parameter and persistent buffer from the safetensors of a local directory."""
+    directory = Path(resolve(path_or_id))
+    with ExitStack() as files:
+        sources = {}
+        for path in sorted(directory.glob("*.safetensors")):
+            file = files.enter_context(safe_open(path, framework="pt"))
+            sources |= dict.fromkeys(file.keys(), file)
+        tensors = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
+        for name, tensor in tensors.values():  # tied tensors once, under their first name
+            if (wanted := base_name(name)) is not None:  # an adapter has its first values already
+                fill_own_part(tensor, sources[wanted].get_slice(wanted).__getitem__)

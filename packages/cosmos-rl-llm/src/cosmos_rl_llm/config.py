@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.settings.base import Strict
 
 PLAIN_TEXT = "none"
 """The `data.chat_template` that means: no template, prompts are plain text."""

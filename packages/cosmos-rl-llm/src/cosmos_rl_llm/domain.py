@@ -12,19 +12,19 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import numpy as np
 from pydantic import BaseModel, ValidationError
 
-from cosmos_rl_core.config.base import ConfigError
-from cosmos_rl_core.config.problems import known_tables, problems
-from cosmos_rl_core.config.sections import SamplingSection
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.quiet import quiet_torchao
+from cosmos_rl_core.recipe.sections import SamplingSection
+from cosmos_rl_core.settings.base import ConfigError
+from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
-from cosmos_rl_llm.checkpoint import read_specs, resolve
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
-from cosmos_rl_llm.data import load_rows, prompt_row
-from cosmos_rl_llm.engines.vllm_options import VllmEngineOptions, spread
+from cosmos_rl_llm.data.rows import load_rows, prompt_row
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, spread
+from cosmos_rl_llm.model.checkpoint import read_specs, resolve
+from cosmos_rl_llm.model.shape import read_shape
 from cosmos_rl_llm.rewards import REWARDS
-from cosmos_rl_llm.shape import read_shape
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
-    from cosmos_rl_llm.chat import Chat
-    from cosmos_rl_llm.pipelined import PipelinedPolicy
-    from cosmos_rl_llm.text_policy import TextPolicy
+    from cosmos_rl_llm.data.chat import Chat
+    from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
+    from cosmos_rl_llm.policy.text_policy import TextPolicy
 
 
 Options = TypeVar("Options", bound=BaseModel)
@@ -59,7 +59,7 @@ class LLMDomain:
     def prompt_row(
         self, data: LLMDataConfig, given: str | Mapping[str, Any], *, where: str, folder: Path
     ) -> Mapping[str, Any]:
-        """A prompt with the system prompt of [data]. Implements `cosmos_rl_core.abilities.ReadsPrompts`."""
+        """A prompt with the system prompt of [data]. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
         return prompt_row(given, where=where, config=data)
 
     def build_policy(
@@ -99,7 +99,7 @@ class LLMDomain:
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
     def spread_engine(self, name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
-        """vLLM cuts matrices over GPUs. Implements `cosmos_rl_core.abilities.SpreadsEngines`."""
+        """vLLM cuts matrices over GPUs. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
         return spread(name, options, tp_size=tp_size)
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
@@ -131,7 +131,7 @@ class LLMDomain:
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Pack rollouts end to end, at most `microbatch_terms` tokens to a microbatch, prompts included."""
-        from cosmos_rl_llm.collate import collate
+        from cosmos_rl_llm.data.collate import collate
 
         return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
@@ -139,7 +139,7 @@ class LLMDomain:
         self, prompts: Sequence[Prompt], *, data: LLMDataConfig, policy: TextPolicy, microbatch_terms: int, share: Share
     ) -> TrainBatch:
         """Pack rows with their wanted responses; the loss covers the assistant's turns and the end of each."""
-        from cosmos_rl_llm.supervised import collate_sft
+        from cosmos_rl_llm.data.supervised import collate_sft
 
         rows = [prompt.row for prompt in prompts]
         return collate_sft(rows, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)
@@ -151,7 +151,7 @@ class LLMDomain:
         if model.lora is None or not merge_adapters:
             return tensors
         from cosmos_rl_core.parallel.lora import merge
-        from cosmos_rl_llm.lora import read_tensors
+        from cosmos_rl_llm.policy.lora import read_tensors
 
         base = read_tensors(_directory(model))
         return merge(base, dict(tensors), scaling=model.lora.alpha / model.lora.rank)
@@ -170,9 +170,9 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     import torch
 
     from cosmos_rl_core.parallel.device import own_device
-    from cosmos_rl_llm.engines.torch import TorchEngine
-    from cosmos_rl_llm.lora import add_adapters
-    from cosmos_rl_llm.model import load_model
+    from cosmos_rl_llm.engines.torch.engine import TorchEngine
+    from cosmos_rl_llm.model.causal_lm import load_model
+    from cosmos_rl_llm.policy.lora import add_adapters
 
     source = _checkpoint(model)
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
@@ -202,8 +202,8 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
     if model.lora is not None:
         raise UserError('rollout.engine = "vllm" takes whole weights; set it to "torch", or remove [model.lora]')
     quiet_torchao()
-    from cosmos_rl_llm.engines.vllm import VllmEngine
-    from cosmos_rl_llm.engines.vllm_start import read_config, start
+    from cosmos_rl_llm.engines.vllm.engine import VllmEngine
+    from cosmos_rl_llm.engines.vllm.start import read_config, start
 
     source = resolve(_checkpoint(model))
     generation, limit = read_config(source)
@@ -224,7 +224,7 @@ def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngine
 
 
 def _module_chat(source: str, module: PreTrainedModel, data: LLMDataConfig, *, max_length: int | None) -> Chat:
-    from cosmos_rl_llm.model import context_length
+    from cosmos_rl_llm.model.causal_lm import context_length
 
     return _chat(source, data, generation=module.generation_config, limit=context_length(module), max_length=max_length)
 
@@ -233,8 +233,8 @@ def _chat(
     source: str, data: LLMDataConfig, *, generation: GenerationConfig | None, limit: int | None, max_length: int | None
 ) -> Chat:
     """The tokenizer beside the model, with the template of [data] and the context limit: at most the model's own."""
-    from cosmos_rl_llm.chat import Chat, find_end_ids, set_chat_template
-    from cosmos_rl_llm.model import load_tokenizer
+    from cosmos_rl_llm.data.chat import Chat, find_end_ids, set_chat_template
+    from cosmos_rl_llm.model.causal_lm import load_tokenizer
 
     tokenizer = load_tokenizer(source)
     set_chat_template(tokenizer, data.chat_template)

@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection
 from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -31,12 +31,12 @@ from cosmos_rl_core.testing.difference import largest_difference
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
-from cosmos_rl_llm.collate import collate
 from cosmos_rl_llm.config import LoraSection
-from cosmos_rl_llm.lora import add_adapters
-from cosmos_rl_llm.model import make_model
-from cosmos_rl_llm.pipelined import PipelinedPolicy
-from cosmos_rl_llm.policy import CausalLMPolicy
+from cosmos_rl_llm.data.collate import collate
+from cosmos_rl_llm.model.causal_lm import make_model
+from cosmos_rl_llm.policy.lora import add_adapters
+from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
 Figures = dict[str, np.ndarray]
 """By name: "loss", "grad_norm" [steps], "grad/<parameter>" of the first step, "weight/<parameter>" after the last."""

@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.json_files import read_json_object
+from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_vla.normalise import Spread
 from cosmos_rl_vla.published import LEROBOT_FILE, has_lerobot_spreads, lerobot_spreads, openpi_file, openpi_spreads
-from cosmos_rl_vla.spread import Spread
 
 FILE = "action_stats.json"
 _GRIPPER = ("dim", "unit", "binary", "invert")

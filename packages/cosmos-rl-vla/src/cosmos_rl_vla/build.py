@@ -14,10 +14,10 @@ from cosmos_rl_vla.engines.torch import SimulationEngine, TorchEngineOptions
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import make
 from cosmos_rl_vla.observations import Observer
-from cosmos_rl_vla.parallel import parallelize
-from cosmos_rl_vla.policy import VLAPolicy
+from cosmos_rl_vla.policy.parallel import parallelize
+from cosmos_rl_vla.policy.policy import VLAPolicy
 from cosmos_rl_vla.sampling import VLASampling
-from cosmos_rl_vla.sims.pool import SimulatorPool
+from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.data.demos import Demonstrations

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.sampling import VLASampling
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch, WeightSpec
-    from cosmos_rl_vla.policy import VLAPolicy
+    from cosmos_rl_vla.policy.policy import VLAPolicy
 
 
 class VLADomain:
@@ -82,7 +82,7 @@ class VLADomain:
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:
         """An album of films of episodes."""
-        from cosmos_rl_core.observe.album import Album
+        from cosmos_rl_core.observe.media.album import Album
 
         return Album(directory, groups_per_step=groups, every_steps=every, name=name)
 
@@ -94,7 +94,7 @@ class VLADomain:
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Deal the decisions of episodes into microbatches."""
-        from cosmos_rl_vla.collate import collate
+        from cosmos_rl_vla.policy.collate import collate
 
         return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
@@ -102,7 +102,7 @@ class VLADomain:
         self, prompts: Sequence[Prompt], *, data: VLADataConfig, policy: VLAPolicy, microbatch_terms: int, share: Share
     ) -> TrainBatch:
         """Frames of demonstrations with the chunks of actions that follow."""
-        from cosmos_rl_vla.supervised import collate_sft
+        from cosmos_rl_vla.policy.supervised import collate_sft
 
         return collate_sft(prompts, data=data, policy=policy, microbatch_terms=microbatch_terms, share=share)
 

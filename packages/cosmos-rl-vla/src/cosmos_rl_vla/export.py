@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from cosmos_rl_core.json_files import read_json_object
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.data.lerobot import read_dataset
 from cosmos_rl_vla.models.config import VLAModelConfig

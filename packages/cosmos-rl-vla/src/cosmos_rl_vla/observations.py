@@ -12,7 +12,7 @@ import torch
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.base import Inputs
 from cosmos_rl_vla.models.instructions import Instructions
-from cosmos_rl_vla.sims.pool import SimulatorPool
+from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 GREY = 128
 """Every pixel of an image that is hidden from the policy."""

@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PrecisionSection
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.difference import largest_difference
@@ -32,8 +32,8 @@ from cosmos_rl_vla.models.base import Acted, Draw, Inputs
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.models.loaded import Loaded
-from cosmos_rl_vla.parallel import parallelize
-from cosmos_rl_vla.policy import VLAPolicy
+from cosmos_rl_vla.policy.parallel import parallelize
+from cosmos_rl_vla.policy.policy import VLAPolicy
 from cosmos_rl_vla.sampling import VLASampling
 
 SAMPLES = 8
@@ -54,8 +54,8 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 """And "expert": a saved model whose trunk is frozen."""
 MODULES = (
     "cosmos_rl_vla.parity",
-    "cosmos_rl_vla.models.pi",
-    "cosmos_rl_vla.models.openvla_model",
+    "cosmos_rl_vla.models.pi.model",
+    "cosmos_rl_vla.models.openvla.model",
     "transformers.models.paligemma.modeling_paligemma",
     "transformers.models.siglip.modeling_siglip",
     "transformers.models.llama.modeling_llama",

@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.json_files import read_json_object
-from cosmos_rl_vla.spread import Kind, Spread, narrowest
+from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_vla.normalise import Kind, Spread, narrowest
 
 LEROBOT_FILE = "policy_preprocessor.json"
 """Where lerobot says how it normalises; the numbers lie in a safetensors file that it names."""

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.json_files import read_json_object
 from cosmos_rl_core.parallel.estimate import layer_of
 from cosmos_rl_core.parallel.shape import ModelShape
-from cosmos_rl_core.safetensors_header import read_header
+from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_vla.models.config import LoraSection, VLAModelConfig
-from cosmos_rl_vla.models.pi_config import full
+from cosmos_rl_vla.models.pi.config import full
 from cosmos_rl_vla.sampling import VLASampling
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}

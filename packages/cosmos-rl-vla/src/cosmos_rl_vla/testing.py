@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.models.pi_config import GemmaSize, PiConfig, ValueSize, VisionSize
+from cosmos_rl_vla.models.pi.config import GemmaSize, PiConfig, ValueSize, VisionSize
 from cosmos_rl_vla.sims.gl import choose_gl
 
 

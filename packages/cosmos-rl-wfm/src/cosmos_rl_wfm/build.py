@@ -16,9 +16,8 @@ from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader
 from cosmos_rl_wfm.data.storage import cache_folder
+from cosmos_rl_wfm.ema import Follower, average_decay
 from cosmos_rl_wfm.engines.torch import FlowEngine, TorchEngineOptions
-from cosmos_rl_wfm.follower import Follower
-from cosmos_rl_wfm.models.average import average_decay
 from cosmos_rl_wfm.models.base import Condition, Size
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
 from cosmos_rl_wfm.models.config import WFMModelConfig

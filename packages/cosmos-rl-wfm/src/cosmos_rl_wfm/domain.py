@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from cosmos_rl_core.config.problems import known_tables, problems
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.sampling import FlowSampling
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from cosmos_rl_core.config.run import RunConfig
     from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.held import Held
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
+    from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch, WeightSpec
+    from cosmos_rl_wfm.models.config import WFMModelConfig
     from cosmos_rl_wfm.policy import FlowPolicy
 
 
@@ -45,8 +46,8 @@ class WFMDomain:
         return tuple(REWARDS)
 
     def advice(self, config: RunConfig) -> Sequence[str]:
-        """Tell where ratios cannot be exact. Implements `cosmos_rl_core.abilities.Advises`."""
-        from cosmos_rl_wfm.advice import advice
+        """Tell where ratios cannot be exact. Implements `cosmos_rl_core.optional.Advises`."""
+        from cosmos_rl_wfm.domain import advice
 
         return advice(config)
 
@@ -74,14 +75,14 @@ class WFMDomain:
     def prompt_row(
         self, data: WFMDataConfig, given: str | Mapping[str, Any], *, where: str, folder: Path
     ) -> Mapping[str, Any]:
-        """A caption alone, or with columns beside it. Implements `cosmos_rl_core.abilities.ReadsPrompts`."""
+        """A caption alone, or with columns beside it. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
         from cosmos_rl_wfm.data.prompts import prompt_row
 
         columns = {data.caption_column: given} if isinstance(given, str) else given
         return prompt_row(data, columns, where=where, folder=str(folder))
 
     def row_media(self, data: WFMDataConfig, row: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        """A row's clip, cut as for training. Implements `cosmos_rl_core.abilities.ShowsRows`."""
+        """A row's clip, cut as for training. Implements `cosmos_rl_core.optional.ShowsRows`."""
         import numpy as np
 
         from cosmos_rl_wfm.data.clips import ClipReader
@@ -138,7 +139,7 @@ class WFMDomain:
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder:
         """An album of images and films."""
-        from cosmos_rl_core.observe.album import Album
+        from cosmos_rl_core.observe.media.album import Album
 
         return Album(directory, groups_per_step=groups, every_steps=every, name=name)
 
@@ -177,7 +178,7 @@ class WFMDomain:
         return export_weights(model, tensors, merge_adapters=merge_adapters)
 
     def complete_export(self, model: WFMModelConfig, directory: Path) -> None:
-        """The other parts of a pipeline. Implements `cosmos_rl_core.abilities.CompletesExports`."""
+        """The other parts of a pipeline. Implements `cosmos_rl_core.optional.CompletesExports`."""
         from cosmos_rl_wfm.models.folder import open_folder
 
         if model.path and (source := open_folder(model.path, revision=model.revision)).is_pipeline:
@@ -185,3 +186,35 @@ class WFMDomain:
 
 
 WFM = WFMDomain()
+
+
+def advice(config: RunConfig) -> Sequence[str]:
+    """Return a sentence for each thing that will not be as one may expect."""
+    if config.is_sft:
+        return ()
+    return [text for text in (_of_ratios(config), _of_the_average(config)) if text]
+
+
+def _of_ratios(config: RunConfig) -> str:
+    """Policy and engine have to compute the same: ratios of denoising steps are clipped at 1e-4 from 1."""
+    model: WFMModelConfig = config.model
+    trained, drawn = config.policy.precision.parameters, model.dtype
+    sent = config.sync.dtype or trained
+    if not config.rollout.sampling.trains_steps or trained == drawn == sent:
+        return ""
+    other = [] if config.sync.dtype in (None, drawn) else [f'[sync] dtype = "{sent}"']
+    keys = [f'[policy.precision] parameters = "{trained}"', f'[model] dtype = "{drawn}"', *other]
+    also = " and no [sync] dtype" if other else ""
+    return (
+        f"ratios are not exactly 1 before the first update: {', '.join(keys)} let policy and engine round differently, "
+        f"which moved single ratios by 6e-4 where clip_high is {config.algorithm.clip_high:g}; "
+        f'policy.precision.parameters = "{drawn}"{also} makes them 1'
+    )
+
+
+def _of_the_average(config: RunConfig) -> str:
+    """A reference that no KL term asks for."""
+    model: WFMModelConfig = config.model
+    if model.ema is None or not model.ema.reference or config.algorithm.kl_coef:
+        return ""
+    return "[model.ema] reference = true has no effect without a KL term: set algorithm.kl_coef above 0, or remove it"

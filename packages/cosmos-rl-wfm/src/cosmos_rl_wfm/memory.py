@@ -16,12 +16,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.config.run import RunConfig
-from cosmos_rl_core.parallel.activations import BYTES
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate
 from cosmos_rl_core.parallel.held import START, STEP, Held
-from cosmos_rl_core.safetensors_header import read_header
+from cosmos_rl_core.parallel.memory.activations import BYTES
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.models.base import Size
@@ -29,9 +29,9 @@ from cosmos_rl_wfm.models.build import WORDS, quiet
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.models.dry_run import CodecBytes, codec_bytes, network_bytes
-from cosmos_rl_wfm.models.families import make_family
-from cosmos_rl_wfm.models.family import Family
 from cosmos_rl_wfm.models.folder import ModelFolder
+from cosmos_rl_wfm.models.networks.families import make_family
+from cosmos_rl_wfm.models.networks.family import Family
 from cosmos_rl_wfm.models.source import network_of, open_source, vae_of
 from cosmos_rl_wfm.models.weights import with_defaults
 from cosmos_rl_wfm.parallel.weights import parameter_shapes

@@ -17,13 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from cosmos_rl_core.checkpoint.contents import AVERAGE
 from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
-from cosmos_rl_core.parallel.accumulate import accumulate
-from cosmos_rl_core.parallel.fsdp import reshard
+from cosmos_rl_core.parallel.axes.fsdp import reshard
+from cosmos_rl_core.parallel.gradients import accumulate
 from cosmos_rl_core.parallel.lora import reference_of
-from cosmos_rl_core.train.contents import AVERAGE
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
-from cosmos_rl_wfm.follower import Follower, FollowerReference
+from cosmos_rl_wfm.ema import Follower, FollowerReference
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.weights import named_weights
 from cosmos_rl_wfm.objectives.formulas import flow_matching_loss, noisy

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_wfm.samplers.names import DensityName, RuleName, ScheduleName, WindowName
 from cosmos_rl_wfm.samplers.window import Window
 

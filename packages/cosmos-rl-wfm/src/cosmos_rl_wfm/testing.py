@@ -11,14 +11,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.parallel.random_state import lent_random_state
+from cosmos_rl_core.parallel.device import lent_random_state
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import FamilyName, WFMModelConfig
 from cosmos_rl_wfm.models.model import DiffusersModel
-from cosmos_rl_wfm.models.tiny import tiny_network, tiny_vae
+from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.models.weights import random_network
 
 if TYPE_CHECKING:

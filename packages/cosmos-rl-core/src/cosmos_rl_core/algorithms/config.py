@@ -10,8 +10,8 @@ from pydantic import Field, ModelWrapValidatorHandler, ValidationError, field_va
 from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 
 from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 
 AdvantageName = Literal["group_std", "group_mean", "global_std", "pooled_std", "leave_one_out", "gae"]
 LossName = Literal["clipped", "sequence_clipped", "sequence_clipped_token", "truncated", "cispo", "supervised"]

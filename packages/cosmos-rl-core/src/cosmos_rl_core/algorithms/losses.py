@@ -1,4 +1,6 @@
-"""Policy losses, one value a term. `ratio` is policy / old, and A the advantage.
+"""Losses, one value a term: of the policy and the critic, corrections for other weights, divergence and entropy.
+
+`ratio` is policy / old, and A the advantage.
 
     clipped                  -min(ratio A, clip(ratio) A)                 no gradient once clipped
     sequence_clipped         the same, with one ratio a rollout           a rollout's loss moves all its terms alike
@@ -16,11 +18,15 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from cosmos_rl_core.algorithms.aggregation import rollout_means
+from cosmos_rl_core.errors import UserError
 
 if TYPE_CHECKING:
-    from cosmos_rl_core.algorithms.config import AlgorithmConfig
+    from torch import Tensor
+
+    from cosmos_rl_core.algorithms.config import AlgorithmConfig, CorrectionName, KLName
     from cosmos_rl_core.types import TermBatch
 
 LOG_RATIO_LIMIT = 20.0
@@ -150,3 +156,114 @@ def _weighted(
 
 def _metrics(ratio: Tensor, clipped: Tensor) -> Mapping[str, Tensor]:
     return {"ratio_mean": ratio.detach(), "clip_fraction": clipped.to(ratio.dtype)}
+
+
+def correction_weight(
+    old_logprobs: Tensor,
+    rollout_logprobs: Tensor,
+    *,
+    correction: CorrectionName,
+    cap: float,
+    floor: float = 0.0,
+) -> Tensor:
+    """Return the weight [T] of each term, without gradient, from w = old / rollout.
+
+    truncate   min(w, cap)                      truncated importance sampling (Yao et al., 2025)
+    mask       w where floor <= w <= cap, or 0  masked importance sampling, IcePop; AReaL with floor = 0
+    none       1
+    """
+    if correction == "none":
+        return torch.ones_like(rollout_logprobs)
+    weight = importance_ratio(old_logprobs.detach(), rollout_logprobs)
+    if correction == "truncate":
+        return weight.clamp(max=cap)
+    return torch.where((weight >= floor) & (weight <= cap), weight, 0.0)
+
+
+def sequence_mask(logprobs: Tensor, terms: TermBatch, *, delta: float) -> Tensor:
+    """Return 0 for the terms to drop, 1 for the others [T]. DeepSeek-V3.2 (arXiv 2512.02556, section 3.1).
+
+    Dropped are terms with A < 0 in rollouts the policy has left behind: mean_t log(rollout / policy) > delta.
+    """
+    divergence = rollout_means(terms.rollout_logprobs - logprobs.detach(), terms)
+    dropped = (terms.advantages < 0) & (divergence > delta)[terms.rollout_index]
+    return (~dropped).to(logprobs.dtype)
+
+
+def value_loss(
+    values: Tensor, *, old_values: Tensor, returns: Tensor, clip: float | None, huber_delta: float | None
+) -> Tensor:
+    """Return the loss [T] of estimates: the worse of the free one and the one kept near the rollout's. PPO2's clip.
+
+    loss = max(h(R - V), h(R - V_clip)),   V_clip = V_old + clamp(V - V_old, -clip, clip)
+
+    where h(x) = x^2 / 2, beyond huber_delta going on as a straight line. None switches either off.
+
+        values      [T] with gradient
+        old_values  [T] of the critic that the rollout was made with
+        returns     [T] advantage + old value
+    """
+    free = _half_square(values, returns, huber_delta)
+    if clip is None:
+        return free
+    held = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(free, _half_square(held, returns, huber_delta))
+
+
+def _half_square(values: Tensor, returns: Tensor, huber_delta: float | None) -> Tensor:
+    if huber_delta is None:
+        return 0.5 * (values - returns) ** 2
+    return F.huber_loss(values, returns, delta=huber_delta, reduction="none")
+
+
+def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLName) -> Tensor:
+    """Estimate KL(policy || reference) from each sampled term [T], with gradient (Schulman's note, 2020).
+
+    With d = log(reference / policy):
+
+        k1   -d            unbiased, may be negative; on average, its own gradient is 0
+        k2   d^2 / 2       biased, never negative; on average, its gradient is that of the KL
+        k3   e^d - 1 - d   unbiased, never negative; on average, its gradient is KL(reference || policy)'s
+
+    "On average" is over terms drawn from the policy itself. d is cut at `LOG_RATIO_LIMIT` before exp.
+    """
+    log_ratio = ref_logprobs - logprobs
+    if estimator == "k1":
+        return -log_ratio
+    if estimator == "k2":
+        return log_ratio.square() / 2
+    log_ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
+    return log_ratio.expm1() - log_ratio
+
+
+def gaussian_kl(
+    tensors: Mapping[str, Tensor], ref_tensors: Mapping[str, Tensor], *, estimator: KLName = "exact"
+) -> Tensor:
+    """Return KL(policy || reference) of each term [T], exactly, where terms are Gaussians of equal deviation.
+
+    exact      half the squared distance of `whitened` [T, D]: Flow-GRPO (arXiv 2505.05470, section 4.2)
+    exact_dt   that times `dt` [T], the length of a denoising step: flow_grpo's scripts for images, which divide
+               the squared distance of the means by 2 sigma^2 where the step's variance is sigma^2 dt
+    """
+    if "whitened" not in tensors or "whitened" not in ref_tensors:
+        raise UserError('kl_estimator = "exact" is for policies whose terms are Gaussians; take "k3"')
+    exact = (tensors["whitened"] - ref_tensors["whitened"]).square().sum(-1) / 2
+    if estimator == "exact":
+        return exact
+    if "dt" not in tensors:
+        raise UserError('kl_estimator = "exact_dt" is for denoising steps, which have a length in time; take "exact"')
+    return exact * tensors["dt"]
+
+
+def unbiased_kl(estimate: Tensor, ratio: Tensor) -> Tensor:
+    """Multiply an estimate [T] by the ratio [T] policy / sampler, both with gradient. DeepSeek-V3.2.
+
+    E_sampler[ratio k] = E_policy[k] holds for every policy, so the gradients agree too. With k1 or k3, the
+    value and the gradient are those of KL(policy || reference), whatever policy the terms were drawn from.
+    """
+    return ratio * estimate
+
+
+def entropy_loss(entropy: Tensor) -> Tensor:
+    """Return minus the entropy [T], with gradient: minimising it keeps the policy broad."""
+    return -entropy

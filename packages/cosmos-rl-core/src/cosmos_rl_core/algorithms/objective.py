@@ -13,10 +13,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.algorithms.aggregation import Aggregation
-from cosmos_rl_core.algorithms.corrections import correction_weight, sequence_mask
-from cosmos_rl_core.algorithms.critic import value_loss
-from cosmos_rl_core.algorithms.losses import LOSSES, LossFn, importance_ratio
-from cosmos_rl_core.algorithms.regularizers import entropy_loss, gaussian_kl, kl_estimate, unbiased_kl
+from cosmos_rl_core.algorithms.losses import (
+    LOSSES,
+    LossFn,
+    correction_weight,
+    entropy_loss,
+    gaussian_kl,
+    importance_ratio,
+    kl_estimate,
+    sequence_mask,
+    unbiased_kl,
+    value_loss,
+)
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch, TrainBatch

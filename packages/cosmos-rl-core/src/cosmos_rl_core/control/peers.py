@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.events import Role
-from cosmos_rl_core.control.wire import Connection, ConnectionClosed
+from cosmos_rl_core.control.ledger.events import Role
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 
 @dataclass(slots=True, kw_only=True)

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 import msgspec
 
-from cosmos_rl_core.rollout.spool import Spooled
+from cosmos_rl_core.rollout.spool.store import Spooled
 
 Payload = bytes | Spooled
 """An encoded RolloutGroup, or where a large one lies; told apart by their type on the wire."""

@@ -11,20 +11,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from cosmos_rl_core.control import effects, events
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.batches import Batches
-from cosmos_rl_core.control.durable import DurableLedger
-from cosmos_rl_core.control.evaluation import Evaluation
-from cosmos_rl_core.control.evaluator import Evaluator, leased_prompt
+from cosmos_rl_core.control.evaluation import Evaluation, Evaluator, leased_prompt
+from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.job import Job
-from cosmos_rl_core.control.journal import Journal
-from cosmos_rl_core.control.ledger import Ledger
+from cosmos_rl_core.control.journal.durable import DurableLedger
+from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.ledger import events, outputs
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.observer import Observer
 from cosmos_rl_core.control.peers import Peer, Peers
-from cosmos_rl_core.control.wire import Connection, ConnectionClosed
+from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.rollout.source import PromptSource
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
 
@@ -257,42 +256,42 @@ class Controller:
 
     # -- what the ledger decided
 
-    def _dispatch(self, effect: effects.Effect) -> None:
+    def _dispatch(self, effect: outputs.Effect) -> None:
         match effect:
-            case effects.Halt():
+            case outputs.Halt():
                 self.fail(UserError(effect.message))
-            case effects.PoliciesLost():
+            case outputs.PoliciesLost():
                 self.fail(WorkerFailed("the last policy replica is gone"))
             case _:
-                assert isinstance(effect, effects.ToReplica)
+                assert isinstance(effect, outputs.ToReplica)
                 peer = self.peers.by_name.get(effect.replica)
                 if peer is not None:
                     self._tell(peer, effect)
 
-    def _tell(self, peer: Peer, effect: effects.ToReplica) -> None:
+    def _tell(self, peer: Peer, effect: outputs.ToReplica) -> None:
         """Say it on the wire. Ack and RolledBack are not said: a worker lives no longer than its connection."""
         match effect:
-            case effects.Welcome():
+            case outputs.Welcome():
                 peer.incarnation = effect.incarnation
                 job, kept = self._job, self._batches.kept(peer.name)
                 peer.post(p.Welcome(job.config_toml, str(job.run_dir), job.resume_from, job.max_steps or 0, kept))
-            case effects.Grant():
+            case outputs.Grant():
                 prompts = [leased_prompt(self._source, x.sample, attempt=x.attempt) for x in effect.leases]
                 peer.post(p.Grant(prompts=prompts))
-            case effects.Cancel():
+            case outputs.Cancel():
                 peer.post(p.Cancel(sample=effect.sample))
-            case effects.Reject():
+            case outputs.Reject():
                 self._observer.note(f"{peer.name}: {effect.reason}")
-            case effects.NoMore():
+            case outputs.NoMore():
                 if peer.role == "policy":
                     self._end_of_batches(peer)
-            case effects.Remesh():
+            case outputs.Remesh():
                 peer.epoch = effect.epoch
                 self._request_batch(peer)
-            case effects.AssignBatch():
+            case outputs.AssignBatch():
                 peer.wants_batch = None
                 peer.post(self._batches.message(effect))
-            case effects.Committed():
+            case outputs.Committed():
                 self._batches.committed()
                 self._evaluate_if_due(effect.step + 1)
                 position = self.ledger.position()

@@ -1,14 +1,19 @@
-"""What `cosmos-rl status` shows, as a file written whole once a second."""
+"""status.json: written whole once a second by the controller, read and shown by `cosmos-rl status`."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.control import waits
+import msgspec
+
+from cosmos_rl_core.control.ledger import explain
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.observe.tables import table
 
 if TYPE_CHECKING:
     from cosmos_rl_core.control.server import Controller
@@ -35,8 +40,94 @@ def write_status(path: Path, controller: Controller, *, phase: str) -> None:
             for peer in controller.peers.by_name.values()
         ],
         "samples": ledger.counts(),
-        "waits": waits.lines(ledger) + controller.waits(),
+        "waits": explain.lines(ledger) + controller.waits(),
     }
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(status))
     temporary.replace(path)
+
+
+SILENT_S = 10.0
+"""A controller writes its status every second; after this long without one it hangs or is starved."""
+
+
+class Member(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker of the run."""
+
+    name: str
+    role: str
+    state: str
+    age_s: float
+    """Since its last heartbeat."""
+    progress: int | float | str = ""
+
+
+class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
+    """`<run>/status.json`, which the controller replaces every second."""
+
+    time: float
+    """Unix seconds when it was written."""
+    phase: str
+    step: int
+    version: int
+    members: tuple[Member, ...] = ()
+    samples: dict[str, int] = {}
+    """Samples by state."""
+    waits: tuple[Any, ...] = ()
+    """Who waits for what."""
+
+
+def read_status(run_dir: Path) -> RunStatus:
+    """Return the last status of a run. Raises UserError where there is none."""
+    path = run_dir / "status.json"
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=RunStatus)
+    except FileNotFoundError as error:
+        what = "not a run that was started" if run_dir.is_dir() else "no such directory"
+        raise UserError(f"{run_dir}: {what} (there is no {path.name} in it)") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not a status file: {error}") from error
+
+
+def live_pid(run_dir: Path) -> int | None:
+    """Return the controller's process id from `<run>/run.lock`, or None if no such process is there."""
+    try:
+        found = re.search(r"\d+", (run_dir / "run.lock").read_text())
+    except FileNotFoundError:
+        return None
+    if found is None:
+        return None
+    try:
+        os.kill(int(found[0]), 0)  # signal 0 asks only whether the process is there
+    except (ProcessLookupError, OverflowError):
+        return None
+    except PermissionError:
+        pass  # it is there and belongs to somebody else
+    return int(found[0])
+
+
+def _life(status: RunStatus, *, pid: int | None, age_s: float) -> str:
+    if status.phase == "finished":
+        return f"finished {age_s:.0f} s ago"
+    if pid is None:
+        return f"NOT LIVE: its controller is gone; last seen {age_s:.0f} s ago"
+    if age_s > SILENT_S:
+        return f"live (pid {pid}), but silent for {age_s:.0f} s"
+    return f"live (pid {pid})"
+
+
+def render(run_dir: Path, status: RunStatus, *, pid: int | None, now: float) -> str:
+    """Return the status as the user reads it; `now` in Unix seconds."""
+    life = _life(status, pid=pid, age_s=max(0.0, now - status.time))
+    place = f"phase {status.phase}, step {status.step}, version {status.version}"
+    parts = [f"{run_dir}: {life}\n{place}"]
+    if status.members:
+        rows = [(m.name, m.role, m.state, f"{m.age_s:.1f} s", m.progress) for m in status.members]
+        parts.append(table(rows, header=("name", "role", "state", "age", "progress")))
+    if samples := [f"{count} {state}" for state, count in status.samples.items() if count]:
+        parts.append(f"samples: {', '.join(samples)}")
+    if status.waits:
+        parts.append("\n".join(["waiting:", *(f"  {wait}" for wait in status.waits)]))
+    return "\n\n".join(parts)

@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.abilities import Advises, ChecksModels
 from cosmos_rl_core.assemble import build_reward, look_up_parts
-from cosmos_rl_core.config.base import ConfigError, Problem
-from cosmos_rl_core.config.load import load_domain
-from cosmos_rl_core.config.problems import as_toml
-from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.optional import Advises, ChecksModels
+from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.settings.base import ConfigError, Problem
+from cosmos_rl_core.settings.problems import as_toml
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,10 +10,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cosmos_rl_core.control.token import keep_token
-from cosmos_rl_core.launch.gpus import VISIBLE
-from cosmos_rl_core.launch.node import Node, WorkerAddress
 from cosmos_rl_core.python_path import PYTHON, child_environment
+from cosmos_rl_core.wire.token import keep_token
+from cosmos_rl_core.workers.gpus import VISIBLE
+from cosmos_rl_core.workers.node import Node, WorkerAddress
 
 LAST_LINES = 12
 """Lines of a dead worker's log that are shown."""
@@ -111,7 +111,7 @@ class LocalWorkers:
 
     async def _spawn(self, worker: WorkerProcess) -> None:
         command = [
-            *(*PYTHON, "-m", "cosmos_rl_core.launch.worker"),
+            *(*PYTHON, "-m", "cosmos_rl_core.workers.main"),
             *worker.address.arguments(),
             *worker.node.arguments(),
         ]

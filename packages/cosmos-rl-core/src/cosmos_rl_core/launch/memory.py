@@ -7,17 +7,17 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from cosmos_rl_core.abilities import CountsMemory
-from cosmos_rl_core.config.policy import PolicySection
-from cosmos_rl_core.config.problems import as_toml
-from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.parallel.activations import BYTES
+from cosmos_rl_core.optional import CountsMemory
+from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
 from cosmos_rl_core.parallel.held import STEP, Held, Needs
+from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.settings.problems import as_toml
 
 Change = Mapping[str, Any]
 """Dotted keys of the recipe and their new values."""

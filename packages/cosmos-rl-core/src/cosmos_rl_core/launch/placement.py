@@ -14,17 +14,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
-from cosmos_rl_core.control.wire import Hello, connect
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.launch.gpus import allot, machine_gpus
 from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
-from cosmos_rl_core.launch.node import Node
 from cosmos_rl_core.launch.result import RunObserver
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.rollout.spool import clear_spools, spool_root
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
+from cosmos_rl_core.wire.channel import Hello, connect
+from cosmos_rl_core.workers.gpus import allot, machine_gpus
+from cosmos_rl_core.workers.node import Node
 
 STOP_GRACE_S = 60.0
 """Longest that a worker may take to leave once it was told to."""
@@ -132,8 +132,8 @@ async def start_tasks(launch: Launch) -> Workers:
     """Run every worker beside the controller. Raises UserError for a policy replica of several ranks."""
     import torch
 
-    from cosmos_rl_core.launch.assignment import WorkerContext
-    from cosmos_rl_core.launch.worker import serve_role
+    from cosmos_rl_core.workers.context import WorkerContext
+    from cosmos_rl_core.workers.main import serve_role
 
     if launch.policy_node.num_ranks > 1:
         raise UserError(

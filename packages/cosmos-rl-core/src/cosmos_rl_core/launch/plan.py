@@ -9,15 +9,15 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cosmos_rl_core.assemble import build_sync, look_up_parts, sync_settings
-from cosmos_rl_core.config.load import load_domain
-from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, policy_needs, rollout_needs, written
 from cosmos_rl_core.launch.placement import threads
-from cosmos_rl_core.launch.terminal import table
-from cosmos_rl_core.parallel.activations import BYTES
+from cosmos_rl_core.observe.tables import table
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
 from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, Held, Needs
+from cosmos_rl_core.parallel.memory.activations import BYTES
+from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.weight_sync import SyncCost
 
 MOST_RANKS_SHOWN = 32

@@ -9,11 +9,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.observe import dropped_rows
+from cosmos_rl_core.observe.media.sheets import Sheets
 from cosmos_rl_core.observe.rollouts import write_rollouts
-from cosmos_rl_core.observe.sheets import Sheets
 from cosmos_rl_core.observe.sinks import JsonLines, build_sinks, keep_earlier
+from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import RolloutGroup
 
 if TYPE_CHECKING:

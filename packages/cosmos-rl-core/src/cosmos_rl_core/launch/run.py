@@ -17,34 +17,33 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core import assemble
-from cosmos_rl_core.config.load import dump_resolved, load_config
-from cosmos_rl_core.config.run import RunConfig
+from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
+from cosmos_rl_core.checkpoint.resume import Resumption, checkpoint_root, claim_root, find_resumption, roll_back
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.job import Job
-from cosmos_rl_core.control.journal import Journal
-from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
-from cosmos_rl_core.control.records import Position
+from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.status import write_status
-from cosmos_rl_core.control.token import make_token
-from cosmos_rl_core.control.wire import Connection, Server, serve
+from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import advice_on
-from cosmos_rl_core.launch.directory import Removals, RunDirectory, explain_no_room
-from cosmos_rl_core.launch.failure import AGENT, hear_agent
-from cosmos_rl_core.launch.looks import Looks
-from cosmos_rl_core.launch.node import is_loopback, policy_node
 from cosmos_rl_core.launch.placement import Launch, Workers, start_processes, start_tasks
 from cosmos_rl_core.launch.result import RunObserver, RunResult, evaluated_from
-from cosmos_rl_core.launch.resume import Resumption, checkpoint_root, claim_root, find_resumption
-from cosmos_rl_core.launch.rollback import roll_back
 from cosmos_rl_core.launch.watch import Watch
-from cosmos_rl_core.listening import raise_descriptor_limit
+from cosmos_rl_core.monitor.history import Looks
 from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.python_path import add_folders
-from cosmos_rl_core.rollout.source import PromptSource
-from cosmos_rl_core.train.manifest import TrainState, has_all_files
+from cosmos_rl_core.recipe.load import dump_resolved, load_config
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.wire.channel import Connection, Server, serve
+from cosmos_rl_core.wire.listening import raise_descriptor_limit
+from cosmos_rl_core.wire.token import make_token
+from cosmos_rl_core.workers.directory import Removals, RunDirectory, explain_no_room
+from cosmos_rl_core.workers.failure import AGENT, hear_agent
+from cosmos_rl_core.workers.node import is_loopback, policy_node
 
 STATUS_S = 1.0
 

@@ -11,13 +11,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from cosmos_rl_core.config.run import RunConfig
 from cosmos_rl_core.control.observer import Observer
-from cosmos_rl_core.launch.looks import Looks
-from cosmos_rl_core.launch.real_rewards import BEST
 from cosmos_rl_core.monitor.config import DIVERSITY
-from cosmos_rl_core.monitor.figures import Figures, beyond
+from cosmos_rl_core.monitor.data_rewards import BEST
+from cosmos_rl_core.monitor.history import Looks
+from cosmos_rl_core.monitor.metrics import Figures, beyond
 from cosmos_rl_core.monitor.monitor import HackMonitor, Verdict
+from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import RolloutGroup
 
 LOSS, REWARD, BEYOND = "eval/loss", "eval/reward_mean", "eval/beyond"

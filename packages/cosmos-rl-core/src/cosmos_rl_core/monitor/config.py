@@ -8,7 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.settings.base import Strict
 
 Action = Literal["warn", "rollback", "stop"]
 DIVERSITY = "diversity"

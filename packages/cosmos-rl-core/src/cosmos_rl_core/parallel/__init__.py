@@ -1,1 +1,4 @@
-"""How one policy replica is spread over its ranks, with torch's own parts. `dims` is arithmetic and needs no torch."""
+"""Meshes and what is the same on every axis: dimensions, pipeline stages, gradients, memory estimates, LoRA.
+
+`axes` has one file for each way to cut a model, `memory` what trades time for memory.
+"""

@@ -16,8 +16,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.types import Share
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -16,9 +16,9 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from cosmos_rl_core.config.policy import PolicySection
-from cosmos_rl_core.parallel.activations import BYTES, LayerBytes, layer_bytes, stream_bytes
+from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.memory.activations import BYTES, LayerBytes, layer_bytes, stream_bytes
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
 from cosmos_rl_core.types import WeightSpec

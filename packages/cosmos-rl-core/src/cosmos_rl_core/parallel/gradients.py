@@ -1,4 +1,4 @@
-"""The joint norm of gradients that lie in parts on many ranks, and the clip by it.
+"""Gradients: summed over the microbatches of a step, and clipped by their joint norm over all ranks.
 
     norm^2 = sum over ranks, parameters of |local part|^2 / copies of that part
 
@@ -10,13 +10,17 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+
+from cosmos_rl_core.interfaces import MicrobatchLoss, Policy
+from cosmos_rl_core.types import Microbatch
 
 
 def clip_gradients(
@@ -79,3 +83,25 @@ def _scale(parameters: list[nn.Parameter], max_norm: float, norm: Tensor, *, dis
         gradient = parameter.grad
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         local.mul_(factor.to(local.device))
+
+
+def accumulate(
+    policy: Policy,
+    microbatches: Sequence[Microbatch],
+    *,
+    loss: MicrobatchLoss,
+    with_entropy: bool,
+    reduce_once: bool = False,
+) -> None:
+    """Add the gradient of `loss` over each microbatch.
+
+    Where the module is fully sharded, whole copies (dp_replicate) exchange sums in the last microbatch alone;
+    `reduce_once` leaves the sum over shards to it too.
+    """
+    module = policy.module
+    for index, microbatch in enumerate(microbatches):
+        if isinstance(module, FSDPModule):
+            last = index == len(microbatches) - 1
+            module.set_requires_gradient_sync(last or not reduce_once)
+            module.set_requires_all_reduce(last)  # the call before sets both
+        loss(policy.forward(microbatch, with_entropy=with_entropy), microbatch).backward()

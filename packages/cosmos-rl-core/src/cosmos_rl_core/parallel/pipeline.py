@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.interfaces import MicrobatchLoss
+from cosmos_rl_core.parallel.axes.ragged import RaggedStage
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.parallel.ragged import RaggedStage
 from cosmos_rl_core.parallel.stages import num_stages
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 

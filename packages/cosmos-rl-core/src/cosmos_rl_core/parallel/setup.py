@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection, PrecisionSection
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
 
 if TYPE_CHECKING:
     from cosmos_rl_core.parallel.mesh import ReplicaMesh

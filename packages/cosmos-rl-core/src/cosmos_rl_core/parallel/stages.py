@@ -5,8 +5,8 @@ rank of stage s = s % pp          pp 2, stages_per_rank 2:   rank 0 has stages 0
 
 from __future__ import annotations
 
-from cosmos_rl_core.config.policy import ParallelSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
 
 
 def num_stages(section: ParallelSection) -> int:

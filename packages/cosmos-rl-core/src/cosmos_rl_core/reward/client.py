@@ -17,9 +17,8 @@ import httpx
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.reward.patience import Patience, RewardServiceError
-from cosmos_rl_core.reward.replies import Enqueued, Fetched
-from cosmos_rl_core.reward.request import Header, encode_body
+from cosmos_rl_core.reward.request import Enqueued, Fetched, Header, encode_body
+from cosmos_rl_core.reward.retry import Patience, RewardServiceError
 
 Reply = TypeVar("Reply", Enqueued, Fetched)
 

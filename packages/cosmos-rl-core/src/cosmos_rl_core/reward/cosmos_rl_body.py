@@ -14,7 +14,6 @@ from typing import Annotated, Any
 
 import msgspec
 
-from cosmos_rl_core.reward.places import Buffer, MalformedBody, Place, find_arrays
 from cosmos_rl_core.reward.request import (
     GroupSpec,
     Header,
@@ -25,6 +24,7 @@ from cosmos_rl_core.reward.request import (
     decode_header,
     read_line,
 )
+from cosmos_rl_core.reward.wire_format import Buffer, MalformedBody, Place, find_arrays
 
 
 class _VideoInfo(msgspec.Struct, frozen=True):

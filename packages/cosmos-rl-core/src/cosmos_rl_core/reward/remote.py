@@ -18,10 +18,10 @@ from weakref import WeakValueDictionary
 import numpy as np
 from pydantic import Field, PrivateAttr, SecretStr, model_validator
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.request import NUM_FRAMES, GroupSpec, Header, RewardSpec
 from cosmos_rl_core.reward.token import checked_token, client_token
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
 
 if TYPE_CHECKING:  # httpx is wanted when a reward is asked for, not where recipes are checked

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 import numpy as np
 
-from cosmos_rl_core.reward.places import Buffer, MalformedBody, Place, safetensors_parts
+from cosmos_rl_core.reward.wire_format import Buffer, MalformedBody, Place, safetensors_parts
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 MediaKind = Literal["video", "image", "latent", "none"]
@@ -225,3 +225,26 @@ def _as_group(
     )
     prompt = Prompt(sample_id=number, row=row, origin=origin)
     return RolloutGroup(prompt=prompt, rollouts=rollouts, prompt_text=group.prompt_text)
+
+
+class Enqueued(msgspec.Struct, frozen=True, omit_defaults=True):
+    """The request is queued."""
+
+    uuid: str
+    """The service's name for it, to fetch it by."""
+    id: str = ""
+    """The client's name for it, as it was given."""
+
+
+class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How far a request is."""
+
+    status: Literal["pending", "done", "failed"]
+    uuid: str
+    id: str = ""
+    scores: dict[str, list[float]] = {}
+    """One list of B for each reward, or for each of its parts as "reward.part"."""
+    total: list[float] = []
+    """Their sum by the request's weights, [B]."""
+    error: str = ""
+    """Why it has failed."""

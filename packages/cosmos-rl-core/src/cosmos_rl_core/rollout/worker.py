@@ -23,7 +23,7 @@ from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.rollout.rollouter import Rollouter
-from cosmos_rl_core.rollout.spool import Spool
+from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.weight_sync import WeightSubscriber
 

@@ -1,0 +1,1 @@
+"""For tests, here and in packages that plug in: conformance suites, a tiny domain, ranks as processes."""

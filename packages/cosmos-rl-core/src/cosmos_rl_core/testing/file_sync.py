@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.weight_sync import RankExchange, SyncCost
 

@@ -11,7 +11,7 @@ issued again in time; and at the end, that the run finishes once faults stop and
 
 from __future__ import annotations
 
-from cosmos_rl_core.control.ledger import Ledger
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.testing.simulation.options import Options, Report
 from cosmos_rl_core.testing.simulation.world import World
 

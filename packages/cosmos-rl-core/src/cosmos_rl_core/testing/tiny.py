@@ -15,10 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_core.config.sections import SamplingSection
 from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel, hits, not_a_number, too_few, words
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch
 

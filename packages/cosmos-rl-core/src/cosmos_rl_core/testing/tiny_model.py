@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import MicrobatchLoss
-from cosmos_rl_core.parallel.accumulate import accumulate
-from cosmos_rl_core.parallel.fsdp import reshard, shard_fully
+from cosmos_rl_core.parallel.axes.fsdp import reshard, shard_fully
+from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.gradients import accumulate
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
 from cosmos_rl_core.train.balance import deal

@@ -14,9 +14,9 @@ import torch
 
 from cosmos_rl_core.algorithms.aggregation import aggregated
 from cosmos_rl_core.interfaces import Objective, Policy
-from cosmos_rl_core.parallel.figures import sum_figures
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.metrics import sum_figures
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBatch
 
 

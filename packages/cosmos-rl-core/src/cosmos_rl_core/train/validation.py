@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cosmos_rl_core.interfaces import Policy, PromptStream
-from cosmos_rl_core.parallel.figures import sum_figures
+from cosmos_rl_core.parallel.metrics import sum_figures
 from cosmos_rl_core.types import Prompt, TrainBatch
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Rollout engines: `torch` (of this package) and `vllm` (an extra)."""

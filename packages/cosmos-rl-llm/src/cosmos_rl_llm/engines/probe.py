@@ -13,12 +13,12 @@ import torch
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.linear import MIN_ROWS
+from cosmos_rl_core.parallel.axes.linear import MIN_ROWS
 from cosmos_rl_core.types import Sampling
-from cosmos_rl_llm.engines.batch import RunningBatch
-from cosmos_rl_llm.engines.cache import bytes_per_term
-from cosmos_rl_llm.engines.sequence import Request
-from cosmos_rl_llm.probe import (
+from cosmos_rl_llm.engines.torch.batch import RunningBatch
+from cosmos_rl_llm.engines.torch.cache import bytes_per_term
+from cosmos_rl_llm.engines.torch.sequence import Request
+from cosmos_rl_llm.policy.probe import (
     TOLERANCE,
     describe,
     family_miniature,

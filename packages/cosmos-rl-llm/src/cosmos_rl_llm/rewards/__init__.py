@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cosmos_rl_core.interfaces import RewardFn
-from cosmos_rl_llm.rewards.exact import ExactReward
-from cosmos_rl_llm.rewards.format import FormatReward
-from cosmos_rl_llm.rewards.length import LengthReward
 from cosmos_rl_llm.rewards.math import BoxedReward, MathReward, NumericReward
+from cosmos_rl_llm.rewards.rules import ExactReward, FormatReward, LengthReward
 
 REWARDS: Mapping[str, Callable[..., RewardFn]] = {
     "boxed": BoxedReward,

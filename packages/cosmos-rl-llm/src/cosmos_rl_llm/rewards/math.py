@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pydantic import Field
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_llm.rewards.answers import (
     as_number,
@@ -16,7 +16,7 @@ from cosmos_rl_llm.rewards.answers import (
     last_number,
     marked_answer,
 )
-from cosmos_rl_llm.rewards.reference import reference_answer
+from cosmos_rl_llm.rewards.rules import reference_answer
 
 
 class MathReward(Strict):

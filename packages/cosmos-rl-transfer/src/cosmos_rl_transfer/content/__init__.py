@@ -1,1 +1,1 @@
-"""The bytes of a bucket: packed, hashed, encoded."""
+"""The bytes of a tensor: buckets, hashes, deltas."""

@@ -1,1 +1,1 @@
-"""Who holds which part of which tensor, in checkpoint coordinates."""
+"""Boxes in checkpoint coordinates: manifests of both sides."""

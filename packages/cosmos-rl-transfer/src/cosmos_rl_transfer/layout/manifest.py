@@ -17,6 +17,8 @@ from functools import cached_property
 from itertools import product
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.box import Box, whole_box
@@ -225,14 +227,14 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the manifest as msgpack, each distinct cut once; equal manifests give equal bytes."""
-        from cosmos_rl_transfer.layout.encoding import encode
+        from cosmos_rl_transfer.layout.manifest import encode
 
         return encode(self)
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Read what `encode` wrote. Raises LayoutError on anything else."""
-        from cosmos_rl_transfer.layout.encoding import decode
+        from cosmos_rl_transfer.layout.manifest import decode
 
         return decode(data)
 
@@ -249,3 +251,29 @@ def _check_empty(layout: TensorLayout, tied: Mapping[str, str]) -> None:
         raise LayoutError(
             f"{name} is a tensor of its own on ranks {list(layout.boxes)}, tied to {tied[name]} on others"
         )
+
+
+class _Wire(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+    cuts: list[dict[int, Box]]
+    tensors: list[tuple[WeightSpec, int]]
+    """With the place of its cut in `cuts`."""
+    tied: list[tuple[str, str]]
+    replicas: tuple[tuple[int, ...], ...]
+
+
+def encode(manifest: Manifest) -> bytes:
+    """Return the manifest as msgpack; equal manifests give equal bytes."""
+    tensors = [(layout.spec, number) for layout, number in zip(manifest.layouts, manifest.cut_numbers)]
+    return msgspec.msgpack.encode(_Wire(manifest.cuts, tensors, sorted(manifest.tied.items()), manifest.replicas))
+
+
+def decode(data: bytes) -> Manifest:
+    """Read what `encode` wrote. Raises LayoutError on anything else."""
+    try:
+        wire = msgspec.msgpack.decode(data, type=_Wire)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise LayoutError(f"these bytes are no manifest: {error}") from error
+    if not all(0 <= number < len(wire.cuts) for _, number in wire.tensors):
+        raise LayoutError("a tensor names a cut that the manifest does not hold")
+    layouts = tuple(TensorLayout(spec, wire.cuts[number]) for spec, number in wire.tensors)
+    return Manifest(layouts, dict(wire.tied), wire.replicas)

@@ -18,7 +18,7 @@ from statistics import median
 
 import numpy as np
 
-from cosmos_rl_core.launch.terminal import table
+from cosmos_rl_core.observe.tables import table
 from cosmos_rl_transfer.measure.follower import Follower, Following, SampleModel
 from cosmos_rl_transfer.publish.publisher import Publisher
 

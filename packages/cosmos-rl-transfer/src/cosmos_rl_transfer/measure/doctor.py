@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from cosmos_rl_core.launch.terminal import table
+from cosmos_rl_core.observe.tables import table
 from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.measure.speed import MEMCPY, NIXL_OVER_TCP, RAW_STREAM, Measurement, Speed
 from cosmos_rl_transfer.transports.base import TransportUnavailable

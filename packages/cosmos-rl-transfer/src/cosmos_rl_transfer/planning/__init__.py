@@ -1,1 +1,1 @@
-"""Who sends what to whom, and how near that is to the least possible."""
+"""Which rank sends which box to whom: pure functions with bounds."""

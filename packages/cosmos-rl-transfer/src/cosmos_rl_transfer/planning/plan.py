@@ -21,13 +21,12 @@ from math import ceil
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.layout.overlay import Owners
-from cosmos_rl_transfer.planning.bounds import balance
 from cosmos_rl_transfer.planning.bucket import ALIGN, Bucket, Piece, aligned
 from cosmos_rl_transfer.planning.explain import explain
-from cosmos_rl_transfer.planning.lot import demand
 from cosmos_rl_transfer.planning.match import Match, check_match, wire_dtype_of
 from cosmos_rl_transfer.planning.relay import Relay, pays, rings, successor
 from cosmos_rl_transfer.planning.replica_plan import ReplicaPlan
+from cosmos_rl_transfer.planning.sharing import balance, demand
 from cosmos_rl_transfer.planning.topology import Topology
 
 __all__ = ["ALIGN", "Bucket", "Piece", "Plan", "aligned", "check_match", "plan", "wire_dtype_of"]

@@ -23,11 +23,21 @@ import numpy as np
 
 from cosmos_rl_transfer.layout.box import Box
 from cosmos_rl_transfer.layout.overlay import Owners
-from cosmos_rl_transfer.planning.bounds import Balance, balance
 from cosmos_rl_transfer.planning.bucket import Bucket, pack, split
-from cosmos_rl_transfer.planning.deal import deal, deal_near, interleave
-from cosmos_rl_transfer.planning.lot import LEAST_SPLIT_BYTES, Lot, cut_lots, demand, loads, split_shared
 from cosmos_rl_transfer.planning.match import Ints, Match, TensorClass
+from cosmos_rl_transfer.planning.sharing import (
+    LEAST_SPLIT_BYTES,
+    Balance,
+    Lot,
+    balance,
+    cut_lots,
+    deal,
+    deal_near,
+    demand,
+    interleave,
+    loads,
+    split_shared,
+)
 from cosmos_rl_transfer.planning.topology import Topology
 
 TOLERANCE = 1.01

@@ -1,1 +1,1 @@
-"""The trainer's side."""
+"""The trainer's side: live reads, fences, sessions of subscribers."""

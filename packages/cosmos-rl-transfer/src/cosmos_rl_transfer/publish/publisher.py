@@ -23,9 +23,8 @@ from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.publish.holders import Directory
 from cosmos_rl_transfer.publish.live import LiveWeights
 from cosmos_rl_transfer.publish.outgoing import Outgoing
-from cosmos_rl_transfer.publish.ring import Ring
+from cosmos_rl_transfer.publish.ring import Ring, Spare
 from cosmos_rl_transfer.publish.server import Server
-from cosmos_rl_transfer.publish.spare import Spare
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.publish.versions import Fenced, Versions
 from cosmos_rl_transfer.transports.base import Transport

@@ -16,8 +16,7 @@ from cosmos_rl_transfer.planning.plan import Bucket, Piece, Plan, plan
 from cosmos_rl_transfer.publish.holders import Directory
 from cosmos_rl_transfer.publish.outgoing import Outgoing
 from cosmos_rl_transfer.publish.partial import Partial
-from cosmos_rl_transfer.publish.ring import Ring
-from cosmos_rl_transfer.publish.spare import Spare
+from cosmos_rl_transfer.publish.ring import Ring, Spare
 from cosmos_rl_transfer.publish.versions import Versions
 from cosmos_rl_transfer.transports.base import Outlet, Run
 from cosmos_rl_transfer.transports.tcp import Tcp

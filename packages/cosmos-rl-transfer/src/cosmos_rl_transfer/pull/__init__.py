@@ -1,1 +1,1 @@
-"""The engine's side."""
+"""The rollout's side: fetch, prove, land, switch in two phases."""

@@ -9,25 +9,24 @@ Deltas change what is there, once their hashes were seen to lead to those of the
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from cosmos_rl_transfer.content.arena import Arena, raw_view
 from cosmos_rl_transfer.content.delta import Change
-from cosmos_rl_transfer.content.digest import Raw, copy_sum, tensor_sum
+from cosmos_rl_transfer.content.digest import Raw, add, copy_sum, tensor_sum
 from cosmos_rl_transfer.content.positions import outward, row_strides
 from cosmos_rl_transfer.content.proof import Form, gain
 from cosmos_rl_transfer.content.raw import same_width, torch_view
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
-from cosmos_rl_transfer.pull.known_sums import KnownSums
-from cosmos_rl_transfer.pull.patch import Patch
-from cosmos_rl_transfer.pull.pending import Pending
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -279,3 +278,103 @@ def _holds(live: torch.dtype, wire: str) -> bool:
         return live == kind
     mine, theirs = torch.finfo(live), torch.finfo(kind)
     return mine.eps <= theirs.eps and mine.max >= theirs.max and mine.smallest_normal <= theirs.smallest_normal
+
+
+class KnownSums:
+    """Additive hashes of the pieces of each bucket as it was landed."""
+
+    def __init__(self) -> None:
+        self._known: dict[tuple[Piece, ...], Sequence[int]] = {}
+        self.clear = self._known.clear
+
+    def confirm(self, bucket: Bucket, found: Sequence[int], told: Sequence[int]) -> bool:
+        """Keep what was found, if it is what was told."""
+        if tuple(found) != tuple(told):
+            self._known.pop(bucket.pieces, None)
+            return False
+        self._known[bucket.pieces] = told
+        return True
+
+    def follow(
+        self, bucket: Bucket, gains: Sequence[int], sums: Sequence[int], *, now: Callable[[], Sequence[int]]
+    ) -> bool:
+        """Say whether these gains lead to `sums`, and keep them if so. `now` tells today's where they are not known."""
+        known = self._known.get(bucket.pieces)
+        if any(add(*pair) != wanted for *pair, wanted in zip(known or now(), gains, sums)):
+            return False
+        self._known[bucket.pieces] = sums
+        return True
+
+
+MOST_PATCHED = 1 / 32
+"""Of a bucket's elements; beyond it a copy of the bucket is faster than single elements, and needs no list."""
+
+
+class Pending:
+    """Buckets by what has to be written of them. Several threads may add different buckets."""
+
+    def __init__(self) -> None:
+        self._whole: dict[tuple[int, int], Bucket] = {}
+        self._patches: dict[tuple[int, int], tuple[Patch, ...]] = {}
+
+    def add_whole(self, bucket: Bucket) -> None:
+        """Note that the whole bucket differs."""
+        key = bucket.source, bucket.index
+        self._patches.pop(key, None)
+        self._whole[key] = bucket
+
+    def add(self, bucket: Bucket, patches: Callable[[], Iterable[Patch]], *, num_changes: int) -> None:
+        """Note that elements of a bucket differ; `patches` is asked only if it pays."""
+        key = bucket.source, bucket.index
+        if key in self._whole or not num_changes:
+            return
+        if key in self._patches or num_changes > MOST_PATCHED * sum(piece.box.numel for piece in bucket.pieces):
+            self.add_whole(bucket)
+        else:
+            self._patches[key] = tuple(patches())
+
+    def write(self, copy: Callable[[Bucket], None], *, pool: Executor) -> None:
+        """Bring the live tensors up to date; `copy` writes a whole bucket. May be repeated."""
+        work: list[Callable[[], None]] = [patch.write for patches in self._patches.values() for patch in patches]
+        list(pool.map(lambda write: write(), work))
+        list(pool.map(copy, self._whole.values()))
+
+
+_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """New values for some elements."""
+
+    memory: Tensor
+    """The live tensor's memory from its first element to its last, gaps included, as integers of its width [n]."""
+    index: Tensor
+    """int64 [k] on the tensor's device: where they go in `memory`."""
+    values: Tensor
+    """[k] on the tensor's device, as integers of its width."""
+
+    @classmethod
+    def of(cls, live: Tensor, change: Change, *, dtype: str) -> Patch:
+        """Prepare a change whose positions are row-major in `live` and whose values are bits of `dtype`.
+
+        Nothing of `change` is kept; the values are cast to the live tensor's dtype.
+        """
+        strides = live.stride()
+        span = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, strides))
+        width = _SAME_WIDTH[live.element_size()]
+        at = outward(change.positions, live.shape, strides)
+        values = torch.from_numpy(np.array(change.values)).view(getattr(torch, dtype))
+        return cls(
+            memory=live.as_strided((span,), (1,), live.storage_offset()).view(width),
+            index=torch.from_numpy(at).to(live.device),
+            values=values.to(device=live.device, dtype=live.dtype).view(width),
+        )
+
+    def before(self, dtype: torch.dtype) -> Tensor:
+        """Return what is there now, on the host [k]; `dtype` is the live tensor's."""
+        return self.memory.gather(0, self.index).view(dtype).cpu()
+
+    def write(self) -> None:
+        """Store the values. May be repeated."""
+        self.memory.scatter_(0, self.index, self.values)

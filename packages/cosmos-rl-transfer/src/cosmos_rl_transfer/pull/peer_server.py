@@ -15,9 +15,8 @@ from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import Bucket
 from cosmos_rl_transfer.publish.live import runs_in
 from cosmos_rl_transfer.publish.partial import Partial
-from cosmos_rl_transfer.publish.ring import Ring
+from cosmos_rl_transfer.publish.ring import Ring, Spare
 from cosmos_rl_transfer.publish.server import Server
-from cosmos_rl_transfer.publish.spare import Spare
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.publish.versions import Versions
 from cosmos_rl_transfer.pull.feed import Feed

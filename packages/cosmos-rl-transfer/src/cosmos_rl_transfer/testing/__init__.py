@@ -1,1 +1,1 @@
-"""What tests and benchmarks of a transport, a plan or a sync need."""
+"""The conformance suite of transports."""

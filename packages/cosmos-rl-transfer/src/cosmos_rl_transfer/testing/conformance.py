@@ -13,15 +13,16 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
 from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.errors import PeerLost
-from cosmos_rl_transfer.testing.ends import BUCKET_BYTES, Ends
 from cosmos_rl_transfer.testing.sample_exchange import (
     WINDOW,
+    PublisherProcess,
     SamplePublisher,
     SampleReader,
     Serve,
@@ -29,7 +30,7 @@ from cosmos_rl_transfer.testing.sample_exchange import (
     num_bytes,
     places,
 )
-from cosmos_rl_transfer.transports.base import TransportUnavailable
+from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -284,3 +285,28 @@ def _resident_bytes() -> int:
 
 def _open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
+
+
+BUCKET_BYTES = 1 << 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """The two ends of a transport that is to be tried, not used before."""
+
+    publisher: Transport
+    subscriber: Transport
+    start: Callable[[], tuple[PublisherProcess, Transport]]
+    """Starts a publisher in another process; returns it and the subscriber's end of its transport."""
+    max_readers: int = 3
+    """Subscribers one outlet can serve."""
+
+    @classmethod
+    def of(cls, kind: type[Transport]) -> Ends:
+        """Use a transport whose two ends are made alike, without arguments."""
+        spec = f"{kind.__module__}:{kind.__qualname__}"
+        return cls(
+            publisher=kind(),
+            subscriber=kind(),
+            start=lambda: (PublisherProcess.of(spec, bucket_bytes=BUCKET_BYTES), kind()),
+        )

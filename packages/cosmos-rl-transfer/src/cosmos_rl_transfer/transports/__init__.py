@@ -1,0 +1,1 @@
+"""Shared memory, TCP, NIXL and torch.distributed behind one protocol."""

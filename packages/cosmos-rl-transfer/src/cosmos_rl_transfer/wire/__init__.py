@@ -1,1 +1,1 @@
-"""What two processes say to each other, and how."""
+"""Messages and the authenticated link between the two sides."""

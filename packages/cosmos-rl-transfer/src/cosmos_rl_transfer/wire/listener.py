@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from cosmos_rl_core.listening import GRACE_S, RETRY_S, SeldomLog
+from cosmos_rl_core.wire.listening import GRACE_S, RETRY_S, SeldomLog
 from cosmos_rl_transfer.errors import AuthenticationError, TransferError
 from cosmos_rl_transfer.wire.link import Link
 

@@ -1,0 +1,1 @@
+"""Demonstrations in LeRobot's format: readers, columns, caches."""

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_vla.sims.base import HELD_OUT
 
 Perturbation = Literal["none", "swap_instruction", "grey_images"]

@@ -25,7 +25,7 @@ from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.data.faults import Faults
 from cosmos_rl_vla.data.lerobot import EpisodeAt, LeRobotDataset, read_dataset
 from cosmos_rl_vla.data.pictures import Pictures
-from cosmos_rl_vla.spread import Spread
+from cosmos_rl_vla.normalise import Spread
 
 HAS_ACTION = "has_action"
 """Column that says whether anything was demonstrated at a frame; without it, everywhere."""

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.json_files import parse_json, read_lines
+from cosmos_rl_core.storage.json_files import parse_json, read_lines
 from cosmos_rl_vla.data.parquet import AGAIN, read_parquet
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")

@@ -1,0 +1,1 @@
+"""The rollout engine: the policy plays episodes in a pool of simulators."""

@@ -22,16 +22,16 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_vla.engines import steady
 from cosmos_rl_vla.engines.episodes import Request, Running, Waiting
 from cosmos_rl_vla.models.base import Draw
 from cosmos_rl_vla.observations import Observer, Seen
 from cosmos_rl_vla.sampling import VLASampling
-from cosmos_rl_vla.sims.group import Lost, Ready
-from cosmos_rl_vla.sims.pool import SimulatorPool
+from cosmos_rl_vla.sims.pool.group import Lost, Ready
+from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 from cosmos_rl_vla.trajectory import Decided, padded_result
 
 if TYPE_CHECKING:

@@ -1,0 +1,1 @@
+"""Robot policies: shared parts (flow, noise, values), `pi` and `openvla`."""

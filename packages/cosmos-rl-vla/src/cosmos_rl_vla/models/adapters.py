@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import lent_random_state
 from cosmos_rl_core.parallel.lora import fill_adapters, merge, peft_config
-from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_vla.models.checkpoint import Names, read, weight_files
 from cosmos_rl_vla.models.config import LoraSection
 

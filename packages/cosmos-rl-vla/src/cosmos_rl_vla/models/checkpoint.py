@@ -19,9 +19,9 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.dtensor import Index, fill_own_part
 from cosmos_rl_core.parallel.lora import base_name
-from cosmos_rl_core.parallel.own_part import Index, fill_own_part
-from cosmos_rl_core.parallel.random_state import lent_random_state
 
 
 @dataclass(frozen=True, slots=True)

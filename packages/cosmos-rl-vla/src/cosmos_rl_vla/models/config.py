@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.settings.base import Strict
 
 FamilyName = Literal["pi0", "pi05", "openvla", "openvla_oft", "mlp"]
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 from torch import Tensor
 
-from cosmos_rl_core.json_files import read_json_object
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.adapters import add_adapters, merged
 from cosmos_rl_vla.models.checkpoint import Names, SameNames
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.loaded import Loaded
-from cosmos_rl_vla.models.openvla_checkpoint import joined
-from cosmos_rl_vla.models.openvla_stats import published_stats
-from cosmos_rl_vla.models.pi_checkpoint import PiNames
+from cosmos_rl_vla.models.openvla.checkpoint import joined
+from cosmos_rl_vla.models.openvla.stats import published_stats
+from cosmos_rl_vla.models.pi.checkpoint import PiNames
 
 UNIT = "unit"
 """Statistics of actions that lie in [-1, 1] already."""
@@ -46,11 +46,11 @@ def make(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Seq
 
         loaded = make_mlp(config, stats=known)
     elif family in _OPENVLA:
-        from cosmos_rl_vla.models.openvla import make_openvla
+        from cosmos_rl_vla.models.openvla.family import make_openvla
 
         loaded = make_openvla(config, stats=known, words=(*config.words, *words))
     else:
-        from cosmos_rl_vla.models.pi_family import make_pi
+        from cosmos_rl_vla.models.pi.family import make_pi
 
         loaded = make_pi(config, stats=known, words=(*config.words, *words))
     if config.train == "expert":
@@ -76,12 +76,12 @@ def export_weights(
 def _names_in(directory: Path) -> Names:
     family = _family_of(directory)
     if family in _OPENVLA:
-        from cosmos_rl_vla.models.openvla_folder import names_of
+        from cosmos_rl_vla.models.openvla.folder import names_of
 
         return names_of(directory)
     if family == "mlp":
         return SameNames()
-    from cosmos_rl_vla.models.pi_folder import read_config
+    from cosmos_rl_vla.models.pi.folder import read_config
 
     return PiNames(read_config(directory).family)
 
@@ -94,7 +94,7 @@ def _stats(config: VLAModelConfig, *, family: str) -> ActionStats | None:
         return ActionStats.unit(config.action_dim)
     place = Path(config.stats or config.path).expanduser()
     if family == "pi":
-        from cosmos_rl_vla.models.pi_folder import read_config
+        from cosmos_rl_vla.models.pi.folder import read_config
 
         family = read_config(Path(config.path).expanduser()).family
     found = ActionStats.beside(place, family=family) if place.is_dir() else None

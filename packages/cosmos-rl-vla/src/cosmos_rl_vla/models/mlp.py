@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.json_files import read_json_object
-from cosmos_rl_core.parallel.random_state import lent_random_state
+from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.base import Acted, Draw, Evaluated, Inputs, Replay, Supervised
 from cosmos_rl_vla.models.checkpoint import SameNames, fill, weight_files

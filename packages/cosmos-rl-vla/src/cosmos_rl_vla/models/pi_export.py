@@ -23,14 +23,14 @@ from safetensors.numpy import save_file
 from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.json_files import read_json_object
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import FILE, ActionStats
-from cosmos_rl_vla.models.pi_checkpoint import EXPERT_OUTPUT, LANGUAGE_OUTPUT, OURS_ALONE
-from cosmos_rl_vla.models.pi_config import PiConfig, full
-from cosmos_rl_vla.models.pi_family import MAX_TOKENS
-from cosmos_rl_vla.models.pi_folder import MODEL_TYPE, VARIANTS, read_config
+from cosmos_rl_vla.models.pi.checkpoint import EXPERT_OUTPUT, LANGUAGE_OUTPUT, OURS_ALONE
+from cosmos_rl_vla.models.pi.config import PiConfig, full
+from cosmos_rl_vla.models.pi.family import MAX_TOKENS
+from cosmos_rl_vla.models.pi.folder import MODEL_TYPE, VARIANTS, read_config
+from cosmos_rl_vla.normalise import Spread, narrowest
 from cosmos_rl_vla.published import LEROBOT_FILE, OPENPI_EPSILON, OPENPI_FILE
-from cosmos_rl_vla.spread import Spread, narrowest
 
 FORMATS = ("lerobot", "openpi")
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cosmos_rl_core.interfaces import RewardFn
-from cosmos_rl_vla.rewards.simulator import SimulatorReward
-from cosmos_rl_vla.rewards.success import Success
+from cosmos_rl_vla.rewards.simulator import SimulatorReward, Success
 
 REWARDS: Mapping[str, Callable[..., RewardFn]] = {"success": Success, "simulator": SimulatorReward}

@@ -1,4 +1,4 @@
-"""The simulator's own reward, step by step."""
+"""Rewards of the simulator: its own, step by step, and success."""
 
 from __future__ import annotations
 
@@ -23,3 +23,10 @@ class SimulatorReward:
 
     def _of(self, rewards: np.ndarray) -> np.ndarray:
         return np.diff(rewards, prepend=rewards[:1]) if self._difference else rewards
+
+
+class Success:
+    """1 for an episode in which the task was done, 0 for any other; it counts at the episode's last step."""
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        return [float(rollout.media["success"][0]) for rollout in group.rollouts]

@@ -1,1 +1,1 @@
-"""Simulators: one interface, a process per group of them, observations in shared memory. Nothing here imports torch."""
+"""Simulators behind one protocol (`base.Simulator`); a folder for each that takes several files."""

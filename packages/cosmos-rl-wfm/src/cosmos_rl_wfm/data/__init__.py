@@ -1,0 +1,1 @@
+"""Clips and captions: folders, shards, S3, mock; decoding and caches."""

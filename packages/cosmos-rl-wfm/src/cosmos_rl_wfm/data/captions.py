@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from cosmos_rl_core.json_files import parse_json
+from cosmos_rl_core.storage.json_files import parse_json
 
 
 def read_caption(data: bytes, *, is_json: bool, column: str) -> dict[str, Any]:

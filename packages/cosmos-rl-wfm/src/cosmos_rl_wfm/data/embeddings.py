@@ -10,7 +10,7 @@ from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.pickles import read_array, widen
+from cosmos_rl_core.storage.pickles import read_array, widen
 from cosmos_rl_wfm.data.storage import Range, is_remote, read_bytes, write_atomic
 
 log = logging.getLogger(__name__)

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.json_files import MAX_FILE_BYTES, parse_json, read_json_lines, read_lines
+from cosmos_rl_core.storage.json_files import MAX_FILE_BYTES, parse_json, read_json_lines, read_lines
 from cosmos_rl_wfm.data.captions import caption_of
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.storage import is_remote, read_bytes

@@ -11,8 +11,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.s3 import ACCESS_KEY_ID, ENDPOINT_URL, REGION_NAME, SECRET_ACCESS_KEY, s3_options
-from cosmos_rl_core.train.folder import store_errors
+from cosmos_rl_core.storage.folder import store_errors
+from cosmos_rl_core.storage.s3 import ACCESS_KEY_ID, ENDPOINT_URL, REGION_NAME, SECRET_ACCESS_KEY, s3_options
 
 PARTIAL = ".partial"
 """How the names of files end while they are written."""

@@ -1,0 +1,1 @@
+"""The rollout engine: a queue of requests, denoised in batches."""

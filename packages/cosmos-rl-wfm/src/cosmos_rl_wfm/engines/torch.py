@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from pydantic import Field
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_wfm.conditions import Conditions, arrays_of, joined
 from cosmos_rl_wfm.engines.requests import Batch, Queue, Request

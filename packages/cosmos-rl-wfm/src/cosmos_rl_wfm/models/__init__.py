@@ -1,0 +1,1 @@
+"""Networks, autoencoders and text encoders of diffusers behind one model."""

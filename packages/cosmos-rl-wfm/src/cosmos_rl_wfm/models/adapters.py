@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any, cast
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import lent_random_state
 from cosmos_rl_core.parallel.lora import fill_adapters, peft_config
-from cosmos_rl_core.parallel.random_state import lent_random_state
 from cosmos_rl_wfm.models.config import LoraSection
 
 if TYPE_CHECKING:

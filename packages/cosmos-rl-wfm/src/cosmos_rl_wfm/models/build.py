@@ -15,20 +15,19 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.quiet import quiet_torchao
 from cosmos_rl_wfm.models.adapters import add_adapters
-from cosmos_rl_wfm.models.cached import CachedCaptions
-from cosmos_rl_wfm.models.captions import CaptionEncoder, EncodeImages, load_captions, load_images
+from cosmos_rl_wfm.models.captions.cached import CachedCaptions, WordEncoder
+from cosmos_rl_wfm.models.captions.encoder import CaptionEncoder, EncodeImages, load_captions, load_images
 from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class
 from cosmos_rl_wfm.models.codec import Codec, PixelCodec, make_codec
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.families import make_family
-from cosmos_rl_wfm.models.family import Family
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
-from cosmos_rl_wfm.models.grid import Grid
 from cosmos_rl_wfm.models.model import DiffusersModel, Traits
+from cosmos_rl_wfm.models.networks.families import make_family
+from cosmos_rl_wfm.models.networks.family import Family
+from cosmos_rl_wfm.models.networks.grid import Grid
 from cosmos_rl_wfm.models.source import network_of, open_source, vae_of
 from cosmos_rl_wfm.models.try_forward import try_forward
 from cosmos_rl_wfm.models.weights import empty_network, fill, random_network
-from cosmos_rl_wfm.models.words import WordEncoder
 
 Part = Literal["network", "codec", "text"]
 

@@ -6,7 +6,7 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.settings.base import Strict
 
 FamilyName = Literal["wan", "cosmos", "sd3", "sana", "sana_video", "flow"]
 Guidance = Literal["from_unconditional", "beyond_conditional"]

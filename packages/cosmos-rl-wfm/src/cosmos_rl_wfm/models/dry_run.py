@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_wfm.models.base import Condition, Size
 from cosmos_rl_wfm.models.codec import make_codec, to_clips, to_video
-from cosmos_rl_wfm.models.families import make_family
+from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.weights import empty_network
 
 

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from cosmos_rl_core.parallel.linear import use_onednn
+from cosmos_rl_core.parallel.axes.linear import use_onednn
 
 
 def speed_up(network: nn.Module) -> None:

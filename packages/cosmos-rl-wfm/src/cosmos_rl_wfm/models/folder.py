@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.json_files import read_json_object
+from cosmos_rl_core.storage.json_files import read_json_object
 
 INDEX = "model_index.json"
 NETWORK = "transformer"

@@ -10,7 +10,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.classes import check_network, check_scheduler, class_of, network_class
 from cosmos_rl_wfm.models.config import FamilyName, WFMModelConfig
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, open_folder
-from cosmos_rl_wfm.models.tiny import tiny_network, tiny_vae
+from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 
 
 def is_here(config: WFMModelConfig) -> bool:

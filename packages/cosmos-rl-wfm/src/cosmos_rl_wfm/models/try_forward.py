@@ -10,8 +10,8 @@ import torch
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.dry_run import tensors_without_memory
-from cosmos_rl_wfm.models.families import make_family
-from cosmos_rl_wfm.models.family import Family
+from cosmos_rl_wfm.models.networks.families import make_family
+from cosmos_rl_wfm.models.networks.family import Family
 from cosmos_rl_wfm.models.weights import empty_network, with_defaults
 
 _TOKENS = 8

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.dtensor import fill_own_part
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name
-from cosmos_rl_core.parallel.own_part import fill_own_part
-from cosmos_rl_core.parallel.random_state import lent_random_state
 
 if TYPE_CHECKING:
     from diffusers import ModelMixin

@@ -1,0 +1,1 @@
+"""FlowGRPO, DDRL, DiffusionNFT as rows of the algorithm table."""

@@ -9,7 +9,7 @@ import numpy as np
 from pydantic import Field
 
 from cosmos_rl_core.algorithms.table import Algorithm
-from cosmos_rl_core.config.base import Strict
+from cosmos_rl_core.settings.base import Strict
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.aggregation import Aggregation

@@ -1,1 +1,1 @@
-"""How a diffusers transformer is spread over the ranks of a policy replica. `axes` and `shape` need no torch."""
+"""FSDP and context parallelism of diffusers' transformers."""

@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from cosmos_rl_core.parallel.context import heads_to_rows, rows_to_heads
+from cosmos_rl_core.parallel.axes.context import heads_to_rows, rows_to_heads
 
 
 class WholeAttention(TorchFunctionMode):

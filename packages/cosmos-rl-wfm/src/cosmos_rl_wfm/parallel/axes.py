@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from cosmos_rl_core.config.policy import MemorySection, ParallelSection
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 
 
 def check_axes(parallel: ParallelSection, memory: MemorySection | None = None) -> None:

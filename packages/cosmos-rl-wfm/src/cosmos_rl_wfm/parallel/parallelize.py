@@ -13,13 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from cosmos_rl_core.parallel.float8 import use_float8
-from cosmos_rl_core.parallel.fsdp import shard_fully
-from cosmos_rl_core.parallel.remat import save_memory
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.axes.fsdp import shard_fully
+from cosmos_rl_core.parallel.memory.float8 import use_float8
+from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_wfm.models.eager import speed_up
 from cosmos_rl_wfm.parallel.axes import check_axes
-from cosmos_rl_wfm.parallel.blocks import transformer_blocks
 from cosmos_rl_wfm.parallel.context import cut_tokens
 
 _TIMES = "timestep"
@@ -100,3 +100,21 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     if isinstance(value, tuple):
         return tuple(_cast(one, dtype) for one in value)
     return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def transformer_blocks(network: nn.Module) -> list[nn.Module]:
+    """Return the blocks of a diffusers transformer, in the order they run.
+
+    They are those members of its module lists whose classes it declares indivisible (`_no_split_modules`); for a
+    network that declares none, the members of its longest list. Raises UserError for a network without a list.
+    """
+    lists = [module for module in network.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    declared = set(getattr(network, "_no_split_modules", None) or ())
+    if blocks := [block for members in lists for block in members if type(block).__name__ in declared]:
+        return blocks
+    if not lists:
+        raise UserError(
+            f"{type(network).__name__} has no list of transformer blocks, so that it can neither be sharded nor "
+            "recomputed by blocks; choose one of diffusers' transformers"
+        )
+    return list(max(lists, key=len))

@@ -16,9 +16,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.fsdp import reshard
-from cosmos_rl_core.parallel.gather import whole
+from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.difference import largest_difference
 from cosmos_rl_core.types import Share

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cosmos_rl_core.interfaces import RewardFn
-from cosmos_rl_wfm.rewards.aesthetic import AestheticReward
+from cosmos_rl_wfm.rewards.aesthetic.reward import AestheticReward
 from cosmos_rl_wfm.rewards.clip_score import ClipScoreReward
 from cosmos_rl_wfm.rewards.diversity import DiversityReward
 from cosmos_rl_wfm.rewards.judge_vlm import VlmJudgeReward

@@ -9,8 +9,8 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_wfm.rewards.exclusive import Exclusive
 from cosmos_rl_wfm.rewards.text_readers import READERS, TextReader

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 
 if TYPE_CHECKING:
     import torch

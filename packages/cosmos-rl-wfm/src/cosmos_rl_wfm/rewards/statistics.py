@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from cosmos_rl_core.config.base import Strict
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_wfm.rewards.video import group_videos, luma
 

@@ -1,0 +1,1 @@
+"""Steps of a denoising sampler as Gaussians with log-probability."""

@@ -1,0 +1,1 @@
+"""`cosmos-rl reward-server`: an HTTP application in front of worker processes."""

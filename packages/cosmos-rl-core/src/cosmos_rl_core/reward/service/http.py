@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 
 import uvicorn
 
-from cosmos_rl_core.listening import SeldomFilter, SeldomLog, Strangers, accept_forever
+from cosmos_rl_core.wire.listening import SeldomFilter, SeldomLog, Strangers, accept_forever
 
 HEAD_S = 10.0
 """Longest that a connection may take for the head of its first request."""

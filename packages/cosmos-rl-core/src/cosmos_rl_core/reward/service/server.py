@@ -10,11 +10,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.listening import raise_descriptor_limit
 from cosmos_rl_core.reward.service.app import RewardApp
 from cosmos_rl_core.reward.service.backend import Backend
 from cosmos_rl_core.reward.service.http import HttpServer
 from cosmos_rl_core.reward.service.settings import ServerSettings
+from cosmos_rl_core.wire.listening import raise_descriptor_limit
 
 _DESCRIPTORS_BESIDE = 512
 """Open files that are no bodies: requests under way, workers, libraries. Each body that is not done is one too."""

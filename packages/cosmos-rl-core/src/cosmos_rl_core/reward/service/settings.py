@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from cosmos_rl_core.config.base import ConfigError, Strict
-from cosmos_rl_core.config.problems import in_file_order, known_tables, problems
 from cosmos_rl_core.reward.service.frames import MAX_ITEMS
+from cosmos_rl_core.settings.base import ConfigError, Strict
+from cosmos_rl_core.settings.problems import in_file_order, known_tables, problems
 
 
 class ServedReward(Strict):

@@ -1,0 +1,1 @@
+"""The ledger under hundreds of simulated replicas, lost messages and deaths."""

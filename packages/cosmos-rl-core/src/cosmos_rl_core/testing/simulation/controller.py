@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cosmos_rl_core.control import effects, events, records
-from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger import events, outputs, records
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 from cosmos_rl_core.testing.simulation.invariants import Invariants
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ class FakeController:
         """Whether to crash while the next decision waits for the disk."""
         self._durable: list[records.Record] = []
         self._unsynced: list[records.Record] = []
-        self._effects: list[effects.Effect] = []
+        self._effects: list[outputs.Effect] = []
         self._snapshot: tuple[int, bytes] | None = None
         self._life = 0
         self._orphaned_since: dict[tuple[int, int, int], float] = {}
@@ -113,10 +113,10 @@ class FakeController:
             self._snapshot = (len(self._durable), self.ledger.snapshot())
         self._release(said)
 
-    def _release(self, said: list[effects.Effect]) -> None:
+    def _release(self, said: list[outputs.Effect]) -> None:
         for effect in said:
-            assert not isinstance(effect, effects.Halt), effect.message
-            if isinstance(effect, effects.PoliciesLost):
+            assert not isinstance(effect, outputs.Halt), effect.message
+            if isinstance(effect, outputs.PoliciesLost):
                 self._world.after(0.1, self._roll_back)
             else:
                 self._world.to_replica(effect)

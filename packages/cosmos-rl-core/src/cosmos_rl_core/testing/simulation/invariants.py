@@ -8,8 +8,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from cosmos_rl_core.control import effects, events, liveness, records
-from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger import events, liveness, outputs, records
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 
 
 class History:
@@ -172,13 +172,13 @@ class Invariants:
                 case records.RolledBack(payloads_kept=False):
                     self._acknowledged.clear()
 
-    def heard(self, effect: effects.Effect) -> None:
+    def heard(self, effect: outputs.Effect) -> None:
         """Take note of what a replica was told."""
         match effect:
-            case effects.Ack():
+            case outputs.Ack():
                 if self.history.is_settled(effect.sample):  # not so after an error that is tried again
                     self._acknowledged.add(effect.sample)
-            case effects.AssignBatch():
+            case outputs.AssignBatch():
                 told = self._batches.setdefault((effect.epoch, effect.step), effect.samples)
                 assert told == effect.samples, f"two batches for step {effect.step} in epoch {effect.epoch}"
 

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.control import effects, events
+from cosmos_rl_core.control.ledger import events, outputs
 from cosmos_rl_core.testing.simulation.invariants import trained
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class FakeReplica(ABC):
 
     # --- what it is told ------------------------------------------------------------------------------
 
-    def hear(self, effect: effects.Effect, process: int) -> None:
+    def hear(self, effect: outputs.Effect, process: int) -> None:
         """Act on what was sent to a process; the connection of an earlier one is closed."""
         if not self.is_alive or process != self.process:
             return
@@ -114,12 +114,12 @@ class FakeReplica(ABC):
             self.later(0.0, self.hear, effect, process)
             return
         match effect:
-            case effects.Welcome():
+            case outputs.Welcome():
                 if self.incarnation in (0, effect.incarnation):
                     is_new = self.incarnation == 0
                     self.incarnation = effect.incarnation
                     self.later(self.world.random.uniform(0.0, 0.5), self.welcomed, effect, is_new)
-            case effects.Reject(fenced=True):
+            case outputs.Reject(fenced=True):
                 if effect.incarnation == self.incarnation:
                     self.process += 1
                     self.start()
@@ -127,10 +127,10 @@ class FakeReplica(ABC):
                 self.obey(effect)
 
     @abstractmethod
-    def welcomed(self, effect: effects.Welcome, is_new: bool) -> None: ...
+    def welcomed(self, effect: outputs.Welcome, is_new: bool) -> None: ...
 
     @abstractmethod
-    def obey(self, effect: effects.Effect) -> None: ...
+    def obey(self, effect: outputs.Effect) -> None: ...
 
     def works_on(self, sample: int) -> bool:
         return False
@@ -153,7 +153,7 @@ class FakeRollout(FakeReplica):
     def works_on(self, sample: int) -> bool:
         return self.is_alive and not self.is_hung and (sample in self.running or sample in self.unsettled)
 
-    def welcomed(self, effect: effects.Welcome, is_new: bool) -> None:
+    def welcomed(self, effect: outputs.Welcome, is_new: bool) -> None:
         if is_new:
             self.lineage, self.version = self.world.published
             self.say(events.Ready)
@@ -179,21 +179,21 @@ class FakeRollout(FakeReplica):
         for event in self.unsettled.values():
             self.world.to_controller(event)
 
-    def obey(self, effect: effects.Effect) -> None:
+    def obey(self, effect: outputs.Effect) -> None:
         match effect:
-            case effects.Grant():
+            case outputs.Grant():
                 for lease in effect.leases:
                     if lease.sample not in self.running and lease.sample not in self.unsettled:
                         self.running[lease.sample] = (lease.attempt, self.version)
                         duration = self.world.random.lognormvariate(-0.7, 0.7)
                         self.later(duration, self.finish, lease.sample, lease.attempt)
-            case effects.Cancel():
+            case outputs.Cancel():
                 self.running.pop(effect.sample, None)
-            case effects.Ack() | effects.Reject():
+            case outputs.Ack() | outputs.Reject():
                 self.unsettled.pop(effect.sample, None)
-            case effects.NoMore():
+            case outputs.NoMore():
                 self.has_no_more = True
-            case effects.RolledBack():
+            case outputs.RolledBack():
                 self.has_no_more = False
 
     def finish(self, sample: int, attempt: int) -> None:
@@ -223,13 +223,13 @@ class FakePolicy(FakeReplica):
     def forget(self) -> None:
         self.epoch = 0
         self.members: tuple[str, ...] = ()
-        self.batch: effects.AssignBatch | None = None
+        self.batch: outputs.AssignBatch | None = None
         self.has_gradients = False
         self.lost: tuple[int, ...] = ()
         """Samples of the batch that cannot be read."""
         self.weights = ""
 
-    def welcomed(self, effect: effects.Welcome, is_new: bool) -> None:
+    def welcomed(self, effect: outputs.Welcome, is_new: bool) -> None:
         if is_new:
             self.nag()
 
@@ -247,20 +247,20 @@ class FakePolicy(FakeReplica):
     def ask(self) -> None:
         self.say(events.RequestBatch, self.version, self.epoch)
 
-    def obey(self, effect: effects.Effect) -> None:
+    def obey(self, effect: outputs.Effect) -> None:
         match effect:
-            case effects.Remesh():
+            case outputs.Remesh():
                 if effect.epoch > self.epoch:
                     self.epoch, self.members = effect.epoch, effect.members
                     self.batch, self.has_gradients, self.lost = None, False, ()
                     self.heal(effect.lineage, effect.version)
                     self.ask()
-            case effects.AssignBatch():
+            case outputs.AssignBatch():
                 is_wanted = (effect.step, effect.epoch) == (self.version, self.epoch)
                 if is_wanted and self.batch is None:
                     self.batch = effect
                     self.later(self.world.random.uniform(0.1, 0.6), self.train, effect)
-            case effects.Committed():
+            case outputs.Committed():
                 if effect.step == self.version and self.batch is not None and self.has_gradients:
                     self.apply(self.batch)
 
@@ -271,7 +271,7 @@ class FakePolicy(FakeReplica):
         self.weights = known[version] if version < len(known) else ""
         self.publish()
 
-    def train(self, batch: effects.AssignBatch) -> None:
+    def train(self, batch: outputs.AssignBatch) -> None:
         if self.batch is not batch:
             return
         self.lost = tuple(sample for sample in batch.samples if sample in self.world.unreadable)
@@ -281,11 +281,11 @@ class FakePolicy(FakeReplica):
             self.has_gradients = True
             self.say(events.Vote, batch.step, batch.epoch)
 
-    def complain(self, batch: effects.AssignBatch) -> None:
+    def complain(self, batch: outputs.AssignBatch) -> None:
         """Tell which groups cannot be read; the answer is a new epoch."""
         self.say(events.PayloadsLost, batch.step, batch.epoch, self.lost, "gone")
 
-    def apply(self, batch: effects.AssignBatch) -> None:
+    def apply(self, batch: outputs.AssignBatch) -> None:
         self.weights = trained(self.weights, batch.samples)
         self.version += 1
         self.batch, self.has_gradients = None, False

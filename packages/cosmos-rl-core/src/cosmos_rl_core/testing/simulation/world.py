@@ -6,8 +6,8 @@ import heapq
 from collections.abc import Callable
 from random import Random
 
-from cosmos_rl_core.control import effects, events
-from cosmos_rl_core.control.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger import events, outputs
+from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 from cosmos_rl_core.testing.simulation.controller import FakeController
 from cosmos_rl_core.testing.simulation.options import Options, Report
 from cosmos_rl_core.testing.simulation.replicas import FakePolicy, FakeReplica, FakeRollout
@@ -83,9 +83,9 @@ class World:
         for delay in self._arrivals():
             self.after(delay, self.controller.take, event)
 
-    def to_replica(self, effect: effects.Effect) -> None:
+    def to_replica(self, effect: outputs.Effect) -> None:
         name: str = effect.replica  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(effect, effects.Ack | effects.AssignBatch):
+        if isinstance(effect, outputs.Ack | outputs.AssignBatch):
             self.controller.invariants.heard(effect)
         for delay in self._arrivals():
             self.after(delay, self.replicas[name].hear, effect, self.replicas[name].process)

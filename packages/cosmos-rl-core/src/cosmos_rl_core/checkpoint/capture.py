@@ -1,0 +1,105 @@
+"""What one rank adds to a checkpoint: its boxes of all tensors, live or copied into host memory.
+
+planner = SnapshotPlanner(ranks)
+snapshot = planner.take(tensors, state, copy=True)     # every rank; after this the live tensors may change
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cosmos_rl_core.checkpoint.contents import Contents, file_of, key_of
+from cosmos_rl_core.checkpoint.manifest import TrainState
+from cosmos_rl_core.checkpoint.pieces import Piece, assign, local_part, local_pieces
+from cosmos_rl_core.checkpoint.safetensors_file import Spec, as_bytes, by_alignment, header, num_bytes
+from cosmos_rl_core.parallel.rank_group import RankGroup
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A point between two steps, ready to be written."""
+
+    state: TrainState
+    contents: Contents
+    """What all ranks write."""
+    files: Mapping[str, Mapping[str, Tensor]]
+    """What this rank writes: file -> name in the file -> box."""
+
+    def bytes_of(self, file: str) -> Iterator[bytes | memoryview]:
+        """Yield the bytes of one of the files, in pieces."""
+        tensors = self.files[file]
+        specs = by_alignment((name, tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items())
+        yield header(specs)
+        for name, _, _ in specs:
+            yield as_bytes(tensors[name])
+
+
+class SnapshotPlanner:
+    """Decides once who writes what, and keeps the host memory that boxes are copied into."""
+
+    def __init__(self, ranks: RankGroup, *, weights_file: str) -> None:
+        self._ranks = ranks
+        self._weights_file = weights_file
+        self._held: list[Piece] = []
+        self._mine: list[Piece] = []
+        self._contents = Contents([], {})
+        self._room: dict[str, Tensor] = {}
+
+    def take(self, tensors: Mapping[str, Tensor], state: TrainState, *, copy: bool) -> Snapshot:
+        """Cut a snapshot out of live tensors; all ranks call this at the same time.
+
+        With `copy` the tensors may change as soon as this returns, and the snapshot before it is gone.
+        """
+        self._plan(local_pieces(tensors))
+        boxes = {piece.name: local_part(tensors[piece.name]) for piece in self._mine}
+        if copy:
+            boxes = self._copied(boxes)
+        files: dict[str, dict[str, Tensor]] = {}
+        for name, box in boxes.items():
+            file = file_of(name, rank=self._ranks.rank, num_ranks=self._ranks.size, weights_file=self._weights_file)
+            files.setdefault(file, {})[key_of(name)] = box
+        return Snapshot(state=state, contents=self._contents, files=files)
+
+    def _plan(self, held: list[Piece]) -> None:
+        """Share out the boxes, where any rank holds others than last time (the optimizer's state comes with step 1)."""
+        news = b"" if held == self._held else msgspec.msgpack.encode(held)
+        told = self._ranks.gather(news)
+        if not any(told):
+            return
+        told = told if all(told) else self._ranks.gather(msgspec.msgpack.encode(held))
+        written = assign([msgspec.msgpack.decode(text, type=list[Piece]) for text in told])
+        self._held, self._mine = held, written[self._ranks.rank]
+        self._contents = Contents.of(written, weights_file=self._weights_file)
+        self._room = {}
+
+    def _copied(self, boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        if not self._room:
+            self._room = host_room(boxes)
+        for name, box in boxes.items():
+            if box.is_cuda:
+                self._room[name].copy_(box, non_blocking=True)
+            else:  # one thread is as fast as memory; torch's team waits for one another where the cores are busy
+                as_bytes(self._room[name])[:] = as_bytes(box)
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return self._room
+
+
+def host_room(boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return room for copies in one block of host memory; page-locked where the boxes are on a GPU."""
+    specs: list[Spec] = by_alignment((name, box.dtype, tuple(box.shape)) for name, box in boxes.items())
+    total = sum(num_bytes(dtype, shape) for _, dtype, shape in specs)
+    on_gpu = any(box.is_cuda for box in boxes.values())
+    block = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
+    room: dict[str, Tensor] = {}
+    start = 0
+    for name, dtype, shape in specs:
+        end = start + num_bytes(dtype, shape)
+        room[name] = block[start:end].view(dtype).reshape(shape)
+        start = end
+    return room

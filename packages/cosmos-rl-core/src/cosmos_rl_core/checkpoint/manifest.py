@@ -1,0 +1,156 @@
+"""Which checkpoints there are, whether they are whole, and where they stand: all that needs no torch."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.storage.folder import Folder, store_errors
+
+MANIFEST = "manifest.json"
+"""SHA-256 of every other file of a checkpoint; written last."""
+STATE = "state.json"
+WEIGHTS = ".safetensors"
+"""How the names of files with tensors end; a checkpoint has at least one."""
+ROLLED_BACK = "rolled_back.json"
+"""Marks a checkpoint that the monitor has set aside, and says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainState:
+    """Where a run stands between two steps."""
+
+    step: int
+    """Optimizer steps done; equals the policy version."""
+    next_sample: int = 0
+    """First id of the prompt stream that was never issued."""
+    unfinished: tuple[int, ...] = ()
+    """Issued ids that are neither in the weights nor dropped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """What wrote a checkpoint."""
+
+    num_ranks: int = 1
+    """Ranks of the replica."""
+    layout: str = "one rank"
+    """How the replica was spread: "dp_shard 4 x tp 2"."""
+    recipe: Mapping[str, Any] = field(default_factory=dict)
+    """The resolved recipe, section by section."""
+
+
+def write_json(folder: Folder, name: str, value: object) -> str:
+    """Write a file of JSON and return its SHA-256."""
+    return folder.write(name, [(json.dumps(value, indent=1) + "\n").encode()])
+
+
+def write_manifest(location: str | Path | Folder, digests: Mapping[str, str] | None = None) -> None:
+    """Write down what the files of a checkpoint hold; without `digests` they are read for it."""
+    folder = Folder.at(location)
+    found = _digests(folder, [name for name in folder.walk() if name != MANIFEST]) if digests is None else digests
+    write_json(folder, MANIFEST, {"files": dict(sorted(found.items()))})
+
+
+def verify(location: str | Path | Folder) -> None:
+    """Compare every file with the manifest; raises UserError naming the first that differs, or what is not listed."""
+    folder = Folder.at(location)
+    wanted = _listed(folder)
+    there = set(folder.walk())
+    found = _digests(folder, [name for name in wanted if name in there])
+    for name, digest in wanted.items():
+        if found.get(name) != digest:
+            raise UserError(
+                f"checkpoint file {folder / name} is damaged or missing; resume from another one by --resume PATH"
+            )
+
+
+def has_all_files(location: str | Path | Folder) -> bool:
+    """Whether every file of the manifest is there, whatever it holds: much cheaper than `verify`."""
+    folder = Folder.at(location)
+    try:
+        return _listed(folder).keys() <= set(folder.walk())
+    except UserError:
+        return False
+
+
+def _listed(folder: Folder) -> dict[str, str]:
+    """Names and SHA-256 of a checkpoint's files. Raises UserError for a manifest that lists no state or no weights."""
+    damaged = f"{folder} is not a complete checkpoint: its {MANIFEST}"
+    try:
+        held = json.loads(folder.read(MANIFEST))
+    except (*store_errors(), ValueError, RecursionError) as error:
+        raise UserError(f"{damaged} cannot be read ({error})") from error
+    match held:
+        case {"files": dict(files)} if all(isinstance(digest, str) for digest in files.values()):
+            pass
+        case _:
+            raise UserError(f"{damaged} lists no files")
+    if STATE not in files or not any(name.endswith(WEIGHTS) for name in files):
+        raise UserError(f"{damaged} lists no {STATE}, or no weights (*{WEIGHTS})")
+    return files
+
+
+def read_state(location: str | Path | Folder) -> TrainState:
+    """Verify a checkpoint and return its step and stream position. Raises UserError for a damaged one."""
+    folder = Folder.at(location)
+    verify(folder)
+    return train_state(folder)
+
+
+def train_state(folder: Folder) -> TrainState:
+    """Return the step and stream position of a checkpoint as it is. Raises UserError for a file of another form."""
+    match _state(folder):
+        case {"step": int(step), "next_sample": int(first), "unfinished": [*ids]} if all(type(i) is int for i in ids):
+            return TrainState(step=step, next_sample=first, unfinished=tuple(ids))
+    raise UserError(f"{folder / STATE} does not say where the run stood")
+
+
+def read_origin(location: str | Path | Folder) -> Origin:
+    """Return what wrote a checkpoint. Raises UserError for a file of another form."""
+    folder = Folder.at(location)
+    match _state(folder).get("origin", {}):
+        case dict(origin):
+            known = {field.name: origin[field.name] for field in fields(Origin) if field.name in origin}
+            made = Origin(**known)
+            if isinstance(made.num_ranks, int) and made.num_ranks > 0 and isinstance(made.recipe, Mapping):
+                return made
+    raise UserError(f"{folder / STATE} does not say what wrote the checkpoint")
+
+
+def _state(folder: Folder) -> dict[str, Any]:
+    try:
+        held = json.loads(folder.read(STATE))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{folder / STATE} cannot be read ({error})") from error
+    return held if isinstance(held, dict) else {}
+
+
+def mark_rolled_back(folder: Folder, *, to: int, reason: str) -> None:
+    """Set a checkpoint aside: it stays whole, and counts no longer among those of its run. `to`: the one that does."""
+    write_json(folder, ROLLED_BACK, {"to": to, "reason": reason})
+
+
+def list_steps(root: str | Path | Folder, *, rolled_back: bool = False) -> list[int]:
+    """Steps of the complete checkpoints under `root`, oldest first; with `rolled_back` also of those set aside."""
+    folder = Folder.at(root)
+    found = {step_of(name): folder / name for name in folder.folders()}
+    whole = {step: at for step, at in found.items() if step is not None and at.has(MANIFEST)}
+    return sorted(step for step, at in whole.items() if rolled_back or not at.has(ROLLED_BACK))
+
+
+def step_of(name: str) -> int | None:
+    """The step of a checkpoint's folder; None for any other, as a copy that a user has kept as step_12_best."""
+    number = name.removeprefix("step_")
+    return int(number) if number != name and re.fullmatch("0|[1-9][0-9]*", number) else None
+
+
+def _digests(folder: Folder, names: list[str]) -> dict[str, str]:
+    with ThreadPoolExecutor(max_workers=4) as readers:  # hashing and reading leave the interpreter to others
+        return dict(zip(names, readers.map(folder.digest, names)))

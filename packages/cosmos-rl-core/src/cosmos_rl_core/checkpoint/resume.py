@@ -1,0 +1,192 @@
+"""Resume from the newest whole checkpoint, under a compatible recipe; roll back to a healthy one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.checkpoint.manifest import (
+    MANIFEST,
+    TrainState,
+    list_steps,
+    mark_rolled_back,
+    read_origin,
+    read_state,
+)
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.storage.folder import Folder, store_errors
+
+KEPT = (
+    "run.domain",
+    "run.seed",
+    "model",
+    "data",
+    "prompts.shuffle",
+    "policy.prompts_per_step",
+    "policy.optimizer.name",
+    "rollout.group_size",
+)
+"""Keys and sections that say what the weights, the optimizer's state and the place in the prompt stream mean."""
+TOLD = (
+    "algorithm",
+    "model.dtype",
+    "policy.precision",
+    "reward",
+    "rollout.sampling",
+    "rollout.engine",
+    "sync.max_staleness",
+)
+"""Keys and sections that change what is learnt from here on. All others are free: rates, layout, replicas, files."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """Where a run goes on."""
+
+    folder: Folder
+    """The checkpoint, verified."""
+    state: TrainState
+    notes: tuple[str, ...] = ()
+    """What the user should know: damaged checkpoints that were passed over, keys that have changed."""
+
+
+def checkpoint_root(config: RunConfig, run_dir: Path) -> Folder:
+    """Where the checkpoints of a run lie."""
+    return Folder.at(config.checkpoint.path or run_dir / "checkpoints")
+
+
+def find_resumption(config: RunConfig, run_dir: Path, resume: str) -> Resumption | None:
+    """Return what "auto" or a path means; None for "auto" where there is no checkpoint yet.
+
+    Raises UserError when none is whole, when newer ones than PATH are there, for a recipe that has changed in a key
+    that must not, and for a place that cannot be read.
+    """
+    root = checkpoint_root(config, run_dir)
+    with _within_reach(root if resume == "auto" else resume):
+        found = _newest(root) if resume == "auto" else _named(root, resume)
+        if found is None:
+            return None
+        saved = read_origin(found.folder).recipe
+    changed = tuple(_changes(saved, recipe_of(config))) if saved else ()
+    return Resumption(folder=found.folder, state=found.state, notes=(*found.notes, *changed))
+
+
+def claim_root(config: RunConfig, run_dir: Path, *, overwrite: bool) -> None:
+    """Make sure that a new run's [checkpoint] path holds no earlier run; `overwrite` clears it."""
+    if not config.checkpoint.path:
+        return
+    root = checkpoint_root(config, run_dir)
+    with _within_reach(root):
+        steps = list_steps(root, rolled_back=True)
+        if steps and not overwrite:
+            raise UserError(
+                f"[checkpoint] path = {config.checkpoint.path!r} holds checkpoints of an earlier run "
+                f"(step_{steps[-1]}). Go on with it by --resume auto, write over it by --overwrite, or choose another "
+                "path."
+            )
+        for step in steps:
+            (root / f"step_{step}").remove()
+
+
+def recipe_of(config: RunConfig) -> dict[str, Any]:
+    """The resolved recipe as JSON, section by section, as a checkpoint keeps it: with the keys that are not set."""
+    return config.model_dump(mode="json")
+
+
+@contextmanager
+def _within_reach(place: Folder | str) -> Iterator[None]:
+    """Raise UserError where a store or disk does not answer."""
+    try:
+        yield
+    except store_errors() as error:
+        raise UserError(
+            f"checkpoints in {place} cannot be reached: {error}. Check [checkpoint] path, the network and the keys."
+        ) from error
+
+
+def _newest(root: Folder) -> Resumption | None:
+    damaged: list[str] = []
+    for step in reversed(list_steps(root)):
+        folder = root / f"step_{step}"
+        try:
+            return Resumption(folder=folder, state=read_state(folder), notes=tuple(damaged))
+        except UserError as error:
+            damaged.append(f"{error.args[0].partition(';')[0]}; going on from the one before")
+    if damaged:
+        raise UserError(
+            f"none of the checkpoints in {root} is whole: {damaged[0].partition(';')[0]}"
+            + (f", and {len(damaged) - 1} more" if len(damaged) > 1 else "")
+            + ". Put one of them right, or start anew by --overwrite."
+        )
+    return None
+
+
+def _named(root: Folder, resume: str) -> Resumption:
+    folder = Folder.at(resume)
+    if not folder.has(MANIFEST):
+        raise UserError(f"--resume {resume}: no checkpoint there (a folder with a {MANIFEST})")
+    state = read_state(folder)
+    later = [f"step_{step}" for step in list_steps(root) if step > state.step]
+    if later:
+        raise UserError(
+            f"--resume {resume}: {root} holds later checkpoints, which the run would clash with "
+            f"({', '.join(later)}). Move them away, or choose another [run] output_dir."
+        )
+    return Resumption(folder=folder, state=state)
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each key that has changed and matters; raises UserError for those that must not."""
+    before, after = dict(_flat(saved)), dict(_flat(now))
+    refused = []
+    for key in sorted(before.keys() & after.keys()):  # a key that only one of two releases knows is no change
+        if before[key] == after[key]:
+            continue
+        change = f"{key} was {_written(before[key])} and is {_written(after[key])}"
+        if _covers(TOLD, key):
+            yield f"the recipe has changed since the checkpoint: {change}"
+        elif _covers(KEPT, key):
+            refused.append(change)
+    if refused:
+        raise UserError(
+            f"the checkpoint was written with another recipe: {'; '.join(refused)}. Put that back to go on with this "
+            "run; for a new run from its weights, set model.path to an export of the checkpoint and choose another "
+            "[run] output_dir."
+        )
+
+
+def _flat(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of nested tables."""
+    for key, value in table.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{prefix}{key}.")
+        else:
+            yield f"{prefix}{key}", value
+
+
+def _covers(keys: tuple[str, ...], key: str) -> bool:
+    return any(key == known or key.startswith(f"{known}.") for known in keys)
+
+
+def _written(value: Any) -> str:
+    return "not set" if value is None else as_toml(value)
+
+
+def roll_back(root: Folder, *, to: int, reason: str) -> int | None:
+    """Mark the checkpoints after step `to`, and return the step of the newest that stands; None, and no mark, without.
+
+    A marked checkpoint is whole and can be named by its path; whoever asks for a run's newest one gets an earlier.
+    """
+    steps = list_steps(root)
+    healthy = max((step for step in steps if step <= to), default=None)
+    if healthy is None:
+        return None
+    for step in reversed(steps):  # newest first: a kill in between leaves a hacked one that the next look finds again
+        if step > to:
+            mark_rolled_back(root / f"step_{step}", to=healthy, reason=reason)
+    return healthy

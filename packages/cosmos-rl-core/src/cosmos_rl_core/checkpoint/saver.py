@@ -1,0 +1,179 @@
+"""When checkpoints are written: beside training while it goes on, and at its end.
+
+    compute thread   step 11 | copy | step 12 | step 13 | step 14 | (wait) copy | ...
+    writing thread           |---- write, hash, rename: step_11 ----|           |---- ...
+
+All ranks of a replica do the same at the same time. A save that fails leaves training and the earlier checkpoints
+alone and is told; at the end of the run it is the run's error.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+from cosmos_rl_core.checkpoint.capture import Snapshot, SnapshotPlanner
+from cosmos_rl_core.checkpoint.manifest import Origin, TrainState, has_all_files, list_steps
+from cosmos_rl_core.checkpoint.restore import live_tensors
+from cosmos_rl_core.checkpoint.retention import surplus
+from cosmos_rl_core.checkpoint.weights_name import weights_name
+from cosmos_rl_core.checkpoint.writer import CheckpointWriter, SaveFailed
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.parallel.rank_group import RankGroup
+from cosmos_rl_core.recipe.sections import CheckpointSection
+from cosmos_rl_core.storage.folder import Folder, store_errors
+from cosmos_rl_core.train.trainer import Trainer
+
+
+def _silent(*_: object) -> None:
+    """Nobody listens."""
+
+
+class CheckpointSaver:
+    """Saves when a step is due, and at the end. Every method is called in every rank, in the compute thread.
+
+    saver = CheckpointSaver(section, root=folder, trainer=trainer, ranks=RankGroup.of_all(), state=state)
+    saver.after_step(state)         # after each step
+    folder = saver.finish()         # once, at the end
+    """
+
+    def __init__(
+        self,
+        section: CheckpointSection,
+        *,
+        root: Folder,
+        trainer: Trainer,
+        state: TrainState,
+        ranks: RankGroup | None = None,
+        origin: Origin | None = None,
+        resumed_from: str = "",
+        scores: Callable[[], Mapping[int, float]] = dict,
+        healthy: Callable[[], int | None] = lambda: None,
+        on_saved: Callable[[int, str], None] = _silent,
+        on_failed: Callable[[str], None] = _silent,
+    ) -> None:
+        """Note where the run starts: at `state`, read out of `resumed_from` where that is not empty.
+
+        `scores` returns step -> figure, higher better, for keep_best; `healthy` the last step at which the run was
+        in order, whose weights are kept. `on_saved` gets the step and the place of each
+        checkpoint written on the way, `on_failed` what went wrong; both are called in rank 0, in the writing thread.
+        """
+        self._section = section
+        self._trainer = trainer
+        self._state = state
+        self._ranks = ranks or RankGroup()
+        self._scores = scores
+        self._healthy = healthy
+        self._on_saved = on_saved
+        self._on_failed = on_failed
+        beside = files_beside(trainer.policy) if self._ranks.leads else {}
+        self._writer = CheckpointWriter(root, ranks=self._ranks, origin=origin or Origin(), beside=beside)
+        self._planner = SnapshotPlanner(self._ranks, weights_file=f"policy/{weights_name(beside)}.safetensors")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._writing: Future[None] | None = None
+        self._saved_step = state.step if resumed_from == str(root / f"step_{state.step}") else -1
+        self._failures = 0
+        """Saves in a row that failed."""
+        self._kept: set[int] = set()
+        """Steps of the checkpoints that were there after the last save."""
+
+    def after_step(self, state: TrainState) -> None:
+        """Note where the run stands, and save if it is time: copy now and write beside the next steps."""
+        self._state = state
+        if not self._section.every_steps or state.step % self._section.every_steps:
+            return
+        self.settle()
+        snapshot = self._snapshot(copy=self._section.asynchronous)
+        if self._section.asynchronous:
+            self._writing = self._thread.submit(self._try_to_write, snapshot)
+        else:
+            self._try_to_write(snapshot)
+
+    def settle(self) -> None:
+        """Wait for the save before. What it could not write is told already; any other error is a bug, raised here."""
+        writing, self._writing = self._writing, None
+        if writing is not None:
+            writing.result()
+
+    def finish(self) -> Folder | None:
+        """Save the last whole step, if it is not saved yet, and return where it lies.
+
+        None in the middle of a step, where weights and stream position do not agree. Raises UserError when it cannot
+        be written.
+        """
+        self.settle()
+        self._thread.shutdown()
+        if self._trainer.version != self._state.step:
+            return None
+        final = self._writer.root / f"step_{self._state.step}"
+        if self._saved_step != self._state.step or self._was_removed(final):
+            try:
+                self._write(self._snapshot(copy=False))
+            except SaveFailed as error:
+                raise UserError(f"cannot write the checkpoint {final}: {error}. Earlier ones are untouched.") from error
+        else:
+            self._drop_surplus(self._state.step)  # the last evaluation may have come since
+        return final
+
+    def _was_removed(self, folder: Folder) -> bool:
+        """Whether somebody has removed a checkpoint, or files of it. All ranks ask, and get the answer of rank 0."""
+        gone = self._ranks.leads and folder.is_local and not has_all_files(folder)
+        return self._ranks.gather(b"gone" if gone else b"")[0] == b"gone"
+
+    def _snapshot(self, *, copy: bool) -> Snapshot:
+        tensors = live_tensors(self._trainer.policy, self._trainer.optimizer, rank=self._ranks.rank)
+        return self._planner.take(tensors, self._state, copy=copy)
+
+    def _try_to_write(self, snapshot: Snapshot) -> None:
+        step = snapshot.state.step
+        try:
+            folder = self._write(snapshot)
+            if self._ranks.leads:
+                self._on_saved(step, str(folder))
+        except SaveFailed as error:
+            self._failures += 1
+            if self._ranks.leads:
+                row = f", the save before failed too ({self._failures} in a row)" if self._failures > 1 else ""
+                self._on_failed(
+                    f"step {step} could not be saved: {error}{row}; training goes on, earlier checkpoints are untouched"
+                )
+
+    def _write(self, snapshot: Snapshot) -> Folder:
+        folder = self._writer.write(snapshot)
+        self._saved_step, self._failures = snapshot.state.step, 0
+        self._drop_surplus(snapshot.state.step)
+        return folder
+
+    def _drop_surplus(self, newest: int) -> None:
+        if not self._ranks.leads:
+            return
+        root, section = self._writer.root, self._section
+        scores = self._scores() if section.keep_best else {}
+        try:
+            there = list_steps(root)
+            if gone := sorted(self._kept - set(there)):
+                self._on_failed(f"somebody has removed {', '.join(f'step_{step}' for step in gone)} from {root}")
+            dropped = surplus(
+                there,
+                newest=newest,
+                keep=section.keep,
+                keep_best=section.keep_best,
+                scores=scores,
+                healthy=self._healthy(),
+            )
+            for step in dropped:
+                (root / f"step_{step}").remove()
+            self._kept = set(there) - set(dropped)
+        except store_errors() as error:
+            self._on_failed(f"an old checkpoint could not be removed: {error}")
+
+
+def files_beside(policy: Policy) -> dict[str, bytes]:
+    """Return the files a policy wants beside its weights, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        policy.save_config(Path(folder))
+        files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]
+        return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}

@@ -1,0 +1,104 @@
+"""Writes a snapshot so that a checkpoint is complete or absent.
+
+disk          .step_12.partial/ in all ranks -> manifest.json -> renamed to step_12/
+object store  step_12/ in all ranks          -> manifest.json, whose presence makes it a checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+
+import msgspec
+
+from cosmos_rl_core.checkpoint.capture import Snapshot
+from cosmos_rl_core.checkpoint.contents import CONTENTS
+from cosmos_rl_core.checkpoint.manifest import STATE, Origin, write_json, write_manifest
+from cosmos_rl_core.parallel.rank_group import RankGroup
+from cosmos_rl_core.storage.folder import Folder, store_errors, sync
+
+
+class SaveFailed(Exception):
+    """A checkpoint could not be written, by at least one rank; none is left. Says which and why."""
+
+
+class CheckpointWriter:
+    """The same in every rank of the replica; rank 0 does what is done once."""
+
+    def __init__(self, root: Folder, *, ranks: RankGroup, origin: Origin, beside: Mapping[str, bytes]) -> None:
+        """`beside` are the files of policy/ that are no weights, by name."""
+        self.root = root
+        self._ranks = ranks
+        self._origin = origin
+        self._beside = beside
+
+    def write(self, snapshot: Snapshot) -> Folder:
+        """Write `root/step_N` and return it; all ranks call this. Raises SaveFailed, in all of them."""
+        final = f"step_{snapshot.state.step}"
+        target = self.root / (f".{final}.partial" if self.root.is_local else final)
+        try:
+            self._together(lambda: self._clear(target) if self._ranks.leads else {})
+            digests = self._together(lambda: self._write_tensors(target, snapshot))
+            self._together(lambda: self._complete(target, final, snapshot, digests) if self._ranks.leads else {})
+        except SaveFailed:
+            if self._ranks.leads:
+                with contextlib.suppress(*store_errors()):  # out of reach; without a manifest it is no checkpoint
+                    target.remove()
+            raise
+        return self.root / final
+
+    def _clear(self, target: Folder) -> dict[str, str]:
+        """Remove what killed saves left behind; on an object store that is a folder without a manifest."""
+        for name in self.root.folders():
+            if name.startswith(".step_") and self.root.is_local:
+                (self.root / name).remove()
+        target.remove()
+        return {}
+
+    def _write_tensors(self, target: Folder, snapshot: Snapshot) -> dict[str, str]:
+        return {file: target.write(file, snapshot.bytes_of(file)) for file in snapshot.files}
+
+    def _complete(self, target: Folder, final: str, snapshot: Snapshot, digests: dict[str, str]) -> dict[str, str]:
+        """Add the files there is one of, and make it a checkpoint; the files of all ranks must be here."""
+        if missing := sorted(set(digests) - set(target.walk())):
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{missing[0]} is not in {target}: [checkpoint] path must be a folder that all ranks reach",
+            )
+        for name, data in self._beside.items():
+            digests[f"policy/{name}"] = target.write(f"policy/{name}", [data])
+        digests[CONTENTS] = target.write(CONTENTS, [msgspec.json.encode(snapshot.contents)])
+        digests[STATE] = write_json(target, STATE, {**asdict(snapshot.state), "origin": asdict(self._origin)})
+        write_manifest(target, digests)
+        if target.is_local:
+            for path in [*filter(lambda path: path.is_dir(), target.path.rglob("*")), target.path]:
+                sync(path)
+            self._give_way(final)
+            target.rename(final)
+        return {}
+
+    def _give_way(self, final: str) -> None:
+        """Put a damaged checkpoint of this step, or one of an abandoned life of the run, out of the way."""
+        if self.root.has(final):
+            replaced = (self.root / final).rename(f".{final}.replaced")
+            replaced.remove()
+
+    def _together(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
+        """Do something in every rank and return all they say; raises SaveFailed in all when it failed in one."""
+        try:
+            said = {"done": work()}
+        except store_errors() as error:
+            said = {"failed": _cause(error)}
+        told = [json.loads(text) for text in self._ranks.gather(json.dumps(said).encode())]
+        failed = [f"rank {rank}: {what['failed']}" for rank, what in enumerate(told) if "failed" in what]
+        if failed:
+            raise SaveFailed("; ".join(failed) if self._ranks.size > 1 else failed[0].removeprefix("rank 0: "))
+        return {name: digest for what in told for name, digest in what["done"].items()}
+
+
+def _cause(error: Exception) -> str:
+    """What the store said, without our temporary names."""
+    return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"

@@ -1,0 +1,228 @@
+"""The command `cosmos-rl`. A command imports what it needs when it runs, so that --help answers at once."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from cosmos_rl_core.cli import inference
+from cosmos_rl_core.cli.inference import Overrides, Recipe
+from cosmos_rl_core.python_path import add_folders, child_environment, import_from
+
+app = typer.Typer(
+    name="cosmos-rl",
+    help="Asynchronous reinforcement learning for Physical AI, from TOML recipes.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+@app.command()
+def run(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    resume: Annotated[
+        str | None,
+        typer.Option(metavar="auto|PATH", help="Go on from the newest checkpoint, or from this one."),
+    ] = None,
+    overwrite: Annotated[
+        bool, typer.Option("--overwrite", help="Replace an earlier run in the same output directory.")
+    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the plan, and stop there.")] = False,
+) -> None:
+    """Train, by reinforcement learning or supervised, from a TOML recipe."""
+    if dry_run:
+        check(file, overrides)
+        plan(file, overrides)
+        return
+    folders = import_from(file)
+    from cosmos_rl_core.errors import WorkerFailed
+    from cosmos_rl_core.launch.run import run as run_config
+    from cosmos_rl_core.recipe.load import load_config
+
+    config = load_config(file, overrides or ())
+    try:
+        result = run_config(config, resume=resume, overwrite=overwrite, python_path=folders)
+    except WorkerFailed as error:  # it carries the worker's last words; where the controller stood adds nothing
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+@app.command()
+def check(file: Recipe, overrides: Overrides = None) -> None:
+    """Tell every error of a recipe at once, or what the run will do."""
+    import_from(file)
+    from cosmos_rl_core.launch.check import check as check_config
+    from cosmos_rl_core.recipe.load import load_config
+
+    checked = check_config(load_config(file, overrides or ()), file=str(file))
+    typer.echo(f"{file}: ok\n{checked}")
+
+
+@app.command()
+def plan(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    memory: Annotated[
+        str | None, typer.Option(metavar="SIZE", help="Memory of a device, such as 80GiB: say what would fit.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of tables.")] = False,
+) -> None:
+    """Show the processes a recipe will start and how much they hold, without starting anything."""
+    import_from(file)
+    import json
+
+    from cosmos_rl_core.launch.memory import parse_bytes
+    from cosmos_rl_core.launch.plan import plan as plan_config
+    from cosmos_rl_core.recipe.load import load_config
+
+    size = None if memory is None else parse_bytes(memory)
+    planned = plan_config(load_config(file, overrides or ()), memory=size)
+    typer.echo(json.dumps(planned.as_json(), indent=2) if as_json else planned)
+
+
+@app.command()
+def init(
+    domain: Annotated[str, typer.Argument(metavar="DOMAIN", help="What to train, such as llm.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write run.toml.")],
+) -> None:
+    """Write a commented recipe to start from."""
+    from cosmos_rl_core.cli.init import init as write_recipe
+
+    path = write_recipe(domain, directory)
+    typer.echo(f"wrote {path}; next: cosmos-rl check {path}")
+
+
+@app.command()
+def plugins() -> None:
+    """List what is installed: domains, transports, rewards and so on."""
+    from cosmos_rl_core.observe.tables import table
+    from cosmos_rl_core.plugins import GROUPS, locate, names
+
+    rows = [(group, name, locate(group, name)) for group in GROUPS for name in names(group)]
+    typer.echo(table(rows, header=("group", "name", "from")))
+
+
+@app.command()
+def worker(
+    *,
+    controller: Annotated[str, typer.Option(help="Address of the run's controller, such as tcp://10.0.0.1:4000.")],
+    role: Annotated[Literal["policy", "rollout"], typer.Option(help="What it does.")],
+    name: Annotated[str, typer.Option(help="Name of the replica, such as policy-0.")],
+    token_file: Annotated[Path, typer.Option(help="The file `token` in the run's directory.")],
+    threads: Annotated[int | None, typer.Option(help="CPU threads of each process.")] = None,
+    node: Annotated[int, typer.Option(help="Which of the replica's machines this is; the controller's is 0.")] = 0,
+    num_nodes: Annotated[int, typer.Option(help="Machines of the replica.")] = 1,
+    ranks_per_node: Annotated[int, typer.Option(help="Processes of the replica on each machine.")] = 1,
+    rendezvous: Annotated[str, typer.Option(help="host:port where the replica's machines meet.")] = "",
+    collective_timeout_s: Annotated[float, typer.Option(help="Longest wait of ranks for one another.")] = 600.0,
+    python_path: Annotated[list[str] | None, typer.Option(help="Folder for module:attribute names.")] = None,
+) -> None:
+    """Run a worker on another machine; `cosmos-rl run` prints the whole command."""
+    import os
+
+    from cosmos_rl_core.workers.main import run_worker
+    from cosmos_rl_core.workers.node import Node, WorkerAddress
+
+    os.environ.update(child_environment(python_path or ()))  # for the ranks
+    address = WorkerAddress(controller=controller, role=role, name=name, token_file=token_file, threads=threads)
+    part = Node(
+        index=node,
+        num_nodes=num_nodes,
+        ranks_per_node=ranks_per_node,
+        rendezvous=rendezvous,
+        collective_timeout_s=collective_timeout_s,
+    )
+    raise typer.Exit(run_worker(address, part))
+
+
+@app.command()
+def reward_server(
+    file: Annotated[Path | None, typer.Argument(metavar="FILE", help="Settings in TOML.")] = None,
+    *,
+    reward: Annotated[
+        list[str] | None, typer.Option(metavar="NAME", help="A reward to serve; may be repeated.")
+    ] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless told.")] = None,
+    port: Annotated[int | None, typer.Option(help="0 takes a free one and prints it; 8300 unless told.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="The token's file, made when missing.")] = None,
+) -> None:
+    """Serve rewards to runs on this and other machines; flags replace what FILE says."""
+    folders = import_from(file or Path("rewards.toml"))
+    from cosmos_rl_core.recipe.load import read_toml
+    from cosmos_rl_core.reward.service.start import run_server
+
+    raw = read_toml(file) if file else {}
+    flags = {"host": host, "port": port, "token_file": str(token_file) if token_file else None}
+    flags["rewards"] = [{"name": name} for name in reward] if reward else None
+    raw.update({key: value for key, value in flags.items() if value is not None})
+    raise typer.Exit(run_server(raw, file=str(file or ""), say=typer.echo, python_path=folders))
+
+
+@app.command()
+def export(
+    source: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the model goes: new or empty.")],
+    *,
+    step: Annotated[int | None, typer.Option(help="Which checkpoint of the run; the newest without it.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as they are without it.")] = None,
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Largest file.")] = 5_000_000_000,
+    merge_adapters: Annotated[
+        bool, typer.Option("--merge-adapters/--keep-adapters", help="Whole weights, or the adapters alone.")
+    ] = True,
+    average: inference.Averaged = True,
+    format: Annotated[
+        str | None, typer.Option(metavar="NAME", help="Another program's format; of robot policies: lerobot, openpi.")
+    ] = None,
+) -> None:
+    """Write a checkpoint as a Hugging Face model, or in another program's format."""
+    add_folders([str(Path.cwd())])
+    from cosmos_rl_core.checkpoint.export import export as export_model
+
+    written = export_model(
+        source,
+        directory,
+        step=step,
+        dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
+        merge_adapters=merge_adapters,
+        averaged=average,
+        format=format,
+    )
+    typer.echo(f"{written.checkpoint} -> {directory}: {written.num_tensors} tensors, {written.num_bytes:,} bytes")
+
+
+@app.command()
+def status(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")]) -> None:
+    """Show the members, samples and waits of a run."""
+    import time
+
+    from cosmos_rl_core.control.status import live_pid, read_status, render
+
+    typer.echo(render(run_dir, read_status(run_dir), pid=live_pid(run_dir), now=time.time()))
+
+
+app.command()(inference.generate)
+app.command("eval")(inference.evaluate)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    """Run the command line: exit code 2 with one message for a user's error, 130 after Ctrl-C."""
+    try:
+        app(arguments)
+    except ValueError as error:
+        from cosmos_rl_core.errors import UserError  # already loaded by whatever raised it
+
+        if not isinstance(error, UserError):
+            raise
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)

@@ -1,0 +1,103 @@
+"""The groups on their way from rollout to policy, and how a batch of them travels.
+
+delivered -> held -> in a batch -> its step is committed -> released
+                         |
+                         +-> cannot be read -> released, the sample is generated again
+
+A large group is held as a reference: its bytes lie in the spool of the replica that made it (rollout/spool.py).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.journal.durable import DurableLedger
+from cosmos_rl_core.control.ledger import events, records
+from cosmos_rl_core.control.ledger.outputs import AssignBatch
+from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.data.source import PromptSource
+from cosmos_rl_core.rollout.spool.store import Spooled
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """A group on its way."""
+
+    payload: p.Payload
+    replica: str
+    """Who made it."""
+
+
+@dataclass(slots=True, kw_only=True)
+class Batches:
+    """Holds what was delivered for a sample until its step is committed."""
+
+    source: PromptSource
+    supervised: bool
+    """True: a sample's payload is its row, read when it is needed."""
+    accounts: DurableLedger
+    peers: Peers
+    _held: dict[int, Held] = field(default_factory=dict)
+    _assigned: Sequence[int] = ()
+
+    def deliver(self, peer: Peer, message: p.Deliver) -> None:
+        """Hold a group, if the ledger takes it: the first of a sample, and in time."""
+        m = message
+        delivery = (m.sample, m.attempt, m.min_version, m.max_version, m.num_terms)
+        decided = self.accounts.feed(events.Deliver(peer.name, peer.incarnation, *delivery))
+        held = Held(m.payload, peer.name)
+        if any(isinstance(record, records.Delivered) for record in decided):
+            self._held[m.sample] = held
+        else:
+            self._release([held])
+
+    def lose(self, peer: Peer, message: p.PayloadsLost) -> list[int]:
+        """Let go of groups that the policy cannot read, if the ledger agrees, and return their samples."""
+        loss = (message.step, message.epoch, tuple(message.samples), message.reason)
+        decided = self.accounts.feed(events.PayloadsLost(peer.name, peer.incarnation, *loss))
+        lost = [s for record in decided if isinstance(record, records.PayloadsLost) for s in record.samples]
+        self._drop(lost)
+        return lost
+
+    def message(self, effect: AssignBatch) -> p.Batch:
+        self._assigned = effect.samples
+        payloads = [self._payload(sample) for sample in effect.samples]
+        return p.Batch(step=effect.step, epoch=effect.epoch, samples=list(effect.samples), payloads=payloads)
+
+    def committed(self) -> None:
+        """The step that was assigned last is in the weights."""
+        self._drop(self._assigned)
+        self._assigned = ()
+
+    def kept(self, replica: str) -> list[str]:
+        """Return the files of a replica that are still needed."""
+        mine = [held.payload for held in self._held.values() if held.replica == replica]
+        return [payload.path for payload in mine if isinstance(payload, Spooled)]
+
+    def _payload(self, sample: int) -> p.Payload:
+        if self.supervised:
+            return json.dumps(dict(self.source[sample].row)).encode()
+        held = self._held[sample]
+        if isinstance(held.payload, bytes):
+            return held.payload
+        maker = self.peers.by_name.get(held.replica)
+        return msgspec.structs.replace(held.payload, address=maker.address if maker else "")
+
+    def _drop(self, samples: Iterable[int]) -> None:
+        self._release([self._held.pop(sample) for sample in samples if sample in self._held])
+
+    def _release(self, groups: Iterable[Held]) -> None:
+        """Have the spools remove the files. A replica that is not welcomed yet is told with its welcome what stays."""
+        paths: dict[str, list[str]] = {}
+        for held in groups:
+            if isinstance(held.payload, Spooled):
+                paths.setdefault(held.replica, []).append(held.payload.path)
+        for replica, files in paths.items():
+            peer = self.peers.by_name.get(replica)
+            if peer is not None and peer.is_welcome:
+                peer.post(p.Release(files))

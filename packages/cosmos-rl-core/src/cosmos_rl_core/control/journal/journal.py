@@ -1,0 +1,206 @@
+"""The journal: every record the ledger decided, on disk before anyone hears of it.
+
+    journal = Journal(directory)
+    ledger = Ledger.replay(config, journal.replay())
+    journal.append(record)            # returns at once
+    await journal.flush()             # one fdatasync for all that was appended, whoever waits
+
+A directory holds segments, named by the number of their first record, and snapshots, named by the number of
+records they stand for. When opened, a torn end of the last segment is cut off; any other damage raises. An
+error of write or fdatasync is final: after a failed fsync the kernel may have thrown the pages away, so
+trying again would report success falsely.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from cosmos_rl_core.control.journal.segment import (
+    JournalError,
+    cut_off,
+    encode_frame,
+    read_segment,
+    segment_firsts,
+    segment_path,
+    sync_directory,
+)
+from cosmos_rl_core.control.journal.snapshot import latest_snapshot, remove_superseded, write_snapshot
+from cosmos_rl_core.control.ledger.records import AnyRecord, Record
+from cosmos_rl_core.errors import UserError
+
+
+class SegmentFile(Protocol):
+    """A file that grows at its end."""
+
+    def write(self, data: bytes) -> None:
+        """Append all of `data`."""
+        ...
+
+    def sync(self) -> None:
+        """Return when all that was written is on disk."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class DiskFile:
+    """A segment on disk."""
+
+    def __init__(self, path: Path) -> None:
+        self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
+
+    def write(self, data: bytes) -> None:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[os.write(self._fd, rest) :]
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class Journal:
+    """An append-only log of records with group commit. One process writes it at a time."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        segment_bytes: int = 64 * 2**20,
+        open_file: Callable[[Path], SegmentFile] = DiskFile,
+    ) -> None:
+        """Open or create the journal in `directory`. Raises JournalError if it is damaged."""
+        self._directory = directory
+        self._segment_bytes = segment_bytes
+        self._open_file = open_file
+        self._encoder = msgspec.msgpack.Encoder()
+        directory.mkdir(parents=True, exist_ok=True)
+        self._snapshot_number, self.snapshot = latest_snapshot(directory)
+        first, self.num_records, self._size = self._check()
+        self.num_durable = self.num_records
+        """Records that are on disk."""
+        self._file = open_file(segment_path(directory, first))
+        sync_directory(directory)
+        self._pending: list[bytes] = []
+        self._write: Future[None] | None = None  # the newest; the one thread runs them in order
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
+
+    def append(self, record: Record) -> int:
+        """Take a record for the next flush and return its number."""
+        number = self.num_records
+        self._pending.append(encode_frame(self._encoder.encode(record), number))
+        self.num_records += 1
+        return number
+
+    async def flush(self) -> None:
+        """Return when all records appended before are on disk. Raises UserError when the disk is full."""
+        target = self.num_records
+        while self.num_durable < target:
+            if self._write is None or self._write.done():
+                self._start_write()
+            assert self._write is not None
+            await asyncio.shield(asyncio.wrap_future(self._write))
+
+    def sync(self) -> None:
+        """Do what `flush` does, without an event loop."""
+        while self.num_durable < self.num_records:
+            if self._write is None or self._write.done():
+                self._start_write()
+            assert self._write is not None
+            self._write.result()
+
+    def replay(self) -> Iterator[Record]:
+        """Yield the durable records that follow `snapshot`, or all where there is none."""
+        decoder = msgspec.msgpack.Decoder(AnyRecord)
+        firsts = segment_firsts(self._directory)
+        for first, following in zip(firsts, [*firsts[1:], None]):
+            if following is not None and following <= self._snapshot_number:
+                continue
+            path = segment_path(self._directory, first)
+            for number, (body, _) in enumerate(read_segment(path, first=first, is_last=following is None), first):
+                if self._snapshot_number <= number < self.num_durable:
+                    yield decoder.decode(body)
+
+    def take_snapshot(self, state: bytes) -> None:
+        """Write down the state that all records so far lead to, and remove the segments no snapshot needs.
+
+        The two newest snapshots are kept, with the records since the older one.
+        """
+        self.sync()
+        try:
+            write_snapshot(self._directory, self.num_durable, state)
+            self._thread.submit(self._start_segment).result()
+            remove_superseded(self._directory)
+        except OSError as error:
+            raise _failure(error, self._directory) from error
+
+    def close(self) -> None:
+        """Write what is pending and close the file."""
+        try:
+            self.sync()
+        finally:
+            self._thread.shutdown()
+            self._file.close()
+
+    def _start_write(self) -> None:
+        """Hand everything pending to the thread. After a failure nothing is ever tried again."""
+        if self._write is not None and self._write.exception() is not None:
+            return
+        frames, self._pending = self._pending, []
+        self._write = self._thread.submit(self._write_out, b"".join(frames), len(frames))
+
+    def _write_out(self, data: bytes, count: int) -> None:
+        try:
+            self._file.write(data)
+            self._file.sync()
+            self.num_durable += count
+            self._size += len(data)
+            if self._size >= self._segment_bytes:
+                self._start_segment()
+        except OSError as error:
+            raise _failure(error, self._directory) from error
+
+    def _start_segment(self) -> None:
+        if self._size:
+            self._file.close()
+            self._file = self._open_file(segment_path(self._directory, self.num_durable))
+            self._size = 0
+            sync_directory(self._directory)
+
+    def _check(self) -> tuple[int, int, int]:
+        """Read all segments, cut off a torn end; return where the last starts, the next number, its size."""
+        firsts = segment_firsts(self._directory) or [self._snapshot_number]
+        number, size = firsts[0], 0
+        if number > self._snapshot_number:
+            raise JournalError(f"{self._directory}: the records before number {number} are missing")
+        for first in firsts:
+            path, size = segment_path(self._directory, first), 0
+            if first != number:
+                raise JournalError(f"{path}: starts at record {first}, but record {number} comes next")
+            if path.exists():
+                for _, end in read_segment(path, first=first, is_last=first == firsts[-1]):
+                    number, size = number + 1, end
+                if size < path.stat().st_size:
+                    cut_off(path, size)
+        if number < self._snapshot_number:
+            raise JournalError(f"{self._directory}: ends at record {number}, before its snapshot")
+        return firsts[-1], number, size
+
+
+def _failure(error: OSError, directory: Path) -> Exception:
+    if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+        return UserError(
+            f"no space left for the journal in {directory}; what was acknowledged is safe. "
+            "Free some space there and resume"
+        )
+    return JournalError(f"the journal in {directory} cannot be written ({error}); the run cannot go on safely")

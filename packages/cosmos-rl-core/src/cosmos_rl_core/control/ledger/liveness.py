@@ -1,0 +1,213 @@
+"""Rules: who takes part.
+
+A closed connection or long silence makes a replica suspect; a suspect that does not come back is gone, and
+its leases return to the front of the queue. Policy replicas train in a mesh, which changes only between
+steps unless a member is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING
+
+from cosmos_rl_core.control.ledger import events, outputs, records
+from cosmos_rl_core.control.ledger.membership import MemberState
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.control.ledger.ledger import Ledger
+
+Message = (
+    events.Ready
+    | events.Heartbeat
+    | events.Disconnected
+    | events.Leave
+    | events.RequestLeases
+    | events.Deliver
+    | events.Fail
+    | events.RequestBatch
+    | events.PayloadsLost
+    | events.Vote
+)
+
+
+def heeds(ledger: Ledger, event: Message) -> bool:
+    """Note a sign of life and return whether to act on it; refuse a process replaced or given up."""
+    name = event.replica
+    if not ledger.members.is_current(name, event.incarnation):
+        sample = event.sample if isinstance(event, events.Deliver) else -1
+        reason = f"{name} incarnation {event.incarnation} was replaced or given up; join anew"
+        ledger.say(outputs.Reject(name, event.incarnation, reason, sample, fenced=True))
+        return False
+    session = ledger.sessions.by_name.get(name)
+    if session is None or session.is_closed:  # words that were on their way when the connection closed
+        return True
+    session.heard = ledger.now
+    if session.suspect_since is not None:
+        session.suspect_since = None
+        _clear(ledger, name)
+    return True
+
+
+def join(ledger: Ledger, event: events.Join) -> None:
+    """Welcome a new process under a new incarnation, or a known one on its new connection."""
+    member = ledger.members.by_name.get(event.replica)
+    if event.incarnation:
+        if not ledger.members.is_current(event.replica, event.incarnation):
+            reason = f"{event.replica} incarnation {event.incarnation} was replaced or given up; join anew"
+            ledger.say(outputs.Reject(event.replica, event.incarnation, reason, fenced=True))
+            return
+        assert member is not None
+        if member.state is MemberState.SUSPECT:
+            _clear(ledger, event.replica)
+        _return_leases(ledger, event.replica, reason="not held after reconnecting", but=event.holding)
+    else:
+        if member is not None and member.is_live:
+            lose(ledger, event.replica, reason="replaced by a new process")
+        incarnation = member.incarnation + 1 if member is not None else 1
+        ledger.decide(records.Joined(event.replica, event.role, incarnation))
+    ledger.sessions.open(event.replica, ledger.now)
+    incarnation = ledger.members.by_name[event.replica].incarnation
+    ledger.say(outputs.Welcome(event.replica, incarnation, ledger.lineage, ledger.version, ledger.term))
+    if event.replica in ledger.members.mesh:
+        tell_mesh(ledger, event.replica)
+
+
+def ready(ledger: Ledger, event: events.Ready) -> None:
+    if not heeds(ledger, event):
+        return
+    if ledger.members.by_name[event.replica].state is MemberState.JOINING:
+        ledger.decide(records.MadeReady(event.replica))
+        form_mesh(ledger)
+
+
+def heartbeat(ledger: Ledger, event: events.Heartbeat) -> None:
+    """Renew the leases a replica names, if it made progress since it last spoke."""
+    if not heeds(ledger, event):
+        return
+    session = ledger.sessions.by_name.get(event.replica)
+    if session is None or event.progress <= session.progress:
+        return
+    session.progress = event.progress
+    held = ledger.samples.held.get(event.replica, ())
+    for sample in event.holding:
+        if sample in held:
+            ledger.sessions.renew(sample, ledger.now)
+
+
+def disconnected(ledger: Ledger, event: events.Disconnected) -> None:
+    """Suspect a replica at once."""
+    session = ledger.sessions.by_name.get(event.replica)
+    if session is None or not ledger.members.is_current(event.replica, event.incarnation):
+        return
+    session.is_closed = True
+    _suspect(ledger, event.replica)
+
+
+def leave(ledger: Ledger, event: events.Leave) -> None:
+    if heeds(ledger, event):
+        lose(ledger, event.replica, reason="left", in_good_order=True)
+
+
+def restart(ledger: Ledger, event: events.Restart) -> None:
+    """Suspect everybody until they connect again; leases live anew from now.
+
+    The journal may end between two records of one event, so what would have followed is made up for.
+    """
+    ledger.decide(records.Restarted(ledger.term + 1))
+    for name in ledger.members.live():
+        ledger.sessions.open(name, ledger.now)
+        ledger.sessions.by_name[name].is_closed = True
+        _suspect(ledger, name)
+    for held in ledger.samples.held.values():
+        for sample in sorted(held):
+            ledger.sessions.renew(sample, ledger.now)
+    if ledger.is_orphaned:
+        ledger.say(outputs.PoliciesLost(ledger.checkpoint_version))
+    else:
+        form_mesh(ledger)
+
+
+def tick(ledger: Ledger, event: events.Tick) -> None:
+    """Give up suspects whose grace is over, suspect the silent, and take back expired leases."""
+    config, now, members = ledger.config, ledger.now, ledger.members.by_name
+    for name, session in list(ledger.sessions.by_name.items()):
+        if session.suspect_since is not None:
+            if now - session.suspect_since >= config.suspect_grace_s:
+                lose(ledger, name, reason=f"{name} is gone")
+        elif now - session.heard >= config.silence_s and members[name].state is MemberState.READY:
+            _suspect(ledger, name)
+    for sample in list(ledger.sessions.expired(now - config.lease_ttl_s)):
+        replica = ledger.samples.active[sample].replica
+        ledger.decide(records.Returned(sample, f"{replica} made no progress for {config.lease_ttl_s:g} s"))
+        ledger.say(outputs.Cancel(replica, sample))
+
+
+def lose(ledger: Ledger, replica: str, *, reason: str, in_good_order: bool = False) -> None:
+    """Give a replica up: its leases return, and the mesh goes on without it."""
+    _return_leases(ledger, replica, reason=reason)
+    ledger.sessions.close(replica)
+    ledger.decide(records.Gone(replica))
+    if not (in_good_order and ledger.why_finished() is not None):
+        form_mesh(ledger)
+
+
+def form_mesh(ledger: Ledger) -> None:
+    """Let the policy replicas that can train do so together; called when who can, or the step, has changed.
+
+    A loss changes the mesh at once. Newcomers wait for the end of the step, and at first for one another.
+    """
+    members = ledger.members
+    ready = members.ready_policies()
+    survivors = tuple(name for name in members.mesh if name in ready)
+    if survivors != members.mesh:
+        remesh(ledger, survivors)
+    elif not members.mesh:
+        if not ledger.is_orphaned and len(ready) >= ledger.config.policy_members:
+            remesh(ledger, ready)
+    elif ready != members.mesh and ledger.assignment is None:
+        remesh(ledger, ready)
+
+
+def remesh(ledger: Ledger, members: tuple[str, ...]) -> None:
+    ledger.decide(records.Meshed(ledger.members.epoch + 1, members))
+    ledger.sessions.batch_requests.clear()
+    for name in members:
+        tell_mesh(ledger, name)
+    if not members:
+        ledger.say(outputs.PoliciesLost(ledger.checkpoint_version))
+
+
+def tell_mesh(ledger: Ledger, replica: str) -> None:
+    members = ledger.members
+    ledger.say(outputs.Remesh(replica, members.epoch, members.mesh, ledger.version, ledger.lineage))
+
+
+def _suspect(ledger: Ledger, replica: str) -> None:
+    session = ledger.sessions.by_name[replica]
+    ledger.sessions.withdraw(replica)
+    if session.suspect_since is None:
+        session.suspect_since = ledger.now
+        if ledger.members.by_name[replica].state is not MemberState.SUSPECT:
+            ledger.decide(records.Suspected(replica))
+
+
+def _clear(ledger: Ledger, replica: str) -> None:
+    ledger.decide(records.Cleared(replica))
+    form_mesh(ledger)
+
+
+def _return_leases(ledger: Ledger, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
+    for sample in sorted(ledger.samples.held.get(replica, set()).difference(but)):
+        ledger.sessions.end_lease(sample)
+        ledger.decide(records.Returned(sample, reason))
+
+
+RULES: dict[type[events.Event], Callable[..., None]] = {
+    events.Join: join,
+    events.Ready: ready,
+    events.Heartbeat: heartbeat,
+    events.Disconnected: disconnected,
+    events.Leave: leave,
+    events.Restart: restart,
+    events.Tick: tick,
+}

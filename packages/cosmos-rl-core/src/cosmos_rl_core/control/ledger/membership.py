@@ -1,0 +1,114 @@
+"""Who takes part: replicas with their incarnations, and the mesh of policy replicas that train together.
+
+    (join) -> JOINING -> READY <-> SUSPECT -> GONE
+                 \\---------------^     a suspect that comes back within the grace keeps its incarnation
+
+An incarnation is one process of a replica. Joining anew raises it; what an older one says is void (fenced).
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+import msgspec
+
+from cosmos_rl_core.control.ledger.events import Role
+
+
+class MemberState(StrEnum):
+    JOINING = "joining"
+    READY = "ready"
+    SUSPECT = "suspect"
+    GONE = "gone"
+
+
+class Member(msgspec.Struct, array_like=True):
+    """One replica."""
+
+    role: Role
+    incarnation: int = 0
+    state: MemberState = MemberState.JOINING
+    was_ready: bool = False
+    """Whether this incarnation was ever READY: where a suspect returns to."""
+
+    @property
+    def is_live(self) -> bool:
+        return self.state is not MemberState.GONE
+
+
+class MemberTable(msgspec.Struct, array_like=True):
+    """All members as one value, for snapshots and comparisons."""
+
+    by_name: dict[str, Member]
+    epoch: int
+    mesh: tuple[str, ...]
+
+
+class Members:
+    """All replicas the run has seen. Changed only by `facts`."""
+
+    def __init__(self) -> None:
+        self.by_name: dict[str, Member] = {}
+        self.epoch = 0
+        """Rises with every new mesh and every rollback; what was said in earlier epochs is void."""
+        self.mesh: tuple[str, ...] = ()
+        """Policy replicas that train together, sorted; empty before the first mesh and when all were lost."""
+        self.num_ready_rollouts = 0
+
+    def is_current(self, replica: str, incarnation: int) -> bool:
+        """Return whether a message of this incarnation is to be heeded."""
+        member = self.by_name.get(replica)
+        return member is not None and member.incarnation == incarnation and member.is_live
+
+    def live(self) -> list[str]:
+        return [name for name, member in self.by_name.items() if member.is_live]
+
+    def ready_policies(self) -> tuple[str, ...]:
+        """Return the policy replicas that can train, sorted: a suspect of the mesh may still come back."""
+        return tuple(
+            sorted(
+                name
+                for name, member in self.by_name.items()
+                if member.role == "policy"
+                and (member.state is MemberState.READY or (member.is_live and name in self.mesh))
+            )
+        )
+
+    def dump(self) -> MemberTable:
+        """Return everything that defines the state, in a canonical order."""
+        return MemberTable(dict(sorted(self.by_name.items())), self.epoch, self.mesh)
+
+    @classmethod
+    def load(cls, table: MemberTable) -> Members:
+        """Return the members a dump describes."""
+        members = cls()
+        members.by_name, members.epoch, members.mesh = table.by_name, table.epoch, table.mesh
+        members.num_ready_rollouts = sum(
+            member.role == "rollout" and member.state is MemberState.READY for member in table.by_name.values()
+        )
+        return members
+
+    def join(self, replica: str, role: Role, incarnation: int) -> None:
+        if replica in self.by_name:
+            self._move(replica, MemberState.GONE)
+        self.by_name[replica] = Member(role, incarnation)
+
+    def make_ready(self, replica: str) -> None:
+        self.by_name[replica].was_ready = True
+        self._move(replica, MemberState.READY)
+
+    def suspect(self, replica: str) -> None:
+        self._move(replica, MemberState.SUSPECT)
+
+    def clear(self, replica: str) -> None:
+        was_ready = self.by_name[replica].was_ready
+        self._move(replica, MemberState.READY if was_ready else MemberState.JOINING)
+
+    def lose(self, replica: str) -> None:
+        self._move(replica, MemberState.GONE)
+
+    def _move(self, replica: str, state: MemberState) -> None:
+        member = self.by_name[replica]
+        if member.role == "rollout":
+            self.num_ready_rollouts += (state is MemberState.READY) - (member.state is MemberState.READY)
+        member.state = state

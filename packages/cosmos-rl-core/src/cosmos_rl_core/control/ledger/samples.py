@@ -1,0 +1,259 @@
+"""The samples of a run and what became of each.
+
+    PENDING -> LEASED -> READY -> ASSIGNED(step) -> COMMITTED(step) -> CHECKPOINTED
+       ^---------|         |  \\-> also straight from PENDING: a late result, or supervised data
+                 \\-> DROPPED(reason)
+    rollback: ASSIGNED, COMMITTED -> READY (PENDING where the payload is gone)
+    payloads lost: ASSIGNED -> PENDING, the others of the batch -> READY
+
+Samples are issued lazily: ids 0 .. next_sample - 1 exist, so that issued = sum over states of count. A
+sample that is CHECKPOINTED or DROPPED is forgotten except for the counts.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import Counter
+from collections.abc import Collection, Iterable
+from enum import StrEnum
+
+import msgspec
+
+from cosmos_rl_core.control.ledger.records import Position
+
+
+class SampleState(StrEnum):
+    PENDING = "pending"
+    LEASED = "leased"
+    READY = "ready"
+    ASSIGNED = "assigned"
+    COMMITTED = "committed"
+    CHECKPOINTED = "checkpointed"
+    DROPPED = "dropped"
+
+
+PENDING, LEASED, READY, ASSIGNED, COMMITTED, CHECKPOINTED, DROPPED = SampleState
+
+
+class Sample(msgspec.Struct, array_like=True):
+    """One prompt group on its way through the run."""
+
+    state: SampleState = PENDING
+    attempt: int = 0
+    """Leases granted so far."""
+    failures: int = 0
+    """Leases that ended in an error of the sample; deaths of replicas do not count."""
+    replica: str = ""
+    """Who holds the lease, or delivered."""
+    deadline: int = 0
+    """Last step that may train on the group; meaningful from LEASED on."""
+    min_version: int = 0
+    max_version: int = 0
+    num_terms: int = 0
+
+
+class SampleTable(msgspec.Struct, array_like=True):
+    """All samples as one value, for snapshots and comparisons."""
+
+    next_sample: int
+    active: dict[int, Sample]
+    committed: dict[int, tuple[int, ...]]
+    drop_reasons: dict[str, int]
+    num_checkpointed: int
+
+
+class Samples:
+    """All samples that still matter, indexed by what the ledger asks for. Changed only by `facts`."""
+
+    def __init__(self) -> None:
+        self.next_sample = 0
+        self.active: dict[int, Sample] = {}
+        """Issued samples by id, less the forgotten ones."""
+        self.outstanding: dict[int, int] = {}
+        """LEASED + READY samples by deadline, no zeros."""
+        self.ready: dict[int, set[int]] = {}
+        """READY samples by deadline, no empty sets."""
+        self.held: dict[str, set[int]] = {}
+        """LEASED samples by replica, no empty sets."""
+        self.committed: dict[int, tuple[int, ...]] = {}
+        """COMMITTED samples by step."""
+        self.drop_reasons: Counter[str] = Counter()
+        self._counts = dict.fromkeys(SampleState, 0)
+        self._pending: list[int] = []  # heap; may hold ids that are no longer PENDING
+
+    def counts(self) -> dict[str, int]:
+        """Return the number of samples issued and in each state."""
+        return {"issued": self.next_sample} | {state.value: n for state, n in self._counts.items()}
+
+    def count(self, state: SampleState) -> int:
+        return self._counts[state]
+
+    @property
+    def num_outstanding(self) -> int:
+        return self._counts[LEASED] + self._counts[READY]
+
+    def is_issued(self, sample: int) -> bool:
+        return 0 <= sample < self.next_sample
+
+    def first_pending(self) -> int | None:
+        """Return the lowest PENDING id."""
+        while self._pending:
+            if self._is_pending(self._pending[0]):
+                return self._pending[0]
+            heapq.heappop(self._pending)
+        return None
+
+    def lowest_pending(self, count: int) -> list[int]:
+        """Return up to `count` PENDING ids, ascending."""
+        return heapq.nsmallest(count, {s for s in self._pending if self._is_pending(s)})
+
+    def _is_pending(self, sample: int) -> bool:
+        entry = self.active.get(sample)
+        return entry is not None and entry.state is PENDING
+
+    def position(self, version: int) -> Position:
+        """Return where the stream stands for a checkpoint of `version`."""
+        covered = {s for step, samples in self.committed.items() if step < version for s in samples}
+        return Position(version, self.next_sample, tuple(sorted(self.active.keys() - covered)))
+
+    def dump(self) -> SampleTable:
+        """Return everything that defines the state, in a canonical order."""
+        return SampleTable(
+            self.next_sample,
+            dict(sorted(self.active.items())),
+            dict(sorted(self.committed.items())),
+            dict(sorted(self.drop_reasons.items())),
+            self._counts[CHECKPOINTED],
+        )
+
+    @classmethod
+    def load(cls, table: SampleTable) -> Samples:
+        """Return the samples a dump describes."""
+        samples = cls()
+        samples.next_sample, samples.committed = table.next_sample, table.committed
+        samples.drop_reasons = Counter(table.drop_reasons)
+        samples._counts[CHECKPOINTED] = table.num_checkpointed
+        samples._counts[DROPPED] = samples.drop_reasons.total()
+        for sample, entry in table.active.items():
+            samples.active[sample] = entry
+            samples._index(sample, entry)
+        return samples
+
+    def resume(self, position: Position) -> None:
+        self.next_sample = position.next_sample
+        self._counts[CHECKPOINTED] = position.next_sample - len(position.unfinished)
+        for sample in position.unfinished:
+            self._add(sample)
+
+    def issue(self) -> None:
+        """Issue the next id of the stream as PENDING."""
+        self._add(self.next_sample)
+        self.next_sample += 1
+
+    def lease(self, sample: int, replica: str, attempt: int, deadline: int) -> None:
+        if sample == self.next_sample:
+            self.issue()
+        entry = self._leave(sample, PENDING)
+        entry.replica, entry.attempt, entry.deadline = replica, attempt, deadline
+        self._enter(sample, entry, LEASED)
+
+    def return_lease(self, sample: int, failed: bool) -> None:
+        entry = self._leave(sample, LEASED)
+        entry.failures += failed
+        entry.replica = ""
+        self._enter(sample, entry, PENDING)
+
+    def deliver(
+        self, sample: int, replica: str, *, deadline: int, min_version: int, max_version: int, num_terms: int
+    ) -> None:
+        entry = self._leave(sample, PENDING, LEASED)
+        entry.replica, entry.deadline, entry.num_terms = replica, deadline, num_terms
+        entry.min_version, entry.max_version = min_version, max_version
+        self._enter(sample, entry, READY)
+
+    def supply(self, samples: Iterable[int], deadline: int) -> None:
+        """Make samples READY without a lease."""
+        for sample in samples:
+            if sample == self.next_sample:
+                self.issue()
+            entry = self._leave(sample, PENDING)
+            entry.deadline = deadline
+            self._enter(sample, entry, READY)
+
+    def drop(self, sample: int, reason: str) -> None:
+        self._enter(sample, self._leave(sample, PENDING, LEASED), DROPPED)
+        self.drop_reasons[reason] += 1
+
+    def assign(self, samples: Iterable[int]) -> None:
+        for sample in samples:
+            self._enter(sample, self._leave(sample, READY), ASSIGNED)
+
+    def unassign(self, samples: Iterable[int], *, lost: Collection[int]) -> None:
+        """Take a batch apart; `lost` are those whose groups are no more."""
+        for sample in samples:
+            self._enter(sample, self._leave(sample, ASSIGNED), PENDING if sample in lost else READY)
+
+    def commit(self, step: int, samples: tuple[int, ...]) -> None:
+        for sample in samples:
+            self._enter(sample, self._leave(sample, ASSIGNED), COMMITTED)
+        self.committed[step] = samples
+
+    def cover(self, version: int) -> None:
+        """Forget the samples of steps below `version`."""
+        for step in [step for step in self.committed if step < version]:
+            for sample in self.committed.pop(step):
+                self._enter(sample, self._leave(sample, COMMITTED), CHECKPOINTED)
+
+    def undo(self, version: int, assigned: tuple[int, ...], payloads_kept: bool) -> None:
+        """Take back the batch in work and the steps from `version` on."""
+        undone = [s for step in self.committed if step >= version for s in self.committed[step]]
+        self.committed = {step: s for step, s in self.committed.items() if step < version}
+        for sample in (*undone, *assigned):
+            entry = self._leave(sample, COMMITTED, ASSIGNED)
+            self._enter(sample, entry, READY if payloads_kept else PENDING)
+
+    def _add(self, sample: int) -> None:
+        entry = self.active[sample] = Sample()
+        self._enter(sample, entry, PENDING)
+
+    def _enter(self, sample: int, entry: Sample, state: SampleState) -> None:
+        entry.state = state
+        if state is CHECKPOINTED or state is DROPPED:
+            self._counts[state] += 1
+            del self.active[sample]
+        else:
+            self._index(sample, entry)
+
+    def _index(self, sample: int, entry: Sample) -> None:
+        """Put a sample into the counts and into the indices of its state."""
+        self._counts[entry.state] += 1
+        if entry.state is PENDING:
+            heapq.heappush(self._pending, sample)
+        elif entry.state is LEASED:
+            self.held.setdefault(entry.replica, set()).add(sample)
+        elif entry.state is READY:
+            self.ready.setdefault(entry.deadline, set()).add(sample)
+        else:
+            return
+        if entry.state is not PENDING:
+            self.outstanding[entry.deadline] = self.outstanding.get(entry.deadline, 0) + 1
+
+    def _leave(self, sample: int, *expected: SampleState) -> Sample:
+        """Take a sample out of the indices of its state."""
+        entry = self.active[sample]
+        assert entry.state in expected, f"sample {sample} is {entry.state}, expected one of {expected}"
+        self._counts[entry.state] -= 1
+        if entry.state is LEASED:
+            self.held[entry.replica].discard(sample)
+            if not self.held[entry.replica]:
+                del self.held[entry.replica]
+        elif entry.state is READY:
+            self.ready[entry.deadline].discard(sample)
+            if not self.ready[entry.deadline]:
+                del self.ready[entry.deadline]
+        else:
+            return entry
+        self.outstanding[entry.deadline] -= 1
+        if not self.outstanding[entry.deadline]:
+            del self.outstanding[entry.deadline]
+        return entry

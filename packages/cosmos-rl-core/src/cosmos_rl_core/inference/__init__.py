@@ -1,0 +1,4 @@
+"""`generate` and `evaluate`: engines in processes without a trainer.
+
+Used by `cli` and by `cosmos_rl_core.generate` and `.evaluate`.
+"""

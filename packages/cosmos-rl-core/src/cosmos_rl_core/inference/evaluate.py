@@ -1,0 +1,161 @@
+"""`cosmos-rl eval`: how good a checkpoint is on [eval.data], with how sure that is.
+
+Rewards are measured over rollouts that `launch.generate` draws, the same ones as in an evaluation of the run; for a
+supervised recipe it is the loss, in this process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from statistics import fmean
+
+from cosmos_rl_core import assemble
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.inference.generate import Generated, draw, open_recipe
+from cosmos_rl_core.inference.layout import Instances
+from cosmos_rl_core.inference.request import Request, Weights, folder_of
+from cosmos_rl_core.inference.rollouts_file import Line
+from cosmos_rl_core.observe.interval import Estimate
+from cosmos_rl_core.observe.tables import table
+from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.types import Share
+
+RESULT = "eval.json"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evaluated:
+    """The figures of a checkpoint."""
+
+    directory: Path
+    weights: Weights
+    figures: Mapping[str, Estimate]
+    """`reward` and each of its parts; or `loss` and `perplexity`, which are known without an error of their own."""
+    rows: int
+    """Rows that are counted."""
+    failed: Mapping[int, str] = field(default_factory=dict)
+    """Rows that could not be answered or scored, and why; they count as nothing, not as zero."""
+    num_samples: int = 1
+    interrupted: bool = False
+
+    def __str__(self) -> str:
+        """A table."""
+        header = ("figure", "mean", "std. error", "95 % interval")
+        return table([(name, *_cells(figure)) for name, figure in self.figures.items()], header=header)
+
+    def write(self) -> Path:
+        """Write eval.json and return its path."""
+        path = self.directory / RESULT
+        value = {
+            "checkpoint": self.weights.folder,
+            "step": self.weights.version,
+            "rows": self.rows,
+            "failed": len(self.failed),
+            "num_samples": self.num_samples,
+            "figures": {name: _json(figure) for name, figure in self.figures.items()},
+        }
+        path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+        return path
+
+
+def evaluate(
+    recipe: RunConfig | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    request: Request,
+    python_path: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> Evaluated:
+    """Measure the rewards, or the loss of a supervised recipe, and write eval.json. Raises as `generate`."""
+    config = open_recipe(recipe, overrides, python_path)
+    if config.eval.data is None and not request.prompts:
+        raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
+    if config.is_sft:
+        measured = _loss(config, request)
+    else:
+        measured = _rewards(draw(config, request, scored=True, python_path=python_path, say=say), request.num_samples)
+    if not measured.interrupted:
+        measured.write()
+    return measured
+
+
+def estimates(lines: Sequence[Line], *, labels: Mapping[int, Sequence[str]] | None = None) -> dict[str, Estimate]:
+    """Return the mean of each reward over rows, a row's rollouts being one value: they are not independent.
+
+    labels: of rows by their place; the rows of each get means of their own after those of all.
+    """
+    figures, labels = _estimates(lines), labels or {}
+    for label in sorted({label for of_row in labels.values() for label in of_row}):
+        own = [line for line in lines if label in labels.get(line["sample"], ())]
+        figures |= {f"{name} {label}": estimate for name, estimate in _estimates(own).items()}
+    return figures
+
+
+def _estimates(lines: Sequence[Line]) -> dict[str, Estimate]:
+    rows: dict[int, list[Line]] = {}
+    for line in lines:
+        if "rewards" in line:
+            rows.setdefault(line["sample"], []).append(line)
+    if not rows:
+        return {}
+    names = next(iter(rows.values()))[0]["rewards"]
+    values = {"reward": [fmean(line["reward"] for line in of_row) for of_row in rows.values()]}
+    for name in names:
+        values[f"reward/{name}"] = [fmean(line["rewards"][name] for line in of_row) for of_row in rows.values()]
+    return {name: Estimate.of(column) for name, column in values.items()}
+
+
+def _rewards(drawn: Generated, num_samples: int) -> Evaluated:
+    return Evaluated(
+        directory=drawn.directory,
+        weights=drawn.weights,
+        figures=estimates(drawn.lines, labels=drawn.labels),
+        rows=drawn.num_done,
+        failed=drawn.failed,
+        num_samples=num_samples,
+        interrupted=drawn.interrupted,
+    )
+
+
+def _loss(config: RunConfig, request: Request) -> Evaluated:
+    """The loss on [eval.data]. Raises UserError for what only rollouts have."""
+    from cosmos_rl_core.checkpoint.restore import load_policy
+    from cosmos_rl_core.parallel.setup import ModelSetup
+
+    if request.prompts or request.num_samples > 1 or request.instances != Instances():
+        raise UserError(
+            "the loss of a supervised recipe is measured on [eval.data] by one process: leave out --prompts, "
+            "--num-samples, --num-gpus and --tp-size"
+        )
+    domain, weights = load_domain(config.run.domain), Weights.find(request)
+    setup = ModelSetup(memory=config.policy.memory, precision=config.policy.precision)
+    policy = domain.build_policy(config.model, data=config.data, sampling=None, seed=config.run.seed, setup=setup)
+    if weights.folder:
+        load_policy(weights.folder, policy, averaged=request.averaged)
+    validation = assemble.build_validation(config, domain, policy, share=Share())
+    assert validation is not None
+    figures = validation.measure()
+    directory = folder_of(config, request, weights, command="eval")
+    directory.mkdir(parents=True, exist_ok=True)
+    single = Estimate(mean=0.0, standard_error=math.nan, low=math.nan, high=math.nan, count=int(figures["eval/terms"]))
+    return Evaluated(
+        directory=directory,
+        weights=weights,
+        figures={name: replace(single, mean=figures[f"eval/{name}"]) for name in ("loss", "perplexity")},
+        rows=int(figures["eval/rows"]),
+    )
+
+
+def _cells(figure: Estimate) -> tuple[str, str, str]:
+    if math.isnan(figure.standard_error):
+        return f"{figure.mean:.4f}", "", ""
+    return f"{figure.mean:.4f}", f"{figure.standard_error:.4f}", f"{figure.low:.4f} .. {figure.high:.4f}"
+
+
+def _json(figure: Estimate) -> dict[str, float | int | None]:
+    return {name: None if math.isnan(value) else value for name, value in asdict(figure).items()}

@@ -1,0 +1,218 @@
+"""`cosmos-rl generate`: rollouts of a checkpoint for a list of prompts, over any number of GPUs, without a trainer.
+
+    prompts --dealt in turn--> instances (processes, each an engine) --> rollouts.jsonl, media/
+
+A row's rollouts follow from [run] seed and its place in the list, however many instances there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from msgspec.structs import replace
+
+from cosmos_rl_core.checkpoint.resume import recipe_of
+from cosmos_rl_core.control.evaluation import row_labels
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.inference.messages import Task
+from cosmos_rl_core.inference.pool import Pool
+from cosmos_rl_core.inference.prompts import evaluation_prompts, read_prompts
+from cosmos_rl_core.inference.request import Request, Weights, folder_of, identity
+from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile
+from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.optional import SpreadsEngines
+from cosmos_rl_core.python_path import add_folders
+from cosmos_rl_core.recipe.load import SFT_SAMPLED, load_config, load_domain
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.types import Sampling
+from cosmos_rl_core.workers.directory import NO_ROOM
+from cosmos_rl_core.workers.gpus import machine_gpus
+
+TOLD_S = 5.0
+"""Time between two lines on how far it is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Generated:
+    """What came of it."""
+
+    directory: Path
+    weights: Weights
+    lines: list[Line]
+    """Of rollouts.jsonl."""
+    num_rows: int
+    failed: dict[int, str]
+    """Rows without rollouts, and why."""
+    interrupted: bool
+    labels: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    """What rows are told apart by, under [eval] by: ["task=faucet-open"] by the row's place."""
+
+    @property
+    def num_done(self) -> int:
+        """Rows with their rollouts."""
+        return len({line["sample"] for line in self.lines} - self.failed.keys())
+
+
+def generate(
+    recipe: RunConfig | str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    request: Request,
+    python_path: Sequence[str] = (),
+    say: Callable[[str], None] = lambda _: None,
+) -> Generated:
+    """Draw rollouts and write them down; what is there already is not drawn again.
+
+    `python_path` are folders for "module:attribute" names. Raises UserError for what the user can mend and WorkerFailed
+    when an instance died; what was drawn until then is on disk.
+    """
+    config = open_recipe(recipe, overrides, python_path)
+    return draw(config, request, scored=False, python_path=python_path, say=say)
+
+
+def open_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str], python_path: Sequence[str]) -> RunConfig:
+    """Return the config of a recipe whose model is sampled; "module:attribute" names are found in `python_path`."""
+    add_folders(python_path)
+    return recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides, generating=True)
+
+
+def draw(
+    config: RunConfig, request: Request, *, scored: bool, python_path: Sequence[str], say: Callable[[str], None]
+) -> Generated:
+    """As `generate`; with `scored` the rewards of [reward] too."""
+    domain = load_domain(config.run.domain)
+    config = _checked(config, domain, request)
+    gpus = request.instances.allot(machine_gpus(os.environ))
+    given = read_prompts(config, domain, request.prompts) if request.prompts else evaluation_prompts(config, domain)
+    weights = Weights.find(request)
+    directory = folder_of(config, request, weights, command="eval" if scored else "generate")
+    file = RolloutsFile.open(
+        directory,
+        request=identity(config, request, given, weights, scored=scored),
+        num_samples=request.num_samples,
+        overwrite=request.overwrite,
+    )
+    try:
+        left = [row for row in given.rows if row.sample not in file.done]
+        if file.done:
+            say(f"{len(file.done)} of {len(given)} rows are there already")
+        for sample, reason in given.wrong.items():
+            file.add([{"sample": sample, "error": reason}])
+        pool = Pool(logs=directory / "logs", python_path=tuple(python_path))
+        task = _task(config, request, weights, directory, scored=scored)
+        for index, (rows, own) in enumerate(zip(request.instances.deal(left), gpus, strict=True)):
+            if rows:
+                pool.add(replace(task, name=f"instance-{index}", rows=rows), gpus=own)
+        interrupted = asyncio.run(_collect(pool, file, total=len(left), say=say)) if left else False
+    except OSError as error:
+        if error.errno in NO_ROOM:
+            raise UserError(
+                f"{NO_ROOM[error.errno]} for {directory}; make room there and give the command again"
+            ) from error
+        raise
+    finally:
+        lines = file.close()
+    failed = {line["sample"]: line["error"] for line in lines if "error" in line}
+    return Generated(
+        directory=directory,
+        weights=weights,
+        lines=lines,
+        num_rows=len(given),
+        failed=failed,
+        interrupted=interrupted,
+        labels={row.sample: row_labels(row.columns, config.eval.by) for row in given.rows},
+    )
+
+
+def _task(config: RunConfig, request: Request, weights: Weights, directory: Path, *, scored: bool) -> Task:
+    """What all instances are told."""
+    cores = len(os.sched_getaffinity(0))
+    return Task(
+        name="",
+        recipe=_recipe(config),
+        checkpoint=weights.folder,
+        averaged=request.averaged,
+        version=weights.version,
+        rows=[],
+        num_samples=request.num_samples,
+        rows_at_once=request.rows_at_once,
+        scored=scored,
+        media=str(directory / MEDIA) if request.media else "",
+        threads=config.rollout.threads or max(1, cores // request.instances.total_shard),
+    )
+
+
+async def _collect(pool: Pool, file: RolloutsFile, *, total: int, say: Callable[[str], None]) -> bool:
+    """Write answers as they come. Returns whether it was interrupted."""
+    done, told_at = 0, time.monotonic()
+
+    async def collect() -> None:
+        nonlocal done, told_at
+        async with pool, contextlib.aclosing(pool.answers()) as answers:
+            async for answer in answers:
+                file.add(answer.lines)
+                done += 1
+                if time.monotonic() - told_at > TOLD_S:
+                    say(f"{done} of {total} rows")
+                    told_at = time.monotonic()
+
+    say(f"rows: {total}, processes: {len(pool.tasks)}")
+    work = asyncio.create_task(collect())
+    interrupted = False
+
+    def interrupt() -> None:
+        nonlocal interrupted
+        interrupted = True
+        work.cancel()
+
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller handles signals
+            loop.add_signal_handler(number, interrupt)
+    await asyncio.wait([work])
+    error = None if work.cancelled() else work.exception()
+    if error is not None and not interrupted:
+        raise error
+    return interrupted
+
+
+def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
+    """Raise UserError for what can be known to be wrong; return the config with the engine spread as asked for."""
+    rollout, tp_size = config.rollout, request.instances.tp_size
+    if rollout.engine not in domain.engines:
+        raise UserError(
+            f"[rollout] engine = {rollout.engine!r}: the {domain.name} domain has no such engine; "
+            f"known: {', '.join(domain.engines)}"
+        )
+    domain.weight_specs(config.model)
+    if request.num_samples < 1:
+        raise UserError(f"--num-samples {request.num_samples}: must be at least 1")
+    sampling = rollout.sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_terms)
+    if request.num_samples > 1 and isinstance(sampling, Sampling) and not sampling.temperature:
+        raise UserError(
+            f"--num-samples {request.num_samples}: all of them are the same with [eval] temperature = 0; add "
+            "eval.temperature=1.0"
+        )
+    if isinstance(domain, SpreadsEngines):
+        options = domain.spread_engine(rollout.engine, rollout.options, tp_size=tp_size)
+        return config.model_copy(update={"rollout": rollout.model_copy(update={"options": dict(options)})})
+    if tp_size > 1:
+        raise UserError(
+            f"--tp-size {tp_size}: the engine {rollout.engine!r} of the {domain.name} domain holds the model on one "
+            "GPU; leave --tp-size out"
+        )
+    return config
+
+
+def _recipe(config: RunConfig) -> dict[str, Any]:
+    """The recipe as a process loads it again."""
+    refused = SFT_SAMPLED if config.is_sft else ()
+    return {name: table for name, table in recipe_of(config).items() if name not in refused}

@@ -1,0 +1,102 @@
+"""The rows that `cosmos-rl generate` and `eval` draw rollouts of.
+
+--prompts prompts.jsonl     a line a prompt: an object with the columns of a row, or its text in quotes
+--prompts prompts.txt       a line a prompt: its text
+--prompts "a red cube"      one prompt
+(nothing)                   [eval.data]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.inference.messages import Row
+from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.optional import ReadsPrompts
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.storage.json_files import parse_json, read_lines
+
+LISTS = (".jsonl", ".txt")
+"""How the name of a list of prompts ends."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompts:
+    """What there is to answer."""
+
+    origin: str
+    rows: list[Row] = field(default_factory=list)
+    wrong: dict[int, str] = field(default_factory=dict)
+    """Places that hold no prompt, and why."""
+
+    def __len__(self) -> int:
+        return len(self.rows) + len(self.wrong)
+
+
+def evaluation_prompts(config: RunConfig, domain: Domain) -> Prompts:
+    """Return the rows of [eval.data]. Raises UserError where the recipe has none."""
+    if config.eval.data is None:
+        raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
+    rows, origin = domain.load_rows(config.eval.data)
+    if not rows:
+        raise UserError(f"[eval.data]: {origin} has no rows")
+    limited = enumerate(rows[: config.eval.limit])
+    return Prompts(
+        origin=origin,
+        rows=[Row(sample=place, columns=dict(row), origin=f"{origin}:{place + 1}") for place, row in limited],
+    )
+
+
+def read_prompts(config: RunConfig, domain: Domain, given: str) -> Prompts:
+    """Return the prompts of a list, or `given` itself as one. A line that is no prompt is kept with its reason.
+
+    Raises UserError for a list that cannot be read or is empty.
+    """
+    path = Path(given)
+    listed = path.suffix in LISTS
+    found = Prompts(origin=path.name if listed else "--prompts")
+    for place, (where, value) in enumerate(_listed(path) if listed else [("--prompts", given)]):
+        try:
+            columns = _columns(config, domain, value, where=where, folder=path.parent if listed else Path())
+        except UserError as error:
+            found.wrong[place] = str(error)
+        else:
+            found.rows.append(Row(sample=place, columns=dict(columns), origin=where))
+    if not len(found):
+        raise UserError(f"{path}: there is no prompt in it")
+    if not listed and found.wrong:
+        raise UserError(found.wrong[0])
+    return found
+
+
+def _listed(path: Path) -> Iterator[tuple[str, Any]]:
+    """Each prompt with its place."""
+    try:
+        with path.open("rb") as file:
+            for where, line in read_lines(file, name=path.name):
+                yield where, line.decode() if path.suffix == ".txt" else _Json(line)
+    except (OSError, UnicodeDecodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else "not a text file in UTF-8"
+        raise UserError(f"--prompts {path}: {reason}") from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Json:
+    """A line of a .jsonl file."""
+
+    line: bytes
+
+
+def _columns(config: RunConfig, domain: Domain, value: str | _Json, *, where: str, folder: Path) -> Mapping[str, Any]:
+    given: Any = parse_json(value.line, where=where) if isinstance(value, _Json) else value
+    if not isinstance(given, str | dict):
+        raise UserError(f"{where}: a prompt is an object or a text, not a {type(given).__name__}")
+    if isinstance(domain, ReadsPrompts):
+        return domain.prompt_row(config.data, given, where=where, folder=folder)
+    if isinstance(given, str):
+        raise UserError(f"{where}: the {domain.name} domain takes objects with the columns of its rows, not text")
+    return given

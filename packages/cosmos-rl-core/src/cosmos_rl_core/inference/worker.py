@@ -1,0 +1,269 @@
+"""One instance of an engine, in a process that `launch.pool` starts: draws rollouts of its rows.
+
+    Task --> engine, weights of the checkpoint --> row by row: generate, score, write media --> Answer
+
+It ends when its rows are done, or when its standard input closes: the command was stopped, or is gone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import sys
+import traceback
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import msgspec
+
+from cosmos_rl_core import assemble
+from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.inference.messages import LINE_BYTES, Answer, Failed, Reply, Row, Task
+from cosmos_rl_core.interfaces import Recorder, RolloutEngine
+from cosmos_rl_core.optional import KnowsItsRoom
+from cosmos_rl_core.recipe.load import load_config, load_domain
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.reward.rubric import Rubric
+from cosmos_rl_core.rollout.rollouter import request_seed
+from cosmos_rl_core.storage.folder import Folder
+from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.weight_sync import OwnsSubscriber
+from cosmos_rl_core.workers.context import collector_paused
+from cosmos_rl_core.workers.failure import Failure
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+TEXTS_AT_ONCE = 64
+"""Rows in work at the same time where rollouts are text, which engines batch as they come."""
+EVALUATION = 1
+"""Stream of the seeds, as in the evaluations of a run: the same rows get the same rollouts."""
+
+
+def main() -> None:
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the command decides who stops
+        signal.signal(number, signal.SIG_IGN)
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what a library prints goes to the log
+    code = asyncio.run(_work(replies))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for the thread of a reward that never returns
+
+
+async def _work(replies: BinaryIO) -> int:
+    def send(reply: Reply) -> None:
+        replies.write(msgspec.json.encode(reply) + b"\n")
+        replies.flush()
+
+    commands = asyncio.StreamReader(limit=LINE_BYTES)
+    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
+    task = msgspec.json.decode(await commands.readline(), type=Task)
+    work = asyncio.create_task(_answer_all(task, send))
+    stopped = asyncio.create_task(commands.read())
+    await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
+    if not work.done():
+        work.cancel()
+        await asyncio.wait([work])
+        return 1
+    try:
+        work.result()
+    except Exception as error:
+        failure = Failure.of(error)
+        if not failure.user:
+            traceback.print_exc()
+        with contextlib.suppress(BrokenPipeError):
+            send(Failed(message=failure.message, user=failure.user))
+        return failure.exit_code
+    return 0
+
+
+async def _answer_all(task: Task, send: Any) -> None:
+    """Build the parts and answer all rows, several at a time."""
+    config = load_config(task.recipe, generating=True)
+    domain = load_domain(config.run.domain)
+    compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
+    build = partial(_build_engine, config, threads=task.threads)
+    engine = await asyncio.get_running_loop().run_in_executor(compute, build)
+    async with contextlib.AsyncExitStack() as parts:  # an engine that is not closed keeps its process alive
+        parts.push_async_callback(engine.close)
+        await load_engine(config, engine, task.checkpoint, version=task.version, averaged=task.averaged)
+        recorder = domain.recorder(Path(task.media), name=task.name, groups=1, every=1)
+        if recorder is not None:
+            parts.callback(recorder.close)
+        answerer = Answerer(
+            task=task,
+            config=config,
+            engine=engine,
+            rubric=assemble.build_rubric(config, domain) if task.scored else None,
+            recorder=recorder if task.media else None,
+        )
+        rows = iter(task.rows)
+        room = engine.rows_at_once if isinstance(engine, KnowsItsRoom) else TEXTS_AT_ONCE if recorder is None else 1
+        at_once = task.rows_at_once or room
+        lanes = [asyncio.create_task(_lane(rows, answerer, send)) for _ in range(min(at_once, len(task.rows)))]
+        try:
+            await asyncio.gather(*lanes)
+        finally:
+            for lane in lanes:
+                lane.cancel()
+            await asyncio.gather(*lanes, return_exceptions=True)
+
+
+async def _lane(rows: Iterator[Row], answerer: Answerer, send: Any) -> None:
+    for row in rows:
+        send(await answerer.answer(row))
+
+
+def _build_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
+    """In the compute thread, the GPU being each thread's own."""
+    import torch
+
+    from cosmos_rl_core.parallel.device import own_device
+
+    if (device := own_device()).type == "cuda":
+        torch.cuda.set_device(device)
+    torch.set_num_threads(threads)
+    torch.manual_seed(config.run.seed)
+    with collector_paused():
+        return assemble.build_engine(config, load_domain(config.run.domain))
+
+
+async def load_engine(
+    config: RunConfig, engine: RolloutEngine, checkpoint: str, *, version: int, averaged: bool
+) -> None:
+    """Give an engine the weights of a checkpoint; without one those it was built with become `version`.
+
+    `averaged` gives the average of the weights, where the checkpoint holds one.
+
+    Raises UserError for the checkpoint of another model.
+    """
+    from cosmos_rl_core.checkpoint.restore import load_weights
+    from cosmos_rl_core.weight_sync import OwnsSubscriber
+
+    if not checkpoint:
+        await engine.switch(version, lambda: None)
+    elif isinstance(engine, OwnsSubscriber):
+        from cosmos_rl_core.inference.worker import hand_over
+
+        await hand_over(config, engine, checkpoint, version=version, averaged=averaged)
+    else:
+        await engine.switch(version, partial(load_weights, checkpoint, engine.weights(), averaged=averaged))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answerer:
+    """Makes the lines of rollouts.jsonl, one row at a time."""
+
+    task: Task
+    config: RunConfig
+    engine: RolloutEngine
+    rubric: Rubric | None
+    """None: nothing is scored."""
+    recorder: Recorder | None
+    """None: no media is written."""
+
+    async def answer(self, row: Row) -> Answer:
+        """Return the lines of a row; what keeps it from being answered becomes a line too."""
+        prompt = Prompt(sample_id=row.sample, row=row.columns, origin=row.origin)
+        attempt = 1
+        while True:
+            try:
+                group = await self._group(prompt)
+                break
+            except SampleError as error:
+                if error.final or attempt == self.config.rollout.max_attempts:
+                    return Answer(sample=row.sample, lines=[error_line(row.sample, error.reason)])
+            attempt += 1
+        files = await asyncio.to_thread(self._write_media, group)
+        lines = [
+            self._line(group, place, rollout, written)
+            for place, (rollout, written) in enumerate(zip(group.rollouts, files, strict=True))
+        ]
+        return Answer(sample=row.sample, lines=lines)
+
+    async def _group(self, prompt: Prompt) -> RolloutGroup:
+        evaluation = self.config.eval
+        text, rollouts = await self.engine.generate(
+            prompt,
+            num_samples=self.task.num_samples,
+            sampling=self.config.rollout.sampling.evaluation(
+                temperature=evaluation.temperature, max_terms=evaluation.max_terms
+            ),
+            seed=request_seed(self.config.run.seed, stream=EVALUATION, sample_id=prompt.sample_id),
+        )
+        group = RolloutGroup(prompt=prompt, rollouts=tuple(rollouts), prompt_text=text)
+        return group if self.rubric is None else await self.rubric.score(group)
+
+    def _write_media(self, group: RolloutGroup) -> list[list[str]]:
+        """Write what can be seen of each rollout and return its files, relative to the folder of rollouts.jsonl."""
+        if self.recorder is None:
+            return [[] for _ in group.rollouts]
+        folder = Path(self.task.media)
+        folder.mkdir(parents=True, exist_ok=True)
+        written = []
+        for place in range(len(group.rollouts)):
+            path = self.recorder.write(folder / f"{group.prompt.sample_id:06d}_{place}", group, place)
+            written.append([f"{folder.name}/{path.name}"])
+        return written
+
+    def _line(self, group: RolloutGroup, place: int, rollout: Rollout, files: list[str]) -> dict[str, Any]:
+        line: dict[str, Any] = {
+            "sample": group.prompt.sample_id,
+            "rollout": place,
+            "prompt": group.prompt_text,
+            "response": rollout.text,
+            "finish_reason": rollout.finish_reason,
+            "num_terms": rollout.num_terms,
+            "policy_version": self.task.version,
+        }
+        if files:
+            line["media"] = files
+        if self.rubric is not None:
+            line["reward"] = rollout.reward
+            line["rewards"] = dict(rollout.reward_breakdown)
+        return line
+
+
+def error_line(sample: int, reason: str) -> dict[str, Any]:
+    """The line of a row that has no rollouts."""
+    return {"sample": sample, "error": reason}
+
+
+if __name__ == "__main__":
+    main()
+
+
+async def hand_over(config: RunConfig, engine: RolloutEngine, checkpoint: str, *, version: int, averaged: bool) -> None:
+    """Send the trained weights through [sync] backend. Holds them in memory meanwhile."""
+    assert isinstance(engine, OwnsSubscriber)
+    weights = await asyncio.to_thread(_weights, config, checkpoint, averaged=averaged)
+    settings = assemble.sync_settings(config, token=secrets.token_bytes(32))
+    sync = assemble.build_sync(config)
+    publisher = await asyncio.to_thread(sync.publisher, weights, settings=settings, bind="127.0.0.1", ranks=None)
+    try:
+        await publisher.publish(version, weights)
+        subscriber = await engine.subscriber(publisher.address, backend=config.sync.backend, settings=settings)
+        try:
+            staged = await subscriber.stage(after=engine.version)
+            await engine.switch(staged, subscriber.apply)
+        finally:
+            await subscriber.close()
+    finally:
+        await publisher.close()
+
+
+def _weights(config: RunConfig, checkpoint: str, *, averaged: bool) -> dict[str, Tensor]:
+    """What the domain makes of the checkpoint for other programs: adapters merged."""
+    from cosmos_rl_core.checkpoint.reader import CheckpointReader
+
+    with CheckpointReader(Folder.at(checkpoint)) as reader:
+        saved = reader.weights(averaged=averaged)
+        return dict(load_domain(config.run.domain).export_weights(config.model, saved, merge_adapters=True))

@@ -1,0 +1,1 @@
+"""Samples as pictures and clips: grids, films, a page for each step."""

@@ -1,0 +1,239 @@
+"""Samples for people: what the model made, its rewards, on a page.
+
+media/index.jsonl                       a line a group; the latest of a step and sample counts; core shows its sheet
+media/step_000012/sheet.png             all groups of the step: a line a rollout, a column a frame
+media/step_000012/sheet.gif             the same groups, running: a line a group, a column a rollout
+media/step_000012/sample_17.mp4         one group, running (sample_17.png for images)
+media/step_000012/sample_17.json        caption, rewards by name, advantages, policy versions
+media/step_000012/sample_17_0.mp4       rollout 0 alone, with `clips = True`
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Sequence
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import av
+import numpy as np
+from PIL import Image
+
+from cosmos_rl_core.observe.media.pages import Row, animation, as_gif, contact_sheet, enlarge, fit_clip
+from cosmos_rl_core.types import Rollout, RolloutGroup
+
+KEPT_STEPS = 4
+"""Steps whose sheets can still grow: groups of an asynchronous run come out of order."""
+
+
+class Album:
+    """Keeps a bounded number of groups a step as films, sheets and an index.
+
+    album = Album(run_dir / "media", groups_per_step=2)
+    for group in scored_groups:
+        album.save(step, group)         # None once the step has its groups
+
+    Several processes may share a directory when each has a `name` of its own, which index and sheets then carry.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        groups_per_step: int = 2,
+        rollouts_per_group: int = 8,
+        every_steps: int = 1,
+        cell: int = 96,
+        max_frames: int = 48,
+        fps: float = 8.0,
+        clips: bool = False,
+        name: str = "",
+    ) -> None:
+        """`cell` is the longer side of a clip on a page, in pixels; a row's own column `fps` goes before `fps`."""
+        if min(groups_per_step, rollouts_per_group, every_steps, cell, max_frames) < 1 or fps <= 0:
+            raise ValueError("an album's counts, cell and fps must be above 0")
+        self._directory = directory
+        self._groups_per_step = groups_per_step
+        self._rollouts_per_group = rollouts_per_group
+        self._every_steps = every_steps
+        self._cell = cell
+        self._max_frames = max_frames
+        self._fps = fps
+        self._clips = clips
+        self._suffix = f"_{name}" if name else ""
+        self._rows: dict[int, dict[int, Row]] = {}
+
+    def wants(self, step: int) -> bool:
+        """Whether `save` would keep one more group: the step has room, and newer ones have not left it behind."""
+        if len(self._rows) == KEPT_STEPS and step < min(self._rows):
+            return False
+        return step % self._every_steps == 0 and len(self._rows.get(step, ())) < self._groups_per_step
+
+    def save(self, step: int, group: RolloutGroup) -> Path | None:
+        """Write a scored group and return its film or picture; None where the step has enough groups, or shows none.
+
+        Raises:
+            ValueError: a rollout has no `media["video"]`.
+        """
+        if not self.wants(step) or not group.rollouts:
+            return None
+        shown = _best_to_worst(group.rollouts, most=self._rollouts_per_group)
+        row = Row(
+            title=_caption(group),
+            clips=tuple(fit_clip(_video(r), cell=self._cell, max_frames=self._max_frames) for _, r in shown),
+            labels=tuple(_labels(rollout) for _, rollout in shown),
+        )
+        self._keep(step, group.prompt.sample_id, row)
+        folder = self._directory / f"step_{step:06d}"
+        folder.mkdir(parents=True, exist_ok=True)
+        fps = _fps(group, self._fps)
+        if self._clips:
+            for place, rollout in shown:
+                _write_film(folder / f"sample_{group.prompt.sample_id}_{place}", self._alone(rollout), fps=fps)
+        frames = max(len(_video(rollout)) for _, rollout in shown)
+        page_fps = fps * max(len(clip) for clip in row.clips) / frames  # as long as the clips, with fewer frames
+        film = self._write_group(step, folder, group, row, fps=page_fps)
+        sheet = self._write_sheets(step, folder, fps=page_fps)
+        self._append_index(step, group, film=film, sheet=sheet)
+        return film
+
+    def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
+        """Write one clip whole, pixel by pixel, to `stem`.mp4 or for an image `stem`.png, and return the file.
+
+        Raises:
+            ValueError: the rollout has no `media["video"]`.
+        """
+        return _write_film(stem, _video(group.rollouts[place]), fps=_fps(group, self._fps))
+
+    def close(self) -> None:
+        """Do nothing: each group is on disk once `save` returns."""
+
+    def _write_group(self, step: int, folder: Path, group: RolloutGroup, row: Row, *, fps: float) -> Path:
+        sample = group.prompt.sample_id
+        pages = animation([row], heading=f"step {step} · sample {sample}")
+        film = _write_film(folder / f"sample_{sample}", np.stack([np.asarray(page) for page in pages]), fps=fps)
+        _write_json(folder / f"sample_{sample}.json", _record(step, group))
+        return film
+
+    def _alone(self, rollout: Rollout) -> np.ndarray:
+        video = _video(rollout)
+        return enlarge(video, max(1, round(self._cell / max(video.shape[1:3]))))
+
+    def _keep(self, step: int, sample: int, row: Row) -> None:
+        self._rows.setdefault(step, {})[sample] = row
+        for old in sorted(self._rows)[:-KEPT_STEPS]:
+            del self._rows[old]
+
+    def _write_sheets(self, step: int, folder: Path, *, fps: float) -> Path:
+        """Return the running one; of images there is only the other."""
+        rows, heading = list(self._rows[step].values()), f"step {step}"
+        still, sheet = folder / f"sheet{self._suffix}.png", contact_sheet(rows, heading=heading)
+        _replace(still, lambda path: sheet.save(path, format="PNG"))
+        if max(len(clip) for row in rows for clip in row.clips) == 1:
+            return still
+        running, film = still.with_suffix(".gif"), as_gif(animation(rows, heading=heading), fps=fps)
+        _replace(running, lambda path: path.write_bytes(film))
+        return running
+
+    def _append_index(self, step: int, group: RolloutGroup, *, film: Path, sheet: Path) -> None:
+        line = {
+            "step": step,
+            "sample": group.prompt.sample_id,
+            "caption": _caption(group),
+            "file": film.relative_to(self._directory).as_posix(),
+            "sheet": sheet.relative_to(self._directory).as_posix(),
+            "reward_mean": _finite(float(np.mean([rollout.reward for rollout in group.rollouts]))),
+            "reward_max": _finite(max(rollout.reward for rollout in group.rollouts)),
+        }
+        with (self._directory / f"index{self._suffix}.jsonl").open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _best_to_worst(rollouts: Sequence[Rollout], *, most: int) -> list[tuple[int, Rollout]]:
+    """(place in the group, rollout), highest reward first; of more than `most`, evenly spaced ranks."""
+    ranked = sorted(enumerate(rollouts), key=lambda pair: -pair[1].reward)
+    chosen = np.linspace(0, len(ranked) - 1, min(most, len(ranked))).round().astype(int)
+    return [ranked[rank] for rank in chosen]
+
+
+def _video(rollout: Rollout) -> np.ndarray:
+    video = rollout.media.get("video")
+    if video is None or video.dtype != np.uint8 or video.ndim != 4 or video.shape[-1] != 3 or 0 in video.shape:
+        raise ValueError('an album shows rollout.media["video"], uint8 [F, H, W, 3]; this rollout has none')
+    return video
+
+
+def _caption(group: RolloutGroup) -> str:
+    caption = group.prompt.row.get("caption")
+    return caption if isinstance(caption, str) and caption else group.prompt_text or "(no caption)"
+
+
+def _fps(group: RolloutGroup, otherwise: float) -> float:
+    fps = group.prompt.row.get("fps")
+    return float(fps) if isinstance(fps, int | float) and fps > 0 else otherwise
+
+
+def _labels(rollout: Rollout) -> tuple[str, ...]:
+    """The reward, and under it its parts where there are several or one with another value."""
+    parts = rollout.reward_breakdown
+    alone = len(parts) == 1 and math.isclose(next(iter(parts.values())), rollout.reward)
+    return (_number(rollout.reward), *(() if alone else (f"{name} {_number(value)}" for name, value in parts.items())))
+
+
+def _number(value: float) -> str:
+    return f"{value:.0f}" if abs(value) >= 1000 else f"{value:#.3g}".rstrip(".")
+
+
+def _record(step: int, group: RolloutGroup) -> dict[str, Any]:
+    rollouts = [
+        {
+            "reward": _finite(rollout.reward),
+            "rewards": {name: _finite(value) for name, value in rollout.reward_breakdown.items()},
+            "advantage": _finite(rollout.advantage),
+            "versions": [int(rollout.versions.min()), int(rollout.versions.max())] if rollout.num_terms else [],
+        }
+        for rollout in group.rollouts
+    ]
+    return {"step": step, "sample": group.prompt.sample_id, "caption": _caption(group), "rollouts": rollouts}
+
+
+def _write_film(stem: Path, frames: np.ndarray, *, fps: float) -> Path:
+    """Write `stem`.mp4, or `stem`.png where there is one frame."""
+    if len(frames) == 1:
+        path = stem.with_suffix(".png")
+        _replace(path, lambda temporary: Image.fromarray(frames[0]).save(temporary, format="PNG"))
+    else:
+        path = stem.with_suffix(".mp4")
+        _replace(path, lambda temporary: write_video(temporary, frames, fps=fps))
+    return path
+
+
+def _write_json(path: Path, record: dict[str, Any]) -> None:
+    text = json.dumps(record, ensure_ascii=False, allow_nan=False, indent=1) + "\n"
+    _replace(path, lambda temporary: temporary.write_text(text, encoding="utf-8"))
+
+
+def _replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Write beside `path` and put it in place: who looks at a running album sees whole files."""
+    temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
+    write(temporary)
+    temporary.replace(path)
+
+
+def _finite(value: float) -> float | None:
+    return float(value) if math.isfinite(value) else None
+
+
+def write_video(path: str | Path, video: np.ndarray, *, fps: float) -> None:
+    """Write uint8 [F, H, W, 3] as H.264. Odd heights and widths keep full colour resolution, which takes more room."""
+    frames, height, width, channels = video.shape
+    assert video.dtype == np.uint8 and channels == 3 and frames, f"{video.dtype} {video.shape} is no video"
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("libx264", rate=Fraction(fps).limit_denominator(1001), options={"crf": "17"})
+        stream.height, stream.width = height, width
+        stream.pix_fmt = "yuv444p" if height % 2 or width % 2 else "yuv420p"
+        for image in video:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(np.ascontiguousarray(image), format="rgb24")))
+        container.mux(stream.encode())

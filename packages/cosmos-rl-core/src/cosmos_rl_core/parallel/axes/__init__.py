@@ -1,0 +1,1 @@
+"""One file for each way to cut a model over ranks: FSDP, tensor, context and expert parallelism, tied tensors."""

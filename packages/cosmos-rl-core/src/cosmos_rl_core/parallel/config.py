@@ -1,0 +1,146 @@
+"""The sections of [policy]: optimizer, schedule, parallelism, memory, precision."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, field_validator
+
+from cosmos_rl_core.settings.base import Strict
+
+
+class OptimizerSection(Strict):
+    """[policy.optimizer]: how gradients become updates."""
+
+    name: Literal["adamw", "adam", "sgd"] = "adamw"
+    """adam adds the weight decay to the gradient, adamw takes it off the weights."""
+    learning_rate: float = Field(default=1e-6, gt=0)
+    """Peak learning rate, after the warm-up."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Decay of the first and second moment; sgd takes the first as its momentum."""
+    eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the second moment; sgd has none."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Applied to matrices, never to vectors such as norms and biases."""
+    rates: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    """Peak rates of parameters by a pattern of their names ("value_head.*"); the first that fits counts."""
+
+    @field_validator("betas")
+    @classmethod
+    def _below_one(cls, betas: tuple[float, float]) -> tuple[float, float]:
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError("each must be at least 0 and below 1")
+        return betas
+
+
+class ScheduleSection(Strict):
+    """[policy.schedule]: the learning rate over the steps."""
+
+    name: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up; linear and cosine end at [run] max_steps."""
+    warmup_steps: int = Field(default=0, ge=0)
+    """Steps of linear warm-up; the first has 1 / warmup_steps of the rate."""
+    min_ratio: float = Field(default=0.0, ge=0, le=1)
+    """Rate at the end as a fraction of the peak, for linear and cosine."""
+
+
+class ParallelSection(Strict):
+    """[policy.parallel]: how one replica is spread over its ranks. The sizes multiply to the number of ranks."""
+
+    pp: int = Field(default=1, ge=1)
+    """Pipeline stages the layers are cut into."""
+    dp_replicate: int = Field(default=1, ge=1)
+    """Whole copies of the model, whose gradients are summed."""
+    dp_shard: int = Field(default=-1, ge=-1)
+    """Ranks that parameters, gradients and optimizer state are cut over (FSDP); -1: those the other axes leave."""
+    cp: int = Field(default=1, ge=1)
+    """Ranks that sequences are cut over; attention exchanges heads (Ulysses)."""
+    tp: int = Field(default=1, ge=1)
+    """Ranks that matrices are cut over."""
+    sequence_parallel: bool = False
+    """With tp: cut the activations between the matrices along the sequence too."""
+    ep: int = Field(default=1, ge=1)
+    """Ranks that the experts are spread over; divides dp_shard x cp."""
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved_1f1b"] = "1f1b"
+    """Order of forward and backward passes over the stages."""
+    stages_per_rank: int = Field(default=1, ge=1)
+    """Pipeline stages that one rank holds; above 1 for interleaved_1f1b."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between forward and backward; false keeps them: less traffic, more memory."""
+    reduce_once: bool = False
+    """Sum gradients over ranks once a step, not once a microbatch: less traffic, whole gradients in memory."""
+
+    @field_validator("dp_shard")
+    @classmethod
+    def _not_zero(cls, dp_shard: int) -> int:
+        if dp_shard == 0:
+            raise ValueError("must be at least 1, or -1 for the ranks that the other axes leave")
+        return dp_shard
+
+
+class MemorySection(Strict):
+    """[policy.memory]: trading time for memory."""
+
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """Recompute in the backward pass: every layer ("full"), or all but the matrix products ("selective")."""
+    activation_offload: bool = False
+    """Keep what the backward pass needs in the host's memory."""
+    parameter_offload: bool = False
+    """Keep sharded parameters and optimizer state in the host's memory (FSDP's CPU offload); wants several ranks."""
+    compile: bool = False
+    """Run torch.compile over each layer."""
+
+
+class PrecisionSection(Strict):
+    """[policy.precision]: types of the trained weights, of the sums over ranks and of matrix products."""
+
+    parameters: Literal["float32", "bfloat16"] = "float32"
+    """Type of trained weights and optimizer state; float32 are master weights where [model] dtype is bfloat16."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Type in which gradients are summed over ranks."""
+    fp8: Literal["none", "tensorwise", "rowwise"] = "none"
+    """Matrix products of linear layers in float8 by torchao, with one scale a tensor or one a row."""
+
+
+class PolicySection(Strict):
+    """[policy]: training."""
+
+    replicas: int = 1
+    """Copies of the policy that train together."""
+    num_nodes: int = Field(default=1, ge=1)
+    """Machines of one replica."""
+    ranks_per_node: int | None = Field(default=None, ge=1)
+    """Processes of one replica on each machine; without it the product of [policy.parallel] over num_nodes."""
+    prompts_per_step: int = Field(default=8, ge=1)
+    """Prompts in one optimizer step, each with its whole group of rollouts; rows in one step of SFT."""
+    minibatches: int = Field(default=1, ge=1)
+    """Parts the rollouts of a step are dealt into, each an update of its own: PPO's minibatches."""
+    epochs: int = Field(default=1, ge=1)
+    """Times those updates are made; engines get the weights after the last one."""
+    microbatch_terms: int = Field(default=8192, ge=1)
+    """Most terms (prompts included) in one forward and backward pass: bounds the memory of training."""
+    threads: int | None = Field(default=None, ge=1)
+    """CPU threads of a replica; without it the replicas of all roles share the machine's cores."""
+    collective_timeout_s: float = Field(default=600.0, gt=0)
+    """Longest that the ranks of a replica wait for one another in training before the run is ended."""
+    max_grad_norm: float = Field(default=1.0, ge=0)
+    """The joint 2-norm that gradients are scaled down to; 0 leaves them alone."""
+    max_skipped_steps: int = Field(default=3, ge=0)
+    """Steps in a row that may be skipped for a gradient that is not finite before the run stops."""
+    optimizer: OptimizerSection = OptimizerSection()
+    schedule: ScheduleSection = ScheduleSection()
+    parallel: ParallelSection = ParallelSection()
+    memory: MemorySection = MemorySection()
+    precision: PrecisionSection = PrecisionSection()
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of a replica, None where the axes decide."""
+        return None if self.ranks_per_node is None else self.num_nodes * self.ranks_per_node
+
+    @field_validator("replicas")
+    @classmethod
+    def _one_replica(cls, replicas: int) -> int:
+        if replicas != 1:
+            raise ValueError("only one policy replica is supported; set it to 1")
+        return replicas

@@ -1,0 +1,176 @@
+"""Trading time for memory, block by block: recompute activations, keep them on the host, compile.
+
+    block(...) -> hooks of FSDP -> offloaded( checkpointed( compiled( forward ))) -> hooks of tp on the parts inside
+
+Only `block.forward` is replaced, so that parameters keep their names and what hooks into a call of the block
+(FSDP's gathering of parameters) stays outside of what is recomputed.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from types import MethodType
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+)
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import MemorySection
+
+MIN_OFFLOADED_BYTES = 64 * 1024
+"""Smaller tensors stay where they are: a copy costs more than they hold."""
+
+_KEPT = (
+    ("aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+    ("aten", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+    ("aten", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
+    ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
+    ("mkldnn", "_linear_pointwise"),
+    ("_c10d_functional", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"),
+)
+"""What "selective" does not compute again: matrix products, attention, and sums and exchanges between ranks."""
+
+Forward = Callable[..., Any]
+
+
+def save_memory(blocks: Iterable[nn.Module], section: MemorySection) -> None:
+    """Apply [policy.memory] to each of a model's blocks, before `fully_shard` and after tensor parallelism.
+
+    Raises UserError for options that do not go together, or that this machine cannot serve.
+    """
+    mode = section.activation_checkpointing
+    if section.compile and mode == "selective":
+        raise UserError(
+            "[policy.memory] compile = true recomputes all but matrix products by itself; with it, set "
+            'activation_checkpointing to "none" or "full"'
+        )
+    blocks = list(blocks)
+    if section.compile:
+        compile_blocks(blocks)
+    checkpoint_activations(blocks, mode)
+    if section.activation_offload:
+        offload_activations(blocks)
+
+
+def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["none", "selective", "full"]) -> None:
+    """Drop activations after the forward pass of each block and recompute them in the backward pass.
+
+    "full" keeps a block's inputs alone; "selective" also what its matrix products and attention return.
+    """
+    if mode == "none":
+        return
+    for block in blocks:
+        block.forward = partial(_checkpointed, block.forward, mode == "selective")
+
+
+def offload_activations(blocks: Iterable[nn.Module], *, min_bytes: int = MIN_OFFLOADED_BYTES) -> None:
+    """Keep what the backward pass of each block needs in the host's memory, parameters and small tensors excepted.
+
+    With "full" checkpointing that is the input of each block. On a CPU it costs a copy and gains nothing.
+    """
+    for block in blocks:
+        block.forward = partial(_offloaded, block, block.forward, min_bytes)
+
+
+def compile_blocks(blocks: Iterable[nn.Module]) -> None:
+    """Run each block through torch.compile; blocks of one class share the compiled code.
+
+    Raises UserError where there is no C++ compiler, which torch.compile calls.
+    """
+    compiler = os.environ.get("CXX", "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(
+            f"[policy.memory] compile = true needs a C++ compiler, and {compiler} is not on the path; install one, "
+            "name it in the environment variable CXX, or set compile = false"
+        )
+    for block in blocks:
+        forward = block.forward
+        if isinstance(forward, MethodType):
+            block.forward = MethodType(torch.compile(forward.__func__), block)
+        else:
+            block.forward = torch.compile(forward)
+
+
+# Partial functions and methods, not closures: a deep copy of a block then runs with the copy's weights.
+
+
+def _checkpointed(forward: Forward, selective: bool, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    contexts = {"context_fn": _selective_contexts} if selective else {}
+    return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+
+
+def _selective_contexts() -> tuple[Any, Any]:
+    return create_selective_checkpoint_contexts(_policy)
+
+
+def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    keep = operator in _kept_operators()
+    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@cache
+def _kept_operators() -> frozenset[Any]:
+    """The operators of `_KEPT` that this build of torch has."""
+    found = []
+    for namespace, *names in _KEPT:
+        operators = getattr(torch.ops, namespace)
+        found += [getattr(operators, name).default for name in names if name in dir(operators)]
+    return frozenset(found)
+
+
+def _offloaded(block: nn.Module, forward: Forward, min_bytes: int, *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    held = {_address(parameter) for parameter in block.parameters()}
+    moved: dict[Any, tuple[Tensor, Callable[[], Tensor]]] = {}
+
+    def pack(saved: Tensor) -> Callable[[], Tensor]:
+        small = saved.numel() * saved.itemsize < min_bytes
+        if small or type(saved) not in (Tensor, DTensor) or _address(saved) in held:
+            return lambda: saved
+        key = (_address(saved), saved.storage_offset(), saved.shape, saved.stride(), saved._version)
+        if key not in moved:
+            moved[key] = (saved, _to_host(saved))  # kept until the block ends, so that its address stays its own
+        return moved[key][1]
+
+    try:
+        with saved_tensors_hooks(pack, lambda fetch: fetch()):
+            return forward(*args, **kwargs)
+    finally:
+        moved.clear()
+
+
+def _to_host(saved: Tensor) -> Callable[[], Tensor]:
+    """Copy to pinned memory, in order with the GPU's other work; what is returned copies back."""
+    here = _local(saved)
+    host = torch.empty_like(here, device="cpu", pin_memory=here.is_cuda)
+    host.copy_(here, non_blocking=here.is_cuda)
+    device = here.device
+    if not isinstance(saved, DTensor):
+        return lambda: host.to(device, non_blocking=True)
+    mesh, placements, shape, stride = saved.device_mesh, saved.placements, saved.shape, saved.stride()
+    return lambda: DTensor.from_local(
+        host.to(device, non_blocking=True), mesh, placements, run_check=False, shape=shape, stride=stride
+    )
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def _address(tensor: Tensor) -> int:
+    """Where a tensor's storage lies: views of a parameter, such as its transpose, share it."""
+    return _local(tensor).untyped_storage().data_ptr()

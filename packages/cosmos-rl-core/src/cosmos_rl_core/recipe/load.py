@@ -1,0 +1,234 @@
+"""From a TOML recipe and overrides to a RunConfig, and back to TOML with every key resolved."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import tomli_w
+from pydantic import BaseModel, ValidationError
+
+from cosmos_rl_core import plugins
+from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.recipe.overrides import apply_overrides
+from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
+from cosmos_rl_core.settings.base import ConfigError, Problem
+from cosmos_rl_core.settings.problems import as_toml, closest, in_file_order, known_tables, problems
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
+
+SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
+"""Sections that mean nothing where the model of supervised training is sampled."""
+
+
+def load_config(
+    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, generating: bool = False
+) -> RunConfig:
+    """Return the validated config of a recipe (a TOML file or its content) with "section.key=value" on top.
+
+    [run] domain names the domain, whose own models validate [model], [data] and [eval.data]. With `generating` nothing
+    will be trained: a supervised recipe may then say in [rollout] how it is sampled. Raises ConfigError with everything
+    that is wrong, and UserError for a file that cannot be read.
+    """
+    file = "" if isinstance(source, Mapping) else str(source)
+    written = dict(source) if isinstance(source, Mapping) else read_toml(Path(source))
+    raw, found = apply_overrides(written, overrides)
+    _name_after_file(raw, file)
+    domain, domain_problems = _find_domain(raw)
+    found += domain_problems
+    tables = _all_tables(domain) | _algorithm_table(raw)
+    parts, part_problems = _domain_parts(raw, domain, tables)
+    unsound = {problem.section for problem in part_problems}
+    config, core_problems = _core(raw, tables, parts, unsound, refused=SFT_SAMPLED if generating else RL_ONLY)
+    found += part_problems + core_problems
+    if found:
+        raise ConfigError(in_file_order(_each_once(found), raw), file=file)
+    return config
+
+
+def load_domain(name: str) -> Domain:
+    """Return the domain called `name` in [run] domain: an installed one, or "module:attribute"."""
+    found = plugins.load("cosmos_rl.domains", name)
+    domain = found() if isinstance(found, type) else found
+    if not isinstance(domain, Domain):
+        raise UserError(f"domain {name!r} is no cosmos_rl_core.interfaces.Domain, which says what it must have")
+    return domain
+
+
+def dump_resolved(config: RunConfig) -> str:
+    """Return TOML with every key that applies and its value; loading it gives an equal config."""
+    tables = config.model_dump(mode="json", exclude_none=True)
+    inapplicable = RL_ONLY if config.is_sft else ()
+    return tomli_w.dumps({name: table for name, table in tables.items() if name not in inapplicable})
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Return the content of a TOML file. Raises UserError with the file, and the line of a syntax error."""
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8-sig"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path}: no such file{_neighbour(path)}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not a text file in UTF-8") from error
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}") from error
+    except tomllib.TOMLDecodeError as error:
+        place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
+        where = f"{path}:{place[1]}:{place[2]}" if place else f"{path} (at its end)"
+        raise UserError(f"{where}: {str(error).partition(' (at ')[0]}") from error
+    except ValueError as error:
+        raise UserError(f"{path}: an integer of more than {sys.get_int_max_str_digits()} digits") from error
+    except RecursionError as error:
+        raise UserError(f"{path}: arrays or tables are nested too deeply") from error
+
+
+def _neighbour(path: Path) -> str:
+    recipes = sorted(p.name for p in path.parent.glob("*.toml")) if path.parent.is_dir() else []
+    near = closest(path.name, recipes)
+    return f"; did you mean {path.parent / near}?" if near else ""
+
+
+def _name_after_file(raw: dict[str, Any], file: str) -> None:
+    """Call a run without a name after its recipe; a recipe called run.toml is called after its folder."""
+    run = raw.setdefault("run", {})
+    if file and isinstance(run, dict):
+        path = Path(file).resolve()
+        run.setdefault("name", path.parent.name if path.stem == "run" else path.stem)
+
+
+def _find_domain(raw: Mapping[str, Any]) -> tuple[Domain | None, list[Problem]]:
+    run = raw["run"]
+    name = run.get("domain") if isinstance(run, Mapping) else None
+    if not isinstance(name, str) or not name:
+        known = ", ".join(plugins.names("cosmos_rl.domains")) or "none"
+        missing = Problem(key="run.domain", wrong="is required", suggestion=f"installed: {known}")
+        return None, [missing] if name is None and isinstance(run, Mapping) else []
+    try:
+        return load_domain(name), []
+    except UserError as error:
+        return None, [Problem(key="run.domain", given=as_toml(name), wrong=str(error))]
+
+
+def _all_tables(domain: Domain | None) -> dict[str, list[str]]:
+    """Known keys of core and of the domain, for suggestions."""
+    tables = known_tables(RunConfig)
+    if domain is not None:
+        for at in _PLACES:
+            tables |= known_tables(_model_at(domain, at), at=at)
+    return tables
+
+
+def _algorithm_table(raw: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Known keys of [algorithm.options]."""
+    name = _given(raw, "algorithm.name")
+    try:
+        options = find_algorithm(name).Options if isinstance(name, str) else None
+    except UserError:
+        return {}  # the name itself will be the error
+    return {} if options is None else known_tables(options, at="algorithm.options")
+
+
+_PLACES = ("model", "data", "eval.data", "eval.loss_data", "anchor.data", "rollout.sampling")
+"""Sections whose keys belong to the domain."""
+_ALWAYS = ("model", "data", "rollout.sampling")
+"""Those that are there whether they are written down or not."""
+
+
+def _model_at(domain: Domain, at: str) -> type[BaseModel]:
+    return {"model": domain.Model, "rollout.sampling": domain.Sampling}.get(at, domain.Data)
+
+
+def _domain_parts(
+    raw: Mapping[str, Any], domain: Domain | None, tables: Mapping[str, Sequence[str]]
+) -> tuple[dict[str, BaseModel], list[Problem]]:
+    """Validate the sections whose keys belong to the domain."""
+    if domain is None:
+        return {}, []
+    parts: dict[str, BaseModel] = {}
+    found: list[Problem] = []
+    for at in _PLACES:
+        given = _given(raw, at)
+        if given is None and at not in _ALWAYS:
+            continue
+        try:
+            parts[at] = _validated(_model_at(domain, at), {} if given is None else given)
+        except ValidationError as error:
+            found += problems(error, tables=tables, at=at)
+    return parts, found
+
+
+def _given(raw: Mapping[str, Any], at: str) -> Any:
+    """What is written down at a dotted key, or None."""
+    here: Any = raw
+    for name in at.split("."):
+        here = here.get(name) if isinstance(here, Mapping) else None
+    return here
+
+
+def _with_parts(config: RunConfig, parts: Mapping[str, BaseModel]) -> RunConfig:
+    """Put what the domain validated in its places."""
+    return config.model_copy(
+        update={
+            "model": parts.get("model"),
+            "data": parts.get("data"),
+            "eval": config.eval.model_copy(
+                update={"data": parts.get("eval.data"), "loss_data": parts.get("eval.loss_data")}
+            ),
+            "anchor": config.anchor.model_copy(update={"data": parts.get("anchor.data")}),
+            "rollout": config.rollout.model_copy(update={"sampling": parts.get("rollout.sampling")}),
+        }
+    )
+
+
+def _core(
+    raw: Mapping[str, Any],
+    tables: Mapping[str, Sequence[str]],
+    parts: Mapping[str, BaseModel],
+    unsound: Collection[str],
+    *,
+    refused: Collection[str],
+) -> tuple[RunConfig, list[Problem]]:
+    """Validate the sections of core, then the rules between those sections that are sound.
+
+    `unsound` names sections in which the domain found something wrong, `refused` those that SFT does not have. The
+    config holds only the sound sections; it is whole where no problem is returned.
+    """
+    found: list[Problem] = []
+    try:
+        config = _validated(RunConfig, raw)
+    except ValidationError as error:
+        found = problems(error, tables=tables)
+        broken = _broken_sections(found)
+        sound = {name: section for name, section in raw.items() if name not in broken}
+        config = _validated(RunConfig, {"run": {"domain": "unknown"}} | sound)
+    if config.is_sft:  # what is wrong inside a section that has to go is not worth mending
+        found = [problem for problem in found if problem.section not in refused]
+    config = _with_parts(config, parts)
+    broken = _broken_sections(found) | set(unsound) | ({"rollout"} - {at.partition(".")[0] for at in parts})
+    given = raw.keys() - (set(RL_ONLY) - set(refused))
+    clashes = [conflict for conflict in conflicts(config, given=given) if not broken & conflict.sections]
+    return config, found + [conflict.problem(config) for conflict in clashes]
+
+
+def _broken_sections(found: Sequence[Problem]) -> set[str]:
+    """Sections with a problem, and the one that was probably meant by a misspelt one."""
+    broken = {problem.section for problem in found}
+    meant = {closest(name, list(RunConfig.model_fields)) for name in broken}
+    return broken | {name for name in meant if name}
+
+
+def _validated(model: type[AnyModel], given: Any) -> AnyModel:
+    """Validate as strictly as JSON is: no "8" for 8 and no true for 1, but a list for a tuple."""
+    return model.model_validate_json(json.dumps(given, default=str), strict=True)
+
+
+def _each_once(found: Sequence[Problem]) -> list[Problem]:
+    """Drop what two validators said of the same key; the first may know more to suggest."""
+    return list({(problem.key, problem.wrong): problem for problem in reversed(found)}.values())

@@ -1,0 +1,252 @@
+"""RunConfig: a whole recipe, and the rules that tie its sections together."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from cosmos_rl_core.algorithms.config import AlgorithmConfig
+from cosmos_rl_core.algorithms.table import find_algorithm
+from cosmos_rl_core.monitor.config import DIVERSITY, MonitorConfig
+from cosmos_rl_core.parallel.config import PolicySection
+from cosmos_rl_core.recipe.sections import (
+    AnchorSection,
+    CheckpointSection,
+    ElasticSection,
+    EvalSection,
+    LoggingSection,
+    PromptsSection,
+    RewardSection,
+    RolloutSection,
+    RunSection,
+    SyncSection,
+)
+from cosmos_rl_core.settings.base import Problem, Strict
+from cosmos_rl_core.settings.problems import as_toml
+
+RL_ONLY = ("rollout", "reward", "anchor", "sync", "monitor")
+"""Sections that mean nothing to supervised fine-tuning."""
+
+
+class RunConfig(Strict):
+    """A recipe. `load_config` makes one; components take their own section and `build` themselves from it."""
+
+    run: RunSection
+    model: Any = None
+    """[model], an instance of the domain's `Model`."""
+    data: Any = None
+    """[data], an instance of the domain's `Data`."""
+    prompts: PromptsSection = PromptsSection()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    policy: PolicySection = PolicySection()
+    rollout: RolloutSection = RolloutSection()
+    reward: RewardSection = RewardSection()
+    anchor: AnchorSection = AnchorSection()
+    sync: SyncSection = SyncSection()
+    checkpoint: CheckpointSection = CheckpointSection()
+    eval: EvalSection = EvalSection()
+    monitor: MonitorConfig = MonitorConfig()
+    logging: LoggingSection = LoggingSection()
+    elastic: ElasticSection = ElasticSection()
+
+    @property
+    def is_sft(self) -> bool:
+        """True for supervised fine-tuning: no rollouts, rewards or weight sync."""
+        return self.algorithm.name == "sft"
+
+    @property
+    def policy_sampling(self) -> Any:
+        """How the terms that the policy trains on are drawn; None in supervised fine-tuning."""
+        return None if self.is_sft else self.rollout.sampling.build()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """Two keys that are each in order and cannot stand together."""
+
+    key: str
+    """The one to change first."""
+    other: str
+    """The one it clashes with."""
+    wrong: str
+    """What is wrong with `key`, ending where `other` is named."""
+    suggestion: str = ""
+
+    @property
+    def sections(self) -> frozenset[str]:
+        """The sections that must be valid for this to be worth saying."""
+        return frozenset(key.partition(".")[0] for key in (self.key, self.other))
+
+    def problem(self, config: RunConfig) -> Problem:
+        """Return it as the user reads it, with both values."""
+        given, other = _written(config, self.key), _written(config, self.other)
+        wrong = f"{self.wrong} {self.other}" + (f" = {other}" if other else " (not set)")
+        return Problem(key=self.key, given=given, wrong=wrong, suggestion=self.suggestion)
+
+
+def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict]:
+    """Yield every pair of keys that clash; `given` names the sections that were written down."""
+    yield from _sft_conflicts(given) if config.is_sft else _rl_conflicts(config)
+    yield from _length_conflicts(config)
+    if config.is_sft and config.eval.loss_data is not None:
+        yield Conflict(
+            key="eval.loss_data",
+            other="algorithm.name",
+            wrong="is measured beside rewards, which there are none of with",
+            suggestion="call it [eval.data]",
+        )
+    if config.eval.every_steps and config.eval.data is None:
+        yield Conflict(
+            key="eval.every_steps",
+            other="eval.data",
+            wrong="has no rows to evaluate on without",
+            suggestion="add [eval.data]",
+        )
+    if config.checkpoint.keep_best and _never_measured(config):
+        yield Conflict(
+            key="checkpoint.best_metric",
+            other="eval.data" if config.eval.data is None else "algorithm.name",
+            wrong="is a figure that this run does not have, with",
+            suggestion='name one of metrics.jsonl or eval.jsonl, such as "-loss"',
+        )
+
+
+def _never_measured(config: RunConfig) -> bool:
+    """Whether the best checkpoints are to be chosen by an evaluation that there is none of, or by rewards in SFT."""
+    metric = config.checkpoint.best_metric.removeprefix("-")
+    if metric.startswith("eval/") and config.eval.data is None:
+        return True
+    return config.is_sft and "reward" in metric
+
+
+def _sft_conflicts(given: Collection[str]) -> Iterator[Conflict]:
+    for section in RL_ONLY:
+        if section in given:
+            yield Conflict(
+                key=section,
+                other="algorithm.name",
+                wrong="does not apply with",
+                suggestion=f"remove [{section}]",
+            )
+
+
+def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if not config.reward.functions:
+        yield Conflict(
+            key="reward.functions",
+            other="algorithm.name",
+            wrong="must name at least one reward with",
+            suggestion="add [[reward.functions]] with a name",
+        )
+    compares = find_algorithm(config.algorithm.name).advantage is None and config.algorithm.advantage != "gae"
+    if config.rollout.group_size == 1 and compares:
+        yield Conflict(
+            key="rollout.group_size",
+            other="algorithm.advantage",
+            wrong="must be at least 2, to compare a rollout with others, for",
+        )
+    if config.anchor.data is not None and not config.anchor.coef:
+        yield Conflict(
+            key="anchor.coef",
+            other="anchor.data",
+            wrong="must be above 0 with",
+            suggestion="set it, 0.01 for example, or remove [anchor.data]",
+        )
+    yield from _monitor_conflicts(config)
+    if config.rollout.sampling is not None:
+        yield from _term_conflicts(config)
+
+
+def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """What the monitor is fed with, and where it can go back to."""
+    if set(config.monitor.judges) - {f.title for f in config.reward.functions if f.weight == 0}:
+        yield Conflict(
+            key="monitor.judges",
+            other="reward.functions",
+            wrong="names what is no reward of weight 0 in",
+            suggestion="add it there with weight = 0, so that it is measured and not trained on",
+        )
+    if DIVERSITY in config.monitor.judges:
+        yield Conflict(
+            key="monitor.judges",
+            other="eval.data",
+            wrong=f"names {DIVERSITY}, which compares rollouts of a prompt, and there is one of each of",
+            suggestion=f'remove it: a rule with watch = "{DIVERSITY}" reads it from training',
+        )
+    if config.monitor.rolls_back and not config.checkpoint.every_steps:
+        yield Conflict(
+            key="checkpoint.every_steps",
+            other="monitor.rules",
+            wrong="must be above 0, to have weights to go back to, with a rollback in",
+        )
+    if config.monitor.data_rows and config.eval.loss_data is None:
+        yield Conflict(
+            key="monitor.data_rows",
+            other="eval.loss_data",
+            wrong="has no rows to score without",
+            suggestion="add [eval.loss_data], or set best_of_data",
+        )
+
+
+def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """How long a rollout may be."""
+    if config.algorithm.overlong_buffer_terms > config.rollout.sampling.max_terms:
+        yield Conflict(
+            key="algorithm.overlong_buffer_terms",
+            other="rollout.sampling.max_terms",
+            wrong="must be at most",
+        )
+    sampling, terms = config.rollout.sampling, config.policy.microbatch_terms
+    if sampling.least_microbatch_terms > terms:
+        yield Conflict(
+            key="policy.microbatch_terms",
+            other="rollout.sampling.max_terms",
+            wrong="must hold a whole rollout: its prompt and up to",
+            suggestion="raise the first or lower the second",
+        )
+    elif sampling.least_microbatch_terms < sampling.max_terms:
+        yield from _cut_conflicts(config)
+
+
+def _cut_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """What looks at whole rollouts, where they are cut into microbatches."""
+    looks = {
+        "algorithm.loss": config.algorithm.loss == "sequence_clipped",
+        "algorithm.sequence_mask_delta": config.algorithm.sequence_mask_delta is not None,
+    }
+    for key, whole in looks.items():
+        if whole:
+            yield Conflict(
+                key=key,
+                other="policy.microbatch_terms",
+                wrong="averages over whole rollouts, whose terms this domain cuts into microbatches of",
+                suggestion='take loss = "clipped"' if key == "algorithm.loss" else "remove it",
+            )
+
+
+def _length_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """How long the run is."""
+    steps, schedule = config.run.max_steps, config.policy.schedule
+    if steps is None and config.prompts.epochs is None:
+        yield Conflict(
+            key="run.max_steps",
+            other="prompts.epochs",
+            wrong="is required without",
+            suggestion="set one of them, or the run never ends",
+        )
+    elif steps is None and schedule.name != "constant":
+        yield Conflict(key="run.max_steps", other="policy.schedule.name", wrong="is required with")
+    if steps is not None and schedule.warmup_steps > steps:
+        yield Conflict(
+            key="policy.schedule.warmup_steps",
+            other="run.max_steps",
+            wrong="must be at most",
+        )
+
+
+def _written(config: RunConfig, key: str) -> str:
+    """The value of a dotted key as it stands in the recipe; empty for a section or for no value."""
+    value = reduce(getattr, key.split("."), config)
+    return "" if value is None or value == () or isinstance(value, Strict) else as_toml(value)

@@ -1,0 +1,120 @@
+"""What pydantic found wrong, in the words of the recipe: dotted key, given value, what to do."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from cosmos_rl_core.settings.base import Problem
+
+Tables = Mapping[str, Sequence[str]]
+"""Known keys by dotted table: {"rollout.sampling": ["max_terms", ...]}; the whole config has the name ""."""
+
+
+def known_tables(model: type[BaseModel], *, at: str = "") -> dict[str, list[str]]:
+    """Return the known keys of a model and of every section in it, with `at` as the name of the outermost."""
+    tables = {at: list(model.model_fields)}
+    for name, field in model.model_fields.items():
+        for section in _sections(field.annotation):
+            for table, keys in known_tables(section, at=f"{at}.{name}" if at else name).items():
+                tables[table] = tables.get(table, []) + keys
+    return tables
+
+
+def problems(error: ValidationError, *, tables: Tables, at: str = "") -> list[Problem]:
+    """Return what is wrong with the part of a config that lies under the dotted key `at`."""
+    return [_problem(details, tables=tables, at=at) for details in error.errors(include_url=False)]
+
+
+def in_file_order(found: Sequence[Problem], raw: Mapping[str, Any]) -> list[Problem]:
+    """Sort by where the keys stand in the file; a missing key comes after those of its table."""
+    return sorted(found, key=lambda problem: _position(problem.key, raw))
+
+
+def as_toml(value: Any, *, limit: int = 60) -> str:
+    """Return a value roughly as it stands in the recipe, cut to `limit` characters."""
+    if isinstance(value, Mapping):
+        text = "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, list | tuple):
+        text = "[" + ", ".join(as_toml(item) for item in value) + "]"
+    else:
+        text = json.dumps(value, default=str, ensure_ascii=False)
+    return text if len(text) <= limit else text[: limit - 3] + "..."
+
+
+def closest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the known word most like `word`, or None if nothing is close."""
+    return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=cutoff)), None)
+
+
+def _sections(annotation: Any) -> list[type[BaseModel]]:
+    """Models named anywhere in an annotation: X, X | None, tuple[X, ...], dict[str, X]."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [section for inner in get_args(annotation) for section in _sections(inner)]
+
+
+def _problem(details: ErrorDetails, *, tables: Tables, at: str) -> Problem:
+    key = ".".join([*([at] if at else []), *(str(part) for part in details["loc"])])
+    given = as_toml(details["input"])
+    match details["type"]:
+        case "missing":
+            return Problem(key=key, wrong="is required")
+        case "extra_forbidden":
+            return Problem(key=key, given=given, wrong="unknown key", suggestion=_did_you_mean(key, tables))
+        case "literal_error":
+            expected = str(details.get("ctx", {}).get("expected", "")).replace("'", '"')
+            near = closest(str(details["input"]), re.findall(r'"([^"]*)"', expected))
+            suggestion = f'did you mean "{near}"?' if near else ""
+            return Problem(key=key, given=given, wrong=f"must be {expected}", suggestion=suggestion)
+        case "value_error":
+            where = "" if isinstance(details["input"], Mapping) else given
+            return Problem(key=key, given=where, wrong=details["msg"].removeprefix("Value error, "))
+        case "string_type" if isinstance(details["input"], int | float):
+            quotes = f"""write it in quotes: "{given}", or '"{given}"' on a command line"""
+            return Problem(key=key, given=given, wrong="must be a string", suggestion=quotes)
+        case "model_type" | "dict_type":
+            return Problem(key=key, given=given, wrong=f"must be a table: [{key}]")
+        case _:
+            return Problem(key=key, given=given, wrong=details["msg"].replace("Input should be", "must be"))
+
+
+def _did_you_mean(key: str, tables: Tables) -> str:
+    """A key of the same table, or one of that name elsewhere, or the table's keys."""
+    path, _, name = key.rpartition(".")
+    table = ".".join(part for part in path.split(".") if not part.isdigit())
+    here = tables.get(table, ())
+    elsewhere = [other for other, keys in tables.items() if name in keys and other != table]
+    near = closest(name, here, cutoff=0.6 if not elsewhere else 0.8)
+    if near:
+        return f'did you mean "{near}"?'
+    if elsewhere:
+        return f"did you mean {' or '.join(_bracketed(other, name) for other in elsewhere)}?"
+    for other, keys in tables.items():
+        if near := closest(name, keys, cutoff=0.85):
+            return f"did you mean {_bracketed(other, near)}?"
+    return f"known here: {', '.join(here)}" if here else ""
+
+
+def _bracketed(table: str, key: str) -> str:
+    return f"[{table}] {key}" if table else f"[{key}]"
+
+
+def _position(key: str, raw: Mapping[str, Any]) -> tuple[int, ...]:
+    position: list[int] = []
+    here: Any = raw
+    for part in key.split("."):
+        if isinstance(here, Mapping):
+            names = list(here)
+            position.append(names.index(part) if part in names else len(names))
+            here = here.get(part)
+        elif isinstance(here, list | tuple) and part.isdigit():
+            position.append(int(part))
+            here = here[int(part)] if int(part) < len(here) else None
+    return tuple(position)

@@ -1,0 +1,78 @@
+"""What lies in a safetensors file, by its header alone. No torch.
+
+[8 bytes: n] [n bytes: JSON, name -> dtype, shape, place] [the tensors' bytes, one after another]
+
+Nothing in a header is believed: every tensor has to lie inside of the file, and to be as long as its shape says.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from io import BufferedIOBase
+from math import prod
+from typing import Any, BinaryIO
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.storage.json_files import parse_json
+
+MAX_HEADER_BYTES = 100 * 2**20
+"""The format's own limit."""
+MAX_DIMS = 64
+ITEM_BYTES: Mapping[str, int] = {
+    **{"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "F8_E5M2": 1},
+    **{"I64": 8, "I32": 4, "I16": 2, "I8": 1, "U64": 8, "U32": 4, "U16": 2, "U8": 1, "BOOL": 1, "C64": 8},
+}
+"""Bytes of an element, for the types whose elements are whole bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a tensor lies in a file."""
+
+    start: int
+    """First byte."""
+    dtype: str
+    """As the format calls it, such as BF16."""
+    shape: tuple[int, ...]
+
+
+def read_header(file: BufferedIOBase | BinaryIO, *, name: str) -> dict[str, Place]:
+    """Return the tensors of an open file by name, without its metadata.
+
+    Raises:
+        UserError: it is no safetensors file, or its header asks for bytes that the file does not have.
+    """
+    try:
+        whole = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        (size,) = struct.unpack("<Q", file.read(8))
+        if size > min(MAX_HEADER_BYTES, whole - 8):
+            raise ValueError(f"its header claims {size:,} bytes; the file has {whole:,}")
+        entries = parse_json(file.read(size), where="its header")
+        if not isinstance(entries, dict):
+            raise ValueError("its header is no object")
+        data = 8 + size
+        return {key: _place(key, held, data, whole) for key, held in entries.items() if key != "__metadata__"}
+    except (ValueError, struct.error) as error:
+        raise UserError(f"{name} is not a safetensors file ({error})") from error
+
+
+def _place(key: str, held: Any, data: int, whole: int) -> Place:
+    match held:
+        case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if _is_shape(shape):
+            pass
+        case _:
+            raise ValueError(f"{key[:200]} has no dtype, shape or place")
+    if not 0 <= start <= end <= whole - data:
+        raise ValueError(f"{key[:200]} lies at bytes {start:,} to {end:,} of {whole - data:,}")
+    wanted = prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - start
+    if end - start != wanted:
+        raise ValueError(f"{key[:200]} has {end - start:,} bytes, but its shape {shape[:8]} of {dtype} {wanted:,}")
+    return Place(data + start, dtype, tuple(shape))
+
+
+def _is_shape(sizes: list[Any]) -> bool:
+    return len(sizes) <= MAX_DIMS and all(type(size) is int and 0 <= size < 2**63 for size in sizes)

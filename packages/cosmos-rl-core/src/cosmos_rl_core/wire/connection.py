@@ -1,0 +1,259 @@
+"""One authenticated connection: a stream of messages each way.
+
+bytes -> FrameReader -> verified body -> message -> `receive()`; `send()` -> FrameSealer -> socket.
+
+A slow consumer stops the reading of its socket, which fills the sender's write buffer, which makes the
+sender's `send()` wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+from typing import Any, cast
+
+import msgspec
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.wire.frames import FrameReader, FrameSealer
+from cosmos_rl_core.wire.handshake import (
+    HANDSHAKE_BYTES,
+    PREAMBLE_BYTES,
+    Hello,
+    Violation,
+    make_preamble,
+    session_keys,
+)
+
+_WRITE_HIGH_BYTES = 2**20
+_INBOX_HIGH_BYTES = 8 * 2**20
+_MESSAGE_COST_BYTES = 1024  # what a small message costs at least while it waits in the inbox
+
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+class ConnectionClosed(Exception):
+    """The connection has ended; the text says why."""
+
+
+class Connection:
+    """A peer that proved it holds the run's token. Made by `wire.connect` and `wire.serve`."""
+
+    peer: Hello
+    """Who is on the other side."""
+    closed: asyncio.Event
+    """Set once the connection has ended, for whatever reason."""
+    reason: str
+    """Why it ended; empty while it is open."""
+    protocol: WireProtocol
+    """What the event loop calls for it."""
+
+    def __init__(self, protocol: WireProtocol, *, peer: Hello) -> None:
+        self.peer = peer
+        self.closed = asyncio.Event()
+        self.reason = ""
+        self.protocol = protocol
+        self._inbox: deque[tuple[Any, int]] = deque()
+        self._inbox_bytes = 0
+        self._reader: asyncio.Future[None] | None = None
+
+    def post(self, message: Any) -> None:
+        """Send without waiting. Raises `ConnectionClosed`, also where the peer has long stopped reading."""
+        if self.closed.is_set():
+            raise ConnectionClosed(self.reason)
+        self.protocol.write(message)
+
+    async def send(self, message: Any) -> None:
+        """Send, and wait while more is unsent than should be buffered. Raises `ConnectionClosed`."""
+        self.post(message)
+        if not self.protocol.writable.is_set():
+            await self.protocol.writable.wait()
+        if self.closed.is_set():
+            raise ConnectionClosed(self.reason)
+
+    async def receive(self) -> Any:
+        """Return the next message, also one that came before the end. Raises `ConnectionClosed`."""
+        while not self._inbox:
+            if self.closed.is_set():
+                raise ConnectionClosed(self.reason)
+            assert self._reader is None, "one task receives from a connection"
+            self._reader = asyncio.get_running_loop().create_future()
+            try:
+                await self._reader
+            finally:
+                self._reader = None
+        message, cost = self._inbox.popleft()
+        self._inbox_bytes -= cost
+        if self._inbox_bytes <= _INBOX_HIGH_BYTES // 2:
+            self.protocol.resume_reading()
+        return message
+
+    def close(self) -> None:
+        """Send what is still unsent, then end the connection. `closed` tells when."""
+        self.protocol.close("closed by this side")
+
+    def deliver(self, message: Any, *, num_bytes: int) -> None:
+        """Take a message from the protocol."""
+        cost = max(num_bytes, _MESSAGE_COST_BYTES)
+        self._inbox.append((message, cost))
+        self._inbox_bytes += cost
+        if self._inbox_bytes > _INBOX_HIGH_BYTES:
+            self.protocol.pause_reading()
+        self._wake()
+
+    def end(self, reason: str) -> None:
+        """Take the end from the protocol."""
+        self.reason = reason
+        self.closed.set()
+        self._wake()
+
+    def _wake(self) -> None:
+        if self._reader is not None and not self._reader.done():
+            self._reader.set_result(None)
+
+
+class WireProtocol(asyncio.BufferedProtocol):
+    """What the event loop calls: the handshake first, then frames to and from the `Connection`."""
+
+    def __init__(
+        self,
+        *,
+        token: bytes,
+        hello: Hello,
+        decoder: msgspec.msgpack.Decoder[Any],
+        client: bool,
+        max_frame_bytes: int,
+        handshake_s: float,
+        on_open: Callable[[Connection], None],
+        on_lost: Callable[[WireProtocol], None],
+    ) -> None:
+        self.failure: Exception | None = None
+        """Why the protocol gave up, where it did."""
+        self.writable = asyncio.Event()
+        """Set while the write buffer is below its high-water mark, and after the end."""
+        self.writable.set()
+        self._token = token
+        self._hello = hello
+        self._decode = decoder.decode
+        self._client = client
+        self._max_frame_bytes = max_frame_bytes
+        self._handshake_s = handshake_s
+        self._on_open = on_open
+        self._on_lost = on_lost
+        self._preamble = make_preamble()
+        self._reader = FrameReader(max_frame_bytes=HANDSHAKE_BYTES - PREAMBLE_BYTES)
+        self._sealer: FrameSealer | None = None
+        self._connection: Connection | None = None
+        self._reading_paused = False
+        self._reason = ""
+
+    # -- called by the event loop
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
+        loop = asyncio.get_running_loop()
+        late = Violation(f"the handshake took longer than {self._handshake_s:g} s")
+        self._deadline = loop.call_later(self._handshake_s, self._fail, late)
+        if self._client:
+            self._transport.write(self._preamble)
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        return self._reader.writable()
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self._reader.received(nbytes)
+        try:
+            self._read()
+        except (Violation, UserError) as error:
+            self._fail(error)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            self._fail(Violation(f"a message this side does not understand: {error}"))
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._deadline.cancel()
+        self.writable.set()
+        if not self._reason:
+            self._reason = f"the connection broke: {exc}" if exc else "closed by the peer"
+        if self._connection is not None:
+            self._connection.end(self._reason)
+        self._on_lost(self)
+
+    def pause_writing(self) -> None:
+        self.writable.clear()
+
+    def resume_writing(self) -> None:
+        self.writable.set()
+
+    # -- called by the connection and its owner
+
+    @property
+    def reason(self) -> str:
+        """Why it ended; empty while it is open."""
+        return self._reason
+
+    def write(self, message: Any) -> None:
+        assert self._sealer is not None
+        if not self.writable.is_set() and self._transport.get_write_buffer_size() > 2 * self._max_frame_bytes:
+            self._fail(Violation("the peer reads too slowly: unsent messages fill two frames"))
+        if self._transport.is_closing():
+            raise ConnectionClosed(self._reason or "closed by the peer")
+        self._transport.write(self._sealer.seal(message))
+
+    def pause_reading(self) -> None:
+        if not self._reading_paused:
+            self._reading_paused = True
+            self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        if self._reading_paused:
+            self._reading_paused = False
+            self._transport.resume_reading()
+
+    def close(self, reason: str) -> None:
+        """End after the unsent bytes have gone."""
+        self._reason = self._reason or reason
+        self._transport.close()
+
+    def abort(self, reason: str) -> None:
+        """End now."""
+        self._reason = self._reason or reason
+        self._transport.abort()
+
+    # -- the handshake, then frames
+
+    def _read(self) -> None:
+        if self._sealer is None and not self._exchange_keys():
+            return
+        while (body := self._reader.next_body()) is not None and not self._transport.is_closing():
+            if self._connection is None:
+                self._open(_hello_decoder.decode(body))
+            else:
+                self._connection.deliver(self._decode(body), num_bytes=len(body))
+
+    def _exchange_keys(self) -> bool:
+        theirs = self._reader.take(PREAMBLE_BYTES)
+        if theirs is None:
+            return False
+        if not self._client:
+            self._transport.write(self._preamble)  # before any check, so that a client of another version learns ours
+        keys = session_keys(self._token, ours=self._preamble, theirs=theirs, client=self._client)
+        self._reader.use_key(keys.receive)
+        self._sealer = FrameSealer(keys.send, max_frame_bytes=self._max_frame_bytes)
+        self._transport.write(self._sealer.seal(self._hello))
+        return True
+
+    def _open(self, peer: Hello) -> None:
+        self._deadline.cancel()
+        self._reader.max_frame_bytes = self._max_frame_bytes
+        self._connection = Connection(self, peer=peer)
+        self._on_open(self._connection)
+
+    def _fail(self, error: Exception) -> None:
+        self.failure = error
+        self._reason = self._reason or str(error)
+        if isinstance(error, UserError):
+            self._transport.close()  # our preamble must still reach a peer of another version
+        else:
+            self._transport.abort()

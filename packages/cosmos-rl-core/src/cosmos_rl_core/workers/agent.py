@@ -1,0 +1,142 @@
+"""The part of a policy replica that lies on this machine: torch's elastic agent, which is what torchrun runs.
+
+    agent (this process)
+      rank 0, rank 1, ...      python -m cosmos_rl_core.workers.rank_main; their output goes to ours, rank in front
+
+The ranks of one machine meet in a file; those of several at a store on the first machine, which the agents of the
+others join (torchrun's static rendezvous: rank 0 is where the controller is). The agent ends all ranks as soon as one
+has failed, and tells the controller which and why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import tempfile
+import uuid
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from torch.distributed import HashStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
+from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
+
+from cosmos_rl_core.wire.token import read_token
+from cosmos_rl_core.workers.failure import Failure, cause, tell_controller
+from cosmos_rl_core.workers.node import Node, WorkerAddress
+
+WATCH_S = 0.1
+"""Time between two looks at the ranks."""
+SHUTDOWN_S = 5
+"""Longest that a rank may take to end once another one has failed."""
+JOIN_S = 24 * 3600
+"""Longest wait for the other machines."""
+OTHERS_FIRST_S = 2.0
+"""Where ranks only lost others, those may lie on another machine, whose agent knows why: its word goes first."""
+
+
+class OneMachine(RendezvousHandler):
+    """The rendezvous of a replica that lies on one machine: there is nobody to meet, and nothing listens."""
+
+    def __init__(self) -> None:
+        self._run_id = uuid.uuid4().hex
+
+    @property
+    def use_agent_store(self) -> bool:
+        return False
+
+    def get_backend(self) -> str:
+        return "one machine"
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    def shutdown(self) -> bool:
+        return True
+
+
+def run_node(worker: WorkerAddress, node: Node) -> int:
+    """Run this machine's ranks to their end and return the exit code. Tells the controller of a failure."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
+    token = read_token(worker.token_file)  # the file may be gone by the time that a rank fails
+    if node.is_local:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
+        try:
+            failures = _run_ranks(worker, node, Path(folder))
+        except SignalException as error:
+            return 128 + error.sigval.value
+    if not failures:
+        return 0
+    rank, failure = cause((rank, _failure(found)) for rank, found in failures.items())
+    told = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
+    print(told.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
+    patience_s = OTHERS_FIRST_S if told.consequence and node.num_nodes > 1 else 0.0
+    asyncio.run(_tell(worker, told, token=token, patience_s=patience_s))
+    return told.exit_code
+
+
+def _run_ranks(worker: WorkerAddress, node: Node, folder: Path) -> Mapping[int, ProcessFailure]:
+    store = () if node.num_nodes > 1 else ("--store", str(folder / "store"))
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=node.ranks_per_node,
+        entrypoint=sys.executable,
+        args=("-P", "-u", "-m", "cosmos_rl_core.workers.rank_main", *worker.arguments(), *node.arguments(), *store),
+        rdzv_handler=_rendezvous(worker, node),
+        max_restarts=0,
+        monitor_interval=WATCH_S,
+        local_addr="127.0.0.1" if node.is_local else None,
+    )
+    agent = LocalElasticAgent(
+        spec,
+        DefaultLogsSpecs(log_dir=str(folder), tee=Std.ALL),
+        log_line_prefix_template="[rank ${rank}] ",
+        shutdown_timeout=SHUTDOWN_S,
+    )
+    result: RunResult = agent.run()  # type: ignore[assignment]  # torch's decorator hides the type
+    return result.failures
+
+
+def _rendezvous(worker: WorkerAddress, node: Node) -> RendezvousHandler:
+    if node.num_nodes == 1:
+        return OneMachine()
+    host, port = parse_rendezvous_endpoint(node.rendezvous, -1)
+    return StaticTCPRendezvous(host, port, node.index, node.num_nodes, worker.name, JOIN_S)
+
+
+def _failure(found: ProcessFailure) -> Failure:
+    """What a rank wrote, or what its exit says."""
+    data = found.error_file_data
+    if isinstance(data, dict) and (written := Failure.read(data)) is not None:
+        return written
+    if found.exitcode < 0:
+        name = signal.Signals(-found.exitcode).name
+        return Failure(message=f"died (signal {name})", consequence=name == "SIGTERM", at=found.timestamp)
+    return Failure(message=f"ended (exit code {found.exitcode}) without a word", at=found.timestamp)
+
+
+async def _tell(worker: WorkerAddress, failure: Failure, *, token: bytes, patience_s: float) -> None:
+    await asyncio.sleep(patience_s)
+    await tell_controller(worker.controller, token=token, replica=worker.name, failure=failure)

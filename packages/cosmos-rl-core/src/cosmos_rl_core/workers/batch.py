@@ -1,0 +1,164 @@
+"""A Batch message -> the share of this rank, as the trainer takes it.
+
+Batch message -> each rank reads what lies in spools -> ranks tell one another what they could not read
+              -> all have everything, or all report the same loss -> rollouts file, batcher, collation
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import msgspec
+
+from cosmos_rl_core import assemble
+from cosmos_rl_core.algorithms.advantages import build_batch_advantage, build_step_advantages
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.observe.dropped_rows import write_dropped
+from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.stages import microbatch_multiple
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.rollout.payload import decode_group
+from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
+from cosmos_rl_core.rollout.spool.store import Spooled
+from cosmos_rl_core.train.batcher import Batcher
+from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
+from cosmos_rl_core.workers.context import Assignment
+from cosmos_rl_core.workers.ranks import Ranks
+
+
+def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
+    """The part of each batch that this rank trains on."""
+    if mesh is None:
+        return Share()
+    return replace(mesh.share, multiple=microbatch_multiple(config.policy.parallel))
+
+
+class BatchMaker:
+    """A Batch message -> what the trainer takes; writes the step's rollouts on the way."""
+
+    def __init__(self, assignment: Assignment, policy: Policy, *, share: Share) -> None:
+        self._at = assignment
+        config = assignment.config
+        self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
+        self._batcher = Batcher(
+            assemble.build_collate(config, assignment.domain, share),
+            max_staleness=config.sync.max_staleness,
+            batch_advantage=build_batch_advantage(config.algorithm),
+            of_steps=build_step_advantages(config.algorithm),
+            anchor=assemble.build_anchor(config, assignment.domain, policy, share),
+            minibatches=config.policy.minibatches,
+            epochs=config.policy.epochs,
+            seed=config.run.seed,
+            on_groups=self._write_rollouts,
+        )
+
+    def __call__(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
+        at = self._at
+        with at.context.timeline.span("collate", step=message.step):
+            batch = self._supervised(message, payloads) if at.config.is_sft else self._of_groups(message, payloads)
+        reasons = (*batch.rows_dropped, *(() if batch.anchor is None else batch.anchor.rows_dropped))
+        if reasons and at.context.leads:
+            write_dropped(at.run_dir, step=message.step, reasons=reasons)
+        return batch
+
+    def _of_groups(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
+        groups = [decode_group(encoded) for encoded in payloads.encoded]
+        batch = self._batcher(groups, step=message.step)
+        return replace(batch, metrics={**batch.metrics, **payloads.metrics})
+
+    def _write_rollouts(self, groups: Sequence[RolloutGroup], step: int) -> None:
+        """With the advantages that the step trains on, which may follow from all of its groups."""
+        at = self._at
+        every = at.config.logging.rollouts_every
+        if every and step % every == 0 and at.context.leads:
+            write_rollouts(at.run_dir / "rollouts", step=step, groups=groups)
+
+    def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
+        rows = zip(message.samples, map(json.loads, map(bytes, payloads.encoded)), strict=True)
+        batch = self._collate_sft([Prompt(sample_id=sample, row=row) for sample, row in rows])
+        return replace(batch, metrics={**batch.metrics, "terms": float(batch.num_terms)})
+
+
+READS_AT_ONCE = 4
+_decode_gone = msgspec.msgpack.Decoder(dict[int, str]).decode
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Payloads:
+    """Those of one batch."""
+
+    encoded: Sequence[bytes | memoryview]
+    """One a sample, as `control.payload` reads them."""
+    spooled_bytes: int = 0
+    """Of those that lay in spools."""
+    fetch_s: float = 0.0
+    """What reading them took, lost ones of earlier batches of the step included."""
+    lost: int = 0
+    """Groups of the step that could not be read and were generated again."""
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """What a person wants to know; nothing where no spool was read."""
+        if not self.spooled_bytes:
+            return {}
+        return {
+            "spooled_bytes": float(self.spooled_bytes),
+            "spool_fetch_s": self.fetch_s,
+            "spool_lost": float(self.lost),
+        }
+
+
+class StepPayloads:
+    """Reads batch after batch.
+
+    payloads = await StepPayloads(reader, ranks)(message)
+    """
+
+    def __init__(self, reader: SpoolReader, ranks: Ranks | None) -> None:
+        """ranks: those of the replica, which all call this with the same messages; None: there is one."""
+        self._reader = reader
+        self._ranks = ranks
+        self._slots = asyncio.Semaphore(READS_AT_ONCE)
+        self._fetch_s = 0.0
+        self._lost = 0
+
+    async def __call__(self, message: p.Batch) -> Payloads | p.PayloadsLost:
+        """Return the bytes of all groups, or what some rank could not read: the same in every rank."""
+        started = time.perf_counter()
+        found = await asyncio.gather(*(self._read(payload) for payload in message.payloads))
+        sizes = [payload.num_bytes for payload in message.payloads if isinstance(payload, Spooled)]
+        if not sizes:
+            return Payloads(encoded=[data for data in found if not isinstance(data, PayloadGone)])
+        pairs = zip(message.samples, found, strict=True)
+        gone = await self._agree({sample: str(data) for sample, data in pairs if isinstance(data, PayloadGone)})
+        self._fetch_s += time.perf_counter() - started
+        if gone:
+            self._lost += len(gone)
+            samples = sorted(gone)
+            return p.PayloadsLost(step=message.step, epoch=message.epoch, samples=samples, reason=gone[samples[0]])
+        encoded = [data for data in found if not isinstance(data, PayloadGone)]
+        payloads = Payloads(encoded=encoded, spooled_bytes=sum(sizes), fetch_s=self._fetch_s, lost=self._lost)
+        self._fetch_s, self._lost = 0.0, 0
+        return payloads
+
+    async def _read(self, payload: p.Payload) -> bytes | memoryview | PayloadGone:
+        if isinstance(payload, bytes):
+            return payload
+        async with self._slots:
+            try:
+                return await self._reader.read(payload)
+            except PayloadGone as error:
+                return error
+
+    async def _agree(self, gone: dict[int, str]) -> dict[int, str]:
+        """Return what any rank could not read, with the first rank's reason."""
+        if self._ranks is None:
+            return gone
+        told = await self._ranks.gather(msgspec.msgpack.encode(gone))
+        return {sample: reason for data in reversed(told) for sample, reason in _decode_gone(data).items()}

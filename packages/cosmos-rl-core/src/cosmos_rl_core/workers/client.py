@@ -1,0 +1,238 @@
+"""A worker's side of the control channel: one connection, one receiving task, typed queues behind it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.rollout.payload import encode_group
+from cosmos_rl_core.rollout.spool.store import Spool
+from cosmos_rl_core.rollout.worker import Lease
+from cosmos_rl_core.types import Prompt, RolloutGroup, StepResult, TrainBatch
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
+
+HEARTBEAT_S = 1.0
+GONE = "the controller went away before step {} was committed"
+
+
+class ControllerClient:
+    """Receives for a worker and beats its heart.
+
+    client = ControllerClient(connection)
+    await client.beside(work, pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.grants: asyncio.Queue[p.Grant | None] = asyncio.Queue()
+        self.cancels: asyncio.Queue[int] = asyncio.Queue()
+        self.releases: asyncio.Queue[list[str]] = asyncio.Queue()
+        self.batches: asyncio.Queue[p.Batch | None] = asyncio.Queue()
+        self.commits: asyncio.Queue[p.Committed | None] = asyncio.Queue()
+        self.sync_address: asyncio.Queue[str | None] = asyncio.Queue()
+        self.stopped = asyncio.Event()
+
+    async def beside(self, work: Coroutine[Any, Any, None], *, pulse: Callable[[], p.Heartbeat]) -> None:
+        """Receive and beat while `work` runs; an error of any of the three ends all and is raised."""
+        main = asyncio.create_task(work)
+        helpers = {asyncio.create_task(self._receive()), asyncio.create_task(self._beat(pulse))}
+        try:
+            while not main.done():
+                done, _ = await asyncio.wait({main, *helpers}, return_when=asyncio.FIRST_COMPLETED)
+                for helper in done & helpers:
+                    helper.result()
+                    helpers.discard(helper)
+            main.result()
+        finally:
+            for task in (main, *helpers):
+                task.cancel()
+            await asyncio.gather(main, *helpers, return_exceptions=True)
+
+    async def say(self, message: p.ToController) -> None:
+        """Send; an end of the connection is heard of where an answer is waited for, in all ranks at the same place."""
+        with contextlib.suppress(ConnectionClosed):
+            await self.connection.send(message)
+
+    def say_soon(self, message: p.ToController) -> None:
+        """As `say`, without waiting until there is room."""
+        with contextlib.suppress(ConnectionClosed):
+            self.connection.post(message)
+
+    async def _receive(self) -> None:
+        try:
+            while True:
+                self._sort(await self.connection.receive())
+        except ConnectionClosed:
+            self._stop()
+            self.commits.put_nowait(None)
+
+    def _sort(self, message: p.ToWorker) -> None:
+        match message:
+            case p.Grant():
+                self.grants.put_nowait(message)
+            case p.Cancel():
+                self.cancels.put_nowait(message.sample)
+            case p.Release():
+                self.releases.put_nowait(message.paths)
+            case p.Batch():
+                self.batches.put_nowait(message)
+            case p.Committed():
+                self.commits.put_nowait(message)
+            case p.SyncFrom():
+                self.sync_address.put_nowait(message.address)
+            case p.Stop():
+                self._stop()
+
+    def _stop(self) -> None:
+        self.stopped.set()
+        self.sync_address.put_nowait(None)
+        self.grants.put_nowait(None)
+        self.batches.put_nowait(None)
+
+    async def _beat(self, pulse: Callable[[], p.Heartbeat]) -> None:
+        while not self.connection.closed.is_set():
+            self.connection.post(pulse())
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.connection.closed.wait(), HEARTBEAT_S)
+
+
+class RemoteDesk:
+    """`rollout.worker.LeaseDesk` over the control channel."""
+
+    def __init__(self, client: ControllerClient, spool: Spool | None = None) -> None:
+        """spool: where large groups stay; without it all travel to the controller."""
+        self._client = client
+        self._spool = spool
+        self._asked: p.RequestLeases | None = None
+
+    def request(self, *, version: int, capacity: int) -> None:
+        asked = p.RequestLeases(version=version, capacity=capacity)
+        if capacity > 0 and asked != self._asked and not self._client.stopped.is_set():
+            self._asked = asked
+            self._client.connection.post(asked)
+
+    async def granted(self) -> Sequence[Lease] | None:
+        grant = await self._client.grants.get()
+        if grant is None or self._client.stopped.is_set():
+            return None
+        self._asked = None
+        return [
+            Lease(
+                prompt=Prompt(sample_id=item.sample, row=json.loads(item.row), origin=item.origin),
+                attempt=item.attempt,
+                evaluation=item.evaluation,
+            )
+            for item in grant.prompts
+        ]
+
+    async def deliver(self, lease: Lease, group: RolloutGroup) -> None:
+        payload = encode_group(_as_read(group) if lease.evaluation else group)
+        if self._spool is not None and not lease.evaluation:
+            payload = await self._spool.put(payload, name=f"{lease.prompt.sample_id}-{lease.attempt}")
+        await self._client.connection.send(
+            p.Deliver(
+                sample=lease.prompt.sample_id,
+                attempt=lease.attempt,
+                min_version=group.min_policy_version,
+                max_version=group.max_policy_version,
+                num_terms=group.num_terms,
+                payload=payload,
+                evaluation=lease.evaluation,
+            )
+        )
+
+    async def fail(self, lease: Lease, error: SampleError) -> None:
+        await self._client.connection.send(
+            p.Failed(
+                sample=lease.prompt.sample_id,
+                attempt=lease.attempt,
+                reason=error.reason,
+                final=error.final,
+                evaluation=lease.evaluation,
+            )
+        )
+
+    async def cancelled(self) -> int:
+        return await self._client.cancels.get()
+
+    async def released(self) -> Sequence[str]:
+        return await self._client.releases.get()
+
+
+class RemoteSteps:
+    """`loop.Steps` over the control channel."""
+
+    def __init__(
+        self,
+        client: ControllerClient,
+        *,
+        batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
+        checkpoint: Callable[[p.Committed], Awaitable[None]],
+        relay: Callable[[p.ToWorker], Awaitable[None]] | None = None,
+    ) -> None:
+        """Wire it.
+
+        `batch` makes what the trainer takes, or says what cannot be read, alike in all ranks. `relay` hands what the
+        controller decided to the replica's other ranks, before this one acts on it.
+        """
+        self._client = client
+        self._batch = batch
+        self._checkpoint = checkpoint
+        self._relay = relay
+        self._current: p.Batch | None = None
+        self._asked = -1
+        """Step whose batch was asked for last."""
+        self._committed: p.Committed | None = None
+
+    async def next_batch(self, step: int) -> TrainBatch | None:
+        self._ask(step)
+        while True:
+            message = await self._client.batches.get()
+            if message is None or not message.samples or self._client.stopped.is_set():
+                await self._pass_on(p.Stop(reason="no more batches"))
+                return None
+            assert message.step == step
+            await self._pass_on(message)
+            self._current = message
+            batch = await self._batch(message)
+            if not isinstance(batch, p.PayloadsLost):
+                return batch
+            await self._client.say(batch)
+
+    async def commit(self, step: int) -> None:
+        assert self._current is not None
+        await self._client.say(p.Vote(step=step, epoch=self._current.epoch))
+        committed = await self._client.commits.get()
+        if committed is None:
+            await self._pass_on(p.Stop(reason=GONE.format(step)))
+            raise ConnectionClosed(GONE.format(step))
+        assert committed.step == step
+        await self._pass_on(committed)
+        self._committed = committed
+        self._ask(step + 1)  # it can be made up and sent while this step is taken
+
+    def _ask(self, step: int) -> None:
+        if step != self._asked and not self._client.stopped.is_set():
+            self._asked = step
+            self._client.say_soon(p.RequestBatch(step=step))
+
+    async def _pass_on(self, message: p.ToWorker) -> None:
+        if self._relay is not None:
+            await self._relay(message)
+
+    async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
+        assert self._committed is not None
+        done = p.StepDone(step=self._committed.step, version=result.policy_version, metrics={**result.metrics, **sync})
+        await self._client.say(done)
+        await self._checkpoint(self._committed)
+
+
+def _as_read(group: RolloutGroup) -> RolloutGroup:
+    """The group without what only training reads."""
+    return replace(group, rollouts=tuple(replace(rollout, arrays={}) for rollout in group.rollouts))

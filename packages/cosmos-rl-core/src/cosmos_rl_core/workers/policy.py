@@ -1,0 +1,172 @@
+"""A policy replica as a role: trainer, batches, publisher and checkpoints around the loop.
+
+All ranks of a replica run this same code, each with its share of every batch; the first tells the controller.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+
+from cosmos_rl_core import assemble
+from cosmos_rl_core.checkpoint import restore
+from cosmos_rl_core.checkpoint.manifest import Origin, TrainState
+from cosmos_rl_core.checkpoint.resume import checkpoint_root, recipe_of
+from cosmos_rl_core.checkpoint.retention import read_scores
+from cosmos_rl_core.checkpoint.saver import CheckpointSaver
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.interfaces import Reference
+from cosmos_rl_core.loop import Steps, train
+from cosmos_rl_core.monitor.history import read_healthy
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.rank_group import RankGroup
+from cosmos_rl_core.rollout.spool.reader import SpoolReader
+from cosmos_rl_core.train.learner import PolicyLearner
+from cosmos_rl_core.train.trainer import Trainer
+from cosmos_rl_core.types import TrainBatch
+from cosmos_rl_core.weight_sync import WeightPublisher
+from cosmos_rl_core.wire.channel import ConnectionClosed
+from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share
+from cosmos_rl_core.workers.context import Assignment
+from cosmos_rl_core.workers.steps import Desk, ValidatedSteps
+
+WORK = ("forward_backward", "optim_step")
+"""Spans of the timeline that count as work."""
+
+
+class PolicyRole:
+    """Implements `launch.roles.Role`."""
+
+    def __init__(self, assignment: Assignment, desk: Desk) -> None:
+        self._at = assignment
+        self._desk = desk
+        self._trainer: Trainer | None = None
+
+    def pulse(self) -> p.Heartbeat:
+        progress = self._trainer.progress if self._trainer else 0
+        return p.Heartbeat(progress=progress, busy_s=self._at.context.timeline.total(*WORK), holding=[])
+
+    async def run(self) -> None:
+        at, loop = self._at, asyncio.get_running_loop()
+        mesh, trainer, reference, state = await loop.run_in_executor(at.compute, self._build)
+        self._trainer = trainer
+        saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
+        if at.config.monitor.rolls_back and not at.resume_from:
+            await loop.run_in_executor(at.compute, saver.after_step, state)  # step 0 may be the last healthy one
+        publisher = await self._publisher(trainer)
+        learner = PolicyLearner(
+            trainer,
+            publisher=publisher,
+            reference=reference,
+            compute=at.compute,
+            timeline=at.context.timeline,
+            max_skipped_steps=at.config.policy.max_skipped_steps,
+            keeps_old=at.config.algorithm.old_logprobs == "policy",
+        )
+        steps = self._steps(learner, saver, mesh)
+        await self._desk.report(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
+        together = mesh is None
+        """Whether all ranks are here, so that they can save; after an error some may be somewhere else."""
+        try:
+            await train(steps, learner)
+            together = True
+        except ConnectionClosed:  # of the controller, at a commit: all ranks are told
+            together = True
+            raise
+        finally:
+            folder = await learner.in_compute_thread(saver.finish) if together else None
+            if publisher is not None:
+                await publisher.close()
+        if folder is not None:
+            await self._desk.report(p.CheckpointDone(step=trainer.version, path=str(folder)))
+
+    def _build(self) -> tuple[ReplicaMesh | None, Trainer, Reference | None, TrainState]:
+        at = self._at
+        at.prepare_torch()
+        with at.building():
+            mesh = assemble.build_mesh(at.config)
+            trainer = assemble.build_trainer(at.config, at.domain, mesh)
+            reference = assemble.build_reference(at.config, at.domain, trainer, mesh)
+            if not at.resume_from:
+                return mesh, trainer, reference, TrainState(step=0)
+            rank = 0 if mesh is None else mesh.rank
+            state = restore.load(at.resume_from, policy=trainer.policy, optimizer=trainer.optimizer, rank=rank)
+            trainer.version = state.step
+            return mesh, trainer, reference, state
+
+    def _saver(
+        self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState, loop: asyncio.AbstractEventLoop
+    ) -> CheckpointSaver:
+        """Made by all ranks at the same time. What it tells from its own thread is passed to the loop's."""
+        at, desk = self._at, self._desk
+        section = at.config.checkpoint
+        ranks = RankGroup() if mesh is None else RankGroup.of_all()
+        layout = "one rank" if mesh is None else mesh.dims.describe()
+        return CheckpointSaver(
+            section,
+            root=checkpoint_root(at.config, at.run_dir),
+            trainer=trainer,
+            state=state,
+            ranks=ranks,
+            origin=Origin(num_ranks=ranks.size, layout=layout, recipe=recipe_of(at.config)),
+            resumed_from=at.resume_from,
+            scores=partial(read_scores, at.run_dir, section.best_metric),
+            healthy=partial(read_healthy, at.run_dir) if at.config.monitor.rolls_back else lambda: None,
+            on_saved=lambda step, path: _post(loop, desk, p.CheckpointDone(step=step, path=path)),
+            on_failed=lambda text: _post(loop, desk, p.Alarm(message=text)),
+        )
+
+    def _steps(self, learner: PolicyLearner, saver: CheckpointSaver, mesh: ReplicaMesh | None) -> Steps:
+        """The controller's side of the loop; a supervised replica measures its loss on held-out rows in between."""
+        at, desk = self._at, self._desk
+        policy, share = learner.trainer.policy, batch_share(at.config, mesh)
+        make_batch, payloads_of = BatchMaker(at, policy, share=share), self._payloads()
+
+        async def batch(message: p.Batch) -> TrainBatch | p.PayloadsLost:
+            payloads = await payloads_of(message)
+            if isinstance(payloads, p.PayloadsLost):
+                return payloads
+            return await learner.in_compute_thread(partial(make_batch, message, payloads))
+
+        steps = desk.steps(
+            batch=batch,
+            checkpoint=lambda committed: learner.in_compute_thread(partial(saver.after_step, _state_after(committed))),
+        )
+        validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
+        if validation is None:
+            return steps
+        return ValidatedSteps(
+            steps,
+            due=partial(at.config.eval.due, last=at.last_step),
+            measure=lambda: learner.in_compute_thread(validation.measure),
+            tell=lambda version, figures: desk.report(p.Validated(version=version, metrics=dict(figures))),
+        )
+
+    def _payloads(self) -> StepPayloads:
+        context, spool = self._at.context, self._at.config.rollout.spool
+        reader = SpoolReader(token=context.token, name=context.name, timeout_s=spool.timeout_s)
+        return StepPayloads(reader, context.ranks)
+
+    async def _publisher(self, trainer: Trainer) -> WeightPublisher | None:
+        at = self._at
+        config, ranks = at.config, at.context.ranks
+        if config.is_sft:
+            return None
+        return await asyncio.to_thread(
+            assemble.build_sync(config).publisher,
+            trainer.policy.rollout_weights(),
+            settings=assemble.sync_settings(config, token=at.context.token),
+            bind=at.context.address or config.run.bind,
+            ranks=None if ranks is None else ranks.words,
+        )
+
+
+def _state_after(committed: p.Committed) -> TrainState:
+    return TrainState(
+        step=committed.step + 1, next_sample=committed.next_sample, unfinished=tuple(committed.unfinished)
+    )
+
+
+def _post(loop: asyncio.AbstractEventLoop, desk: Desk, message: p.ToController) -> None:
+    """Say something out of another thread."""
+    loop.call_soon_threadsafe(desk.post, message)

@@ -1,0 +1,68 @@
+"""One rank of a policy replica, in a process that `launch.replica` starts.
+
+Rank 0 leads: it is connected to the controller. A rank that fails writes down why and ends at once; its agent does
+the rest.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import sys
+import traceback
+from pathlib import Path
+
+from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.wire.token import read_token
+from cosmos_rl_core.workers.context import WorkerContext
+from cosmos_rl_core.workers.failure import Failure
+from cosmos_rl_core.workers.main import connect_to, parse
+from cosmos_rl_core.workers.node import Node, WorkerAddress
+from cosmos_rl_core.workers.ranks import Ranks
+from cosmos_rl_core.workers.roles import follow, run_role
+
+
+def main() -> None:
+    arguments = parse()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides who stops; SIGTERM is the agent's way
+    asyncio.run(_work(arguments.worker, arguments.node, arguments.store))
+
+
+async def _work(worker: WorkerAddress, node: Node, store: Path | None) -> None:
+    """Run to the end of the process: one that failed waits for none of its threads, which may wait for others."""
+    code = 0
+    try:
+        await _run(worker, node, store)
+    except Exception as error:
+        failure = Failure.of(error)
+        if not failure.user:
+            traceback.print_exc()
+        failure.write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+        code = failure.exit_code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+async def _run(worker: WorkerAddress, node: Node, store: Path | None) -> None:
+    leads = os.environ["RANK"] == "0"
+    connection = await connect_to(worker, incarnation=0) if leads else None
+    ranks = await asyncio.to_thread(Ranks.join, timeout_s=node.collective_timeout_s, store=store)
+    context = WorkerContext(
+        name=worker.name if leads else f"{worker.name}.{ranks.rank}",
+        token=read_token(worker.token_file),
+        timeline=Timeline(process=f"{worker.name} rank {ranks.rank}"),
+        threads=worker.threads,
+        address=node.own_address(),
+        ranks=ranks,
+    )
+    if connection is not None:
+        await run_role(worker.role, context, connection)
+    else:
+        await follow(context)
+    await ranks.leave()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,137 @@
+"""A rollout replica as a role: engine, rewards and weight reader around the rollout worker."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from cosmos_rl_core import assemble
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.errors import SampleError, UserError
+from cosmos_rl_core.interfaces import RolloutEngine
+from cosmos_rl_core.monitor.data_rewards import score_real_rows
+from cosmos_rl_core.optional import ShowsRows
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.rollout.rollouter import Rollouter
+from cosmos_rl_core.rollout.spool.server import serve_spool
+from cosmos_rl_core.rollout.spool.store import Spool, spool_root
+from cosmos_rl_core.rollout.worker import RolloutWorker
+from cosmos_rl_core.weight_sync import OwnsSubscriber, WeightSubscriber
+from cosmos_rl_core.wire.channel import Server
+from cosmos_rl_core.workers.client import ControllerClient, RemoteDesk
+from cosmos_rl_core.workers.context import Assignment
+from cosmos_rl_core.workers.node import is_loopback
+
+FIRST = "rollout-0"
+
+
+class RolloutRole:
+    """Implements `launch.roles.Role`."""
+
+    def __init__(self, assignment: Assignment, client: ControllerClient) -> None:
+        self._at = assignment
+        self._client = client
+        self._worker: RolloutWorker | None = None
+
+    def pulse(self) -> p.Heartbeat:
+        if self._worker is None:
+            return p.Heartbeat(progress=0, busy_s=0.0, holding=[])
+        worker = self._worker
+        return p.Heartbeat(progress=worker.progress, busy_s=worker.busy_s, holding=worker.holding)
+
+    async def run(self) -> None:
+        at = self._at
+        async with AsyncExitStack() as parts:  # an engine that is not closed keeps its process alive
+            loop = asyncio.get_running_loop()
+            engine = await loop.run_in_executor(at.compute, self._build_engine)
+            parts.push_async_callback(engine.close)
+            rollouter = await loop.run_in_executor(at.compute, self._build_rollouter, engine)
+            spool, read_at = self._spool(), ""
+            if spool is not None:
+                server = await self._serve(spool)
+                parts.push_async_callback(server.close)
+                read_at = server.address
+            await self._client.connection.send(p.Ready(address=read_at))
+            address = await self._client.sync_address.get()
+            if address is None:
+                return
+            subscriber = await self._subscriber(address, engine)
+            parts.push_async_callback(subscriber.close)
+            await self._score_real_rows(rollouter)
+            self._worker = RolloutWorker(
+                engine,
+                rollouter=rollouter,
+                subscriber=subscriber,
+                desk=RemoteDesk(self._client, spool),
+                max_groups=groups_in_flight(at.config),
+                spool=spool,
+                timeline=at.context.timeline,
+            )
+            await self._worker.run()
+            if spool is not None:  # after an error its files stay, for the process that comes next
+                spool.close()
+
+    async def _score_real_rows(self, rollouter: Rollouter) -> None:
+        """In the first replica: tell what real data earns, where the monitor wants to know."""
+        config, domain, send = self._at.config, self._at.domain, self._client.connection.send
+        monitor = config.monitor
+        if self._at.context.name != FIRST or not monitor.data_rows or monitor.best_of_data is not None:
+            return
+        if not isinstance(domain, ShowsRows):
+            raise UserError(
+                f"[monitor] data_rows = {monitor.data_rows}: rows of the {domain.name} domain hold nothing that "
+                "rewards look at; set best_of_data"
+            )
+        rows, _ = domain.load_rows(config.eval.loss_data)
+        try:
+            figures = await score_real_rows(
+                domain, config.eval.loss_data, rows[: monitor.data_rows], score=rollouter.score
+            )
+        except SampleError as error:
+            await send(p.Alarm(message=f"not one real row could be scored for the monitor: {error.reason}"))
+        else:
+            await send(p.Validated(version=0, metrics=figures))
+
+    def _spool(self) -> Spool | None:
+        """Where large groups stay; in one process with the controller nothing is gained by that."""
+        at = self._at
+        if at.context.shares_process:
+            return None
+        section = at.config.rollout.spool
+        return Spool(
+            spool_root(section.directory, at.run_dir) / at.context.name,
+            threshold_bytes=section.threshold_bytes,
+            capacity_bytes=section.capacity_bytes,
+            step_groups=-(-at.config.policy.prompts_per_step // at.config.rollout.replicas),
+            kept=at.kept,
+        )
+
+    async def _serve(self, spool: Spool) -> Server:
+        context = self._at.context
+        bind = context.address or self._at.config.run.bind
+        remote = not is_loopback(bind)
+        return await serve_spool(spool, bind=bind, token=context.token, name=context.name, allow_remote=remote)
+
+    def _build_engine(self) -> RolloutEngine:
+        self._at.prepare_torch()
+        with self._at.building():
+            return assemble.build_engine(self._at.config, self._at.domain)
+
+    def _build_rollouter(self, engine: RolloutEngine) -> Rollouter:
+        at = self._at
+        with at.building():  # rewards may load models of their own
+            return assemble.build_rollouter(at.config, at.domain, engine, run_dir=at.run_dir, name=at.context.name)
+
+    async def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:
+        config = self._at.config
+        settings = assemble.sync_settings(config, token=self._at.context.token)
+        if isinstance(engine, OwnsSubscriber):
+            return await engine.subscriber(address, backend=config.sync.backend, settings=settings)
+        sync = assemble.build_sync(config)
+        return await asyncio.to_thread(sync.subscriber, address, engine.weights(), settings=settings)
+
+
+def groups_in_flight(config: RunConfig) -> int:
+    """Most groups one replica works on: its share of what the staleness window allows."""
+    window = (config.sync.max_staleness + 1) * config.policy.prompts_per_step
+    return -(-window // config.rollout.replicas)

@@ -1,0 +1,1 @@
+"""Rows, chat templates, masks of turns, and the collation of rollouts and supervised rows."""

@@ -1,0 +1,184 @@
+"""Rows of a dataset, checked and brought to one shape.
+
+    files or a hub id --> (where, row) --> normalise --> {"prompt": ..., "answer": ..., "response": ..., own}
+
+`prompt` is a list of chat messages, or a string where no chat template is wanted; `answer` and `response` are
+strings, set where their columns are named in the config. With `messages_column` there is no `response`, but
+`messages`, a whole chat, of which `prompt` is what comes before the last answer. Any fault is one UserError with file,
+row and key.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.storage.json_files import shown
+from cosmos_rl_llm.config import PLAIN_TEXT, LLMDataConfig
+from cosmos_rl_llm.data.sources import did_you_mean, read_located
+
+ROLES = ("system", "user", "assistant", "tool")
+
+
+def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """Read, check and normalise the dataset.
+
+    Returns the rows and their origin for messages: the file's name, the directory's, or the datasets id.
+
+    Raises:
+        UserError: a file, column or value that is missing or wrong, with its place and what to do.
+    """
+    located = islice(read_located(config), config.limit)
+    rows = [normalise(row, where=where, config=config) for where, row in located]
+    if not rows:
+        raise UserError(f"data.path = {config.path!r}: the dataset is empty; it needs at least one row")
+    path = Path(config.path)
+    return rows, path.name if path.expanduser().exists() else config.path
+
+
+def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
+    """Return the row with `prompt`, and where configured `answer` and `response`, beside its own columns.
+
+    The three names win over columns of the same name: with answer_column = "answer" and an answer_pattern,
+    row["answer"] is what the pattern found.
+    """
+    result = dict(row)
+    if config.messages_column is None:
+        result["prompt"] = _prompt(row, where=where, config=config)
+    else:
+        result.pop("response", None)
+        result["messages"] = chat = _chat(row, where=where, config=config, column=config.messages_column)
+        answers = [place for place, message in enumerate(chat) if message["role"] == "assistant"]
+        result["prompt"] = chat[: answers[-1]]
+    if config.answer_column is not None:
+        result["answer"] = _answer(row, where=where, config=config)
+    if config.response_column is not None:
+        result["response"] = _response(row, where=where, column=config.response_column)
+    return result
+
+
+def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
+    """Return the row of a prompt that is to be answered: a text, or columns, of which no answer is asked for."""
+    unasked = {"answer_column": None, "answer_pattern": None, "response_column": None, "messages_column": None}
+    if isinstance(given, str):
+        return normalise(
+            {"prompt": given},
+            where=where,
+            config=config.model_copy(update={**unasked, "prompt_column": "prompt", "prompt_template": None}),
+        )
+    return normalise(given, where=where, config=config.model_copy(update=unasked))
+
+
+def _prompt(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str | list[dict[str, Any]]:
+    """A string for plain text, otherwise messages with the system prompt in front."""
+    if config.prompt_template is not None:
+        key, value = "data.prompt_template", _fill(config.prompt_template, row, where=where)
+    else:
+        key = "data.prompt_column"
+        value = _column(row, config.prompt_column, where=where, key=key)
+    if isinstance(value, str):
+        if not value.strip():
+            raise UserError(f"{where}: the prompt is empty ({key})")
+        if config.chat_template == PLAIN_TEXT:
+            return value
+        messages: list[dict[str, Any]] = [{"role": "user", "content": value}]
+    elif config.chat_template == PLAIN_TEXT:
+        raise UserError(
+            f'{where}: the prompt is a {type(value).__name__}, but data.chat_template = "none" takes text; '
+            "remove that key or name a column of strings in data.prompt_column"
+        )
+    else:
+        messages = _messages(value, "the prompt must be a string or a list of chat messages", where=where, key=key)
+    return _with_system_prompt(messages, config)
+
+
+def _chat(row: Mapping[str, Any], *, where: str, config: LLMDataConfig, column: str) -> list[dict[str, Any]]:
+    """A whole chat with at least one answer, with the system prompt in front."""
+    key = "data.messages_column"
+    value = _column(row, column, where=where, key=key)
+    messages = _messages(value, "a chat must be a list of messages", where=where, key=key)
+    if all(message["role"] != "assistant" for message in messages):
+        raise UserError(f"{where}: no message is the assistant's, so that there is nothing to learn ({key})")
+    return _with_system_prompt(messages, config)
+
+
+def _with_system_prompt(messages: list[dict[str, Any]], config: LLMDataConfig) -> list[dict[str, Any]]:
+    if config.system_prompt is None or messages[0]["role"] == "system":
+        return messages
+    return [{"role": "system", "content": config.system_prompt}, *messages]
+
+
+def _fill(template: str, row: Mapping[str, Any], *, where: str) -> str:
+    try:
+        return template.format_map(row)
+    except KeyError as error:
+        raise _missing_column(row, str(error.args[0]), where=where, key="data.prompt_template") from None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{where}: data.prompt_template does not fit this row: {error}") from None
+
+
+def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list) or not value:
+        raise UserError(f"{where}: {wanted}, not {shown(value)} ({key})")
+    for place, message in enumerate(value):
+        if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
+            raise UserError(
+                f'{where}: message {place} must look like {{"role": "user", "content": "..."}}, '
+                f"not {shown(message)} ({key})"
+            )
+        if message.get("role") not in ROLES:
+            raise UserError(f"{where}: message {place}: role must be one of {', '.join(ROLES)} ({key})")
+    return [dict(message) for message in value]
+
+
+def _answer(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> str:
+    assert config.answer_column is not None
+    value = _column(row, config.answer_column, where=where, key="data.answer_column")
+    if isinstance(value, bool) or not isinstance(value, str | int | float):
+        raise UserError(
+            f"{where}: the answer must be a string or a number, not {shown(value)} "
+            f"(data.answer_column = {config.answer_column!r})"
+        )
+    text = str(value)
+    if config.answer_pattern is None:
+        return text.strip()
+    match = re.search(config.answer_pattern, text)
+    if match is None or match[1] is None:
+        raise UserError(
+            f"{where}: data.answer_pattern = {config.answer_pattern!r} finds nothing in {shown(text)} "
+            f"(column {config.answer_column!r})"
+        )
+    return match[1].strip()
+
+
+def _response(row: Mapping[str, Any], *, where: str, column: str) -> str:
+    """The column's string, or the content of its single assistant message."""
+    value = _column(row, column, where=where, key="data.response_column")
+    match value:
+        case str():
+            text = value
+        case [{"role": "assistant", "content": str(content)}]:
+            text = content
+        case _:
+            raise UserError(
+                f"{where}: the response must be a string or one assistant message, not {shown(value)} "
+                f"(data.response_column = {column!r})"
+            )
+    if not text.strip():
+        raise UserError(f"{where}: the response is empty (data.response_column = {column!r})")
+    return text
+
+
+def _column(row: Mapping[str, Any], column: str, *, where: str, key: str) -> Any:
+    if column not in row:
+        raise _missing_column(row, column, where=where, key=key)
+    return row[column]
+
+
+def _missing_column(row: Mapping[str, Any], column: str, *, where: str, key: str) -> UserError:
+    there = ", ".join(repr(name) for name in row) or "none"
+    return UserError(f"{where}: no column {column!r} ({key}); there are: {there}{did_you_mean(column, row)}")

@@ -1,0 +1,242 @@
+"""The sequences that run together: prefill of new prompts, one decode step, removal.
+
+admit   prompts packed in one row -> model -> keys and values to each sample's slot, first terms drawn
+step    last term of each sequence [n, 1] -> model with the cache -> next terms drawn
+both    record what was drawn and let finished sequences go
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from cosmos_rl_core.parallel.axes.linear import MIN_ROWS, use_onednn
+from cosmos_rl_core.types import FinishReason
+from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
+from cosmos_rl_llm.engines.torch.exact import use_steady_activations, use_steady_experts
+from cosmos_rl_llm.engines.torch.sampling import Sampler, uniforms
+from cosmos_rl_llm.engines.torch.sequence import Request, RunningSequence
+from cosmos_rl_llm.model.causal_lm import Head
+from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
+from cosmos_rl_llm.policy.routing import RouteRecorder
+
+_STOP_MARGIN = 8
+"""Tokens decoded before the first place of a stop string, for tokenizers that trim a text's start."""
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """Counters since the engine was made."""
+
+    steps: int = 0
+    """Forward passes, prefill and decode: grows while the engine works."""
+    prefill_terms: int = 0
+    """Prompt tokens that went through the model."""
+    decode_terms: int = 0
+    """Response tokens that went through the model."""
+
+
+class RunningBatch:
+    """Owns the model's cache; its methods are called by one thread, between which weights may change."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        decode: Callable[[Sequence[int]], str],
+        stop_ids: Collection[int],
+        max_sequences: int,
+        cache_terms: int,
+        record_routes: bool = False,
+    ) -> None:
+        install_attention(model)
+        use_onednn(model)
+        use_steady_experts(model)
+        use_steady_activations(model)
+        model.eval().requires_grad_(False)
+        rows = max(max_sequences, MIN_ROWS)
+        self.stats = EngineStats()
+        self.sequences: list[RunningSequence] = []
+        self._model, self._head, self._decode = model, Head.of(model), decode
+        self._stop_ids = frozenset(stop_ids)
+        self._max_sequences, self._cache_terms = max_sequences, cache_terms
+        self._span_unit = span_unit(model)
+        self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
+        self._recorder = RouteRecorder(model) if record_routes else None
+        self._sampler: Sampler | None = None
+        # One column a row of the batch: token and place of the last term, and the random counter.
+        self._token = np.zeros(rows, dtype=np.int64)
+        self._place = np.zeros(rows, dtype=np.int64)
+        self._seed = np.zeros(rows, dtype=np.uint64)
+        self._sample = np.zeros(rows, dtype=np.int64)
+        self._term = np.zeros(rows, dtype=np.int64)
+
+    def samples_at_a_time(self, num_terms: int) -> int:
+        """Most sequences of `num_terms`, prompt included, that can run together; 0 when they never fit."""
+        room = self._cache_terms // self._whole_spans(num_terms)
+        return min(room, self._max_sequences) if room >= MIN_ROWS else 0
+
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """Whether `requests` can run beside what runs now."""
+        running = [*requests, *(sequence.request for sequence in self.sequences)]
+        rows = len(self.sequences) + sum(request.num_samples for request in requests)
+        return rows <= self.samples_at_a_time(max(request.num_terms for request in running))
+
+    def admit(self, requests: Sequence[Request], *, version: int) -> list[Request]:
+        """Prefill the prompts in one pass, draw each sample's first term, and return finished requests."""
+        first = len(self.sequences)
+        for request in requests:
+            self._add(request)
+        self._cache.reserve(
+            slots=max(len(self.sequences), MIN_ROWS),
+            capacity=self._whole_spans(max(sequence.request.num_terms for sequence in self.sequences)),
+        )
+        lengths = [len(request.prompt_tokens) for request in requests]
+        self._begin_prefill(requests, lengths, first)
+        hidden = self._prefill(np.concatenate([request.prompt_tokens for request in requests]), lengths)
+        self.stats.prefill_terms += sum(lengths)
+        self._note_routes(lengths, [request.sequences for request in requests])
+        logits = self._logits(hidden[0, np.cumsum(lengths) - 1])
+        samples = torch.tensor([request.num_samples for request in requests], device=logits.device)
+        new = slice(first, len(self.sequences))
+        return self._draw(logits.repeat_interleave(samples, dim=0), new, version)
+
+    def step(self, *, version: int) -> list[Request]:
+        """Draw one term for every running sequence and return finished requests."""
+        count = len(self.sequences)
+        self._place[count:MIN_ROWS] = 0  # spare rows: they write into unused slots
+        rows = slice(0, max(count, MIN_ROWS))
+        place = torch.from_numpy(self._place[rows]).to(self._model.device)
+        span = self._whole_spans(int(self._place[rows].max()) + 1)
+        self._cache.begin_decode(place, span=span)
+        hidden = self._forward(self._token[rows, None], self._place[rows, None], DecodeLayout(place=place, span=span))
+        self.stats.decode_terms += count
+        self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
+        return self._draw(self._logits(hidden[:count, 0]), slice(0, count), version)
+
+    def drop(self, request: Request) -> None:
+        """Let the sequences of a request go."""
+        for sequence in request.sequences:
+            sequence.finish_reason = sequence.finish_reason or "cancelled"
+        self._compact()
+
+    def _whole_spans(self, num_terms: int) -> int:
+        return -(-num_terms // self._span_unit) * self._span_unit
+
+    def _add(self, request: Request) -> None:
+        for sequence in request.start():
+            row = len(self.sequences)
+            self.sequences.append(sequence)
+            self._place[row] = len(request.prompt_tokens) - 1
+            self._seed[row] = request.seed & 0xFFFF_FFFF_FFFF_FFFF
+            self._sample[row] = sequence.sample
+            self._term[row] = 0
+        self._sampler = None
+
+    def _begin_prefill(self, requests: Sequence[Request], lengths: Sequence[int], slot: int) -> None:
+        columns = source, slots, places = [], [], []
+        start = 0
+        for request, length in zip(requests, lengths):
+            source.append(np.tile(np.arange(start, start + length), request.num_samples))
+            slots.append(np.repeat(np.arange(slot, slot + request.num_samples), length))
+            places.append(np.tile(np.arange(length), request.num_samples))
+            start, slot = start + length, slot + request.num_samples
+        tensors = (torch.from_numpy(np.concatenate(column)).to(self._model.device) for column in columns)
+        self._cache.begin_prefill(*tensors)
+
+    def _prefill(self, tokens: np.ndarray, lengths: Sequence[int]) -> Tensor:
+        """tokens [sum(lengths)] of prompts -> last hidden states [1, L, hidden], with spare rows up to `MIN_ROWS`."""
+        spare = max(0, MIN_ROWS - len(tokens))
+        lengths = [*lengths, spare] if spare else lengths
+        return self._forward(
+            np.pad(tokens, (0, spare))[None],
+            np.concatenate([np.arange(length) for length in lengths])[None],
+            PackedLayout.of(lengths, padding=False, device=self._model.device),
+        )
+
+    def _forward(self, tokens: np.ndarray, places: np.ndarray, layout: PackedLayout | DecodeLayout) -> Tensor:
+        """tokens, places [B, Q] -> last hidden states [B, Q, hidden]."""
+        self.stats.steps += 1
+        device = self._model.device
+        output = self._model.base_model(
+            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(device),
+            position_ids=torch.from_numpy(places).to(device),
+            past_key_values=self._cache,
+            use_cache=True,
+            layout=layout,
+        )
+        return output.last_hidden_state
+
+    def _note_routes(self, lengths: Sequence[int], owners: Sequence[Sequence[RunningSequence]]) -> None:
+        """Hand the experts of the pass just done to its sequences: of `lengths[i]` tokens to each of `owners[i]`."""
+        if self._recorder is None:
+            return
+        routes = self._recorder.take().cpu().numpy()
+        ends = np.cumsum(lengths)
+        for start, end, sequences in zip(ends - lengths, ends, owners, strict=True):
+            for sequence in sequences:
+                sequence.routes.append(routes[start:end])
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        """hidden [n, hidden] -> logits [n, V] float32."""
+        missing = max(0, MIN_ROWS - len(hidden))
+        return self._head.logits(F.pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
+
+    def _draw(self, logits: Tensor, rows: slice, version: int) -> list[Request]:
+        """Draw from logits [n, V] of `rows`, record, let finished sequences go, return finished requests."""
+        sampler = self._sampler_of(rows, vocab_size=logits.shape[1])
+        uniform = uniforms(self._seed[rows], self._sample[rows], self._term[rows])
+        tokens, logprobs = sampler.draw(logits, uniform)
+        self._token[rows] = tokens.cpu().numpy()
+        self._place[rows] += 1
+        self._term[rows] += 1
+        for sequence, token, logprob in zip(self.sequences[rows], tokens.tolist(), logprobs.tolist()):
+            sequence.tokens.append(token)
+            sequence.logprobs.append(logprob)
+            sequence.versions.append(version)
+            sequence.finish_reason = self._finish_reason(sequence, token)
+        ended = dict.fromkeys(s.request for s in self.sequences[rows] if s.finish_reason is not None)
+        self._compact()
+        return [request for request in ended if request.finished]
+
+    def _sampler_of(self, rows: slice, *, vocab_size: int) -> Sampler:
+        everything = rows.start == 0
+        if everything and self._sampler is not None:
+            return self._sampler
+        sampling = [sequence.request.sampling for sequence in self.sequences[rows]]
+        sampler = Sampler.of(sampling, vocab_size=vocab_size, device=self._model.device)
+        if everything:
+            self._sampler = sampler
+        return sampler
+
+    def _finish_reason(self, sequence: RunningSequence, token: int) -> FinishReason | None:
+        sampling = sequence.request.sampling
+        if token in self._stop_ids or (sampling.stop and self._stop_seen(sequence, sampling.stop)):
+            return "stop"
+        return "length" if len(sequence.tokens) >= sampling.max_terms else None
+
+    def _stop_seen(self, sequence: RunningSequence, stop: Sequence[str]) -> bool:
+        """Whether the last token completed a stop string; a token is at least one byte of it."""
+        longest = max(len(text.encode()) for text in stop)
+        tail = self._decode(sequence.tokens[-longest - _STOP_MARGIN :])
+        return any(text in tail for text in stop)
+
+    def _compact(self) -> None:
+        """Fill the rows of finished sequences with the last ones."""
+        for row in reversed(range(len(self.sequences))):
+            if self.sequences[row].finish_reason is None:
+                continue
+            last = len(self.sequences) - 1
+            if row != last:
+                self.sequences[row] = self.sequences[last]
+                self._cache.move(source=last, target=row)
+                for column in (self._token, self._place, self._seed, self._sample, self._term):
+                    column[row] = column[last]
+            self.sequences.pop()
+            self._sampler = None

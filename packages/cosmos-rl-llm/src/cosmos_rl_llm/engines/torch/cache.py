@@ -1,0 +1,170 @@
+"""Keys and values of running sequences: one slot a sequence, slots 0 .. n-1 in use.
+
+    keys[layer]   [slots, kv_heads, capacity, head_dim]      values alike
+    prefill       a packed row of prompts; each prompt's rows are copied to the slots of all its samples
+    decode step   row i writes at (i, place[i]) and attends to (i, 0 .. place[i])
+
+Finished sequences are replaced by the last one in use, so a step costs what runs and no more. Slots and
+capacity grow by powers of two within a limit: memory follows what requests need, not what the model could reach.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import Cache, PreTrainedConfig, PreTrainedModel
+
+from cosmos_rl_llm.policy.attention import Scoring
+
+_VECTORS = 32
+"""Places that are whole vectors of any CPU."""
+_FEWEST_PRODUCTS = 400
+"""torch multiplies batches of matrices on the CPU in a loop of its own below this (`bmm_out_or_baddbmm_`)."""
+
+
+class SlotCache(Cache):
+    """The `past_key_values` of prefill and decode passes; one of the two `begin_` methods goes before each."""
+
+    def __init__(self, num_layers: int, *, limit: int) -> None:
+        """`limit`: most slots * capacity to allocate."""
+        super().__init__(layers=[])
+        self._limit = limit
+        self.slots = 0
+        self.capacity = 0
+        self._stores: list[tuple[Tensor, Tensor] | None] = [None] * num_layers
+        self._source: Tensor | None = None
+        self._slot = self._place = torch.empty(0, dtype=torch.int64)
+        self._span = 0
+        self._targets: dict[int, Tensor] = {}
+
+    def reserve(self, *, slots: int, capacity: int) -> None:
+        """Make room for `slots` sequences of `capacity` tokens (whole spans); what the first `slots` hold stays."""
+        if slots <= self.slots and capacity <= self.capacity:
+            return
+        generous = max(self.slots, _power_of_two(slots)), max(self.capacity, _power_of_two(capacity))
+        self.slots, self.capacity = generous if math.prod(generous) <= self._limit else (slots, capacity)
+        assert self.slots * self.capacity <= self._limit, "admission checks the limit"
+        self._stores = [pair and (self._grown(pair[0]), self._grown(pair[1])) for pair in self._stores]
+
+    def begin_prefill(self, source: Tensor, slot: Tensor, place: Tensor) -> None:
+        """Copy packed rows `source` [m] of the coming pass to (`slot` [m], `place` [m])."""
+        self._source, self._slot, self._place = source, slot, place
+        self._targets.clear()
+
+    def begin_decode(self, place: Tensor, *, span: int) -> None:
+        """Row i of the coming pass goes to slot i at `place` [n]; `span` places are read."""
+        self._source, self._slot, self._place = None, torch.arange(len(place), device=place.device), place
+        self._span = span
+        self._targets.clear()
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Store new keys and values [B, kv_heads, Q, head_dim]; return those that the layer attends to."""
+        stores = self._stores[layer_idx]
+        if stores is None:
+            stores = (self._empty(key_states), self._empty(value_states))
+            self._stores[layer_idx] = stores
+        for store, states in zip(stores, (key_states, value_states)):
+            self._write(store, states)
+        if self._source is not None:
+            return key_states, value_states
+        rows = key_states.shape[0]
+        return stores[0][:rows, :, : self._span], stores[1][:rows, :, : self._span]
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """0: positions are always given."""
+        return 0
+
+    def move(self, *, source: int, target: int) -> None:
+        """Copy one slot over another."""
+        for pair in self._stores:
+            for store in pair or ():
+                store[target] = store[source]
+
+    def _write(self, store: Tensor, states: Tensor) -> None:
+        kv_heads, head_dim = store.shape[1], store.shape[3]
+        if self._source is None:
+            new = states.reshape(-1, head_dim)
+        else:
+            new = states[0].transpose(0, 1).index_select(0, self._source).reshape(-1, head_dim)
+        store.view(-1, head_dim).index_copy_(0, self._target(kv_heads), new)
+
+    def _target(self, kv_heads: int) -> Tensor:
+        """[m * kv_heads]: rows of a store seen as [slots * kv_heads * capacity, head_dim]."""
+        if kv_heads not in self._targets:
+            heads = torch.arange(kv_heads, device=self._slot.device)
+            rows = (self._slot[:, None] * kv_heads + heads) * self.capacity + self._place[:, None]
+            self._targets[kv_heads] = rows.flatten()
+        return self._targets[kv_heads]
+
+    def _empty(self, states: Tensor) -> Tensor:
+        # Zeros, not garbage: masked places are multiplied by a weight of 0, and 0 * nan is nan.
+        return states.new_zeros(self.slots, states.shape[1], self.capacity, states.shape[3])
+
+    def _grown(self, old: Tensor) -> Tensor:
+        new = self._empty(old)
+        new[: old.shape[0], :, : old.shape[2]] = old[: self.slots, :, : self.capacity]
+        return new
+
+
+@dataclass(frozen=True, slots=True)
+class DecodeLayout:
+    """One new token a row, attending to its own slot of a `SlotCache` up to and including itself."""
+
+    place: Tensor
+    """[n] int64: place of the new token, so that 0 .. place are seen."""
+    span: int
+    _masks: dict[int | None, Tensor] = field(default_factory=dict)
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        rows, heads, _, head_dim = query.shape
+        grouped = (query * scoring.scale).reshape(rows, key.shape[1], -1, head_dim)  # no copies of shared heads
+        scores = torch.matmul(grouped, key.transpose(2, 3))
+        weights = scoring.weights(scores, self._mask(scoring.window, query.dtype))
+        return torch.matmul(weights, value).view(rows, 1, heads, -1)
+
+    def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
+        """[n, 1, 1, span]: 0 where seen, -inf elsewhere; made once a step."""
+        if window not in self._masks:
+            places = torch.arange(self.span, device=self.place.device)
+            hidden = places > self.place[:, None]
+            if window is not None:
+                hidden |= places <= self.place[:, None] - window
+            mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device)
+            self._masks[window] = mask.masked_fill_(hidden, float("-inf"))[:, None, None]
+        return self._masks[window]
+
+
+def bytes_per_term(model: PreTrainedModel) -> int:
+    """Bytes that a cache keeps of one token, all layers: keys and values, or the latent that MLA expands to both."""
+    config = model.config.get_text_config()
+    latent = getattr(config, "kv_lora_rank", None)
+    if latent is not None:
+        return config.num_hidden_layers * (latent + config.qk_rope_head_dim) * model.dtype.itemsize
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    return 2 * config.num_hidden_layers * heads * _head_dim(config) * model.dtype.itemsize
+
+
+def span_unit(model: PreTrainedModel) -> int:
+    """Decode steps read a multiple of this many places.
+
+    Shapes that repeat, and one kernel for all of them, so that a sequence's result does not depend on how far the
+    longest one beside it reaches.
+    """
+    config = model.config.get_text_config()
+    narrowest = getattr(config, "v_head_dim", None) or _head_dim(config)
+    return _VECTORS * math.ceil(_FEWEST_PRODUCTS / (_VECTORS * narrowest))
+
+
+def _head_dim(config: PreTrainedConfig) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+
+
+def _power_of_two(n: int) -> int:
+    """The smallest that is at least n."""
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,1 @@
+"""vLLM as an engine: start, sampling, weights that land while it serves."""

@@ -1,0 +1,248 @@
+"""Generation with vLLM: continuous batching and prefix caching in processes of its own.
+
+    asyncio loop (this file)                  engine core            workers
+    generate   one request a sample  ------>  schedules  ----------> forward passes, sampling
+               <--- tokens, log-probs, the weight version of each token
+    switch     pause at a token boundary, apply, name the version, go on
+    subscriber                                                       pull weights beside generation
+
+Tokens go in and come out; text is made here. vLLM itself notes the version under which a token was drawn, so that it
+is exact whenever an answer is read. Prompts share keys and values only with prompts of the same version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Collection, Sequence
+from contextlib import aclosing
+from itertools import count
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.types import Prompt, Rollout, Sampling
+from cosmos_rl_llm.engines.vllm.plugin import REFUSED
+from cosmos_rl_llm.engines.vllm.sample import Sample, parameters
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    from cosmos_rl_core.types import WeightSpec
+    from cosmos_rl_core.weight_sync import SyncSettings
+    from cosmos_rl_transfer.pull.two_phase import ReplicaSubscriber
+
+T = TypeVar("T")
+
+LOOK_S = 0.5
+"""How often a call that waits for vLLM looks whether it still lives; vLLM leaves such calls waiting."""
+
+
+class VllmEngine:
+    """`interfaces.RolloutEngine` over vLLM's AsyncLLM."""
+
+    def __init__(
+        self,
+        llm: AsyncLLM,
+        *,
+        encode: Callable[[Prompt], np.ndarray],
+        decode: Callable[[Sequence[int]], str],
+        decode_prompt: Callable[[Sequence[int]], str],
+        stop_ids: Collection[int],
+        recompute_kv: bool = False,
+        version: int = -1,
+    ) -> None:
+        """Take over `llm`, made by `vllm_start.start`.
+
+        encode: a prompt's tokens [prompt] int32, or PromptError. decode: text of a response's tokens.
+        decode_prompt: text of a prompt's tokens as people should see it. stop_ids: tokens that end a response, and
+        belong to it. recompute_kv: at a switch, compute the keys and values of running sequences anew.
+        version: policy version of the weights as they are.
+        """
+        self._llm = llm
+        self._encode, self._decode, self._decode_prompt = encode, decode, decode_prompt
+        self._stop_ids = sorted(stop_ids)
+        self._recompute_kv = recompute_kv
+        self._first_version = self._version = version
+        self._names = count()
+        self._progress = 0
+        self._switching = asyncio.Lock()
+        self._running: set[asyncio.Task[Any]] = set()
+        self._stopped: BaseException | None = None
+
+    @property
+    def version(self) -> int:
+        """Policy version the next term will be drawn with."""
+        return self._version
+
+    @property
+    def progress(self) -> int:
+        """Answers read from vLLM so far, for heartbeats: it stands still when the engine hangs."""
+        return self._progress
+
+    def weights(self) -> dict[str, Tensor]:
+        """None: the live weights are in vLLM's workers, and `subscriber` brings new ones there."""
+        return {}
+
+    async def generate(
+        self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
+    ) -> tuple[str, list[Rollout]]:
+        """Return the prompt as the model saw it and `num_samples` rollouts (see `interfaces.RolloutEngine`).
+
+        `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
+        stop string. The same seed gives the same rollouts as far as vLLM's batches give the same bits.
+        """
+        tokens = np.asarray(self._encode(prompt), dtype=np.int32)
+        self._check(prompt, tokens, sampling)
+        samples = [Sample(tokens, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
+        tasks = [
+            asyncio.create_task(self._draw(sample, parameters(sampling, seed, number, self._stop_ids)))
+            for number, sample in enumerate(samples)
+        ]
+        self._running.update(tasks)
+        try:
+            await asyncio.gather(*tasks)
+        except asyncio.CancelledError:
+            if self._stopped is None or _cancelled():
+                raise
+            raise RuntimeError("the engine has stopped") from self._stopped
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            self._running.difference_update(tasks)
+        return self._decode_prompt(tokens.tolist()), [sample.rollout() for sample in samples]
+
+    async def switch(self, version: int, apply: Callable[[], None]) -> None:
+        """Run `apply` in a thread while vLLM stands between two tokens; running sequences go on afterwards.
+
+        An error in `apply` leaves the weights in doubt and therefore stops the engine.
+        """
+        async with self._switching:
+            await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
+            try:
+                await asyncio.to_thread(apply)
+                if self._recompute_kv:
+                    await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
+                await self._call(self._llm.update_weight_version(str(version)))
+            except asyncio.CancelledError as error:
+                self._stop(error)
+                raise
+            except Exception as error:
+                self._stop(error)
+                raise RuntimeError("the engine has stopped: new weights could not be applied") from error
+            self._version = version
+            await self._call(self._llm.resume_generation())
+
+    async def subscriber(self, address: str, *, backend: str, settings: SyncSettings) -> ReplicaSubscriber:
+        """Let vLLM's workers take new weights from `address`, all together (see `weight_sync.OwnsSubscriber`).
+
+        Raises UserError for a model that new weights cannot reach.
+        """
+        from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+        from cosmos_rl_transfer.publish.replica import SEPARATOR
+        from cosmos_rl_transfer.pull.two_phase import ReplicaSubscriber
+
+        if backend != "transfer":
+            raise UserError(f'[sync] backend = {backend!r}: the vllm engine reads from "transfer" alone')
+        addresses = address.split(SEPARATOR)
+        token, timeout_s = settings.token, settings.timeout_s
+        specs = await asyncio.to_thread(published_specs, addresses[0], token=token, timeout_s=timeout_s)
+        num_ranks = self._llm.vllm_config.parallel_config.world_size
+        replica = ReplicaSubscriber(addresses, token=token, num_ranks=num_ranks, timeout_s=timeout_s)
+        connection = {
+            "publishers": addresses,
+            "replica": replica.address,
+            "token": token,
+            "specs": [(spec.name, list(spec.shape), spec.dtype) for spec in specs],
+            "transport": settings.transport,
+            "timeout_s": timeout_s,
+            "staging": settings.staging,
+        }
+        try:
+            await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=connection)))
+        except Exception as error:  # of no class of its own: vLLM reports what its workers raise as text
+            await replica.close()
+            if (why := refusal(str(error))) is None:
+                raise
+            raise UserError(f'rollout.engine = "vllm": {why}') from error
+        return replica
+
+    async def close(self) -> None:
+        """End vLLM's processes. Requests still waiting get a RuntimeError."""
+        self._stop(RuntimeError("the engine was closed"))
+        await asyncio.gather(*self._running, return_exceptions=True)
+        await asyncio.to_thread(self._llm.shutdown)
+
+    def _stop(self, error: BaseException) -> None:
+        self._stopped = self._stopped or error
+        for task in self._running:
+            task.cancel()
+
+    def _check(self, prompt: Prompt, tokens: np.ndarray, sampling: Sampling) -> None:
+        """Raise PromptError for a prompt that never fits."""
+        if self._stopped is not None:
+            raise RuntimeError("the engine has stopped") from self._stopped
+        where = prompt.origin or f"prompt {prompt.sample_id}"
+        length, most, limit = len(tokens), sampling.max_terms, self._llm.model_config.max_model_len
+        if length == 0:
+            raise PromptError(f"{where}: the prompt has no tokens; check its column and the chat template")
+        if length + most > limit:
+            raise PromptError(
+                f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
+                f"of {limit}; shorten it, lower rollout.sampling.max_terms or raise model.max_length"
+            )
+
+    async def _draw(self, sample: Sample, params: Any) -> None:
+        """Fill `sample` with what vLLM answers."""
+        from vllm.inputs.engine import tokens_input
+        from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
+
+        name = f"sample-{next(self._names)}"
+        # what was computed with other weights must not be shared: the version is part of the cache's key
+        tokens = tokens_input(sample.prompt_tokens.tolist(), cache_salt=str(self._version))
+        try:
+            async with aclosing(self._llm.generate(tokens, params, name)) as answers:
+                async for answer in answers:
+                    self._progress += 1
+                    if sample.add(answer.outputs[0], first_version=self._first_version):
+                        await self._llm.abort(name)  # the next answer is then the last
+        except (EngineDeadError, EngineGenerateError) as error:
+            self._stop(error)
+            raise RuntimeError("the engine has stopped") from error
+
+    async def _call(self, work: Awaitable[T]) -> T:
+        """Return what `work` does. Raises RuntimeError once vLLM is dead, which leaves its own calls waiting."""
+        task = asyncio.ensure_future(work)
+        try:
+            while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
+                if self._llm.errored:
+                    raise RuntimeError("the engine has stopped") from self._llm.dead_error
+            return await task
+        finally:
+            task.cancel()
+
+
+def refusal(report: str) -> str | None:
+    """Return the sentence of a worker that refused the model, out of vLLM's report of it; None if there is none."""
+    _, found, rest = report.partition(REFUSED)
+    return found + rest.partition("', please check the stack trace")[0] if found else None
+
+
+def _cancelled() -> bool:
+    """Whether the running task itself was cancelled, and not one it waits for."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
+def published_specs(address: str, *, token: bytes, timeout_s: float) -> list[WeightSpec]:
+    """Return what the publisher at `address`, and those beside it, publish."""
+    from cosmos_rl_transfer.pull.feed import Feed
+
+    feed = Feed.open(address, token=token, timeout_s=timeout_s)
+    try:
+        return list(feed.source.specs.values())
+    finally:
+        feed.close()

@@ -1,0 +1,46 @@
+"""What vLLM loads from this package in each of its processes, through the entry point `vllm.general_plugins`.
+
+It makes two names known there, which nothing uses unless an engine of ours asks for it: a way to receive weights, and a
+way to keep them unpacked on CPU. And where our engine started the process, it ends the process with the engine's own:
+vLLM's outlive a parent that was killed, with all their memory.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import threading
+
+WEIGHT_BACKEND = "cosmos_rl_transfer"
+"""Name of the weight transfer engine."""
+PLAIN_WEIGHTS = "cosmos_rl_plain"
+"""Name of the quantization method that quantises nothing and keeps weights as they were loaded."""
+REFUSED = "new weights cannot reach this model in vLLM: "
+"""Begins the one line in which workers say why, for the engine's own process to find in vLLM's report."""
+OWNER = "COSMOS_RL_VLLM_OWNER"
+"""Environment variable with the id of the process that started vLLM, set for its children alone."""
+
+
+def register() -> None:
+    """Tell vLLM the two names, and watch the owner; vLLM calls this once a process."""
+    from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+    from vllm.model_executor.layers.quantization import register_quantization_config
+
+    from cosmos_rl_llm.engines.vllm.plain import PlainWeights
+
+    register_quantization_config(PLAIN_WEIGHTS)(PlainWeights)
+    WeightTransferEngineFactory.register_engine(WEIGHT_BACKEND, "cosmos_rl_llm.engines.vllm.weights", "TransferWeights")
+    owner = int(os.environ.get(OWNER, "0"))
+    if owner not in (0, os.getpid()) and sys.platform == "linux":
+        threading.Thread(target=_end_with, args=(owner,), name="owner-watch", daemon=True).start()
+
+
+def _end_with(owner: int) -> None:
+    """Wait for the end of another process, and end this one at once."""
+    try:
+        ended = os.pidfd_open(owner)
+    except ProcessLookupError:
+        os._exit(1)
+    select.select([ended], [], [])
+    os._exit(1)

@@ -1,0 +1,294 @@
+"""A live vLLM model as the target of weight transfers.
+
+    landing = landing_of(model, specs, vllm_config=..., rank=...)     in a worker, after loading
+    Subscriber(..., landing.views, manifest=..., rank=...)            writes the views, the engine paused
+    landing.settle()                                                  after each commit, still paused
+
+A view is a part of a live parameter wherever vLLM left it as it was loaded. A layer that vLLM repacked or quantised is
+kept in host memory as it was before that, and `settle` lets vLLM process it again. That is so for
+
+    quantised layers   weights quantised by the sender with their scales, or whole ones that vLLM quantises itself
+    packed layers      all of vLLM's CPU kernels, and those of experts other than Triton's
+
+Of the quantised ones vLLM can process `fp8_channel` on any CPU: the tests do. It needs a GPU (or AMX) for the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_llm.engines.vllm.weight_map.chart import Chart, chart_of
+from cosmos_rl_llm.engines.vllm.weight_map.names import is_a
+from cosmos_rl_llm.engines.vllm.weight_map.place import Place
+from cosmos_rl_llm.engines.vllm.weight_map.reload import load_whole, reload_layers
+from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, twin
+from cosmos_rl_transfer.layout.manifest import Box, Manifest, TensorLayout
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+_KEPT_EXPERTS = ("TRITON", "BATCHED_TRITON")
+"""Kernels of unquantised experts that read the weights as they were loaded."""
+_UNPROCESSED = (
+    "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "_GateLinearMethod",
+    "PlainLinear", "PlainEmbedding",
+)  # fmt: skip
+"""Classes whose processing after loading leaves a parameter as it is, but for the packing that is looked for."""
+_COPIES = ("_cpu_unpacked_conv_weight", "_bf16x3_weight")
+"""Attributes of layers that vLLM repacked a weight for: convolutions on CPU, routers on AMD's GPUs."""
+_PROCESS = "process_weights_after_loading"
+
+
+def landing_of(model: nn.Module, specs: Sequence[WeightSpec], *, vllm_config: VllmConfig, rank: int) -> Landing:
+    """Find where the tensors of a checkpoint land in a loaded model.
+
+    `specs` are what will be delivered, by checkpoint name; `rank` is this worker's in its replica. Builds the model
+    once more without memory. Raises ValueError if the delivered tensors cannot make up the model.
+    """
+    return Landing(model, chart_of(twin(vllm_config), specs), vllm_config=vllm_config, rank=rank)
+
+
+def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec]) -> Manifest:
+    """Describe what all ranks of a replica need, in a process without workers: rank = pp_rank * tp_size + tp_rank."""
+    parallel = vllm_config.parallel_config
+    tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
+    if parallel.data_parallel_size > 1:
+        raise ValueError("a replica is one engine: set data_parallel_size to 1 and run more replicas")
+    parts = []
+    for rank in range(tp * pp):
+        with acting_as(rank, tp=tp, pp=pp):
+            parts.append(Manifest(chart_of(twin(vllm_config), specs).layouts(rank)))
+    return replica_manifest(parts)
+
+
+def replica_manifest(parts: Iterable[Manifest]) -> Manifest:
+    """Join what the ranks of a replica need, each of which names the tensors of all in the same order.
+
+    The dtype of a tensor is that of a rank that needs it: the others do not know it.
+    """
+    return Manifest(tuple(_joined(layouts) for layouts in zip(*(part.layouts for part in parts), strict=True)))
+
+
+def _joined(layouts: Sequence[TensorLayout]) -> TensorLayout:
+    held = [layout for layout in layouts if layout.boxes]
+    boxes = {rank: box for layout in held for rank, box in layout.boxes.items()}
+    return TensorLayout((held or layouts)[0].spec, boxes)
+
+
+class Landing:
+    """What one worker needs of each version, where it is written, and what makes it take effect."""
+
+    def __init__(self, model: nn.Module, chart: Chart, *, vllm_config: VllmConfig, rank: int) -> None:
+        self._model = model
+        self._chart = chart
+        self._config = vllm_config
+        self._live = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
+        self.manifest = Manifest(chart.layouts(rank))
+        """This rank's boxes, every tensor named; specs have the dtypes of the engine. For `replica_manifest`."""
+        self._moved = self._layers_not_live()
+        """By layer, why none of its parameters can be written in place."""
+        self._refused = chart.refused | self._computed_elsewhere()
+        """Why a tensor must go through the loader with all others: where it lands in the live model is not known."""
+        self.reloaded = self._reasons()
+        """By name, why a tensor is not written straight into a live parameter."""
+        self.scattered = tuple(name for name in chart.specs if chart.is_scattered(name))
+        """Tensors whose parts lie apart: the least box with all of them is taken in host memory and copied from it."""
+        self.untouched = self._untouched()
+        """Parameters that no tensor lands in: they keep the values they were loaded with."""
+        self._check()
+        self._staged: dict[str, Tensor] = {}
+        """Parameters of reloaded layers as vLLM creates them, in host memory."""
+        self._derived = [found for layer in model.modules() if (found := _kept_by_attention(layer)) is not None]
+        """What keeps copies or products of other layers' weights: kv_b_proj split and transposed, sinks in float32."""
+        self._copies: list[tuple[Tensor, Tensor]] = []
+        """(place in the model, where what belongs there was written)"""
+        self.views = {name: self._view(name, box) for name in chart.specs if (box := chart.box(name))}
+        """By name, the memory a box is written to, shaped like it; tensors of other ranks are left out."""
+        self._stage_blanks()
+
+    def settle(self) -> None:
+        """Make the engine compute with what was written to the views. Call after each commit, before resuming."""
+        from vllm.config import set_current_vllm_config
+
+        model_config = self._config.model_config
+        with torch.no_grad(), set_current_vllm_config(self._config):
+            for copy, original in self._copies:
+                copy.copy_(original)
+            if self._refused:
+                load_whole(self._model, self._whole(), model_config=model_config)
+            elif self._chart.computed:
+                loader: Any = self._model
+                loader.load_weights((name, self.views[name]) for name in self._chart.computed)
+            reload_layers(self._model, self._staged, model_config=model_config)
+            for kept in self._derived:
+                kept.process_weights_after_loading(model_config.dtype)
+
+    def _view(self, name: str, box: Box) -> Tensor:
+        if self._refused or name in self._chart.computed:
+            return torch.zeros(box.shape, dtype=self._dtype(name), device="cpu")
+        first, *others = places = [place for place in self._chart.places[name] if place.box.numel]
+        if name not in self.scattered:
+            view = first.view(self._memory(first))
+            self._copies += [(place.view(self._memory(place)), view) for place in others]
+            return view
+        view = torch.zeros(box.shape, dtype=self._dtype(name), device="cpu")
+        self._copies += [(p.view(self._memory(p)), view[p.box.within(box).slices()]) for p in places]
+        return view
+
+    def _stage_blanks(self) -> None:
+        """Keep zeros for what the loader of this rank overwrites with them: a layer is reloaded with all it has."""
+        for places in () if self._refused else self._chart.places.values():
+            for place in places:
+                if not place.box.numel and _layer(place.parameter) in self._moved:
+                    self._memory(place)
+
+    def _memory(self, place: Place) -> Tensor:
+        """The parameter a place is part of: the live one, or the one kept for reloading its layer."""
+        if place.name not in self.reloaded:
+            return self._live[place.parameter]
+        if place.parameter not in self._staged:
+            shape, strides = self._chart.strides[place.parameter]
+            made = torch.empty_strided(shape, strides, dtype=self._dtype(place.name), device="cpu")
+            self._staged[place.parameter] = made.zero_()
+        return self._staged[place.parameter]
+
+    def _dtype(self, name: str) -> torch.dtype:
+        return getattr(torch, self._chart.specs[name].dtype)
+
+    def _layers_not_live(self) -> dict[str, str]:
+        """Find the layers that are reloaded as a whole, for one of their parameters at least."""
+        layers: dict[str, str] = {}
+        for places in self._chart.places.values():
+            for place in places:
+                if why := self._why_not_live(place):
+                    layers.setdefault(_layer(place.parameter), f"{place.parameter}: {why}")
+        return layers
+
+    def _computed_elsewhere(self) -> dict[str, str]:
+        """Find the tensors from which the loader computes a parameter that is not live as it was created."""
+        reasons = {}
+        for name, parameters in self._chart.computed.items():
+            for parameter in parameters:
+                why = self._moved.get(_layer(parameter)) or self._why_changed(parameter)
+                if why is not None:
+                    reasons[name] = why
+        return reasons
+
+    def _reasons(self) -> dict[str, str]:
+        """Find the tensors that have no live view."""
+        computed = {name: f"the loader computes {', '.join(p)}" for name, p in self._chart.computed.items()}
+        landing = {name: [_layer(place.parameter) for place in found] for name, found in self._chart.places.items()}
+        if self._refused:  # where they land is not known: every layer goes through the loader
+            why = f"{next(iter(self._refused))} must go through the loader, in which layer is not known"
+            return {name: why for name, layers in landing.items() if layers} | computed | self._refused
+        moved = {
+            name: [self._moved[layer] for layer in layers if layer in self._moved] for name, layers in landing.items()
+        }
+        return {name: whys[0] for name, whys in moved.items() if whys} | computed
+
+    def _why_changed(self, parameter: str) -> str | None:
+        live = self._live.get(parameter)
+        if live is None or (tuple(live.shape), live.stride()) != self._chart.strides[parameter]:
+            return "vLLM keeps it in another layout"
+        return None
+
+    def _why_not_live(self, place: Place) -> str | None:
+        layer = self._model.get_submodule(_layer(place.parameter))
+        method: Any = getattr(layer, "quant_method", None)
+        if method is not None and _definer(method) not in _UNPROCESSED:
+            return f"{type(method).__name__} processes it after loading"
+        if why := self._why_changed(place.parameter):
+            return why
+        if (live := self._live[place.parameter]).dtype != self._dtype(place.name):
+            return f"vLLM keeps it as {live.dtype}"
+        backend = getattr(method, "unquantized_backend", None)
+        if backend is not None and backend.name not in _KEPT_EXPERTS:
+            return f"{backend.value} kernels keep experts in another layout"
+        if vars(layer).get("cpu_linear", F.linear) is not F.linear:
+            return "vLLM computes with a packed copy on CPU"
+        if any(getattr(layer, copy, None) is not None for copy in _COPIES):
+            return "vLLM computes with a packed copy"
+        return None
+
+    def _untouched(self) -> tuple[str, ...]:
+        landed = {place.parameter for places in self._chart.places.values() for place in places}
+        landed |= {parameter for parameters in self._chart.computed.values() for parameter in parameters}
+        return tuple(n for n, _ in self._model.named_parameters() if n in self._chart.strides and n not in landed)
+
+    def _check(self) -> None:
+        """Raise ValueError where new weights would not reach all that vLLM computes with."""
+        if _definer(self._model) is not None:
+            raise ValueError(
+                f"{type(self._model).__name__} computes from its weights once they are loaded, which new ones would "
+                'not reach; set rollout.engine = "torch"'
+            )
+        self._check_shared()
+        reloaded = {_layer(place.parameter) for name in self.reloaded for place in self._chart.places.get(name, ())}
+        for name in self.untouched:
+            if _layer(name) in reloaded:
+                raise ValueError(
+                    f"{name} is not among the delivered tensors, and its layer can only be loaded whole; "
+                    'set rollout.engine = "torch"'
+                )
+        for buffer, parameter in self._chart.aliases.items():
+            if _memory_of(self._live[buffer]) != _memory_of(self._live[parameter]):
+                raise ValueError(
+                    f"vLLM packed {parameter} for the kernels of this CPU and computes with {buffer} as well, which "
+                    'new weights would not reach; set rollout.options.dtype = "float32", or rollout.engine = "torch"'
+                )
+
+    def _check_shared(self) -> None:
+        """Raise ValueError if two tensors share memory in the engine."""
+        owners: dict[tuple[int, int], str] = {}
+        for places in self._chart.places.values():
+            for place in places:
+                live = self._live.get(place.parameter)
+                if live is None or not live.numel():
+                    continue
+                owner = owners.setdefault((_memory_of(live), int(live.storage_offset())), place.parameter)
+                if owner != place.parameter:
+                    raise ValueError(
+                        f"{place.parameter} and {owner} share memory in the engine but are trained apart: the engine "
+                        "found them equal when it loaded them; set tie_word_embeddings in the model's config.json"
+                    )
+
+    def _whole(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield whole tensors of which the box this rank needs is filled: the loader cuts it out again."""
+        for name in self.reloaded:
+            whole = torch.zeros(self._chart.specs[name].shape, dtype=self._dtype(name), device="cpu")
+            if (box := self._chart.box(name)) is not None:
+                whole[box.slices()] = self.views[name]
+            yield name, whole
+
+
+def _kept_by_attention(layer: nn.Module) -> Any:
+    """Return what has to process an attention layer's weights again, and may at any time: the layer or its kernels.
+
+    Not a plain layer itself, which would forget the scales of its keys and values.
+    """
+    is_attention = is_a(layer, "AttentionLayerBase") or is_a(layer, "MMEncoderAttention")
+    if not is_attention or (definer := _definer(layer)) is None:
+        return None
+    if definer != "Attention":
+        return layer
+    kernels: Any = getattr(layer, "impl", None)
+    return kernels if _definer(kernels) not in (None, "AttentionImplBase") else None
+
+
+def _definer(value: object) -> str | None:
+    """Return the name of the class that says how `value` processes weights after loading."""
+    return next((kind.__name__ for kind in type(value).__mro__ if _PROCESS in vars(kind)), None)
+
+
+def _memory_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def _layer(parameter: str) -> str:
+    return parameter.rpartition(".")[0]

@@ -1,0 +1,196 @@
+"""A small model of the same family: what a model's configuration says of how it computes, with small sizes.
+
+    config of 32 layers, 4096 wide      layer_types  c c a c c a ...    experts 64    window 4096
+    miniature of 4 layers, 64 wide                   c a c a                     4            6
+
+Every value that chooses code stays: layer types, activations, norms, scales, soft caps, biases. Windows and chunks
+become shorter than a probe's sequences, so that they show.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_llm.model.causal_lm import LOADING
+
+VOCABULARY = 61
+NUM_LAYERS = 4
+_SPREAD = 0.15
+"""Standard deviation of first values: with the usual 0.02 nothing in a small model would reach the logits."""
+
+_LAYERS = (
+    "num_hidden_layers",
+    "n_layer",
+    "n_layers",
+    "num_layers",
+    "num_blocks",
+    "decoder_layers",
+    "encoder_layers",
+    "num_encoder_layers",
+    "num_decoder_layers",
+    "depth",
+)
+_WIDTHS = ("hidden_size", "d_model", "n_embd", "dim", "model_dim", "word_embed_proj_dim", "embedding_size", "emb_dim")
+_WIDTH = 64
+_SIZES: Mapping[str, int] = {
+    **dict.fromkeys(_LAYERS, NUM_LAYERS),
+    **dict.fromkeys(_WIDTHS, _WIDTH),
+    **dict.fromkeys(("lru_width", "embedding_dim", "out_hidden_size", "ple_embed_dim"), _WIDTH),
+    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input", "decoder_vocab_size"), VOCABULARY),
+    # Feed-forward networks and experts
+    **dict.fromkeys(("intermediate_size", "ffn_dim", "d_ff", "n_inner", "ffn_hidden_size", "dff", "dim_ff"), 96),
+    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "intermediate_size_mlp", "dense_intermediate_size"), 96),
+    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "shared_intermediate_size"), 32),
+    **dict.fromkeys(("expert_ffn_hidden_size", "moe_shared_expert_intermediate_size", "router_hidden_size"), 32),
+    **dict.fromkeys(("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts"), 4),
+    # Attention
+    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads"), 4),
+    **dict.fromkeys(("encoder_attention_heads", "swa_num_attention_heads", "attention_heads", "index_n_heads"), 4),
+    **dict.fromkeys(("num_encoder_attention_heads", "num_decoder_attention_heads"), 4),
+    **dict.fromkeys(("num_attention_heads_per_layer",), 4),
+    **dict.fromkeys(("head_dim", "swa_head_dim", "kv_channels", "index_head_dim", "global_head_dim", "d_head"), 16),
+    **{"v_head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "rotary_dim": 8},
+    **{"indexer_head_dim": 16, "indexer_n_heads": 4},
+    **{"query_pre_attn_scalar": 16, "q_lora_rank": 24, "kv_lora_rank": 16, "o_lora_rank": 16, "d_rel": 8},
+    # States: a width of 64 expands to one of 128
+    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
+    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
+    **{"mamba_expand": 2, "expand": 2, "mamba_d_ssm": 128, "attention_hidden_size": 128, "attention_head_dim": 32},
+    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 16),
+    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups", "num_mem_blocks"), 1),
+    **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size", "time_step_rank", "mamba_dt_rank"), 8),
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4},
+    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
+    # What few families have
+    **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "adapter_rank", "hc_lowrank", "gated_norm_rank"), 8),
+    **{"block_multiple_of": 8, "dim_model_base": 16, "patch_size": 4, "image_size": 8, "zero_expert_num": 2},
+    **{"encoder_hash_byte_group_vocab": 64, "num_layers_per_stack": 2, "moe_layer_end_index": 3},
+}
+"""Key -> what it becomes, unless it is 0 or not there."""
+_AT_MOST: Mapping[str, int] = {
+    **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num_query_groups"), 2),
+    **dict.fromkeys(("num_global_key_value_heads", "num_kv_shared_layers", "max_window_layers"), 2),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k"), 2),
+    **{"n_group": 2, "topk_group": 1, "first_k_dense_replace": 1, "num_dense_layers": 1, "o_groups": 2},
+    **{"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
+    # Windows
+    **dict.fromkeys(("sliding_window", "attention_window_size", "window_size", "sliding_window_size"), 6),
+    **dict.fromkeys(("local_attention", "swa_window_size", "keep_window_size", "local_window_size"), 6),
+    **{"sliding_window_pattern": 2, "attention_chunk_size": 8, "rel_extent": 8},
+    **{
+        "indexer_budget": 8,
+        "indexer_compress_ratio": 4,
+        "index_topk": 6,
+        "index_topk_blocks": 2,
+        "index_block_size": 4,
+    },
+}
+_AT_LEAST: Mapping[str, int] = dict.fromkeys(
+    ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64
+)
+_SPREADS = ("initializer_range", "init_std", "init_method_std", "initializer_std")
+_PLACES = ("moe_layers", "attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "ple_layer_ids")
+"""Keys that hold the numbers of layers."""
+_DROPPED = ("quantization_config", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map")
+
+
+def miniature(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Make a small float32 model of the class `kind` out of a model's configuration, with random values.
+
+    It attends with transformers' own plain code: its fused attention leaves soft caps and sinks out. The same
+    configuration gives the same values; the caller's random state is left alone.
+    """
+    with LOADING, lent_random_state(seed=0):
+        shrunk = type(config).from_dict(shrink(config.to_dict()))
+        small = kind._from_config(shrunk, dtype=torch.float32, attn_implementation="eager")
+        with torch.no_grad():
+            for parameter in small.parameters():  # what starts at zero or one, such as sinks and biases, counts too
+                parameter.add_(torch.randn_like(parameter), alpha=0.3 * _SPREAD)
+    return small
+
+
+def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the values of a configuration, with few layers and small sizes; small ones come back as they are."""
+    depth = next((values[key] for key in _LAYERS if isinstance(values.get(key), int)), None)
+    kept = _kept_layers(values, depth)
+    shrunk = {key: _value(key, value, depth, kept) for key, value in values.items() if key not in _DROPPED}
+    if kept:
+        shrunk |= {key: len(kept) for key in _LAYERS if values.get(key) == depth}
+    shrunk |= _special_tokens(values) | _heads(values)
+    return shrunk | _rotary(values, shrunk)
+
+
+def _value(key: str, value: Any, depth: int | None, kept: Sequence[int]) -> Any:
+    if isinstance(value, Mapping):
+        return _table(key, value, kept)
+    if isinstance(value, bool) or value is None:
+        return value
+    if key in _PLACES:
+        return [place for place in range(NUM_LAYERS) if place % 2] if value else value
+    if isinstance(value, list) and len(value) == depth:
+        return [_value(key, value[layer], None, ()) for layer in kept]
+    if not isinstance(value, int) or value == 0:
+        return _SPREAD if key in _SPREADS else value
+    if key in _SIZES:
+        return _SIZES[key]
+    return max(min(value, _AT_MOST.get(key, value)), _AT_LEAST.get(key, 0))
+
+
+def _table(key: str, values: Mapping[str, Any], kept: Sequence[int]) -> dict[str, Any]:
+    if "model_type" in values:  # the configuration of a part
+        return shrink(values)
+    if key == "per_layer_config":
+        layers = {str(layer): value for layer, value in values.items()}
+        return {str(place): shrink(layers[str(at)]) for place, at in enumerate(kept) if str(at) in layers}
+    return dict(values)
+
+
+def _kept_layers(values: Mapping[str, Any], depth: int | None) -> list[int]:
+    """One layer of each kind, in order, then the first ones again until there are enough; empty without kinds."""
+    lists = [v for k, v in values.items() if isinstance(v, list) and len(v) == depth and k not in _PLACES]
+    if not lists:
+        return []
+    kinds: dict[str, int] = {}
+    for layer, kind in enumerate(zip(*lists, strict=True)):
+        kinds.setdefault(repr(kind), layer)
+    first = sorted(kinds.values())
+    return first + [first[i % len(first)] for i in range(NUM_LAYERS - len(first))]
+
+
+def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Tokens that lie outside of the small vocabulary get other places."""
+    names = [key for key in values if key.endswith(("_token_id", "_token_index"))]
+    high = [key for key in names if isinstance(values[key], int) and values[key] >= VOCABULARY]
+    moved = {key: place for place, key in enumerate(sorted(high))}
+    return moved | ({"eos_token_id": 2} if isinstance(values.get("eos_token_id"), list) else {})
+
+
+def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Sizes that hang together."""
+    together: dict[str, Any] = {}
+    if "qk_rope_head_dim" in values:  # latent attention: every head has its own keys
+        together |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in values else {})
+    elif values.get("num_key_value_heads") == values.get("num_attention_heads") is not None:
+        together["num_key_value_heads"] = _SIZES["num_attention_heads"]
+    if {"num_heads", "head_dim", "expand", "state_size"} <= values.keys():  # Mamba-2: all heads together are a state
+        together |= {"num_heads": 8, "head_dim": 16}
+    return together
+
+
+def _rotary(values: Mapping[str, Any], shrunk: Mapping[str, Any]) -> dict[str, Any]:
+    """Factors of a rotary embedding: one for each pair of the elements of a head that are turned."""
+    rope = shrunk.get("rope_parameters")
+    if not isinstance(rope, Mapping) or not isinstance(rope.get("long_factor"), list):
+        return {}
+    kept = round(len(rope["long_factor"]) * _head_dim(shrunk) / _head_dim(values))
+    return {"rope_parameters": {**rope, **{key: rope[key][:kept] for key in ("short_factor", "long_factor")}}}
+
+
+def _head_dim(values: Mapping[str, Any]) -> int:
+    dim = values.get("qk_rope_head_dim") or values.get("head_dim")
+    return dim or values["hidden_size"] // values["num_attention_heads"]

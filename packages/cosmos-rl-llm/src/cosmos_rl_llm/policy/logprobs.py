@@ -1,0 +1,183 @@
+"""Log-probability and entropy of terms from hidden states; vocabulary-sized work is done in place and in chunks.
+
+For a term with logits z = head(h) / temperature, p = softmax(z), label y:
+
+    logprob  = z_y - logsumexp(z)            d logprob / dz   = onehot(y) - p
+    entropy  = - sum_v p_v log p_v           d entropy / dz_v = -p_v log p_v - p_v entropy
+
+A [chunk, V] buffer is all that lives at a time. Where all terms fit into the budget, the one buffer is kept
+and becomes the gradient; otherwise the backward pass computes each chunk's logits again.
+
+With the head cut along the vocabulary over tp, each rank makes the logits of its own tokens alone. What a term needs
+of the others are numbers: max_v z_v, sum_v exp(z_v - max), z_y and the entropy are reduced over tp in the forward
+pass. The backward pass sends nothing, and returns this rank's part of d hidden.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from cosmos_rl_core.parallel.axes.linear import product
+from cosmos_rl_core.parallel.axes.tensor import TensorAxis
+from cosmos_rl_llm.model.causal_lm import Head
+
+
+def term_logprobs(
+    hidden: Tensor,
+    head: Head,
+    labels: Tensor,
+    *,
+    temperature: float = 1.0,
+    with_entropy: bool = False,
+    logits_bytes: int,
+    vocabulary: Vocabulary | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probabilities [T] float32 of `labels` [T], and entropies [T] if asked for, from hidden [T, hidden].
+
+    Args:
+        logits_bytes: bounds the float32 logits alive at a time; at least one term is always done.
+        vocabulary: which part of it `head` holds on this rank; None: all of it. With a part, all ranks along tp call
+            this with the same `hidden` and `labels`; results are the same on all, gradients are each rank's part.
+    """
+    chunk = max(1, logits_bytes // (4 * head.weight.shape[0]))
+    part = vocabulary or Vocabulary(0, head.weight.shape[0], None)
+    logprobs, entropy = _TermLogprobs.apply(
+        hidden, head.weight, head.bias, labels, head.softcap, head.scale, temperature, with_entropy, chunk, part
+    )
+    return logprobs, entropy if with_entropy else None
+
+
+@dataclass(frozen=True, slots=True)
+class Vocabulary:
+    """The tokens whose logits this rank makes."""
+
+    start: int
+    stop: int
+    axis: TensorAxis | None
+    """None: all tokens are here."""
+
+    @classmethod
+    def part(cls, size: int, axis: TensorAxis) -> Vocabulary:
+        """This rank's part of `size` tokens."""
+        return cls(*axis.bounds(size), axis)
+
+    def largest(self, values: Tensor) -> Tensor:
+        """Return the maximum over the ranks, in place."""
+        return self._reduce(values, dist.ReduceOp.MAX)
+
+    def sum(self, values: Tensor) -> Tensor:
+        """Return the sum over the ranks, in place."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
+        """labels [n] -> place of each among this rank's tokens [n], and whether it is one of them [n]."""
+        mine = (labels >= self.start) & (labels < self.stop)
+        return torch.where(mine, labels - self.start, 0), mine
+
+    def _reduce(self, values: Tensor, operation: Any) -> Tensor:
+        if self.axis is not None:
+            dist.all_reduce(values, op=operation, group=self.axis.mesh.get_group())
+        return values
+
+
+class _TermLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        softcap: float | None,
+        scale: float,
+        temperature: float,
+        with_entropy: bool,
+        chunk: int,
+        vocabulary: Vocabulary,
+    ) -> tuple[Tensor, Tensor]:
+        head = Head(weight, bias, softcap, scale)
+        logprobs = torch.empty(len(labels), dtype=torch.float32, device=hidden.device)
+        entropy = torch.zeros_like(logprobs)
+        largest, total = torch.empty_like(logprobs), torch.empty_like(logprobs)
+        probabilities = None
+        for part in _parts(len(labels), chunk):
+            logits = _scaled_logits(head, hidden[part], temperature)
+            place, mine = vocabulary.own(labels[part])
+            chosen = vocabulary.sum(logits.gather(1, place[:, None]).squeeze(1) * mine)
+            largest[part] = vocabulary.largest(logits.amax(-1))
+            probabilities = logits.sub_(largest[part, None]).exp_()
+            total[part] = vocabulary.sum(probabilities.sum(-1))
+            probabilities.div_(total[part, None])
+            logprobs[part] = chosen - (largest[part] + total[part].log())
+            if with_entropy:
+                entropy[part] = vocabulary.sum(torch.special.entr(probabilities).sum(-1))
+        keep = len(labels) <= chunk and softcap is None and any(ctx.needs_input_grad)
+        kept = probabilities if keep else None
+        ctx.save_for_backward(hidden, weight, bias, labels, entropy, largest, total, kept)
+        ctx.options = (softcap, scale, temperature, chunk, vocabulary)
+        ctx.set_materialize_grads(False)  # entropy is often only looked at: then it costs the backward pass nothing
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, labels, entropy, largest, total, kept = ctx.saved_tensors
+        softcap, scale, temperature, chunk, vocabulary = ctx.options
+        grad_logprobs = torch.zeros_like(entropy) if grad_logprobs is None else grad_logprobs
+        head = Head(weight, bias, softcap, scale)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        d_hidden = torch.empty_like(hidden) if needs_hidden else None
+        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
+        for part in _parts(len(labels), chunk):
+            if kept is None:
+                logits = _scaled_logits(head, hidden[part], temperature)
+                slope = None if softcap is None else 1 - (logits * (temperature / softcap)).square()
+                probabilities = logits.sub_(largest[part, None]).exp_().div_(total[part, None])
+            else:
+                probabilities, slope = kept, None
+            d_entropy = None if grad_entropy is None else grad_entropy[part]
+            own = vocabulary.own(labels[part])
+            grad = _grad_logits(probabilities, own, grad_logprobs[part], d_entropy, entropy[part])
+            grad = (grad if slope is None else grad.mul_(slope)).mul_(scale / temperature).to(hidden.dtype)
+            if d_hidden is not None:
+                d_hidden[part] = product(grad, weight.t())
+            if d_weight is not None:
+                d_weight += product(grad.t(), hidden[part].t())
+            if d_bias is not None:
+                d_bias.add_(grad.sum(0))
+        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        d_bias = None if d_bias is None else d_bias.to(weight.dtype)
+        return d_hidden, d_weight, d_bias, *[None] * 7
+
+
+def _parts(length: int, chunk: int) -> list[slice]:
+    return [slice(start, min(start + chunk, length)) for start in range(0, length, chunk)]
+
+
+def _scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
+    logits = head.logits(hidden)
+    return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _grad_logits(
+    probabilities: Tensor,
+    own: tuple[Tensor, Tensor],
+    d_logprobs: Tensor,
+    d_entropy: Tensor | None,
+    entropy: Tensor,
+) -> Tensor:
+    """Gradient with respect to z [chunk, V], written into `probabilities`; `own` is `Vocabulary.own` of the labels."""
+    if d_entropy is None:
+        grad = probabilities.mul_(-d_logprobs[:, None])
+    else:
+        spread = torch.special.entr(probabilities).mul_(d_entropy[:, None])
+        grad = probabilities.mul_(-(d_logprobs + d_entropy * entropy)[:, None]).add_(spread)
+    place, mine = own
+    return grad.scatter_add_(1, place[:, None], (d_logprobs * mine)[:, None])

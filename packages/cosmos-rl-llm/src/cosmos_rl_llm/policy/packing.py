@@ -1,0 +1,214 @@
+"""Attention of this package: one function installed into a model, told by a layout which tokens see which.
+
+    packed row     | prompt 0 | response 0 | prompt 1 | response 1 | ...   [1, L]
+    padded blocks  [sequences, heads, longest, head_dim]                   causal, pads on the right are never seen
+
+A right-padded causal block needs no mask, so a packed row costs one gather, one fused attention per block of
+similar lengths, and one scatter. Everything else in the network runs on the L real tokens only, and on the prompt
+of a group once (`share_prefixes`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_llm.policy.attention import Scoring, causal_attention
+
+ATTENTION = "cosmos_rl"
+"""Name under which `install_attention` registers `layout_attention` with transformers."""
+
+_UNSAID: Any = object()
+_NOT_DONE = ("position_bias", "indices", "block_indices")
+"""Keywords by which families change scores (Inkling) or choose tokens (DeepSeek-V3.2, MiniMax-M3)."""
+
+_MAX_PADDING = 1.3
+"""A block's longest sequence is at most this multiple of its shortest, plus `_MAX_PADDING_TERMS`."""
+_MAX_PADDING_TERMS = 32
+"""Padding a sequence that is always accepted: below that a further block costs more than it saves."""
+
+
+class Layout(Protocol):
+    """What a forward pass hands to every attention layer as the keyword `layout`."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """query [B, heads, Q, D], key [B, kv_heads, K, D], value [B, kv_heads, K, D'] -> [B, Q, heads, D']."""
+        ...
+
+
+def layout_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = _UNSAID,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **others: Any,
+) -> tuple[Tensor, None]:
+    """Attend as `layout` says, without dropout; transformers calls this through its `AttentionInterface`.
+
+    Raises UserError for a layer that asks for what a layout does not do.
+    """
+    asked = [name for name in _NOT_DONE if others.get(name) is not None]
+    if asked or layout is None or attention_mask is not None:
+        why = f"asks for {asked[0]}" if asked else "brings a mask of its own" if layout else "passes no keywords on"
+        raise UserError(
+            f"model.path: {type(module).__name__} {why}, so that packed sequences cannot be told apart; choose another"
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    window = _configured_window(module) if sliding_window is _UNSAID else sliding_window
+    scoring = Scoring(scale=scale, window=window, softcap=softcap, sinks=s_aux)
+    return layout.attend(query, key, value, scoring), None
+
+
+def _configured_window(module: nn.Module) -> int | None:
+    """The window of a layer whose family puts it into the mask alone: PhiMoE, Qwen2-MoE."""
+    config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
+    kinds = getattr(config, "layer_types", None)
+    slides = kinds is None or layer is None or kinds[layer] == "sliding_attention"
+    return getattr(config, "sliding_window", None) if slides else None
+
+
+def install_attention(model: PreTrainedModel, *, traced: bool = True) -> None:
+    """Make `model` use `layout_attention`. Raises UserError for a model with its own attention code.
+
+    `traced` = False keeps torch.compile out of it: compiled code would be made again for each new layout.
+    """
+    name = ATTENTION if traced else f"{ATTENTION}_untraced"
+    AttentionInterface.register(name, layout_attention if traced else torch.compiler.disable(layout_attention))
+    model.set_attn_implementation(name)
+    if model.config._attn_implementation != name:
+        raise UserError(
+            f"model.path: {type(model).__name__} does not go through transformers' AttentionInterface; "
+            "choose a model that does"
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Sequences of similar length, right-padded to the longest."""
+
+    source: Tensor
+    """[rows * longest] int64: place in the packed row; pads repeat the sequence's first token."""
+    rows: int
+    longest: int
+
+    def gather(self, packed: Tensor) -> Tensor:
+        """[1, L, ...] of a packed row -> [rows, longest, ...]."""
+        return packed[0].index_select(0, self.source).view(self.rows, self.longest, *packed.shape[2:])
+
+
+@dataclass(frozen=True, slots=True)
+class PackedLayout:
+    """Sequences in one row, each causal and blind to the others; sequences may share the rows of a common prefix."""
+
+    blocks: tuple[Block, ...]
+    restore: Tensor
+    """[L] int64: place of each token of the packed row in the concatenated padded blocks."""
+
+    @classmethod
+    def of(
+        cls,
+        lengths: Sequence[int],
+        *,
+        rows: np.ndarray | None = None,
+        padding: bool = True,
+        device: torch.device | str = "cpu",
+    ) -> PackedLayout:
+        """Lay out sequences of `lengths` (all positive), in packed order.
+
+        Args:
+            rows: [sum(lengths)] int64: place in the packed row of each sequence's tokens; None: end to end.
+            padding: False lets only sequences of equal length share a block, so that a sequence's result does
+                not depend on the others in the row, to the last bit.
+        """
+        rows = np.arange(sum(lengths)) if rows is None else rows
+        ends = np.cumsum(lengths)
+        restore = np.empty(rows.max() + 1, dtype=np.int64)
+        blocks = []
+        offset = 0
+        for members in _similar(lengths, padding=padding):
+            longest = lengths[members[0]]
+            size = np.array([lengths[m] for m in members])[:, None]
+            place = np.arange(longest)[None, :]
+            source = rows[ends[members][:, None] - size + np.where(place < size, place, 0)]
+            padded = offset + np.arange(source.size).reshape(source.shape)
+            restore[source[place < size]] = padded[place < size]
+            offset += source.size
+            blocks.append(Block(torch.from_numpy(source.ravel()).to(device), len(members), longest))
+        return cls(tuple(blocks), torch.from_numpy(restore).to(device))
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, D]
+        outputs = [_attend_block(block, query, key, value, scoring) for block in self.blocks]
+        output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+        return output.index_select(0, self.restore).unsqueeze(0)
+
+
+@dataclass(frozen=True, slots=True)
+class CausalRows:
+    """One sequence a row, right-padded: what is causal by itself, such as a recurrent layer, needs no more."""
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        return causal_attention(query, key, value, scoring).transpose(1, 2)
+
+
+def share_prefixes(given: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
+    """Return the row [sum(lengths)] int64 of each token when sequences reuse their neighbour's rows.
+
+    A hidden state depends on what is given up to its own token only, so a sequence takes the rows of the prefix that
+    it has in common with the sequence before: the prompt of a group is computed once, with the same result.
+
+    Args:
+        given: [sum(lengths), n]: each token, and whatever else decides what is computed of it.
+        lengths: of the sequences, laid end to end.
+    """
+    rows = np.empty(len(given), dtype=np.int64)
+    used = start = previous = 0
+    for length in lengths:
+        end = start + length
+        common = _common_prefix(given[previous:start], given[start:end])
+        rows[start : start + common] = rows[previous : previous + common]
+        rows[start + common : end] = np.arange(used, used + length - common)
+        used += length - common
+        previous, start = start, end
+    return rows
+
+
+def _common_prefix(left: np.ndarray, right: np.ndarray) -> int:
+    size = min(len(left), len(right))
+    different = np.flatnonzero((left[:size] != right[:size]).any(axis=1))
+    return int(different[0]) if len(different) else size
+
+
+def _similar(lengths: Sequence[int], *, padding: bool) -> list[list[int]]:
+    """Group indices by length, longest first, so that padding is a small part of each group, or none."""
+    stretch, extra = (_MAX_PADDING, _MAX_PADDING_TERMS) if padding else (1, 0)
+    groups: list[list[int]] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        if groups and lengths[groups[-1][0]] <= stretch * lengths[index] + extra:
+            groups[-1].append(index)
+        else:
+            groups.append([index])
+    return groups
+
+
+def _attend_block(block: Block, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Causal attention of one block: packed rows [L, heads, D] in, [rows * longest, heads, D'] out."""
+    q, k, v = (
+        x.index_select(0, block.source).view(block.rows, block.longest, *x.shape[1:]).transpose(1, 2)
+        for x in (query, key, value)
+    )
+    return causal_attention(q, k, v, scoring).transpose(1, 2).flatten(0, 1)

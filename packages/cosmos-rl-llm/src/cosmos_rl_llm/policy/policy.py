@@ -1,0 +1,115 @@
+"""A trainable causal language model that assigns log-probabilities to response tokens.
+
+    tokens [1, L] -> decoder, packed block-diagonal causal -> hidden[logit_index] [T] -> term_logprobs -> [T]
+
+Prompt tokens never reach the output head, and the prompt of neighbouring rollouts goes through the decoder once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
+from cosmos_rl_core.parallel.axes.fsdp import reshard
+from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
+from cosmos_rl_core.parallel.gradients import accumulate
+from cosmos_rl_core.parallel.lora import reference_of
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.types import Microbatch, PolicyOutputs
+from cosmos_rl_llm.model.causal_lm import named_weights
+from cosmos_rl_llm.policy.lora import write_config
+from cosmos_rl_llm.policy.parallelize import parallelize
+from cosmos_rl_llm.policy.probe import runs_unpacked
+from cosmos_rl_llm.policy.routing import ExpertLoad
+from cosmos_rl_llm.policy.token_model import TermModel
+
+
+class CausalLMPolicy:
+    """`interfaces.Policy` over any Hugging Face causal LM that uses transformers' AttentionInterface.
+
+    `Microbatch.inputs`, all int64 tensors, rollouts laid end to end in one row:
+
+    - `tokens` [L]: prompt and response of each rollout without its last token, from which nothing is predicted.
+    - `positions` [L]: restart at 0 for each rollout.
+    - `sequence_index` [L]: which rollout a token belongs to, non-decreasing.
+    - `logit_index` [T]: place in the row whose hidden state predicts the term.
+    - `labels` [T]: the term's token.
+    - `routes` [L, layers, k], optional: experts that each token takes, of all layers; zeros for those without experts.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        temperature: float = 1.0,
+        compute_dtype: torch.dtype | None = None,
+        setup: ModelSetup | None = None,
+        logits_bytes: int = LOGITS_BYTES,
+    ) -> None:
+        """Take over `model` (its attention is replaced), and spread it over the ranks of `setup`.
+
+        Args:
+            tokenizer: saved beside the weights.
+            temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
+            compute_dtype: run matrix products in this type while the weights keep theirs.
+            setup: the mesh and what is traded for memory; None: this process, nothing traded.
+            logits_bytes: most memory for logits at a time; larger microbatches are cut into chunks of terms.
+        """
+        setup = setup or ModelSetup()
+        self.module = TermModel(
+            model,
+            temperature=temperature,
+            compute_dtype=compute_dtype,
+            logits_bytes=logits_bytes,
+            mesh=setup.mesh,
+            sequence_parallel=setup.parallel.sequence_parallel,
+            unpacked=runs_unpacked(model, compute_dtype=compute_dtype, mesh=setup.mesh),
+        )
+        parallelize(self.module, setup)
+        self._load = ExpertLoad(model)
+        self._reduce_once = setup.parallel.reduce_once
+        self._tokenizer = tokenizer
+
+    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
+        """Return log-probabilities [T] float32, and where asked for entropies [T] of the whole vocabulary."""
+        inputs = {name: tensor.to(self.module.device) for name, tensor in microbatch.inputs.items()}
+        logprobs, entropy = self.module(None, self.module.row(inputs), with_entropy)
+        if not torch.is_grad_enabled():
+            reshard(self.module)  # no backward pass follows that would
+        return PolicyOutputs(logprobs=logprobs, entropy=entropy)
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
+        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy, reduce_once=self._reduce_once)
+
+    def stepped(self, version: int) -> None:
+        """Nothing follows the weights here."""
+
+    def second_copies(self) -> Sequence[nn.Parameter]:
+        """None: a whole model has its tied matrices once."""
+        return ()
+
+    def reference(self) -> Reference | None:
+        """The base model, where adapters are trained."""
+        return reference_of(self)
+
+    def figures(self) -> Mapping[str, float]:
+        """Load of the experts since the last call, where there are any."""
+        return self._load.take(self.module.mesh)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Live tensors by checkpoint name, tied tensors once."""
+        return named_weights(self.module.causal_lm)
+
+    def rollout_weights(self) -> Mapping[str, Tensor]:
+        """The trained ones."""
+        return self.weights()
+
+    def save_config(self, directory: Path) -> None:
+        """Write what loads the model beside its weights: configuration, and the tokenizer if there is one."""
+        write_config(self.module.causal_lm, directory, tokenizer=self._tokenizer)

@@ -1,0 +1,223 @@
+"""Which experts each token goes to: counted in training, recorded in generation, replayed in training.
+
+    rollout    router -> top k of its scores -> recorded: routes [tokens, layers, k]
+    training   router -> its own scores of the recorded experts -> gates, with gradient
+
+A router whose scores are nearly tied may choose otherwise in training than in generation, for the two round
+differently, and then log-probabilities of the same weights are far apart. Replaying the choice keeps them together
+(rollout routing replay, R3, arXiv:2510.11370); the gates stay those of the trained router.
+
+`layers` are all decoder layers of the whole model; those without a router hold zeros that nobody reads.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from transformers import PreTrainedModel
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_llm.model.causal_lm import decoder_layers
+from cosmos_rl_llm.policy.experts import is_experts
+
+_ROUTERS = ("gate", "router")
+"""Names that families give the router beside a layer's `experts`. It returns (logits, gates [N, k], experts [N, k])."""
+
+
+def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
+    """The routers by number of their layer, of the layers that are here; empty for a dense model."""
+    found: dict[int, nn.Module] = {}
+    for name, module in model.named_modules():
+        numbered = re.search(r"\blayers\.(\d+)\.", name)
+        if numbered and is_experts(module):
+            beside = dict(model.get_submodule(name.rpartition(".")[0]).named_children())
+            found |= {int(numbered[1]): beside[child] for child in _ROUTERS if child in beside}
+    return found
+
+
+class RouteRecorder:
+    """Notes what the routers of a model choose. One thread runs the model and takes the notes.
+
+    recorder = RouteRecorder(model)
+    model(tokens)
+    routes = recorder.take()
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Raises UserError for a model without routers."""
+        found = routers(model)
+        if not found:
+            kind = type(model).__name__
+            raise UserError(f"rollout.options.record_routes: {kind} has no routers; set it to false")
+        self._num_layers, num_experts = _sizes(model)
+        self._dtype = torch.uint8 if num_experts <= 256 else torch.int16
+        self._chosen: dict[int, Tensor] = {}
+        for layer, router in found.items():
+            router.register_forward_hook(partial(self._note, layer))
+
+    def take(self) -> Tensor:
+        """Return the routes [tokens, layers, k] of the last forward pass, uint8 or int16, and forget them."""
+        first = next(iter(self._chosen.values()))
+        routes = torch.zeros(len(first), self._num_layers, first.shape[1], dtype=self._dtype, device=first.device)
+        for layer, experts in self._chosen.items():
+            routes[:, layer] = experts
+        self._chosen = {}
+        return routes
+
+    def _note(self, layer: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
+        chosen = _choice(outputs)
+        if chosen is None:
+            raise UserError(
+                f"rollout.options.record_routes: {type(router).__name__} does not return the experts it chooses; "
+                "set it to false"
+            )
+        self._chosen[layer] = chosen
+
+
+class ExpertLoad:
+    """Counts how many tokens each expert gets in training."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        """Count in `model`, or the stage of a pipeline; nothing in a dense model."""
+        self._shape = _sizes(model)
+        self._counts: dict[int, Tensor] = {}
+        for layer, router in routers(model).items():
+            router.register_forward_hook(partial(self._count, layer))
+
+    def take(self, mesh: ReplicaMesh | None) -> dict[str, float]:
+        """Return the figures of the step and start again; all ranks call it together.
+
+        `expert_load_max` is the load of the fullest expert over the mean load, `expert_load_entropy` the entropy of the
+        load over that of an even one; both are means over the layers with experts. Empty where nothing was counted.
+        """
+        num_experts = self._shape[1]
+        if num_experts == 0:
+            return {}
+        counts = torch.zeros(self._shape, dtype=torch.int64, device=mesh.device if mesh else None)
+        for layer, count in self._counts.items():
+            counts[layer] = count
+        self._counts = {}
+        load = (counts if mesh is None else mesh.sum_over_all(counts)).double()
+        load = load[load.any(dim=1)]  # [layers with experts, E]
+        if not len(load):
+            return {}
+        load = load / load.sum(dim=1, keepdim=True)
+        entropy = torch.special.entr(load).sum(dim=1) / math.log(num_experts)
+        return {
+            "expert_load_max": (load.amax(dim=1) * num_experts).mean().item(),
+            "expert_load_entropy": entropy.mean().item(),
+        }
+
+    def _count(self, layer: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
+        # Passes without gradient are no training. Ranks along tp, and recomputation, count all tokens of a layer again,
+        # which leaves their proportions as they are.
+        chosen = _choice(outputs) if torch.is_grad_enabled() else None
+        if chosen is not None:
+            counts = chosen.detach().reshape(-1).bincount(minlength=self._shape[1])
+            self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
+
+
+def install_replay(model: PreTrainedModel) -> None:
+    """Make each router choose what the keyword `routes` [tokens, layers, k] of the forward pass says, if it is there.
+
+    The keyword travels through the decoder to each layer's attention, as `layout` does, which is why recomputation and
+    microbatches in flight find their own. Routers of layers whose attention is not called `self_attn` hear of none.
+    """
+    for layer, router in routers(model).items():
+        beside = dict(decoder_layers(model)[layer].named_children())
+        if "self_attn" in beside:
+            replay = _Replay(layer, router, num_experts=_num_scores(router) or _sizes(model)[1])
+            beside["self_attn"].register_forward_pre_hook(replay.listen, with_kwargs=True)
+            router.forward = replay.route
+
+
+def check_replay(model: PreTrainedModel) -> None:
+    """Raise UserError where a router of `model` cannot be told what to choose."""
+    for layer in routers(model):
+        if "self_attn" not in dict(decoder_layers(model)[layer].named_children()):
+            raise UserError(
+                f"rollout.options.record_routes: {type(model).__name__} has no attention beside its routers to hand "
+                "them the experts; set it to false"
+            )
+
+
+class _Replay:
+    """The choice that a layer's router is to make: heard by the attention before it, in the same forward pass."""
+
+    def __init__(self, layer: int, router: nn.Module, *, num_experts: int) -> None:
+        self._layer = layer
+        self._kind = type(router).__name__
+        self._choose = router.forward
+        self._num_experts = num_experts
+        self._chosen: Tensor | None = None
+
+    def listen(self, attention: nn.Module, inputs: Any, keywords: dict[str, Any]) -> None:
+        routes: Tensor | None = keywords.get("routes")
+        self._chosen = None if routes is None else routes[:, self._layer]
+
+    def route(self, *given: Any, **keywords: Any) -> Any:
+        if self._chosen is None:
+            return self._choose(*given, **keywords)
+        mode = _Chosen(self._chosen, num_experts=self._num_experts)
+        with mode:
+            outputs = self._choose(*given, **keywords)
+        if not mode.obeyed:
+            raise UserError(
+                f"rollout.options.record_routes: {self._kind} does not choose with torch.topk "
+                "over all experts; set it to false"
+            )
+        return outputs
+
+
+class _Chosen(TorchFunctionMode):
+    """Makes `torch.topk` over scores [N, E] return the scores of `experts` [N, k], in their order.
+
+    So the gates are what the family's own router makes of the scores of these experts. A router that first chooses
+    among groups of experts does so over fewer scores, and to no effect.
+    """
+
+    def __init__(self, experts: Tensor, *, num_experts: int) -> None:
+        super().__init__()
+        self.obeyed = False
+        self._experts = experts
+        self._shape = (len(experts), num_experts)
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        keywords = kwargs or {}
+        if func not in (torch.topk, Tensor.topk):
+            return func(*args, **keywords)
+        scores: Tensor = args[0] if args else keywords["input"]
+        if scores.shape != self._shape:
+            return func(*args, **keywords)
+        self.obeyed = True
+        return torch.return_types.topk((scores.gather(-1, self._experts), self._experts))
+
+
+def _choice(outputs: Any) -> Tensor | None:
+    """The experts [N, k] among what a router returns; None where that is something else."""
+    tensors = [each for each in outputs if isinstance(each, Tensor)] if isinstance(outputs, tuple) else []
+    whole = [each for each in tensors if each.ndim == 2 and not each.is_floating_point()]
+    return whole[0] if len(whole) == 1 else None
+
+
+def _num_scores(router: nn.Module) -> int | None:
+    """How many experts a router gives scores to, those included that do nothing (LongCat); None without a matrix."""
+    matrices = [parameter for parameter in router.parameters() if parameter.ndim == 2]
+    return matrices[-1].shape[0] if matrices else None
+
+
+def _sizes(model: PreTrainedModel) -> tuple[int, int]:
+    """Layers of the whole model, and experts of each; 0 experts in a dense model."""
+    config = model.config.get_text_config()
+    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
+    return config.num_hidden_layers, num_experts or 0

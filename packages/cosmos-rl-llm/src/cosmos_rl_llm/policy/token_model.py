@@ -1,0 +1,293 @@
+"""A causal language model as a module from a packed row to the log-probabilities of its terms.
+
+    Microbatch.inputs -> Row       what is computed: shared prefixes once, cut over cp                 (arithmetic)
+    tokens [1, l] -> decoder -> hidden [1, l, H] -> hidden[term_rows] [t] -> log-probabilities [t]     (one forward)
+                                                                          -> over cp -> [T]
+
+Layers that carry a state from token to token (recurrent, linear attention, convolutions) would carry it from one
+sequence of a packed row into the next. Families with such layers run *unpacked*:
+
+    tokens [1, L] -> blocks [sequences, longest], right-padded -> decoder, a pass a block -> hidden [1, L, H]
+
+Everything happens in one `forward`, so that a fully sharded root gathers the output head where it is used. A stage of a
+pipeline is the same module: the first takes tokens, all but the last return hidden states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from cosmos_rl_core.parallel.axes.tensor import TensorAxis, own_part, own_slice
+from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_llm.model.causal_lm import Head, decoder_layers
+from cosmos_rl_llm.policy.logprobs import Vocabulary, term_logprobs
+from cosmos_rl_llm.policy.packing import Block, CausalRows, Layout, PackedLayout, install_attention, share_prefixes
+from cosmos_rl_llm.policy.routing import check_replay, install_replay
+
+if TYPE_CHECKING:
+    from cosmos_rl_llm.policy.context import ContextPart
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """What one rank computes of a microbatch: l of its tokens, t of its T terms."""
+
+    tokens: Tensor
+    """[1, l] int64."""
+    positions: Tensor
+    """[1, l] int64."""
+    layout: Layout
+    """Which tokens attend to which."""
+    term_rows: Tensor
+    """[t] int64: place among the l tokens of the hidden state that predicts a term."""
+    labels: Tensor
+    """[t] int64: the terms' tokens."""
+    routes: Tensor | None = None
+    """[l, layers, k] int64: experts to take, where the microbatch says so."""
+    context: ContextPart | None = None
+    """With cp: what brings the terms of all ranks together."""
+
+
+class TermModel(nn.Module):
+    """Holds the parts of a `PreTrainedModel`, under their own names, and runs them from tokens to terms."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        temperature: float = 1.0,
+        compute_dtype: torch.dtype | None = None,
+        logits_bytes: int = LOGITS_BYTES,
+        mesh: ReplicaMesh | None = None,
+        sequence_parallel: bool = False,
+        unpacked: bool = False,
+        first: bool = True,
+        last: bool = True,
+    ) -> None:
+        """Take over `model`, or a stage of it: its attention is replaced, and it stays in eval mode.
+
+        Args:
+            temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
+            compute_dtype: type of matrix products while the weights keep theirs: by autocast in one process, by
+                `fully_shard` with a mesh.
+            logits_bytes: most memory for logits at a time; more terms are cut into chunks.
+            mesh: the ranks this module will be spread over; `parallelize` does the spreading.
+            sequence_parallel: with tp, activations are cut along the sequence between matrix products.
+            unpacked: one sequence a row of the decoder's input, and no shared prefixes.
+            first: whether tokens come in, not hidden states.
+            last: whether log-probabilities go out, not hidden states.
+        """
+        super().__init__()
+        decoder_layers(model)
+        install_attention(model)
+        install_replay(model)
+        for name, child in model.named_children():
+            self.add_module(name, child)
+        self._whole = (model,)  # in a tuple: its parts are registered, not itself, so that names have no prefix
+        self.mesh = mesh
+        self.axis = _tensor_axis(mesh, sequence=sequence_parallel)
+        self.compute_dtype = compute_dtype
+        self.unpacked = unpacked
+        self.first, self.last = first, last
+        self._temperature = temperature or 1.0
+        self._logits_bytes = logits_bytes
+        self.eval()
+
+    def train(self, mode: bool = True) -> Self:
+        """Stay in eval mode: a term's log-probability is that of the model that generates.
+
+        Dropout of every kind, also `functional.dropout(training=self.training)`, and the noise of routers are off.
+        What is recomputed in the backward pass is our own decision (`parallel.remat`) and needs no training mode.
+        """
+        return super().train(False)
+
+    @property
+    def causal_lm(self) -> PreTrainedModel:
+        """The model as transformers knows it, over the same parameters."""
+        return self._whole[0]
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        return self.causal_lm.config
+
+    @property
+    def device(self) -> torch.device:
+        """Where inputs have to be."""
+        return self.causal_lm.device if self.mesh is None else self.mesh.device
+
+    @property
+    def blocks(self) -> list[nn.Module]:
+        """The decoder layers that lie here, in order."""
+        layers = decoder_layers(self.causal_lm)
+        return [layer for layer in layers if any(True for _ in layer.parameters())]
+
+    def row(self, inputs: Mapping[str, Tensor]) -> Row:
+        """Lay out `Microbatch.inputs` (see `CausalLMPolicy`): prefixes once, and this rank's part of them over cp.
+
+        Ranks along tp, cp and pp give the same inputs; nothing is sent, but for the number of blocks where the model
+        runs unpacked.
+        """
+        if "routes" in inputs:
+            check_replay(self.causal_lm)
+        if self.unpacked:
+            return self._unpacked_row(inputs)
+        lengths = _lengths(inputs)
+        given = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
+        rows = share_prefixes(torch.cat(given, dim=1).cpu().numpy(), lengths)
+        kept = np.unique(rows, return_index=True)[1]
+        term_rows = torch.from_numpy(rows)[inputs["logit_index"].cpu()]
+        if missing := -len(kept) % self._multiple:
+            # A sequence more that nobody looks at: its tokens are whatever comes first.
+            lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
+            kept = np.concatenate([kept, np.zeros(missing, dtype=kept.dtype)])
+        taken = torch.from_numpy(kept).to(inputs["tokens"].device)
+        whole = Row(
+            tokens=inputs["tokens"][None, taken],
+            positions=inputs["positions"][None, taken],
+            layout=PackedLayout.of(lengths, rows=rows, device=self.device),
+            term_rows=term_rows.to(self.device),
+            labels=inputs["labels"],
+            routes=inputs["routes"][taken] if "routes" in inputs else None,
+        )
+        return whole if self._context is None else self._cut(whole)
+
+    def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> Row:
+        layout = PackedLayout.of(_lengths(inputs), device=self.device)
+        # All ranks that gather parameters together make as many passes; the spare ones run one token.
+        passes = len(layout.blocks) if self.mesh is None else self.mesh.most_over_shards(len(layout.blocks))
+        spare = Block(torch.zeros(1, dtype=torch.int64, device=self.device), rows=1, longest=1)
+        return Row(
+            tokens=inputs["tokens"][None],
+            positions=inputs["positions"][None],
+            layout=replace(layout, blocks=(*layout.blocks, *[spare] * (passes - len(layout.blocks)))),
+            term_rows=inputs["logit_index"],
+            labels=inputs["labels"],
+            routes=inputs.get("routes"),
+        )
+
+    def forward(
+        self, hidden: Tensor | None, row: Row, with_entropy: bool = False
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Run the stage.
+
+        Args:
+            hidden: [1, l, H] of the stage before, None on the first. l is the local length: cut over cp, and over tp
+                with sequence_parallel.
+
+        Returns:
+            Hidden states [1, l, H]; of the last stage log-probabilities [T] float32, and entropies [T] if asked for.
+        """
+        hidden = self._decode(hidden, row)
+        if not self.last:
+            return hidden
+        if self.axis is not None:
+            hidden = self.axis.enter(hidden)
+        head, vocabulary = self._head()
+        logprobs, entropy = term_logprobs(
+            hidden[0, row.term_rows].to(self._autocast or hidden.dtype),
+            head.cast(self._autocast),
+            row.labels,
+            temperature=self._temperature,
+            with_entropy=with_entropy,
+            logits_bytes=self._logits_bytes,
+            vocabulary=vocabulary,
+        )
+        if row.context is None:
+            return logprobs, entropy
+        return row.context.all_terms(logprobs), None if entropy is None else row.context.all_terms(entropy)
+
+    def _decode(self, hidden: Tensor | None, row: Row) -> Tensor:
+        """Tokens, or hidden states [1, l, H] of the stage before -> hidden states [1, l, H]."""
+        given = row.tokens if self.first else hidden
+        assert given is not None
+        if not self.unpacked:
+            return self._pass(given, row.positions, row.layout, row.routes)
+        assert isinstance(row.layout, PackedLayout)
+        outputs = []
+        for block in row.layout.blocks:
+            routes = None if row.routes is None else row.routes[block.source]
+            output = self._pass(block.gather(given), block.gather(row.positions), CausalRows(), routes)
+            outputs.append(output.flatten(0, 1))
+        return torch.cat(outputs).unsqueeze(0).index_select(1, row.layout.restore)
+
+    def _pass(self, given: Tensor, positions: Tensor, layout: Layout, routes: Tensor | None) -> Tensor:
+        """One pass of the decoder: tokens [B, l], or hidden states [B, l, H] -> hidden states [B, l, H]."""
+        dtype = self._autocast
+        replayed = {} if routes is None else {"routes": routes}
+        with torch.autocast(self.device.type, dtype=dtype, enabled=dtype is not None):
+            output = self.causal_lm.base_model(
+                input_ids=given if self.first else None,
+                inputs_embeds=None if self.first else given,
+                position_ids=positions,
+                use_cache=False,
+                layout=layout,
+                **replayed,
+            )
+        return output.last_hidden_state
+
+    def _head(self) -> tuple[Head, Vocabulary | None]:
+        """The output head: this rank's part of it over tp, and which part that is."""
+        head = Head.of(self.causal_lm)
+        if self.axis is None:
+            return head, None
+        assert isinstance(head.weight, DTensor) and isinstance(head.bias, DTensor | None)
+        bias = None if head.bias is None else own_slice(self.axis)(head.bias)
+        own = replace(head, weight=own_part(head.weight), bias=bias)
+        return own, Vocabulary.part(head.weight.shape[0], self.axis)
+
+    def _cut(self, row: Row) -> Row:
+        """This rank's part of a row over cp."""
+        from cosmos_rl_llm.policy.context import cut
+
+        assert self._context is not None and isinstance(row.layout, PackedLayout)
+        part = cut(
+            tokens=row.tokens[0],
+            positions=row.positions[0],
+            layout=row.layout,
+            term_rows=row.term_rows,
+            labels=row.labels,
+            axis=self._context,
+        )
+        return Row(
+            tokens=part.tokens,
+            positions=part.positions,
+            layout=part.layout,
+            term_rows=part.term_rows,
+            labels=part.labels,
+            routes=None if row.routes is None else row.routes[part.rows],
+            context=part,
+        )
+
+    @property
+    def _context(self) -> DeviceMesh | None:
+        return None if self.mesh is None else self.mesh.axis("cp")
+
+    @property
+    def _multiple(self) -> int:
+        """What the length of a row must be a multiple of."""
+        context = 1 if self._context is None else self._context.size()
+        return context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
+
+    @property
+    def _autocast(self) -> torch.dtype | None:
+        return self.compute_dtype if self.mesh is None else None
+
+
+def _tensor_axis(mesh: ReplicaMesh | None, *, sequence: bool) -> TensorAxis | None:
+    along = None if mesh is None else mesh.axis("tp")
+    return None if along is None else TensorAxis(along, sequence)
+
+
+def _lengths(inputs: Mapping[str, Tensor]) -> list[int]:
+    """Of the sequences in a packed row."""
+    return torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()

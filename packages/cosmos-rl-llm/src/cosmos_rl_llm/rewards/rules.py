@@ -1,0 +1,90 @@
+"""Rule-based rewards of a response: equal to the reference answer, of the wanted format, of the wanted length."""
+
+from __future__ import annotations
+
+import re
+from typing import Self
+
+from pydantic import Field, field_validator, model_validator
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import Strict
+from cosmos_rl_core.types import RolloutGroup
+
+
+class ExactReward(Strict):
+    """1 where the response equals the reference answer, else 0. Runs of white space count as one blank."""
+
+    ignore_case: bool = False
+    """Compare without regard to upper and lower case."""
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        wanted = self._normal(reference_answer(group))
+        return [float(self._normal(rollout.text) == wanted) for rollout in group.rollouts]
+
+    def _normal(self, text: str) -> str:
+        joined = " ".join(text.split())
+        return joined.casefold() if self.ignore_case else joined
+
+
+class FormatReward(Strict):
+    """1 where the regular expression matches the response, else 0."""
+
+    pattern: str
+    """Python regular expression; "." matches line ends too: "<think>.*</think>.*<answer>.*</answer>"."""
+    whole: bool = False
+    """The whole response must match, not a part of it."""
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern, re.DOTALL)
+        except re.error as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+        return pattern
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        pattern = re.compile(self.pattern, re.DOTALL)
+        match = pattern.fullmatch if self.whole else pattern.search
+        return [float(match(rollout.text.strip()) is not None) for rollout in group.rollouts]
+
+
+class LengthReward(Strict):
+    """1 between `min_terms` and `max_terms`; outside it falls along a line to 0 over `slack_terms`.
+
+    With `num` generated tokens and `outside = max(min_terms - num, num - max_terms, 0)`, the reward is
+    max(0, 1 - outside / slack_terms).
+    """
+
+    min_terms: int = Field(default=0, ge=0)
+    """Fewest tokens that earn the full reward."""
+    max_terms: int = Field(ge=0)
+    """Most tokens that earn the full reward."""
+    slack_terms: int = Field(default=1, ge=1)
+    """This many tokens outside the range earn nothing."""
+
+    @model_validator(mode="after")
+    def _is_a_range(self) -> Self:
+        if self.min_terms > self.max_terms:
+            raise ValueError(f"min_terms = {self.min_terms} is above max_terms = {self.max_terms}")
+        return self
+
+    def __call__(self, group: RolloutGroup) -> list[float]:
+        return [self._score(rollout.num_terms) for rollout in group.rollouts]
+
+    def _score(self, num: int) -> float:
+        outside = max(self.min_terms - num, num - self.max_terms, 0)
+        return max(0.0, 1.0 - outside / self.slack_terms)
+
+
+def reference_answer(group: RolloutGroup) -> str:
+    """Return the row's answer.
+
+    Raises:
+        UserError: the row has none.
+    """
+    answer = group.prompt.row.get("answer")
+    if not isinstance(answer, str) or not answer.strip():
+        raise UserError("the row has no reference answer; name its column in data.answer_column")
+    return answer

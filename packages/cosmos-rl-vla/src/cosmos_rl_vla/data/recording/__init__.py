@@ -1,0 +1,1 @@
+"""Recording a simulator's scripted expert as a LeRobot dataset."""

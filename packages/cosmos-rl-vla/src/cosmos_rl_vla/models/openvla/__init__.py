@@ -1,0 +1,1 @@
+"""OpenVLA and OpenVLA-OFT: vision towers, projector, action tokens, checkpoints."""

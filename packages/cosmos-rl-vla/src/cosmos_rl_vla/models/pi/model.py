@@ -1,0 +1,250 @@
+"""pi0 and pi0.5 (Physical Intelligence; arXiv 2410.24164, 2504.16054), with the log-probabilities of pi-RL.
+
+    act:       backbone once -> K denoising steps over its keys and values -> the last state is the chunk of actions
+    evaluate:  backbone once -> the S steps that drew, again, at the states they began from
+
+Letters as in `base`; S stochastic steps of a decision (1, or all of them), M actions and A dimensions of the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from cosmos_rl_vla.models import flow
+from cosmos_rl_vla.models.base import Acted, Draw, Evaluated, Inputs, Replay, Supervised
+from cosmos_rl_vla.models.flow import Gaussian
+from cosmos_rl_vla.models.held import hold
+from cosmos_rl_vla.models.pi.backbone import Backbone, pad_last
+from cosmos_rl_vla.models.pi.config import PiConfig
+from cosmos_rl_vla.models.pi.denoiser import Denoised, Denoiser
+from cosmos_rl_vla.models.pi.expert import Prefix
+from cosmos_rl_vla.models.value import Readout
+
+
+class PiModel(nn.Module):
+    """An `ActionModel`. Parameters: "backbone.", "denoiser." (the expert), "value_head.", "aux_head."."""
+
+    def __init__(self, config: PiConfig) -> None:
+        super().__init__()
+        config.check()
+        self.config = config
+        self.horizon, self.action_dim, self.value_dim = config.horizon, config.action_dim, config.value_dim
+        self.model_horizon = config.model_horizon
+        self.backbone = Backbone(config)
+        self.denoiser = Denoiser(config)
+        self.value_head = _value_head(config)
+        self.aux_head = _aux_head(config)
+
+    def draw_heads(self) -> None:
+        """Make anew what public checkpoints lack, with values drawn at random."""
+        self.denoiser.draw_noise_head()
+        self.value_head, self.aux_head = _value_head(self.config), _aux_head(self.config)
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the layers in the order they run: what is sharded, recomputed and compiled as one."""
+        paligemma = self.backbone.paligemma
+        return [*paligemma.vision_tower.encoder.layers, *paligemma.language_model.layers, *self.denoiser.expert.layers]
+
+    def exact(self) -> list[list[nn.Module]]:
+        """Return what stays in float32 where the transformers compute in bfloat16, in groups that run together.
+
+        Norms of the expert, what leads into it and out of it, and heads: log-probs are differences of numbers near one
+        another, so that the last steps to them want it (openpi keeps the same parts).
+        """
+        parts = self.denoiser.expert.named_modules()
+        networks = [part for name, part in parts if name.endswith((".self_attn", ".mlp"))]
+        inside = {id(module) for part in networks for module in part.modules()}
+        around = [
+            module
+            for module in self.denoiser.modules()
+            if id(module) not in inside and next(module.parameters(recurse=False), None) is not None
+        ]
+        return [around, *([head] for head in (self.value_head, self.aux_head) if head is not None)]
+
+    def hold(self, dtype: torch.dtype) -> None:
+        """Hold the transformers in `dtype`, and nothing that is `exact`."""
+        hold(self, dtype, exact=self.exact())
+
+    @torch.no_grad()
+    def act(self, inputs: Inputs, *, draw: Draw, greedy: bool = False) -> Acted:
+        """Denoise from each sample's own noise; `greedy` follows the ODE all the way (the first state stays drawn)."""
+        prefix = self.backbone(inputs)
+        noises = self._noises(draw, device=inputs.state.device)
+        states, logprobs, hidden = [noises.start], [], []
+        for step in range(self.config.num_steps):
+            denoised = self._denoise(
+                states[-1], index=torch.full_like(noises.index[:, 0], step), state=inputs.state, prefix=prefix
+            )
+            after, logprob = self._advance(states[-1], denoised, step=step, noises=None if greedy else noises)
+            states.append(after)
+            logprobs.append(logprob)
+            hidden.append(denoised.hidden[:, : self.horizon])
+        before, after = (_pick(torch.stack(x, dim=1), noises.index) for x in (states[:-1], states[1:]))
+        replay = {"before": before, "after": self._executed(after), "index": noises.index, "level": noises.level}
+        logprob = self._averaged(_pick(torch.stack(logprobs, dim=1), noises.index), start=before[:, 0])
+        return Acted(
+            actions=self._executed(states[-1]),
+            logprobs=torch.zeros_like(logprob) if greedy else logprob,
+            values=self._values(prefix, _pick(torch.stack(hidden, dim=1), noises.index).unbind(1)),
+            replay={} if greedy else replay,
+        )
+
+    def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
+        """Run the steps of `replay` again.
+
+        It has `before` [B, S, M, A], `after` [B, S, H, D], `index` [B, S] int64, and the noise's `level` [B].
+        """
+        prefix = self.backbone(inputs)
+        gaussians, hidden = [], []
+        for step in range(replay["index"].shape[1]):
+            before, index = replay["before"][:, step], replay["index"][:, step]
+            denoised = self._denoise(before, index=index, state=inputs.state, prefix=prefix)
+            gaussians.append(self._cut(self._gaussian(before, denoised, index=index, level=replay["level"])))
+            hidden.append(denoised.hidden[:, : self.horizon])
+        logprobs = [drawn.logprob(after) for drawn, after in zip(gaussians, replay["after"].unbind(1), strict=True)]
+        learned = self.config.noise.kind == "learned"
+        entropy = torch.stack([drawn.entropy() for drawn in gaussians]).mean(0) if learned and with_entropy else None
+        return Evaluated(
+            logprobs=self._averaged(torch.stack(logprobs, dim=1), start=replay["before"][:, 0]),
+            values=self._values(prefix, hidden),
+            entropy=entropy,
+            whitened=gaussians[0].whitened() if len(gaussians) == 1 and not learned else None,
+        )
+
+    def supervised(
+        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, draw: Draw, aux: Tensor | None = None
+    ) -> Supervised:
+        """Flow matching: the squared error of the velocity at one time of each sample, over its real dimensions."""
+        prefix = self.backbone(inputs)
+        size = self.model_horizon * self.config.model_action_dim
+        drawn = _stacked([(g.random(1), g.standard_normal(size)) for g in draw.generators()], device=actions.device)
+        tau, noise = flow.supervised_times(drawn[:, 0]), drawn[:, 1:].unflatten(1, (self.model_horizon, -1))
+        clean = pad_last(actions, self.config.model_action_dim)
+        denoised = self.denoiser(flow.mix(clean, noise, tau), tau=tau, state=inputs.state, prefix=prefix)
+        error = (denoised.velocity - (noise - clean)).square()[..., : self.action_dim].mean(-1)
+        loss = torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1)
+        return Supervised(loss=loss, aux=None if aux is None else self._aux_loss(prefix, aux))
+
+    def _advance(self, x: Tensor, denoised: Denoised, *, step: int, noises: Noises | None) -> tuple[Tensor, Tensor]:
+        """Return the state after a step and the log-prob [B, H, D] of its draw, 0 for samples that draw at another."""
+        after = flow.ode_step(x, denoised.velocity, num_steps=self.config.num_steps)
+        if noises is None or not self._may_draw(step):
+            return after, torch.zeros_like(self._executed(x))
+        mine = noises.index == step  # [B, S]
+        own = torch.einsum("bs,bsma->bma", mine.float(), noises.steps)
+        draws = mine.any(1)[:, None, None]
+        gaussian = self._gaussian(x, denoised, index=torch.full_like(noises.index[:, 0], step), level=noises.level)
+        after = torch.where(draws, gaussian.mean + gaussian.std * own, after)
+        return after, torch.where(draws, self._cut(gaussian).logprob(self._executed(after)), 0)
+
+    def _may_draw(self, step: int) -> bool:
+        last = self.config.noise.num_drawable(self.config.num_steps) - 1
+        return step == last if self.config.noise.steps == "last" else step <= last
+
+    def _denoise(self, x: Tensor, *, index: Tensor, state: Tensor, prefix: Prefix) -> Denoised:
+        return self.denoiser(x, tau=flow.times(index, num_steps=self.config.num_steps), state=state, prefix=prefix)
+
+    def _gaussian(self, x: Tensor, denoised: Denoised, *, index: Tensor, level: Tensor) -> Gaussian:
+        return flow.transition(
+            x,
+            denoised.velocity,
+            index=index,
+            num_steps=self.config.num_steps,
+            noise=self.config.noise,
+            level=level,
+            std=denoised.std,
+        )
+
+    def _cut(self, gaussian: Gaussian) -> Gaussian:
+        return Gaussian(mean=self._executed(gaussian.mean), std=self._executed(gaussian.std.expand_as(gaussian.mean)))
+
+    def _executed(self, chunk: Tensor) -> Tensor:
+        """[..., M, A] -> [..., H, D]: what is beyond them is never seen by a simulator, nor counted."""
+        return chunk[..., : self.horizon, : self.action_dim]
+
+    def _averaged(self, logprobs: Tensor, *, start: Tensor) -> Tensor:
+        """[B, S, H, D] -> [B, H, D]. With every step drawn, the noise they began from counts as one more."""
+        if self.config.noise.steps != "all":
+            return logprobs.mean(1)
+        first = self._executed(start)
+        normal = Gaussian(mean=torch.zeros_like(first), std=torch.ones_like(first))
+        return (logprobs.sum(1) + normal.logprob(first)) / (logprobs.shape[1] + 1)
+
+    def _values(self, prefix: Prefix, hidden: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
+        """hidden: S times [B, H, width], of the steps that `evaluate` sees too."""
+        if self.value_head is None:
+            return prefix.hidden.new_zeros(len(prefix.hidden), 0, dtype=torch.float32)
+        if self.config.value.place == "prefix":
+            return self.value_head(prefix.hidden, prefix.mask)
+        tokens = torch.cat(tuple(hidden), dim=1)
+        return self.value_head(tokens, torch.ones(tokens.shape[:2], dtype=torch.bool, device=tokens.device))
+
+    def _aux_loss(self, prefix: Prefix, targets: Tensor) -> Tensor:
+        if self.aux_head is None:
+            raise ValueError(f"{targets.shape[1]} auxiliary targets for a model without: make it with aux_dim")
+        there = ~targets.isnan()
+        error = (self.aux_head(prefix.hidden, prefix.mask) - targets.nan_to_num()).square()
+        return torch.where(there, error, 0).sum(1) / there.sum(1).clamp(min=1)
+
+    def _noises(self, draw: Draw, *, device: torch.device) -> Noises:
+        noise, steps, shape = (
+            self.config.noise,
+            self.config.num_steps,
+            (self.model_horizon, self.config.model_action_dim),
+        )
+        choices, size = noise.num_drawable(steps), shape[0] * shape[1]
+        count = choices if noise.steps == "all" else 1
+        generators = draw.generators()
+        drawn = _stacked(
+            [(g.standard_normal((count + 1) * size, dtype=np.float32),) for g in generators], device=device
+        )
+        first, *rest = drawn.view(-1, count + 1, *shape).unbind(1)
+        if noise.steps == "all":
+            index = torch.arange(count, device=device).expand(len(drawn), -1)
+        elif noise.steps == "last":
+            index = torch.full((len(drawn), 1), choices - 1, device=device)
+        else:
+            index = torch.tensor([[int(g.integers(choices))] for g in generators], device=device)
+        level = torch.full((len(drawn),), noise.level_at(draw.version), device=device)
+        return Noises(start=first, steps=torch.stack(rest, dim=1), index=index, level=level)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noises:
+    """What a decision draws."""
+
+    start: Tensor
+    """[B, M, A]: the noise that denoising begins from."""
+    steps: Tensor
+    """[B, S, M, A]: of the stochastic steps."""
+    index: Tensor
+    """[B, S] int64: which denoising steps those are, ascending."""
+    level: Tensor
+    """[B] float32: how much noise."""
+
+
+def _pick(x: Tensor, index: Tensor) -> Tensor:
+    """x [B, K, ...], index [B, S] -> [B, S, ...]."""
+    return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+def _stacked(rows: list[tuple[np.ndarray, ...]], *, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.stack([np.concatenate(row).astype(np.float32, copy=False) for row in rows])).to(device)
+
+
+def _value_head(config: PiConfig) -> Readout | None:
+    value = config.value
+    if value.place == "none":
+        return None
+    width = config.language.width if value.place == "prefix" else config.expert.width
+    return Readout(width, outputs=config.value_dim, pool=value.pool, hidden=value.hidden, detach=value.detach)
+
+
+def _aux_head(config: PiConfig) -> Readout | None:
+    if not config.aux_dim:
+        return None
+    return Readout(config.language.width, outputs=config.aux_dim, pool="attention", hidden=(64,), detach=False)

@@ -1,0 +1,1 @@
+"""The trainable side: collation of episodes and demonstrations, forward passes, parallel layouts."""

@@ -1,0 +1,108 @@
+"""Spreads an action model over the ranks of its replica, and sets the type it computes in.
+
+    recomputation, offload, compile of each block -> fully_shard (dp_shard, dp_replicate)
+
+A model is called by `act`, `evaluate` and `supervised`, each of which gathers and frees parameters as `forward` would.
+An expert reads the keys and values of a language model's layers beside their output. The output of the last layer may
+lead nowhere, and then nothing would gather that layer for its backward pass: it stays with the root.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import register_fsdp_forward_method
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.axes.fsdp import shard_fully
+from cosmos_rl_core.parallel.config import ParallelSection, PrecisionSection
+from cosmos_rl_core.parallel.memory.remat import save_memory
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_vla.models.loaded import Loaded
+
+CALLS = ("act", "evaluate", "supervised")
+
+
+def parallelize(loaded: Loaded, setup: ModelSetup, *, compute_dtype: torch.dtype = torch.float32) -> None:
+    """Spread the model in place; with a mesh every parameter is a DTensor afterwards.
+
+    Parameters are cut from the rank's own copy and nothing is sent: all ranks must hold the same values. Gradients are
+    sums over all ranks.
+
+    Args:
+        compute_dtype: of everything but what is `exact`, whatever type the weights are held in.
+
+    Raises UserError for a model that cannot be spread as `setup` says.
+    """
+    check_axes(setup.parallel, setup.precision, compute_dtype=compute_dtype)
+    held = getattr(torch, setup.precision.parameters)
+    loaded.hold(held)
+    save_memory(loaded.blocks, setup.memory)
+    if setup.mesh is None:
+        if held != compute_dtype:
+            _autocast(loaded, compute_dtype)
+        return
+    exact = () if compute_dtype == torch.float32 else loaded.exact
+    for module in (module for group in exact for module in group):
+        module.register_forward_hook(_own_storage)
+    alone = {id(block) for block in loaded.root_blocks}
+    shard_fully(
+        loaded.module,
+        blocks=[block for block in loaded.blocks if id(block) not in alone],
+        mesh=setup.mesh,
+        parallel=setup.parallel,
+        memory=setup.memory,
+        precision=setup.precision,
+        compute_dtype=None if held == compute_dtype else compute_dtype,
+        exact=exact,
+        cast_inputs=False,  # states, actions and what they were drawn from are never rounded
+    )
+    for name in CALLS:
+        register_fsdp_forward_method(loaded.module, name)
+
+
+def check_axes(parallel: ParallelSection, precision: PrecisionSection, *, compute_dtype: torch.dtype) -> None:
+    """Raise one UserError with every option of [policy] that action models do not have."""
+    if found := list(_refused(parallel, precision, compute_dtype)):
+        raise UserError("; ".join(found))
+
+
+def _refused(parallel: ParallelSection, precision: PrecisionSection, compute_dtype: torch.dtype) -> Iterator[str]:
+    for axis in ("tp", "cp", "pp", "ep"):
+        if (size := getattr(parallel, axis)) > 1:
+            yield (
+                f"[policy.parallel] {axis} = {size}: action models are spread over dp_shard and dp_replicate alone; "
+                "use dp_shard for parameters that do not fit, and fewer microbatch_terms for activations that do not"
+            )
+    if parallel.sequence_parallel:
+        yield "[policy.parallel] sequence_parallel = true goes with tp, which action models do not have"
+    if precision.fp8 != "none":
+        yield f'[policy.precision] fp8 = "{precision.fp8}": action models compute in [model] dtype; set fp8 = "none"'
+    if precision.parameters == "bfloat16" and compute_dtype == torch.float32:
+        yield (
+            '[policy.precision] parameters = "bfloat16" computes in bfloat16: set model.dtype = "bfloat16" too, or '
+            'parameters = "float32"'
+        )
+
+
+def _own_storage(_: nn.Module, __: Any, output: Tensor) -> Tensor:
+    """Copy what is a view: an operation in place on it would lose `fully_shard`'s hook."""
+    return output if output._base is None else output.clone()
+
+
+def _autocast(loaded: Loaded, dtype: torch.dtype) -> None:
+    """Do in one process what `fully_shard` does for several: round weights to `dtype` as they are used."""
+    device = next(loaded.module.parameters()).device.type
+    for module in (module for group in loaded.exact for module in group):
+        module.forward = partial(_under, module.forward, device, None)
+    for name in CALLS:
+        setattr(loaded.module, name, partial(_under, getattr(loaded.module, name), device, dtype))
+
+
+def _under(call: Callable[..., Any], device: str, dtype: torch.dtype | None, *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device, dtype=dtype, enabled=dtype is not None):
+        return call(*args, **kwargs)

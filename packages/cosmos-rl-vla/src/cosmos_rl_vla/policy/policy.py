@@ -1,0 +1,175 @@
+"""A trainable action model that gives terms of episodes a log-probability.
+
+    decisions      inputs, replay -- evaluate --> log-probs [B, H, D] -- summed --> terms [T], and values of their steps
+    demonstrations inputs, actions -- supervised --> minus the loss [B]: one term a sample
+
+The second is the negative flow-matching loss or the mean log-likelihood of action tokens, so that maximum likelihood of
+these "terms" is imitation.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, nn
+
+from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
+from cosmos_rl_core.parallel.axes.fsdp import reshard
+from cosmos_rl_core.parallel.gradients import accumulate
+from cosmos_rl_core.parallel.lora import reference_of
+from cosmos_rl_core.types import Microbatch, PolicyOutputs
+from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.terms import terms_of
+from cosmos_rl_vla.trajectory import REPLAY
+
+if TYPE_CHECKING:
+    from cosmos_rl_vla.actions import ActionStats
+    from cosmos_rl_vla.data.config import VLADataConfig
+    from cosmos_rl_vla.data.demos import Demonstrations
+    from cosmos_rl_vla.models.instructions import Instructions
+    from cosmos_rl_vla.models.loaded import Loaded
+    from cosmos_rl_vla.sampling import VLASampling
+
+
+class VLAPolicy:
+    """`interfaces.Policy` over an action model.
+
+    `Microbatch.inputs`: those of `collate`, or of demonstrations those of `supervised`.
+    """
+
+    def __init__(
+        self,
+        loaded: Loaded,
+        *,
+        sampling: VLASampling | None,
+        demonstrations: Callable[[VLADataConfig], Demonstrations] | None = None,
+        aux_coef: float = 1.0,
+        seed: int = 0,
+        reduce_once: bool = False,
+    ) -> None:
+        """Take over a model that is spread over its ranks already.
+
+        Args:
+            sampling: how episodes are cut into terms; None in supervised training.
+            demonstrations: opens those of a [data] section.
+            aux_coef: coefficient of the auxiliary loss in supervised training.
+            seed: of what supervised training draws for a sample.
+        """
+        self._loaded = loaded
+        self._model = loaded.model
+        self._sampling = sampling
+        self._aux_coef = aux_coef
+        self._reduce_once = reduce_once
+        self.demonstrations = demonstrations
+        self.seed = seed
+
+    @property
+    def module(self) -> nn.Module:
+        return cast(nn.Module, self._model)
+
+    @property
+    def model_horizon(self) -> int:
+        """Actions of a demonstrated chunk."""
+        return self._model.model_horizon
+
+    @property
+    def aux_dim(self) -> int:
+        """Auxiliary targets it learns; 0: none."""
+        return self._loaded.aux_dim
+
+    @property
+    def stats(self) -> ActionStats:
+        """Between its numbers and a robot's."""
+        return self._loaded.stats
+
+    @property
+    def instructions(self) -> Instructions:
+        """Its tokenizer."""
+        return self._loaded.instructions
+
+    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
+        """Return log-probabilities of terms; values where the model has a critic, entropy where it decides it."""
+        device = next(self.module.parameters()).device
+        inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
+        observed = Inputs(**{name: inputs[name] for name in ("images", "state", "tokens", "token_mask")})
+        if "actions" in inputs:
+            outputs = self._of_demonstrations(observed, inputs)
+        else:
+            outputs = self._of_decisions(observed, inputs, with_entropy=with_entropy)
+        if not torch.is_grad_enabled():
+            reshard(self.module)  # no backward pass follows that would
+        return outputs
+
+    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
+        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy, reduce_once=self._reduce_once)
+
+    def stepped(self, version: int) -> None:
+        """Nothing follows the weights."""
+
+    def second_copies(self) -> Sequence[nn.Parameter]:
+        """None."""
+        return ()
+
+    def reference(self) -> Reference | None:
+        """The model under the adapters, where there are any; else a copy has to be built."""
+        return reference_of(self)
+
+    def figures(self) -> Mapping[str, float]:
+        return {}
+
+    def weights(self) -> dict[str, Tensor]:
+        """Live tensors by the names of the public checkpoints."""
+        return self._loaded.weights()
+
+    def rollout_weights(self) -> Mapping[str, Tensor]:
+        """Those that are trained: engines have loaded the others themselves."""
+        return self._loaded.trained_weights()
+
+    def save_config(self, directory: Path) -> None:
+        self._loaded.save_config(directory)
+
+    def _of_decisions(self, observed: Inputs, inputs: Mapping[str, Tensor], *, with_entropy: bool) -> PolicyOutputs:
+        assert self._sampling is not None, "episodes have a sampling"
+        replay = {name.removeprefix(REPLAY): tensor for name, tensor in inputs.items() if name.startswith(REPLAY)}
+        evaluated = self._model.evaluate(observed, replay, with_entropy=with_entropy)
+        valid, terms = inputs["valid"], self._sampling.terms
+        entropy = evaluated.entropy
+        tensors = {}
+        if evaluated.whitened is not None and terms == "token":
+            tensors["whitened"] = evaluated.whitened.reshape(-1, 1)
+        return PolicyOutputs(
+            logprobs=terms_of(evaluated.logprobs, valid, terms=terms),
+            entropy=None if entropy is None else terms_of(entropy, valid, terms=terms),
+            values=self._values(evaluated.values, valid, action_dim=evaluated.logprobs.shape[-1]),
+            tensors=tensors,
+        )
+
+    def _values(self, values: Tensor, valid: Tensor, *, action_dim: int) -> Tensor | None:
+        """[B, V] -> [T], to each term the value of its step; None without a critic."""
+        assert self._sampling is not None
+        if values.shape[1] == 0:
+            return None
+        if self._sampling.terms == "chunk":
+            return values[:, 0]
+        first = values[:, :1] if self._sampling.steps == "chunk" else values
+        of_actions = first.expand(valid.shape).reshape(-1)
+        return of_actions if self._sampling.terms == "action" else of_actions.repeat_interleave(action_dim)
+
+    def _of_demonstrations(self, observed: Inputs, inputs: Mapping[str, Tensor]) -> PolicyOutputs:
+        seeds = inputs["seeds"].tolist()
+        losses = self._model.supervised(
+            observed,
+            inputs["actions"],
+            inputs["action_mask"],
+            draw=Draw(seeds=seeds, places=[0] * len(seeds)),
+            aux=inputs.get("aux"),
+        )
+        if losses.aux is None:
+            return PolicyOutputs(logprobs=-losses.loss)
+        return PolicyOutputs(
+            logprobs=-(losses.loss + self._aux_coef * losses.aux),
+            figures={"loss_actions": losses.loss, "loss_aux": losses.aux},
+        )

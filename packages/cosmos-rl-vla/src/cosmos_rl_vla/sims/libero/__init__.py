@@ -1,0 +1,1 @@
+"""LIBERO: tasks, scenes, the simulator."""

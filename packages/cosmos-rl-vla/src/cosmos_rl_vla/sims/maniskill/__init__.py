@@ -1,0 +1,1 @@
+"""ManiSkill: tasks, scenes, the simulator."""

@@ -1,0 +1,203 @@
+"""Copies of one of ManiSkill's tasks that step together: one with physics on the processor, many on a GPU."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped
+from cosmos_rl_vla.sims.maniskill.tasks import BUILT_ANEW, instruction
+
+Device = Literal["cpu", "gpu"]
+
+CONTROL = {"pd_ee_delta_pose": 7, "pd_ee_delta_pos": 4, "pd_joint_delta_pos": 8}
+"""Modes of control of the Panda arm, and their dimensions of action."""
+CAMERAS = ("base_camera", "hand_camera")
+_ROBOTS = {False: "panda", True: "panda_wristcam"}
+"""By whether the hand has a camera."""
+_STATE_DIM = 9 + 7
+_SEEDS = 2**32
+"""Seeds of numpy's RandomState, which ManiSkill draws with, are below."""
+_NO_VULKAN = (
+    "no Vulkan device to draw with: install the GPU's Vulkan driver, or on a machine without one Mesa's lavapipe 24.3 "
+    "or newer (bookworm-backports: apt-get install -t bookworm-backports mesa-vulkan-drivers libvulkan1) and set "
+    "VK_DRIVER_FILES to its lvp_icd.json"
+)
+_NO_DEVICE = {
+    "cuda": "physics on a GPU needs one of NVIDIA's; take maniskill, whose physics is on the processor",
+    "device": _NO_VULKAN,
+    "vk::": _NO_VULKAN,
+}
+"""What to do, by what SAPIEN says."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Look:
+    """How a scene is shown and driven; checked when made."""
+
+    cameras: Sequence[str] = ("base_camera",)
+    image_size: int = 128
+    control: str = "pd_ee_delta_pose"
+    reward: str = "normalized_dense"
+    max_steps: int = 100
+
+    def __post_init__(self) -> None:
+        for camera in self.cameras:
+            if camera not in CAMERAS:
+                raise UserError(f"simulator maniskill has no camera {camera!r}; cameras: {', '.join(CAMERAS)}")
+        if self.control not in CONTROL:
+            raise UserError(f"simulator maniskill: control is one of {', '.join(CONTROL)}, not {self.control!r}")
+        if self.reward not in ("normalized_dense", "dense", "sparse"):
+            raise UserError(f"simulator maniskill: reward is normalized_dense, dense or sparse, not {self.reward!r}")
+
+    @property
+    def spec(self) -> SimSpec:
+        """Return sizes and units, the same for all tasks."""
+        dim = CONTROL[self.control]
+        return SimSpec(
+            cameras=dict.fromkeys(self.cameras, (self.image_size, self.image_size)),
+            state_dim=_STATE_DIM,
+            action_dim=dim,
+            action_low=(-1.0,) * dim,
+            action_high=(1.0,) * dim,
+            max_steps=self.max_steps,
+            control_hz=20.0,
+        )
+
+
+def import_maniskill() -> None:
+    """Import ManiSkill. Raises UserError where it is not installed."""
+    try:
+        importlib.import_module("mani_skill.envs")
+    except ImportError as error:
+        raise UserError(
+            f"simulator maniskill cannot be imported ({error}): pip install 'cosmos-rl-vla[maniskill]', or in an "
+            f"interpreter of its own, named by [rollout.options] python"
+        ) from error
+
+
+class Scene:
+    """`copies` of a task. An episode depends on its seed alone, whichever copy it runs in.
+
+    The state [16] of a copy: the arm's joints [9] and the pose of its hand, place [3] and quaternion [4].
+    """
+
+    def __init__(self, task: str, *, look: Look, copies: int, physics: Device, render: Device) -> None:
+        """Build them, which takes seconds; several only with physics on the GPU.
+
+        Raises UserError for what ManiSkill refuses and a missing Vulkan driver.
+        """
+        instruction(task)
+        if copies > 1 and task in BUILT_ANEW:
+            raise UserError(
+                f"{task} draws sizes of objects and cannot run on a GPU's copies of one scene: use maniskill"
+            )
+        self._torch: Any = importlib.import_module("torch")
+        self.task, self._look, self._copies = task, look, copies
+        self._env = _make(task, look, copies, physics=physics, render=render)
+        for hidden in self._env._hidden_objects:  # goals: the sentence speaks of them, so they have to be seen
+            hidden.show_visual()
+        self._env._hidden_objects.clear()
+        self._env._obs_mode = "none"  # steps render nothing
+        self._steps = np.zeros(copies, np.int64)
+        self._seen: Mapping[str, Any] | None = None
+
+    def reset(self, copy: int, *, init: int) -> None:
+        """Begin an episode in one of the copies; the others stand as they stood."""
+        seed = init % _SEEDS
+        idle = self._others([copy])
+        before = self._env.get_state_dict() if idle else None
+        chosen = self._torch.tensor([copy], device=self._env.device)
+        options = {"env_idx": chosen} if self._copies > 1 else None
+        self._env.reset(
+            seed=[seed] * self._copies, options=options
+        )  # one seed for all: a copy's place is no part of it
+        self._put_back(before, idle)
+        self._steps[copy] = 0
+        self._seen = None
+
+    def step(self, copies: Sequence[int], actions: NDArray[np.float32]) -> list[Stepped]:
+        """Execute actions [len(copies), D]; the physics of the other copies is put back to where it was."""
+        torch, env = self._torch, self._env
+        whole = np.zeros((self._copies, actions.shape[1]), np.float32)
+        whole[list(copies)] = np.clip(actions, -1, 1)
+        idle = self._others(copies)
+        before = env.get_state_dict() if idle else None
+        _, rewards, terminated, _, info = env.step(torch.as_tensor(whole, device=env.device))
+        self._put_back(before, idle)
+        self._steps[list(copies)] += 1
+        self._seen = None
+        rewards, terminated, success = (_array(part) for part in (rewards, terminated, info["success"]))
+        return [
+            Stepped(
+                reward=float(rewards[copy]),
+                terminated=bool(terminated[copy]),
+                truncated=not terminated[copy] and bool(self._steps[copy] >= self._look.max_steps),
+                success=bool(success[copy]),
+            )
+            for copy in copies
+        ]
+
+    def observe(self, copy: int) -> Observation:
+        """Return what a copy shows. One moment is rendered once for all copies."""
+        seen = self._seen = self._seen or self._look_at_all()
+        images = {name: _array(seen["sensor_data"][name]["rgb"][copy]) for name in self._look.cameras}
+        parts = (seen["agent"]["qpos"][copy], seen["extra"]["tcp_pose"][copy])
+        return Observation(images=images, state=np.concatenate([_array(part) for part in parts]).astype(np.float32))
+
+    def _look_at_all(self) -> Mapping[str, Any]:
+        self._env._obs_mode = "rgb"
+        seen = self._env.get_obs()
+        self._env._obs_mode = "none"
+        return seen
+
+    def close(self) -> None:
+        """Give the physics back."""
+        self._env.close()
+
+    def _others(self, copies: Sequence[int]) -> list[int]:
+        return sorted(set(range(self._copies)) - set(copies))
+
+    def _put_back(self, before: Mapping[str, Any] | None, idle: list[int]) -> None:
+        """Return copies to an earlier state of the physics."""
+        if before is not None:
+            chosen = self._torch.tensor(idle, device=self._env.device)
+            bodies = {kind: before[kind] for kind in ("actors", "articulations") if kind in before}
+            rows = {kind: {name: state[chosen] for name, state in of.items()} for kind, of in bodies.items()}
+            self._env.set_state_dict(rows, chosen)
+
+
+def _make(task: str, look: Look, copies: int, *, physics: Device, render: Device) -> Any:
+    import_maniskill()
+    import gymnasium
+
+    try:
+        env = gymnasium.make(
+            task,
+            num_envs=copies,
+            obs_mode="rgb",
+            control_mode=look.control,
+            reward_mode=look.reward,
+            robot_uids=_ROBOTS["hand_camera" in look.cameras],
+            sensor_configs={"width": look.image_size, "height": look.image_size},
+            sim_backend="physx_cpu" if physics == "cpu" else "physx_cuda",
+            render_backend=render,
+        )
+    except NotImplementedError as error:
+        raise UserError(f"simulator maniskill: {task}: {error}") from error
+    except RuntimeError as error:
+        reason = next((advice for sign, advice in _NO_DEVICE.items() if sign in str(error).lower()), None)
+        if reason is None:
+            raise
+        raise UserError(f"simulator maniskill: {error}: {reason}") from error
+    return env.unwrapped
+
+
+def _array(tensor: Any) -> NDArray[Any]:
+    return tensor.cpu().numpy()

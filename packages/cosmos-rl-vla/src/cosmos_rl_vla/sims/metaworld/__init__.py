@@ -1,0 +1,1 @@
+"""MetaWorld: tasks, scenes, the simulator."""

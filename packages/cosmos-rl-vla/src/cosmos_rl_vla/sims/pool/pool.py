@@ -1,0 +1,218 @@
+"""Slots of simulators in processes of their own: begins episodes, runs chunks, replaces what hangs or dies.
+
+                     one driver thread
+   start(slot) ------------+------------ submit(slots, actions)
+                           v
+process 0 [slots 0 .. n-1]   process 1 [slots n .. 2n-1]   ...   each with simulators of its own
+                           |  observations: shared memory; all else: small frames on a pipe
+                           v
+   wait() -> Ready(slot, result), Lost(slot, reason)
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from itertools import groupby
+from multiprocessing.connection import wait as wait_for
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cosmos_rl_core import plugins
+from cosmos_rl_core.errors import WorkerFailed
+from cosmos_rl_vla.sims.base import GROUP, SimSpec
+from cosmos_rl_vla.sims.pool.group import Dead, Group, Limits, Lost, Ready
+from cosmos_rl_vla.sims.pool.memory import ObservationMemory, make_descriptor
+from cosmos_rl_vla.sims.pool.messages import Make
+
+_LAST_MOMENTS_S = 2.0
+
+
+class SimulatorPool:
+    """`groups` processes of `slots_per_group` slots each; slot s lives in group s // slots_per_group.
+
+    with SimulatorPool("metaworld", options={"image_size": 64}, groups=2, slots_per_group=4) as pool:
+        pool.start(0, task="faucet-open", init=7)
+        for event in pool.wait():                                  # Ready or Lost
+            pool.images["corner2"][event.slot], pool.states[event.slot]
+            pool.submit([event.slot], actions)                     # [1, H, D]
+
+    What a lost episode means (run it again, give it back) is the driver's to say. Used by one thread.
+    """
+
+    def __init__(
+        self,
+        simulator: str,
+        *,
+        options: Mapping[str, Any] | None = None,
+        groups: int = 1,
+        slots_per_group: int = 1,
+        python: str | None = None,
+        start_timeout_s: float = 120.0,
+        reset_timeout_s: float = 60.0,
+        step_timeout_s: float = 15.0,
+        max_faults: int = 3,
+    ) -> None:
+        """Start the processes, and return when all have built their simulators.
+
+        `simulator` is the name of a plug-in in cosmos_rl.simulators, or "module:attribute". `python` is the
+        interpreter of simulators that need packages of their own versions. `step_timeout_s` is the limit of one
+        step of a group's slots, and of one observation. After `max_faults` in a row that no chunk came between,
+        a group is given up. Raises UserError where the simulators cannot be built as asked, and WorkerFailed
+        where their process fails.
+        """
+        where = plugins.locate(GROUP, simulator)  # in here: an interpreter of its own knows no entry points of ours
+        self._name = simulator
+        self._slots_per_group = slots_per_group
+        self._max_faults = max_faults
+        self._events: list[Ready | Lost] = []
+        self._pending: set[int] = set()
+        self.restarts = 0
+        """How many processes have been replaced."""
+        lifeline, held = os.pipe()  # the processes end when the end that is held here is closed
+        self._descriptor = make_descriptor()
+        self._descriptors: Sequence[int] = (self._descriptor, lifeline, held)
+        self._groups: list[Group] = []
+        try:
+            for number in range(groups):
+                self._groups.append(
+                    Group(
+                        number * slots_per_group,
+                        make=Make(simulator=where, options=dict(options or {}), slots=slots_per_group),
+                        limits=Limits(start_s=start_timeout_s, reset_s=reset_timeout_s, step_s=step_timeout_s),
+                        memory=self._descriptor,
+                        lifeline=lifeline,
+                        python=python,
+                    )
+                )
+            self._open()
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self) -> None:
+        """Wait for the sizes of things, and share memory of that size."""
+        while None in (specs := [group.spec for group in self._groups]):
+            self._collect(None)
+        assert specs[0] is not None
+        self.spec: SimSpec = specs[0]
+        self.num_slots = len(self._groups) * self._slots_per_group
+        memory = ObservationMemory(self._descriptor, self.spec, groups=len(self._groups), slots=self.num_slots)
+        self.images: Mapping[str, NDArray[np.uint8]] = memory.images
+        """[slots, H, W, 3] by camera; a slot's part is what it saw last, to read while the slot is not running."""
+        self.states: NDArray[np.float32] = memory.states
+        """[slots, state_dim]"""
+        for group in self._groups:
+            group.attach(memory, spec=self.spec, groups=len(self._groups))
+
+    @property
+    def process_ids(self) -> list[int]:
+        """Return the id of each group's process as it is now."""
+        return [group.process.pid for group in self._groups]
+
+    def group_of(self, slot: int) -> int:
+        """Return the number of the group a slot lives in."""
+        return slot // self._slots_per_group
+
+    def start(self, slot: int, *, task: str, init: int) -> None:
+        """Begin an episode in a slot that is not running; what it did before is forgotten."""
+        self._claim([slot])
+        self._groups[self.group_of(slot)].start(slot, task=task, init=init)
+
+    def submit(self, slots: Sequence[int], actions: NDArray[np.float32]) -> None:
+        """Execute a chunk of actions [len(slots), H, D], in units of the simulator, each in its slot.
+
+        The slots of one group that stand together answer together. Raises ValueError for actions that are not finite.
+        """
+        expected = (len(slots), self.spec.action_dim)
+        if actions.ndim != 3 or (actions.shape[0], actions.shape[2]) != expected:
+            raise ValueError(f"actions {actions.shape} for {expected[0]} slots of {expected[1]} action dimensions")
+        bad = [slot for slot, chunk in zip(slots, actions) if not np.isfinite(chunk).all()]
+        if bad:
+            raise ValueError(f"the policy's actions are not finite for slots {bad}")
+        self._claim(slots)
+        actions = np.asarray(actions, np.float32)
+        for number, rows in groupby(range(len(slots)), key=lambda row: self.group_of(slots[row])):
+            chosen = list(rows)
+            self._groups[number].run([slots[row] for row in chosen], actions[chosen])
+
+    def _claim(self, slots: Sequence[int]) -> None:
+        assert self._pending.isdisjoint(slots), f"slots {sorted(self._pending.intersection(slots))} run already"
+        self._pending.update(slots)
+
+    def wait(self, timeout_s: float | None = None) -> list[Ready | Lost]:
+        """Return what has happened since the last call; waits for the first event if an answer is due.
+
+        Consumes commands' answers; produces one event for each slot that was started or submitted, and one Lost for
+        each episode whose process failed; waits for the processes; unblocked by an answer, a failure or the timeout.
+        Raises WorkerFailed where a group has failed `max_faults` times in a row.
+        """
+        until = None if timeout_s is None else time.monotonic() + timeout_s
+        self._collect(0.0)
+        while not self._events and any(group.awaited for group in self._groups):
+            left = None if until is None else until - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            self._collect(left)
+        events, self._events = self._events, []
+        return events
+
+    def _collect(self, timeout_s: float | None) -> None:
+        """Take the answers that are there, waiting for the first one, and replace processes that hang or died."""
+        patience = min(group.patience_s() for group in self._groups)
+        bounds = [max(0.0, bound) for bound in (timeout_s, patience) if bound is not None and bound != math.inf]
+        answered = set(wait_for([group.process.connection for group in self._groups], min(bounds, default=None)))
+        for group in self._groups:
+            if group.process.connection in answered:
+                self._receive(group)
+        for group in self._groups:
+            if group.patience_s() <= 0:
+                self._replace(group, group.hung())
+
+    def _receive(self, group: Group) -> None:
+        try:
+            self._note(group.receive())
+        except Dead as dead:
+            self._replace(group, str(dead))
+        else:
+            self._check(group)
+
+    def _replace(self, group: Group, reason: str) -> None:
+        self._note(group.bury(reason))
+        self._check(group)
+        group.spawn()
+        self.restarts += 1
+
+    def _note(self, events: Sequence[Ready | Lost]) -> None:
+        self._pending.difference_update(event.slot for event in events)
+        self._events += events
+
+    def _check(self, group: Group) -> None:
+        if group.faults > self._max_faults:
+            printed = f"; its last lines:\n{group.last_words}" if group.last_words else ""
+            raise WorkerFailed(
+                f"simulator {self._name!r} failed {group.faults} times in a row; the last: {group.fault}{printed}"
+            )
+
+    def close(self) -> None:
+        """End the processes; again has no effect. What they ran is gone; views of the arrays stay readable."""
+        for group in self._groups:
+            group.process.connection.close()  # they close their simulators and end
+        for group in self._groups:
+            group.process.end(patience_s=_LAST_MOMENTS_S)
+        for descriptor in self._descriptors:
+            os.close(descriptor)
+        self._groups, self._descriptors = [], ()
+
+    def __enter__(self) -> SimulatorPool:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

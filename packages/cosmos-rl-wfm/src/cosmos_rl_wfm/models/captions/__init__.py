@@ -1,0 +1,1 @@
+"""Text encoders: from a folder, from cached embeddings, from words."""

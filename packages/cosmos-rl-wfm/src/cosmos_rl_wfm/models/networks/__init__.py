@@ -1,0 +1,1 @@
+"""The families of networks: what each takes, and its tiny form."""

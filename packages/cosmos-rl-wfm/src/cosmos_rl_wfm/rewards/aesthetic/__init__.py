@@ -1,0 +1,1 @@
+"""An aesthetic score: CLIP features, a head, and how to train one."""
