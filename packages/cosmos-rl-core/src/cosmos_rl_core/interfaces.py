@@ -148,7 +148,7 @@ class Policy(Protocol):
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
         """Add the gradients of `loss` over each microbatch; in a pipeline only the last stage calls it.
 
-        `parallel.accumulate.accumulate` is this for a policy without a pipeline.
+        `parallel.gradients.accumulate` is this for a policy without a pipeline.
         """
         ...
 

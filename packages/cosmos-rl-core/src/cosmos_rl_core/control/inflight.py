@@ -4,7 +4,7 @@ delivered -> held -> in a batch -> its step is committed -> released
                          |
                          +-> cannot be read -> released, the sample is generated again
 
-A large group is held as a reference: its bytes lie in the spool of the replica that made it (rollout/spool.py).
+A large group is held as a reference: its bytes lie in the spool of the replica that made it (rollout/spool/store.py).
 """
 
 from __future__ import annotations

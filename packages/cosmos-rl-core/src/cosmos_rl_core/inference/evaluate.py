@@ -1,6 +1,6 @@
 """`cosmos-rl eval`: how good a checkpoint is on [eval.data], with how sure that is.
 
-Rewards are measured over rollouts that `launch.generate` draws, the same ones as in an evaluation of the run; for a
+Rewards are measured over rollouts that `inference.generate` draws, the same ones as in an evaluation of the run; for a
 supervised recipe it is the loss, in this process.
 """
 

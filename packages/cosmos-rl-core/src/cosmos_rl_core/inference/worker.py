@@ -1,4 +1,4 @@
-"""One instance of an engine, in a process that `launch.pool` starts: draws rollouts of its rows.
+"""One instance of an engine, in a process that `inference.pool` starts: draws rollouts of its rows.
 
     Task --> engine, weights of the checkpoint --> row by row: generate, score, write media --> Answer
 

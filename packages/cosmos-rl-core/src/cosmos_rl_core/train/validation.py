@@ -1,6 +1,6 @@
 """The loss on held-out rows, measured by the policy replica between two optimizer steps.
 
-All ranks measure together, each its share of the rows, forward only; `launch.validated` says when.
+All ranks measure together, each its share of the rows, forward only; `workers.steps` says when.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Payloads:
     """Those of one batch."""
 
     encoded: Sequence[bytes | memoryview]
-    """One a sample, as `control.payload` reads them."""
+    """One a sample, as `rollout.payload` reads them."""
     spooled_bytes: int = 0
     """Of those that lay in spools."""
     fetch_s: float = 0.0

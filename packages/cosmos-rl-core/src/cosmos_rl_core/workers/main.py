@@ -3,7 +3,7 @@
     python -m cosmos_rl_core.workers.main --controller tcp://127.0.0.1:4000 --role rollout --name rollout-0 \
         --token-file runs/demo/token
 
-For a policy replica of several ranks it becomes their agent (`launch.replica`).
+For a policy replica of several ranks it becomes their agent (`workers.agent`).
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def parse() -> Arguments:
 
 
 async def connect_to(worker: WorkerAddress, *, incarnation: int) -> Connection:
-    """Connect to the run's controller. Raises as `control.wire.connect`, and UserError for a token file."""
+    """Connect to the run's controller. Raises as `wire.channel.connect`, and UserError for a token file."""
     hello = Hello(name=worker.name, role=worker.role, incarnation=incarnation)
     token = read_token(worker.token_file)
     return await connect(worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S)

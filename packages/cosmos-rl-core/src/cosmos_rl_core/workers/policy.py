@@ -35,7 +35,7 @@ WORK = ("forward_backward", "optim_step")
 
 
 class PolicyRole:
-    """Implements `launch.roles.Role`."""
+    """Implements `workers.roles.Role`."""
 
     def __init__(self, assignment: Assignment, desk: Desk) -> None:
         self._at = assignment

@@ -1,4 +1,4 @@
-"""One rank of a policy replica, in a process that `launch.replica` starts.
+"""One rank of a policy replica, in a process that `workers.agent` starts.
 
 Rank 0 leads: it is connected to the controller. A rank that fails writes down why and ends at once; its agent does
 the rest.

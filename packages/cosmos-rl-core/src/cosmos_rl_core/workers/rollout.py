@@ -26,7 +26,7 @@ FIRST = "rollout-0"
 
 
 class RolloutRole:
-    """Implements `launch.roles.Role`."""
+    """Implements `workers.roles.Role`."""
 
     def __init__(self, assignment: Assignment, client: ControllerClient) -> None:
         self._at = assignment
