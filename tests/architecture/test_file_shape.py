@@ -1,4 +1,4 @@
-"""The shape of the source tree: short functions, classes and files, folders one can survey, no crumbs, no banned calls."""
+"""The shape of the source tree: short functions, classes and files, small folders, no crumbs, no banned calls."""
 
 from __future__ import annotations
 
