@@ -7,12 +7,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cosmos_rl_core.control.ledger import events, outputs, records
+from cosmos_rl_core.control import protocol as m
+from cosmos_rl_core.control.ledger import events, records
+from cosmos_rl_core.control.ledger.events import To
 from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
 
 
 class Play:
-    """A ledger with short words for what replicas say."""
+    """A ledger with a short method for every message."""
 
     def __init__(self, *, ledger: Ledger | None = None, **config) -> None:
         self.ledger = ledger or Ledger(LedgerConfig(**{"groups_per_step": 2} | config))
@@ -21,49 +23,55 @@ class Play:
         self.base = self.ledger.snapshot()
         self.incarnations: dict[str, int] = {}
 
-    def on(self, event: events.Event, *, after: float = 0.0) -> list[outputs.Effect]:
+    def on(self, event: events.Event, *, after: float = 0.0) -> list[events.Output]:
         self.now += after
         decided, said = self.ledger.on(self.now, event)
         self.journal += decided
         counts = self.ledger.counts()
         assert counts.pop("issued") == sum(counts.values())
         assert Ledger.restore(self.ledger.config, self.base, self.journal) == self.ledger
-        for effect in said:
-            if isinstance(effect, outputs.Welcome):
-                self.incarnations[effect.replica] = effect.incarnation
+        for output in said:
+            if isinstance(output, To) and isinstance(output.message, m.Welcome):
+                self.incarnations[output.replica] = output.message.incarnation
         return said
 
-    def join(self, replica: str, *, ready: bool = True) -> list[outputs.Effect]:
+    def join(self, replica: str, *, ready: bool = True) -> list[events.Output]:
         said = self.on(events.Join(replica, "policy" if replica.startswith("policy") else "rollout"))
-        return [*said, *(self.say(events.Ready, replica) if ready else [])]
+        return [*said, *(self.send(replica, m.Ready()) if ready else [])]
 
-    def say(self, kind, replica: str, *args, incarnation: int | None = None, after: float = 0.0):
+    def send(self, replica: str, message: m.ToLedger, *, incarnation: int | None = None, after: float = 0.0):
         number = self.incarnations[replica] if incarnation is None else incarnation
-        return self.on(kind(replica, number, *args), after=after)
+        return self.on(events.From(replica, number, message), after=after)
+
+    def disconnect(self, replica: str):
+        return self.on(events.Disconnected(replica, self.incarnations[replica]))
 
     def ask(self, replica: str, *, version: int = 0, capacity: int = 8, lineage: int = 0):
-        return self.say(events.RequestLeases, replica, version, capacity, lineage)
+        return self.send(replica, m.RequestLeases(version, capacity, lineage))
 
     def deliver(self, replica: str, sample: int, *, attempt: int = 1, version: int = 0, newest: int | None = None):
         newest = version if newest is None else newest
-        return self.say(events.Deliver, replica, sample, attempt, version, newest, 10)
+        return self.send(replica, m.Deliver(sample, attempt, version, newest, 10))
 
     def fail(self, replica: str, sample: int, *, attempt: int = 1, reason: str = "boom", final: bool = False):
-        return self.say(events.Fail, replica, sample, attempt, reason, final)
+        return self.send(replica, m.Failed(sample, attempt, reason, final))
 
     def batch(self, replica: str = "policy-0", *, step: int | None = None):
         step = self.ledger.version if step is None else step
-        return self.say(events.RequestBatch, replica, step, self.ledger.members.epoch)
+        return self.send(replica, m.RequestBatch(step, self.ledger.members.epoch))
 
     def lose(self, *samples: int, replica: str = "policy-0", reason: str = "gone", epoch: int | None = None):
         epoch = self.ledger.members.epoch if epoch is None else epoch
-        return self.say(events.PayloadsLost, replica, self.ledger.version, epoch, samples, reason)
+        return self.send(replica, m.PayloadsLost(self.ledger.version, epoch, samples, reason))
 
     def vote(self, replica: str = "policy-0", *, step: int | None = None):
         step = self.ledger.version if step is None else step
-        return self.say(events.Vote, replica, step, self.ledger.members.epoch)
+        return self.send(replica, m.Vote(step, self.ledger.members.epoch))
 
-    def tick(self, *, after: float) -> list[outputs.Effect]:
+    def checkpoint(self, version: int, *, lineage: int = 0):
+        return self.send("policy-0", m.CheckpointDone(version, lineage=lineage))
+
+    def tick(self, *, after: float) -> list[events.Output]:
         return self.on(events.Tick(), after=after)
 
     def train(self, *, steps: int = 1) -> None:
@@ -84,12 +92,13 @@ def play(**config) -> Play:
     return started
 
 
-def granted(said) -> list[outputs.Lease]:
-    return [lease for effect in said if isinstance(effect, outputs.Grant) for lease in effect.leases]
+def granted(said) -> list[m.LeasedPrompt]:
+    messages = [output.message for output in said if isinstance(output, To)]
+    return [lease for message in messages if isinstance(message, m.Grant) for lease in message.prompts]
 
 
 def kinds(said) -> list[str]:
-    return [type(effect).__name__ for effect in said]
+    return [type(output.message if isinstance(output, To) else output).__name__ for output in said]
 
 
 # --- leases ---------------------------------------------------------------------------------------
@@ -142,7 +151,7 @@ def test_the_end_of_the_stream_is_told_when_no_group_can_be_needed_again():
     assert kinds(p.deliver("rollout-0", 1)) == ["Ack"]
     assert p.ledger.waits() == ["rollout-0 waits for leases: every group the run needs is generated"]
     p.batch()
-    assert p.vote()[-1] == outputs.NoMore("rollout-0", "the stream of 2 samples has ended")
+    assert p.vote()[-1] == To("rollout-0", m.NoMore("the stream of 2 samples has ended"))
 
 
 def test_no_more_is_leased_than_the_steps_need():
@@ -156,9 +165,9 @@ def test_no_more_is_leased_than_the_steps_need():
 def test_a_result_is_acknowledged_and_its_repetition_changes_nothing():
     p = play()
     p.ask("rollout-0")
-    assert p.deliver("rollout-0", 0) == [outputs.Ack("rollout-0", 0)]
+    assert p.deliver("rollout-0", 0) == [To("rollout-0", m.Ack(0))]
     before = p.ledger.state_digest()
-    assert p.deliver("rollout-0", 0) == [outputs.Ack("rollout-0", 0)]
+    assert p.deliver("rollout-0", 0) == [To("rollout-0", m.Ack(0))]
     assert p.ledger.state_digest() == before
 
 
@@ -167,9 +176,9 @@ def test_the_first_result_wins_and_the_other_lease_is_cancelled():
     p.join("rollout-1")
     p.ask("rollout-0", capacity=1)
     p.tick(after=6)
-    assert granted(p.ask("rollout-1"))[0] == outputs.Lease(sample=0, attempt=2, deadline=0)
-    assert p.deliver("rollout-0", 0) == [outputs.Cancel("rollout-1", 0), outputs.Ack("rollout-0", 0)]
-    assert p.deliver("rollout-1", 0, attempt=2) == [outputs.Ack("rollout-1", 0)]
+    assert granted(p.ask("rollout-1"))[0] == m.LeasedPrompt(sample=0, attempt=2, deadline=0)
+    assert p.deliver("rollout-0", 0) == [To("rollout-1", m.Cancel(0)), To("rollout-0", m.Ack(0))]
+    assert p.deliver("rollout-1", 0, attempt=2) == [To("rollout-1", m.Ack(0))]
 
 
 def test_a_late_result_of_a_returned_sample_is_taken():
@@ -191,16 +200,18 @@ def test_a_late_result_that_is_too_old_is_refused():
     p.vote()
     p.ask("rollout-1", version=1, capacity=1)
     p.tick(after=6)
-    (refusal,) = p.deliver("rollout-0", 1, version=0)
-    assert isinstance(refusal, outputs.Reject) and "too late" in refusal.reason and refusal.sample == 1
+    (refused,) = p.deliver("rollout-0", 1, version=0)
+    refusal = refused.message
+    assert isinstance(refusal, m.Reject) and "too late" in refusal.reason and refusal.sample == 1
 
 
 def test_terms_older_than_the_lease_allows_are_refused_and_the_sample_returns():
     p = play()
     p.train()
     (first, _) = granted(p.ask("rollout-0", version=1))
-    (refusal,) = p.deliver("rollout-0", first.sample, version=0, newest=1)
-    assert isinstance(refusal, outputs.Reject) and "protocol" in refusal.reason
+    (refused,) = p.deliver("rollout-0", first.sample, version=0, newest=1)
+    refusal = refused.message
+    assert isinstance(refusal, m.Reject) and "protocol" in refusal.reason
     assert p.ledger.counts()["pending"] == 1
 
 
@@ -216,7 +227,7 @@ def test_an_error_is_tried_again_first_and_dropped_after_max_attempts():
     p = play(max_attempts=2)
     p.ask("rollout-0", capacity=1)
     p.fail("rollout-0", 0)
-    assert granted(p.ask("rollout-0", capacity=2))[0] == outputs.Lease(sample=0, attempt=2, deadline=0)
+    assert granted(p.ask("rollout-0", capacity=2))[0] == m.LeasedPrompt(sample=0, attempt=2, deadline=0)
     p.fail("rollout-0", 0, attempt=2)
     assert p.ledger.counts()["dropped"] == 1
     assert p.ledger.samples.drop_reasons == {"boom": 1}
@@ -237,8 +248,8 @@ def test_only_the_holder_can_fail_a_sample():
     assert p.ledger.counts()["dropped"] == 0
 
 
-def drop_in_turn(p: Play, count: int, reason: str) -> list[outputs.Effect]:
-    said: list[outputs.Effect] = []
+def drop_in_turn(p: Play, count: int, reason: str) -> list[events.Output]:
+    said: list[events.Output] = []
     for _ in range(count):
         (lease,) = granted(p.ask("rollout-0", capacity=1))
         said = p.fail("rollout-0", lease.sample, attempt=lease.attempt, reason=reason, final=True)
@@ -249,7 +260,7 @@ def test_too_many_errors_in_a_row_halt_the_run_and_name_the_reason():
     p = play(max_failed=2)
     drop_in_turn(p, 2, "no such tool")
     halt = drop_in_turn(p, 1, "no such tool")[0]
-    assert isinstance(halt, outputs.Halt) and "no such tool" in halt.message and "max_failed = 2" in halt.message
+    assert isinstance(halt, events.Halt) and "no such tool" in halt.message and "max_failed = 2" in halt.message
     assert p.ask("rollout-0") == []
     assert "halted" in p.ledger.waits()[0]
 
@@ -266,7 +277,7 @@ def test_filtered_groups_have_their_own_budget():
     p = play(max_failed=0, max_filtered=2)
     assert "Halt" not in kinds(drop_in_turn(p, 2, "filtered:zero_variance"))
     halt = drop_in_turn(p, 1, "filtered:zero_variance")[0]
-    assert isinstance(halt, outputs.Halt) and "filtered:zero_variance" in halt.message
+    assert isinstance(halt, events.Halt) and "filtered:zero_variance" in halt.message
 
 
 # --- membership -----------------------------------------------------------------------------------
@@ -275,7 +286,7 @@ def test_filtered_groups_have_their_own_budget():
 def test_a_closed_connection_makes_suspect_at_once_and_gone_after_the_grace():
     p = play(suspect_grace_s=2)
     p.ask("rollout-0")
-    p.say(events.Disconnected, "rollout-0")
+    p.disconnect("rollout-0")
     assert p.ledger.members.by_name["rollout-0"].state == "suspect"
     p.tick(after=1.9)
     assert p.ledger.counts()["leased"] == 2
@@ -287,9 +298,9 @@ def test_a_closed_connection_makes_suspect_at_once_and_gone_after_the_grace():
 def test_a_reconnection_within_the_grace_keeps_incarnation_and_leases():
     p = play()
     p.ask("rollout-0")
-    p.say(events.Disconnected, "rollout-0")
+    p.disconnect("rollout-0")
     (welcome,) = p.on(events.Join("rollout-0", "rollout", 1, (0, 1)), after=1)
-    assert welcome == outputs.Welcome("rollout-0", incarnation=1, lineage=0, version=0, term=0)
+    assert welcome == To("rollout-0", m.Welcome(incarnation=1, lineage=0, version=0))
     p.tick(after=5)
     assert p.ledger.counts()["leased"] == 2
     assert p.ledger.members.by_name["rollout-0"].state == "ready"
@@ -307,7 +318,7 @@ def test_leases_of_the_lost_are_issued_first_lowest_id_first():
     p.join("rollout-1")
     p.ask("rollout-0", capacity=2)
     p.ask("rollout-1", capacity=1)
-    p.say(events.Leave, "rollout-0")
+    p.send("rollout-0", m.Goodbye())
     leases = granted(p.ask("rollout-1", capacity=3))
     assert [(lease.sample, lease.attempt) for lease in leases] == [(0, 2), (1, 2), (3, 1)]
 
@@ -324,40 +335,43 @@ def test_words_of_an_older_incarnation_are_fenced():
     p = play()
     p.ask("rollout-0")
     p.join("rollout-0")
-    (refusal,) = p.say(events.Deliver, "rollout-0", 0, 1, 0, 0, 10, incarnation=1)
-    assert isinstance(refusal, outputs.Reject) and refusal.fenced and refusal.sample == 0
+    (refused,) = p.send("rollout-0", m.Deliver(0, 1, 0, 0, 10), incarnation=1)
+    refusal = refused.message
+    assert isinstance(refusal, m.Reject) and refusal.fenced and refusal.sample == 0
     assert p.ledger.counts()["ready"] == 0
 
 
 def test_a_gone_replica_must_join_anew():
     p = play()
-    p.say(events.Leave, "rollout-0")
-    (refusal,) = p.on(events.Join("rollout-0", "rollout", 1))
-    assert isinstance(refusal, outputs.Reject) and refusal.fenced
-    assert p.join("rollout-0", ready=False)[0].incarnation == 2
+    p.send("rollout-0", m.Goodbye())
+    (refused,) = p.on(events.Join("rollout-0", "rollout", 1))
+    refusal = refused.message
+    assert isinstance(refusal, m.Reject) and refusal.fenced
+    assert p.join("rollout-0", ready=False)[0].message.incarnation == 2
 
 
 def test_silence_makes_suspect_and_a_word_clears():
     p = play(silence_s=10, suspect_grace_s=2)
     p.tick(after=11)
     assert p.ledger.members.by_name["rollout-0"].state == "suspect"
-    p.say(events.Heartbeat, "rollout-0", 1)
+    p.send("rollout-0", m.Heartbeat(1))
     assert p.ledger.members.by_name["rollout-0"].state == "ready"
 
 
 def test_a_lease_expires_without_progress_and_lives_with_it():
     p = play(lease_ttl_s=5)
     p.ask("rollout-0")
-    p.say(events.Heartbeat, "rollout-0", 1, (0,), after=3)
-    assert p.tick(after=3) == [outputs.Cancel("rollout-0", 1)]
-    p.say(events.Heartbeat, "rollout-0", 1, (0,))  # the same progress again
-    assert p.tick(after=3) == [outputs.Cancel("rollout-0", 0)]
+    p.send("rollout-0", m.Heartbeat(1, holding=(0,)), after=3)
+    assert p.tick(after=3) == [To("rollout-0", m.Cancel(1))]
+    p.send("rollout-0", m.Heartbeat(1, holding=(0,)))  # the same progress again
+    assert p.tick(after=3) == [To("rollout-0", m.Cancel(0))]
 
 
 def test_a_replica_that_is_not_ready_gets_no_leases():
     p = play()
     p.join("rollout-1", ready=False)
-    (refusal,) = p.ask("rollout-1")
+    (refused,) = p.ask("rollout-1")
+    refusal = refused.message
     assert "joining" in refusal.reason
 
 
@@ -370,14 +384,14 @@ def test_the_batch_comes_when_its_last_group_is_ready():
     assert p.batch() == []
     assert p.ledger.waits() == ["policy-0 waits for batch 0: 0 of 2 groups ready, 2 leased to rollout-0"]
     p.deliver("rollout-0", 1)
-    assert p.deliver("rollout-0", 0)[-1] == outputs.AssignBatch("policy-0", 0, 1, (0, 1))
+    assert p.deliver("rollout-0", 0)[-1] == To("policy-0", m.Batch(0, 1, (0, 1)))
 
 
 def test_asking_again_gives_the_same_batch():
     p = play(max_staleness=1)
     for lease in granted(p.ask("rollout-0")):
         p.deliver("rollout-0", lease.sample)
-    assert p.batch() == p.batch() == [outputs.AssignBatch("policy-0", 0, 1, (0, 1))]
+    assert p.batch() == p.batch() == [To("policy-0", m.Batch(0, 1, (0, 1)))]
 
 
 def test_a_step_is_committed_with_the_last_vote():
@@ -389,9 +403,9 @@ def test_a_step_is_committed_with_the_last_vote():
     p.batch()
     assert p.vote("policy-0") == p.vote("policy-0") == []
     assert p.ledger.waits() == ["policy-0 waits for the votes of policy-1 on step 0"]
-    assert p.vote("policy-1") == [outputs.Committed("policy-0", 0), outputs.Committed("policy-1", 0)]
+    assert p.vote("policy-1") == [To("policy-0", m.Committed(0, 2, ())), To("policy-1", m.Committed(0, 2, ()))]
     assert p.ledger.version == 1
-    assert p.batch("policy-0", step=0) == [outputs.Committed("policy-0", 0)]
+    assert p.batch("policy-0", step=0) == [To("policy-0", m.Committed(0, 2, ()))]
 
 
 def test_training_waits_for_the_expected_policies():
@@ -399,7 +413,7 @@ def test_training_waits_for_the_expected_policies():
     p.join("policy-0")
     assert p.ledger.waits() == ["the run waits for policy replicas: 1 of 2 ready"]
     said = p.join("policy-1")
-    assert outputs.Remesh("policy-0", 1, ("policy-0", "policy-1"), 0, 0) in said
+    assert To("policy-0", m.Remesh(1, ("policy-0", "policy-1"), 0, 0)) in said
 
 
 def test_a_policy_lost_before_the_commit_starts_a_new_epoch_with_the_same_samples():
@@ -410,10 +424,10 @@ def test_a_policy_lost_before_the_commit_starts_a_new_epoch_with_the_same_sample
         p.deliver("rollout-0", lease.sample)
     p.batch()
     p.vote("policy-0")
-    p.say(events.Disconnected, "policy-1")
-    assert p.tick(after=3) == [outputs.Remesh("policy-0", 2, ("policy-0",), 0, 0)]
-    assert kinds(p.say(events.Vote, "policy-0", 0, 1)) == ["Remesh", "Reject"]
-    assert p.batch() == [outputs.AssignBatch("policy-0", 0, 2, (0, 1))]
+    p.disconnect("policy-1")
+    assert p.tick(after=3) == [To("policy-0", m.Remesh(2, ("policy-0",), 0, 0))]
+    assert kinds(p.send("policy-0", m.Vote(0, 1))) == ["Remesh", "Reject"]
+    assert p.batch() == [To("policy-0", m.Batch(0, 2, (0, 1)))]
     assert kinds(p.vote()) == ["Committed"]
 
 
@@ -429,8 +443,8 @@ def test_a_new_policy_joins_between_two_steps():
 def test_steps_end_with_max_steps():
     p = play(max_steps=2)
     p.train(steps=2)
-    assert p.batch() == [outputs.NoMore("policy-0", "all 2 steps are done")]
-    assert p.say(events.Leave, "policy-0") == []
+    assert p.batch() == [To("policy-0", m.NoMore("all 2 steps are done"))]
+    assert p.send("policy-0", m.Goodbye()) == []
 
 
 def test_a_stream_that_cannot_fill_a_batch_ends_the_run():
@@ -438,7 +452,7 @@ def test_a_stream_that_cannot_fill_a_batch_ends_the_run():
     p.train()
     p.ask("rollout-0", version=1)
     p.deliver("rollout-0", 2, version=1)
-    assert p.batch() == [outputs.NoMore("policy-0", "the stream of 3 samples has ended")]
+    assert p.batch() == [To("policy-0", m.NoMore("the stream of 3 samples has ended"))]
 
 
 def test_staleness_of_the_last_batch_is_told():
@@ -454,7 +468,7 @@ def test_staleness_of_the_last_batch_is_told():
 def test_supervised_batches_need_no_rollouts():
     p = Play(rollouts=False, total_samples=5)
     p.join("policy-0")
-    assert p.batch() == [outputs.AssignBatch("policy-0", 0, 1, (0, 1))]
+    assert p.batch() == [To("policy-0", m.Batch(0, 1, (0, 1)))]
     p.vote()
     p.batch()
     p.vote()
@@ -476,13 +490,13 @@ def assigned(**config) -> Play:
 
 def test_a_group_that_cannot_be_read_is_generated_again_and_the_step_made_up_anew():
     p = assigned()
-    assert p.lose(1) == [outputs.Remesh("policy-0", 2, ("policy-0",), 0, 0)]
+    assert p.lose(1) == [To("policy-0", m.Remesh(2, ("policy-0",), 0, 0))]
     counts = p.ledger.counts()
     assert (counts["pending"], counts["ready"], counts["assigned"]) == (1, 1, 0)
     assert p.batch() == []
     assert p.ledger.waits() == ["policy-0 waits for batch 0: 1 of 2 groups ready, 1 to be leased again"]
-    assert granted(p.ask("rollout-0")) == [outputs.Lease(1, 2, 0)]
-    assert p.deliver("rollout-0", 1, attempt=2)[-1] == outputs.AssignBatch("policy-0", 0, 2, (0, 1))
+    assert granted(p.ask("rollout-0")) == [m.LeasedPrompt(1, 2, 0)]
+    assert p.deliver("rollout-0", 1, attempt=2)[-1] == To("policy-0", m.Batch(0, 2, (0, 1)))
     assert kinds(p.vote()) == ["Committed"]
     assert p.ledger.num_lost == 1
 
@@ -490,7 +504,7 @@ def test_a_group_that_cannot_be_read_is_generated_again_and_the_step_made_up_ane
 def test_a_request_that_waits_gets_the_lost_sample_at_once():
     p = assigned(max_steps=1)
     assert p.ask("rollout-0") == []
-    assert granted(p.lose(0)) == [outputs.Lease(0, 2, 0)]
+    assert granted(p.lose(0)) == [m.LeasedPrompt(0, 2, 0)]
 
 
 def test_another_group_that_is_ready_takes_the_place_of_the_lost_one():
@@ -499,7 +513,7 @@ def test_another_group_that_is_ready_takes_the_place_of_the_lost_one():
         p.deliver("rollout-0", lease.sample)
     p.batch()
     p.lose(0)
-    assert p.batch() == [outputs.AssignBatch("policy-0", 0, 2, (1, 2))]
+    assert p.batch() == [To("policy-0", m.Batch(0, 2, (1, 2)))]
 
 
 def test_a_loss_voids_the_votes_of_all_members():
@@ -511,8 +525,8 @@ def test_a_loss_voids_the_votes_of_all_members():
     p.batch()
     p.vote("policy-1")
     members = ("policy-0", "policy-1")
-    assert p.lose(0) == [outputs.Remesh(name, 2, members, 0, 0) for name in members]
-    assert kinds(p.say(events.Vote, "policy-1", 0, 1)) == ["Remesh", "Reject"]
+    assert p.lose(0) == [To(name, m.Remesh(2, members, 0, 0)) for name in members]
+    assert kinds(p.send("policy-1", m.Vote(0, 1))) == ["Remesh", "Reject"]
     assert p.ledger.votes == ()
 
 
@@ -525,7 +539,7 @@ def test_a_loss_told_twice_counts_once():
 
 def test_what_is_not_in_the_batch_cannot_be_lost():
     p = assigned()
-    assert [effect.reason for effect in p.lose(7)] == ["samples [7] are not in the batch of step 0"]
+    assert [output.message.reason for output in p.lose(7)] == ["samples [7] are not in the batch of step 0"]
     assert p.ledger.counts()["assigned"] == 2
 
 
@@ -536,7 +550,7 @@ def test_losses_in_a_row_halt_the_run_and_name_the_reason():
     p.deliver("rollout-0", lease.sample, attempt=lease.attempt)
     p.batch()
     halt = p.lose(0, reason="no route to host")[-1]
-    assert isinstance(halt, outputs.Halt)
+    assert isinstance(halt, events.Halt)
     assert "no route to host" in halt.message and "max_losses = 1" in halt.message
 
 
@@ -556,7 +570,7 @@ def test_a_commit_ends_a_row_of_losses():
 def test_a_checkpoint_settles_the_steps_below_its_version():
     p = play()
     p.train(steps=3)
-    p.on(events.Checkpointed(2))
+    p.checkpoint(2)
     assert (p.ledger.counts()["checkpointed"], p.ledger.counts()["committed"]) == (4, 2)
     assert kinds(p.deliver("rollout-0", 0)) == ["Ack"]
 
@@ -564,14 +578,14 @@ def test_a_checkpoint_settles_the_steps_below_its_version():
 def test_losing_all_policies_rolls_back_without_generating_again():
     p = play(max_staleness=1)
     p.train(steps=3)
-    p.on(events.Checkpointed(1))
-    assert p.say(events.Leave, "policy-0") == [outputs.PoliciesLost(1)]
+    p.checkpoint(1)
+    assert p.send("policy-0", m.Goodbye()) == [events.PoliciesLost(1)]
     assert "rollback to version 1" in p.ledger.waits()[0]
     p.on(events.Rollback(1))
     assert (p.ledger.version, p.ledger.lineage) == (1, 1)
     p.join("policy-0")
-    first = p.batch()[0]
-    assert isinstance(first, outputs.AssignBatch) and (first.step, first.samples) == (1, (2, 3))
+    first = p.batch()[0].message
+    assert isinstance(first, m.Batch) and (first.step, first.samples) == (1, (2, 3))
 
 
 def test_a_rollback_without_payloads_generates_again():
@@ -594,14 +608,14 @@ def test_a_checkpoint_of_an_abandoned_lineage_covers_nothing():
     p = play()
     p.train(steps=2)
     p.on(events.Rollback(0))
-    p.on(events.Checkpointed(0, lineage=0))
+    p.checkpoint(0, lineage=0)
     assert p.ledger.counts()["checkpointed"] == 0
 
 
 def test_a_rollback_behind_the_checkpoint_is_refused():
     p = play()
     p.train(steps=2)
-    p.on(events.Checkpointed(2))
+    p.checkpoint(2)
     with pytest.raises(ValueError, match="older checkpoint"):
         p.on(events.Rollback(1))
 
@@ -624,14 +638,14 @@ def test_a_restarted_controller_suspects_all_until_they_are_back():
     p.batch()
     p.ledger, p.now = Ledger.replay(p.ledger.config, p.journal), 0.0
     p.on(events.Restart())
-    assert p.ledger.term == 1
+    assert p.ledger.generation == 1
     p.on(events.Join("rollout-0", "rollout", 1, (0, 1)))
     said = p.on(events.Join("policy-0", "policy", 1))
     assert kinds(said) == ["Welcome", "Remesh"]
     p.tick(after=5)
     p.deliver("rollout-0", 0)
     p.deliver("rollout-0", 1)
-    assert kinds(p.batch()) == ["AssignBatch"]
+    assert kinds(p.batch()) == ["Batch"]
 
 
 # --- any order of any words -----------------------------------------------------------------------
@@ -654,10 +668,14 @@ class AnyOrder(RuleBasedStateMachine):
     @precondition(lambda self: self.p.incarnations)
     @rule(
         data=st.data(),
-        kind=st.sampled_from([events.Ready, events.Heartbeat, events.Disconnected, events.Leave]),
+        message=st.sampled_from([m.Ready(), m.Heartbeat(), m.Goodbye(), None]),
     )
-    def member_word(self, data, kind):
-        self.p.say(kind, data.draw(st.sampled_from(sorted(self.p.incarnations))))
+    def member_word(self, data, message):
+        replica = data.draw(st.sampled_from(sorted(self.p.incarnations)))
+        if message is None:
+            self.p.disconnect(replica)
+        else:
+            self.p.send(replica, message)
 
     @precondition(lambda self: self.p.incarnations)
     @rule(data=st.data(), version=st.integers(0, 6), capacity=st.integers(1, 4))
@@ -682,8 +700,8 @@ class AnyOrder(RuleBasedStateMachine):
     @rule(data=st.data(), ahead=st.integers(-1, 1), votes=st.booleans())
     def step_word(self, data, ahead, votes):
         replica = data.draw(st.sampled_from(sorted(self.p.incarnations)))
-        kind = events.Vote if votes else events.RequestBatch
-        self.p.say(kind, replica, self.p.ledger.version + ahead, self.p.ledger.members.epoch)
+        kind = m.Vote if votes else m.RequestBatch
+        self.p.send(replica, kind(self.p.ledger.version + ahead, self.p.ledger.members.epoch))
 
     @precondition(lambda self: self.p.ledger.assignment and self.p.ledger.losses_in_a_row < 8)
     @rule(data=st.data())
@@ -698,9 +716,10 @@ class AnyOrder(RuleBasedStateMachine):
     def tick(self, after):
         self.p.tick(after=after)
 
+    @precondition(lambda self: "policy-0" in self.p.incarnations)
     @rule(version=st.integers(0, 6))
     def checkpointed(self, version):
-        self.p.on(events.Checkpointed(version, self.p.ledger.lineage))
+        self.p.checkpoint(version, lineage=self.p.ledger.lineage)
 
     @rule(kept=st.booleans())
     def rollback(self, kept):

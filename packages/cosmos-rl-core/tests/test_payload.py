@@ -1,5 +1,7 @@
 """Rollout groups as bytes."""
 
+from dataclasses import replace
+
 import msgspec
 import numpy as np
 import pytest
@@ -70,7 +72,7 @@ def assert_same_array(left, right):
 @given(groups)
 def test_a_group_comes_back_bit_for_bit(group):
     back = decode_group(encode_group(group))
-    assert back.prompt == group.prompt
+    assert back.prompt == replace(group.prompt, row={})  # rows stay in the controller
     assert back.prompt_text == group.prompt_text
     assert len(back.rollouts) == len(group.rollouts)
     for left, right in zip(group.rollouts, back.rollouts):
@@ -120,7 +122,7 @@ def test_a_dtype_that_does_not_travel_is_named(dtype):
 def forged(array):
     """A group whose only extra array is `array` as it lies on the wire: (dtype, shape, data)."""
     group = msgspec.msgpack.decode(encode_group(one(arrays={})))
-    group[4][0][0] = {"x": array}
+    group[3][0][0] = {"x": array}
     return msgspec.msgpack.encode(group)
 
 

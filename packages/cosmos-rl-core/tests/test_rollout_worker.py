@@ -152,7 +152,7 @@ class Stage:
             self.engine,
             rollouter=rollouter,
             subscriber=self.subscriber,
-            desk=self.desk,
+            leases=self.desk,
             max_groups=max_groups,
             spool=spool,
         )

@@ -163,17 +163,19 @@ def test_what_a_rank_writes_down_is_read_again(tmp_path):
 
 # -- the words between ranks
 
-BATCH = p.Batch(step=3, epoch=1, samples=[7, 8], payloads=[b"x" * 100_000, b""])
+BATCH = p.Batch(step=3, epoch=1, samples=(7, 8), payloads=[b"x" * 100_000, b""])
 
 
-def words(rank, world_size):
-    """Rank 0 tells, the others hear and act."""
+def relay(rank, world_size):
+    """Rank 0 broadcasts, the others receive and act."""
     from concurrent.futures import ThreadPoolExecutor
 
     import torch.distributed as dist
 
     from cosmos_rl_core.parallel.rank_group import RankGroup
-    from cosmos_rl_core.workers.ranks import FollowerSteps, Ranks
+    from cosmos_rl_core.types import StepResult
+    from cosmos_rl_core.workers.ranks import Ranks
+    from cosmos_rl_core.workers.steps import FollowerLink, PolicySteps
 
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
     ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1))
@@ -187,23 +189,23 @@ def words(rank, world_size):
         seen.append(message)
 
     async def lead():
-        for message in (BATCH, p.Committed(3, 9, [8]), p.Stop(reason="over"), p.Stop(reason="gone")):
-            await ranks.tell(message)
+        for message in (BATCH, p.Committed(3, 9, (8,)), p.Stop(reason="over"), p.Stop(reason="gone")):
+            await ranks.broadcast(message)
 
     async def follow():
-        steps = FollowerSteps(ranks, batch=batch, checkpoint=checkpoint)
+        steps = PolicySteps(FollowerLink(ranks), batch=batch, checkpoint=checkpoint)
         assert await steps.next_batch(3) == BATCH
         await steps.commit(3)
-        await steps.report(None, {})
+        await steps.report(StepResult(policy_version=4, metrics={}), {})
         assert await steps.next_batch(4) is None
         with pytest.raises(ConnectionClosed, match="before step 4 was committed"):
             await steps.commit(4)
 
     asyncio.run(follow() if rank else lead())
-    return {"heard": len(seen), "committed": seen[1].next_sample if rank else -1}
+    return {"received": len(seen), "committed": seen[1].next_sample if rank else -1}
 
 
-def test_followers_hear_what_the_lead_was_told():
-    lead, *followers = run_ranks(words, 3)
-    assert lead["heard"] == 0
-    assert [(int(f["heard"]), int(f["committed"])) for f in followers] == [(2, 9), (2, 9)]
+def test_followers_act_on_what_the_lead_relays():
+    lead, *followers = run_ranks(relay, 3)
+    assert lead["received"] == 0
+    assert [(int(f["received"]), int(f["committed"])) for f in followers] == [(2, 9), (2, 9)]

@@ -134,10 +134,10 @@ async def test_prompts_go_out_and_their_groups_come_back_as_a_batch(tmp_path):
         ]
         rollout.says(*(delivery(prompt, b"group %d" % prompt.sample) for prompt in reversed(granted.prompts)))
         batch = await policy.hears(p.Batch)
-        assert (batch.step, batch.samples, batch.payloads) == (0, [0, 1], [b"group 0", b"group 1"])
+        assert (batch.step, batch.samples, batch.payloads) == (0, (0, 1), [b"group 0", b"group 1"])
         policy.says(p.Vote(step=0, epoch=batch.epoch))
         committed = await policy.hears(p.Committed)
-        assert (committed.step, committed.next_sample, committed.unfinished) == (0, 2, [])
+        assert (committed.step, committed.next_sample, committed.unfinished) == (0, 2, ())
 
 
 @in_a_loop
@@ -191,12 +191,12 @@ async def test_a_group_that_cannot_be_read_is_leased_again_and_comes_in_another_
     async with running(tmp_path, observer=observer) as (controller, _):
         policy, rollout, batch = await batch_of_references(controller)
         rollout.says(p.RequestLeases(version=0, capacity=8))
-        policy.says(p.PayloadsLost(step=0, epoch=batch.epoch, samples=[1], reason="it is gone"))
+        policy.says(p.PayloadsLost(step=0, epoch=batch.epoch, samples=(1,), reason="it is gone"))
         [again] = (await rollout.hears(p.Grant)).prompts
         assert (again.sample, again.attempt) == (1, 2)
         rollout.says(delivery(again, spooled(1, copy=2)))
         anew = await policy.hears(p.Batch)
-        assert (anew.step, anew.samples, anew.epoch) == (0, [0, 1], batch.epoch + 1)
+        assert (anew.step, anew.samples, anew.epoch) == (0, (0, 1), batch.epoch + 1)
         assert [payload.path for payload in anew.payloads] == [spooled(0).path, spooled(1, copy=2).path]
         assert "groups lost and generated again: 1 (policy-0: it is gone)" in observer.notes
 
@@ -256,7 +256,7 @@ async def test_a_stopped_run_gives_out_no_more_batches(tmp_path):
         controller.stop("interrupted")
         assert (await policy.hears(p.Stop)).reason == "interrupted"
         policy.says(p.RequestBatch(step=0))
-        assert (await policy.hears(p.Batch)).samples == []
+        assert (await policy.hears(p.Batch)).samples == ()
         policy.says(p.CheckpointDone(step=0, path="step_0"), p.Goodbye())
         await task
         assert controller.checkpoint == "step_0"

@@ -5,14 +5,19 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
+import msgspec
 import pytest
+from ledger_simulation import Options, SimulationError, simulate
 
-from cosmos_rl_core.control.ledger import events, leasing, liveness, records, stepping
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events, leasing, records, stepping
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING
 from cosmos_rl_core.rollout.staleness import StalenessWindow
-from cosmos_rl_core.testing.simulator import Options, SimulationError, simulate
+
+SUPPORT = str(Path(__file__).parent / "support")
 
 
 @pytest.mark.parametrize("block", range(8))
@@ -30,10 +35,14 @@ def test_a_thousand_replicas():
 
 
 def test_a_run_replays_bit_for_bit_in_another_process():
-    code = "from cosmos_rl_core.testing.simulator import *; print(simulate(11, Options.for_seed(11)).digest)"
+    code = "from ledger_simulation import *; print(simulate(11, Options.for_seed(11)).digest)"
     digests = {
         subprocess.run(
-            [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, check=True, capture_output=True, text=True
+            [sys.executable, "-c", code],
+            env={"PYTHONHASHSEED": seed, "PYTHONPATH": SUPPORT},
+            check=True,
+            capture_output=True,
+            text=True,
         ).stdout.strip()
         for seed in ("1", "2")
     }
@@ -72,40 +81,40 @@ class CommitOnFirstVote(Ledger):
     """One vote is enough."""
 
     @staticmethod
-    def vote(ledger, event):
+    def vote(ledger, replica, vote):
         batch = ledger.assignment
-        if batch is not None and event.step == batch.step and stepping._is_of_mesh(ledger, event):
-            ledger.decide(records.Voted(event.replica, event.step, event.epoch))
+        if batch is not None and vote.step == batch.step and stepping._is_of_mesh(ledger, replica, vote.epoch):
+            ledger.decide(records.Voted(replica, vote.step, vote.epoch))
             stepping.commit(ledger, batch)
 
 
-CommitOnFirstVote.rules = {**Ledger.rules, events.Vote: CommitOnFirstVote.vote}
+CommitOnFirstVote.rules = {**Ledger.rules, p.Vote: CommitOnFirstVote.vote}
 
 
 class VotesOutliveTheEpoch(Ledger):
     """A vote of an earlier mesh counts for the present one."""
 
     @staticmethod
-    def vote(ledger, event):
-        stepping.vote(ledger, events.Vote(event.replica, event.incarnation, event.step, ledger.members.epoch))
+    def vote(ledger, replica, vote):
+        stepping.vote(ledger, replica, p.Vote(vote.step, ledger.members.epoch))
 
 
-VotesOutliveTheEpoch.rules = {**Ledger.rules, events.Vote: VotesOutliveTheEpoch.vote}
+VotesOutliveTheEpoch.rules = {**Ledger.rules, p.Vote: VotesOutliveTheEpoch.vote}
 
 
 class NoDedupe(Ledger):
     """A result is taken again when its sample is ready already: the copy becomes a sample of its own."""
 
     @staticmethod
-    def deliver(ledger, event):
-        entry = ledger.samples.active.get(event.sample)
-        if entry is not None and entry.state not in (PENDING, LEASED) and liveness.heeds(ledger, event):
-            fields = (event.replica, event.min_version, event.min_version, event.max_version, event.num_terms)
-            ledger._records.append(records.Delivered(event.sample, *fields))
-        leasing.deliver(ledger, event)
+    def deliver(ledger, replica, group):
+        entry = ledger.samples.active.get(group.sample)
+        if entry is not None and entry.state not in (PENDING, LEASED):
+            fields = (replica, group.min_version, group.min_version, group.max_version, group.num_terms)
+            ledger._records.append(records.Delivered(group.sample, *fields))
+        leasing.deliver(ledger, replica, group)
 
 
-NoDedupe.rules = {**Ledger.rules, events.Deliver: NoDedupe.deliver}
+NoDedupe.rules = {**Ledger.rules, p.Deliver: NoDedupe.deliver}
 
 
 class AnyAge(Ledger):
@@ -126,15 +135,13 @@ class EndlessWindow(StalenessWindow):
 
 
 class NoFencing(Ledger):
-    """Words of a replaced process are taken for those of its successor."""
+    """Messages of a replaced process are taken for those of its successor."""
 
     def on(self, now, event):
-        incarnation = getattr(event, "incarnation", None)
-        if incarnation and not isinstance(event, events.Join) and event.replica in self.members.by_name:
+        if isinstance(event, events.From | events.Disconnected) and event.replica in self.members.by_name:
             member = self.members.by_name[event.replica]
-            if member.is_live and event.incarnation != member.incarnation:
-                fields = {name: getattr(event, name) for name in event.__struct_fields__}
-                event = type(event)(**fields | {"incarnation": member.incarnation})
+            if member.is_live:
+                event = msgspec.structs.replace(event, incarnation=member.incarnation)
         return super().on(now, event)
 
 
@@ -162,7 +169,7 @@ class RestartTrustsOldConnections(Ledger):
 
     @staticmethod
     def restart(ledger, event):
-        ledger.decide(records.Restarted(ledger.term + 1))
+        ledger.decide(records.Restarted(ledger.generation + 1))
 
 
 RestartTrustsOldConnections.rules = {**Ledger.rules, events.Restart: RestartTrustsOldConnections.restart}

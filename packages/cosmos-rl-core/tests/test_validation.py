@@ -92,7 +92,7 @@ def test_a_due_version_is_measured_before_the_next_batch():
         inner.calls.append(f"told {version}: {figures['eval/loss']}")
 
     async def work():
-        steps = ValidatedSteps(inner, due=lambda version: version in (0, 2), measure=figures, tell=tell)
+        steps = ValidatedSteps(inner, due=lambda version: version in (0, 2), measure=figures, report=tell)
         for step in range(3):
             await steps.next_batch(step)
         await steps.commit(2)

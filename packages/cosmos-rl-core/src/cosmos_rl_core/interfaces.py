@@ -279,6 +279,9 @@ class Domain(Protocol):
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Groups -> microbatches of at most `microbatch_terms` terms (prompt included); one rollout is never cut.
 
+        The groups' rows are empty: they stay in the controller. What training needs of a row, the engine puts into
+        `Rollout.arrays`.
+
         Returns the microbatches of `share` alone, with the counts of the whole batch; every share has as many.
         """
         ...

@@ -1,4 +1,4 @@
-"""Evaluations: when one is due, and every held-out row answered once by weights of one version.
+"""Evaluations: when one is due; every held-out row is answered once by weights of one version.
 
     a version is committed -> due? -> rows go to replicas that have it -> all answered -> metrics, training goes on
 
@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from cosmos_rl_core.control import protocol as p
@@ -137,12 +138,14 @@ class Evaluator:
         ids = self.current.lease(peer.name, capacity=message.capacity * self.rows_per_group)
         if ids:
             peer.held = None
-            peer.post(p.Grant(prompts=[leased_prompt(self.source, row, evaluation=True) for row in ids]))
+            leased = (p.LeasedPrompt(sample=row, attempt=0, evaluation=True) for row in ids)
+            peer.post(p.Grant(tuple(with_row(prompt, self.source) for prompt in leased)))
 
     def deliver(self, message: p.Deliver) -> None:
         assert isinstance(message.payload, bytes), "an evaluation's groups are never spooled"
-        if self.current is not None:
-            self.current.deliver(message.sample, decode_group(message.payload))
+        if self.current is not None and self.source is not None:
+            group = decode_group(message.payload)
+            self.current.deliver(message.sample, replace(group, prompt=self.source[message.sample]))
             self._finish_if_done()
 
     def fail(self, message: p.Failed) -> None:
@@ -169,8 +172,7 @@ class Evaluator:
             self.on_finished(finished)
 
 
-def leased_prompt(source: PromptSource, sample: int, *, attempt: int = 0, evaluation: bool = False) -> p.LeasedPrompt:
-    """A row of a source as it travels to a replica."""
-    prompt = source[sample]
-    row = json.dumps(dict(prompt.row)).encode()
-    return p.LeasedPrompt(sample=sample, attempt=attempt, row=row, origin=prompt.origin, evaluation=evaluation)
+def with_row(leased: p.LeasedPrompt, source: PromptSource) -> p.LeasedPrompt:
+    """Return the lease with its row of the source, as it travels to a replica."""
+    prompt = source[leased.sample]
+    return msgspec.structs.replace(leased, row=json.dumps(dict(prompt.row)).encode(), origin=prompt.origin)

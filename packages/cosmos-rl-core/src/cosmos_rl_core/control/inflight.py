@@ -1,10 +1,10 @@
-"""The groups on their way from rollout to policy, and how a batch of them travels.
+"""Groups in flight from rollout to policy.
 
 delivered -> held -> in a batch -> its step is committed -> released
                          |
                          +-> cannot be read -> released, the sample is generated again
 
-A large group is held as a reference: its bytes lie in the spool of the replica that made it (rollout/spool/store.py).
+A large group is held as a reference: its bytes are in the spool of the replica that made it (rollout/spool/store.py).
 """
 
 from __future__ import annotations
@@ -16,21 +16,19 @@ from dataclasses import dataclass, field
 import msgspec
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.journal.durable import DurableLedger
-from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.outputs import AssignBatch
-from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.ledger import records
+from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.rollout.spool.store import Spooled
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """A group on its way."""
+    """A group in flight."""
 
     payload: p.Payload
     replica: str
-    """Who made it."""
+    """The rollout replica that made it."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -40,34 +38,27 @@ class Batches:
     source: PromptSource
     supervised: bool
     """True: a sample's payload is its row, read when it is needed."""
-    accounts: DurableLedger
     peers: Peers
     _held: dict[int, Held] = field(default_factory=dict)
     _assigned: Sequence[int] = ()
 
-    def deliver(self, peer: Peer, message: p.Deliver) -> None:
-        """Hold a group, if the ledger takes it: the first of a sample, and in time."""
-        m = message
-        delivery = (m.sample, m.attempt, m.min_version, m.max_version, m.num_terms)
-        decided = self.accounts.feed(events.Deliver(peer.name, peer.incarnation, *delivery))
-        held = Held(m.payload, peer.name)
+    def deliver(self, message: p.Deliver, *, replica: str, decided: Iterable[records.Record]) -> None:
+        """Hold a group, if the ledger has taken it: the first of a sample, and in time."""
+        held = Held(message.payload, replica)
         if any(isinstance(record, records.Delivered) for record in decided):
-            self._held[m.sample] = held
+            self._held[message.sample] = held
         else:
             self._release([held])
 
-    def lose(self, peer: Peer, message: p.PayloadsLost) -> list[int]:
-        """Let go of groups that the policy cannot read, if the ledger agrees, and return their samples."""
-        loss = (message.step, message.epoch, tuple(message.samples), message.reason)
-        decided = self.accounts.feed(events.PayloadsLost(peer.name, peer.incarnation, *loss))
+    def lose(self, decided: Iterable[records.Record]) -> list[int]:
+        """Release the groups that the ledger has given up as unreadable, and return their samples."""
         lost = [s for record in decided if isinstance(record, records.PayloadsLost) for s in record.samples]
         self._drop(lost)
         return lost
 
-    def message(self, effect: AssignBatch) -> p.Batch:
-        self._assigned = effect.samples
-        payloads = [self._payload(sample) for sample in effect.samples]
-        return p.Batch(step=effect.step, epoch=effect.epoch, samples=list(effect.samples), payloads=payloads)
+    def with_payloads(self, batch: p.Batch) -> p.Batch:
+        self._assigned = batch.samples
+        return msgspec.structs.replace(batch, payloads=[self._payload(sample) for sample in batch.samples])
 
     def committed(self) -> None:
         """The step that was assigned last is in the weights."""
@@ -92,7 +83,7 @@ class Batches:
         self._release([self._held.pop(sample) for sample in samples if sample in self._held])
 
     def _release(self, groups: Iterable[Held]) -> None:
-        """Have the spools remove the files. A replica that is not welcomed yet is told with its welcome what stays."""
+        """Have the spools remove the files. A replica without its welcome yet gets the list of kept files with it."""
         paths: dict[str, list[str]] = {}
         for held in groups:
             if isinstance(held.payload, Spooled):

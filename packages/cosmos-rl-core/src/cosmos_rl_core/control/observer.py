@@ -1,4 +1,4 @@
-"""Who is told what happens in a run."""
+"""The receiver of a run's progress and metrics."""
 
 from __future__ import annotations
 

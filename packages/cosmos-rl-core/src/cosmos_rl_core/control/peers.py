@@ -7,16 +7,15 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.ledger.events import Role
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 
 @dataclass(slots=True, kw_only=True)
 class Peer:
-    """A connected worker, as the controller last heard of it."""
+    """A connected worker, by its last heartbeat."""
 
     name: str
-    role: Role
+    role: p.Role
     connection: Connection
     incarnation: int = -1
     """Given by the ledger when it joined."""
@@ -35,7 +34,7 @@ class Peer:
     heard_at: float = 0.0
     """Clock of its last heartbeat."""
     leaving: bool = False
-    """It said goodbye, or what went wrong."""
+    """It sent a Goodbye or a Fatal."""
     _measured: tuple[float, float] = field(init=False)
     """`busy_s` and `heard_at` when `idle_fraction` was taken."""
 
@@ -44,7 +43,7 @@ class Peer:
 
     @property
     def is_welcome(self) -> bool:
-        """Whether its welcome was sent, which is the first that it is to hear."""
+        """Whether its Welcome was sent, which must be the first message it receives."""
         return self.incarnation >= 0
 
     def beat(self, message: p.Heartbeat, *, now: float) -> None:
@@ -60,7 +59,7 @@ class Peer:
             self._measured = (self.busy_s, self.heard_at)
 
     def post(self, message: p.ToWorker) -> None:
-        """Send, unless the connection has ended: then the ledger hears of it anyway."""
+        """Send, unless the connection has ended: the ledger gets a Disconnected then."""
         with contextlib.suppress(ConnectionClosed):
             self.connection.post(message)
 
@@ -74,8 +73,15 @@ class Peers:
     def of_role(self, role: str) -> list[Peer]:
         return [peer for peer in self.by_name.values() if peer.role == role]
 
+    def send_weights_address(self, ready: Peer) -> None:
+        """Send where to pull weights from: to all rollouts once a policy is ready, or to the rollout that is."""
+        source = next((policy.address for policy in self.of_role("policy")), "")
+        for rollout in self.of_role("rollout") if ready.role == "policy" else [ready]:
+            if source:
+                rollout.post(p.SyncFrom(address=source))
+
     def metrics(self) -> dict[str, float]:
-        """How many there are, and how idle each role was since the last call."""
+        """Number of members, and the idle fraction of each role since the last call."""
         for peer in self.by_name.values():
             peer.measure_idleness()
         idle = {role: [peer.idle_fraction for peer in self.of_role(role)] for role in ("policy", "rollout")}

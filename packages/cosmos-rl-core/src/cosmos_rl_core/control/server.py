@@ -1,9 +1,9 @@
 """The controller: one asyncio process, no GPU work, no torch.
 
-    workers' messages -> events -> ledger (journal first) -> effects -> workers' messages
+    workers' messages -> ledger (journal first) -> messages to workers
 
-What may be leased, batched and committed is the ledger's decision alone; the controller carries messages, keeps the
-payloads of groups on their way and runs the evaluations.
+The ledger alone decides what may be leased, batched and committed. The controller carries messages, holds the payloads
+of groups in flight and runs the evaluations.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ import asyncio
 from collections.abc import Callable
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.evaluation import Evaluation, Evaluator, leased_prompt
+from cosmos_rl_core.control.evaluation import Evaluation, Evaluator, with_row
 from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.job import Job
-from cosmos_rl_core.control.journal.durable import DurableLedger
-from cosmos_rl_core.control.journal.journal import Journal
-from cosmos_rl_core.control.ledger import events, outputs
+from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
+from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.observer import Observer
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
@@ -54,8 +54,8 @@ class Controller:
         self._job = job
         self._source = source
         self._observer = observer
-        self._accounts = DurableLedger(ledger, journal=journal, clock=clock, dispatch=self._dispatch)
-        self._batches = Batches(source=source, supervised=job.supervised, accounts=self._accounts, peers=self.peers)
+        self._ledger = DurableLedger(ledger, journal=journal, clock=clock, dispatch=self._dispatch)
+        self._batches = Batches(source=source, supervised=job.supervised, peers=self.peers)
         self._evaluator = Evaluator(
             source=eval_source,
             every_steps=job.eval_every_steps,
@@ -72,7 +72,7 @@ class Controller:
     async def run(self) -> None:
         """Serve until the policy has left after the last step. Raises what ended the run early."""
         self._evaluate_if_due(self.ledger.version)
-        tasks = [asyncio.create_task(self._accounts.run()), asyncio.create_task(self._tick())]
+        tasks = [asyncio.create_task(self._ledger.run()), asyncio.create_task(self._ledger.tick(TICK_S))]
         try:
             await asyncio.wait([*tasks, self._outcome], return_when=asyncio.FIRST_COMPLETED)
             for task in filter(asyncio.Task.done, tasks):
@@ -96,33 +96,28 @@ class Controller:
             self._outcome.set_exception(error)
 
     def dismiss(self) -> None:
-        """Tell every worker that the run is over."""
+        """Send every worker a Stop: the run is over."""
         for peer in self.peers.by_name.values():
             peer.post(p.Stop(reason=self._stop_reason or "the run is over"))
 
     def waits(self) -> list[str]:
-        """What the controller itself holds back, in words."""
+        """Return what waits for the controller itself, one readable line each."""
         return self._evaluator.waits()
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            self._accounts.feed(events.Tick())
-
-    # -- workers come, talk and go
+    # -- connections and messages of workers
 
     async def on_connect(self, connection: Connection) -> None:
         if self._outcome.done():
-            return  # the run is over: whoever comes now is sent away
+            return  # the run is over
         role = "policy" if connection.peer.role == "policy" else "rollout"
         peer = Peer(name=connection.peer.name, role=role, connection=connection, heard_at=self.clock())
         self.peers.by_name[peer.name] = peer
-        self._accounts.feed(events.Join(replica=peer.name, role=peer.role))
+        self._ledger.feed(events.Join(replica=peer.name, role=peer.role))
         try:
             while True:
                 message = await connection.receive()
                 try:
-                    self._hear(peer, message)
+                    self._handle(peer, message)
                 except OSError as error:  # the observer could not write a file
                     self.fail(error)
         except ConnectionClosed:
@@ -135,36 +130,40 @@ class Controller:
         del self.peers.by_name[peer.name]
         self._evaluator.lose(peer, self.peers)
         if not peer.leaving:
-            self._accounts.feed(events.Disconnected(replica=peer.name, incarnation=peer.incarnation))
+            self._ledger.feed(events.Disconnected(replica=peer.name, incarnation=peer.incarnation))
 
-    def _hear(self, peer: Peer, message: p.ToController) -> None:
+    def _handle(self, peer: Peer, message: p.ToController) -> None:
         match message:
             case p.Heartbeat():
-                self._heartbeat(peer, message)
+                peer.beat(message, now=self.clock())
+                self._feed(peer, message)
             case p.RequestLeases():
                 self._request_leases(peer, message)
             case p.Deliver() if message.evaluation:
                 self._evaluator.deliver(message)
             case p.Deliver():
-                self._batches.deliver(peer, message)
+                self._batches.deliver(message, replica=peer.name, decided=self._feed(peer, message))
             case p.Failed() if message.evaluation:
                 self._evaluator.fail(message)
-            case p.Failed():
-                self._failed(peer, message)
             case p.RequestBatch():
                 peer.wants_batch = message.step
                 self._request_batch(peer)
             case p.PayloadsLost():
-                self._payloads_lost(peer, message)
-            case p.Vote():
-                self._accounts.feed(events.Vote(peer.name, peer.incarnation, message.step, message.epoch))
-            case _:
-                self._hear_news(peer, message)
-
-    def _hear_news(self, peer: Peer, message: p.ToController) -> None:
-        match message:
+                peer.wants_batch = message.step  # it waits on, for another one
+                if lost := self._batches.lose(self._feed(peer, message)):
+                    self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
+            case p.Failed() | p.Vote():
+                self._feed(peer, message)
             case p.Ready():
-                self._ready(peer, message)
+                self._feed(peer, message)
+                self._observer.note(f"{peer.name} is ready")
+                peer.address = message.address
+                self.peers.send_weights_address(peer)
+            case _:
+                self._handle_report(peer, message)
+
+    def _handle_report(self, peer: Peer, message: p.ToController) -> None:
+        match message:
             case p.StepDone():
                 self._observer.step(message.step, {**message.metrics, **self.peers.metrics()})
             case p.Validated():
@@ -173,44 +172,27 @@ class Controller:
                 self._observer.note(f"{peer.name}: {message.message}")
             case p.CheckpointDone():
                 self.checkpoint = message.path
-                self._accounts.feed(events.Checkpointed(version=message.step))
+                self._feed(peer, message)
             case p.Goodbye():
                 peer.leaving = True
-                self._accounts.feed(events.Leave(replica=peer.name, incarnation=peer.incarnation))
+                self._feed(peer, message)
                 if peer.role == "policy" and not self._outcome.done():
                     self._outcome.set_result(None)
             case p.Fatal():
                 peer.leaving = True
-                text = message.message
-                self.fail(UserError(text) if message.user else WorkerFailed(f"{peer.name}: {text}"))
+                self.fail(
+                    UserError(message.message) if message.user else WorkerFailed(f"{peer.name}: {message.message}")
+                )
 
-    def _ready(self, peer: Peer, message: p.Ready) -> None:
-        self._accounts.feed(events.Ready(replica=peer.name, incarnation=peer.incarnation))
-        self._observer.note(f"{peer.name} is ready")
-        peer.address = message.address
-        source = next((policy.address for policy in self.peers.of_role("policy")), "")
-        for rollout in self.peers.of_role("rollout") if peer.role == "policy" else [peer]:
-            if source:
-                rollout.post(p.SyncFrom(address=source))
-
-    def _heartbeat(self, peer: Peer, message: p.Heartbeat) -> None:
-        peer.beat(message, now=self.clock())
-        self._accounts.feed(events.Heartbeat(peer.name, peer.incarnation, message.progress, tuple(message.holding)))
+    def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
+        return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
 
     def _request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
         if self._evaluator.current is not None:
             self._evaluator.request(peer, message)
             return
         peer.held = None
-        self._accounts.feed(events.RequestLeases(peer.name, peer.incarnation, message.version, message.capacity))
-
-    def _payloads_lost(self, peer: Peer, message: p.PayloadsLost) -> None:
-        peer.wants_batch = message.step  # it waits on, for another one
-        if lost := self._batches.lose(peer, message):
-            self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
-
-    def _failed(self, peer: Peer, m: p.Failed) -> None:
-        self._accounts.feed(events.Fail(peer.name, peer.incarnation, m.sample, m.attempt, m.reason, m.final))
+        self._feed(peer, message)
 
     # -- batches and evaluations
 
@@ -222,14 +204,14 @@ class Controller:
         if self._stop_reason or (self._job.max_steps is not None and step >= self._job.max_steps):
             self._end_of_batches(peer)
         else:
-            self._accounts.feed(events.RequestBatch(peer.name, peer.incarnation, step, peer.epoch))
+            self._feed(peer, p.RequestBatch(step, peer.epoch))
 
     def _end_of_batches(self, peer: Peer) -> None:
         """The last step is done: evaluate it, then let the policy go."""
         step = self.ledger.version
         if self._stop_reason or not self._evaluate_if_due(step, last=True):
             peer.wants_batch = None
-            peer.post(p.Batch(step=step, epoch=peer.epoch, samples=[], payloads=[]))
+            peer.post(p.Batch(step=step, epoch=peer.epoch, samples=()))
 
     def _evaluate_if_due(self, version: int, *, last: bool = False) -> bool:
         due = self._evaluator.begin_if_due(version, last=last)
@@ -256,43 +238,40 @@ class Controller:
 
     # -- what the ledger decided
 
-    def _dispatch(self, effect: outputs.Effect) -> None:
-        match effect:
-            case outputs.Halt():
-                self.fail(UserError(effect.message))
-            case outputs.PoliciesLost():
+    def _dispatch(self, output: events.Output) -> None:
+        match output:
+            case events.Halt():
+                self.fail(UserError(output.message))
+            case events.PoliciesLost():
                 self.fail(WorkerFailed("the last policy replica is gone"))
-            case _:
-                assert isinstance(effect, outputs.ToReplica)
-                peer = self.peers.by_name.get(effect.replica)
+            case events.To():
+                peer = self.peers.by_name.get(output.replica)
                 if peer is not None:
-                    self._tell(peer, effect)
+                    self._send(peer, output.message)
 
-    def _tell(self, peer: Peer, effect: outputs.ToReplica) -> None:
-        """Say it on the wire. Ack and RolledBack are not said: a worker lives no longer than its connection."""
-        match effect:
-            case outputs.Welcome():
-                peer.incarnation = effect.incarnation
-                job, kept = self._job, self._batches.kept(peer.name)
-                peer.post(p.Welcome(job.config_toml, str(job.run_dir), job.resume_from, job.max_steps or 0, kept))
-            case outputs.Grant():
-                prompts = [leased_prompt(self._source, x.sample, attempt=x.attempt) for x in effect.leases]
-                peer.post(p.Grant(prompts=prompts))
-            case outputs.Cancel():
-                peer.post(p.Cancel(sample=effect.sample))
-            case outputs.Reject():
-                self._observer.note(f"{peer.name}: {effect.reason}")
-            case outputs.NoMore():
-                if peer.role == "policy":
-                    self._end_of_batches(peer)
-            case outputs.Remesh():
-                peer.epoch = effect.epoch
-                self._request_batch(peer)
-            case outputs.AssignBatch():
+    def _send(self, peer: Peer, message: p.FromLedger) -> None:
+        """Send a message of the ledger, with what it lacks: recipe, rows, payloads."""
+        match message:
+            case p.Welcome():
+                peer.incarnation = message.incarnation
+                peer.post(self._job.welcome(message, kept=self._batches.kept(peer.name)))
+            case p.Grant():
+                peer.post(p.Grant(tuple(with_row(prompt, self._source) for prompt in message.prompts)))
+            case p.Batch():
                 peer.wants_batch = None
-                peer.post(self._batches.message(effect))
-            case outputs.Committed():
+                peer.post(self._batches.with_payloads(message))
+            case p.Cancel():
+                peer.post(message)
+            case p.Committed():
                 self._batches.committed()
-                self._evaluate_if_due(effect.step + 1)
-                position = self.ledger.position()
-                peer.post(p.Committed(effect.step, position.next_sample, list(position.unfinished)))
+                self._evaluate_if_due(message.step + 1)
+                peer.post(message)
+            case p.Reject():
+                self._observer.note(f"{peer.name}: {message.reason}")
+            case p.NoMore() if peer.role == "policy":
+                self._end_of_batches(peer)
+            case p.Remesh():
+                peer.epoch = message.epoch
+                self._request_batch(peer)
+            case p.NoMore() | p.Ack() | p.RolledBack():
+                pass  # not sent: a worker ends with its connection

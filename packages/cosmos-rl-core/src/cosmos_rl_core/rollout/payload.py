@@ -6,7 +6,7 @@ msgpack, in which an array is (dtype, shape, raw little-endian bytes).
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 import numpy as np
@@ -54,7 +54,6 @@ class _Rollout(msgspec.Struct, frozen=True, array_like=True):
 
 class _Group(msgspec.Struct, frozen=True, array_like=True):
     sample_id: int
-    row: dict[str, Any]
     origin: str
     prompt_text: str
     rollouts: tuple[_Rollout, ...]
@@ -65,12 +64,11 @@ _decode = msgspec.msgpack.Decoder(_Group).decode
 
 
 def encode_group(group: RolloutGroup) -> bytes:
-    """Return the group as bytes. Raises ValueError for an array of a dtype that does not travel."""
+    """Return the group as bytes, without its row. Raises ValueError for an array of an unsupported dtype."""
     prompt = group.prompt
     return _encode(
         _Group(
             sample_id=prompt.sample_id,
-            row=dict(prompt.row),
             origin=prompt.origin,
             prompt_text=group.prompt_text,
             rollouts=tuple(_pack_rollout(rollout) for rollout in group.rollouts),
@@ -79,7 +77,7 @@ def encode_group(group: RolloutGroup) -> bytes:
 
 
 def decode_group(payload: bytes | memoryview) -> RolloutGroup:
-    """Return the group. Its arrays are read-only views of `payload`: copy before writing.
+    """Return the group, with an empty row. Its arrays are read-only views of `payload`: copy before writing.
 
     Raises ValueError where the bytes are not a group, or an array's size does not fit its dtype and shape.
     """
@@ -88,7 +86,7 @@ def decode_group(payload: bytes | memoryview) -> RolloutGroup:
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"these bytes are not a rollout group: {error}") from error
     return RolloutGroup(
-        prompt=Prompt(sample_id=group.sample_id, row=group.row, origin=group.origin),
+        prompt=Prompt(sample_id=group.sample_id, row={}, origin=group.origin),
         rollouts=tuple(_unpack_rollout(rollout) for rollout in group.rollouts),
         prompt_text=group.prompt_text,
     )

@@ -37,8 +37,8 @@ class Lease:
     evaluation: bool = False
 
 
-class LeaseDesk(Protocol):
-    """The controller's side of a rollout replica."""
+class LeaseSource(Protocol):
+    """The controller, as a rollout replica sees it."""
 
     def request(self, *, version: int, capacity: int) -> None:
         """Ask for up to `capacity` leases on weights `version`; replaces an earlier request that waits."""
@@ -62,7 +62,7 @@ class LeaseDesk(Protocol):
 
 
 class RolloutWorker:
-    """Runs until the desk says that the run is over."""
+    """Runs until there are no more leases."""
 
     def __init__(
         self,
@@ -70,16 +70,16 @@ class RolloutWorker:
         *,
         rollouter: Rollouter,
         subscriber: WeightSubscriber,
-        desk: LeaseDesk,
+        leases: LeaseSource,
         max_groups: int,
         spool: Spool | None = None,
         timeline: Timeline | None = None,
     ) -> None:
-        """spool: where the desk leaves large groups; while it is full, no leases are asked for."""
+        """spool: where large groups are stored; while it is full, no leases are requested."""
         self._engine = engine
         self._rollouter = rollouter
         self._subscriber = subscriber
-        self._desk = desk
+        self._leases = leases
         self._max_groups = max_groups
         self._spool = spool
         self._timeline = timeline or Timeline("rollout")
@@ -125,7 +125,7 @@ class RolloutWorker:
             await asyncio.gather(leases, *helpers, *self._running.values(), return_exceptions=True)
 
     async def _answer_leases(self) -> None:
-        while (leases := await self._desk.granted()) is not None:
+        while (leases := await self._leases.granted()) is not None:
             for lease in leases:
                 if not self._running:
                     self._busy_since = time.perf_counter()
@@ -146,9 +146,9 @@ class RolloutWorker:
         try:
             with self._timeline.span(name, track=f"group {lane:03d}", sample=lease.prompt.sample_id):
                 group = await work(lease.prompt)
-            await self._desk.deliver(lease, group)
+            await self._leases.deliver(lease, group)
         except SampleError as error:
-            await self._desk.fail(lease, error)
+            await self._leases.fail(lease, error)
         finally:
             self._lanes.discard(lane)
             key = (lease.prompt.sample_id, lease.evaluation)
@@ -170,17 +170,17 @@ class RolloutWorker:
 
     async def _follow_cancels(self) -> None:
         while True:
-            task = self._running.get((await self._desk.cancelled(), False))
+            task = self._running.get((await self._leases.cancelled(), False))
             if task is not None:
                 task.cancel()
                 await asyncio.wait([task])
 
     async def _follow_releases(self, spool: Spool) -> None:
         while True:
-            spool.release(await self._desk.released())
+            spool.release(await self._leases.released())
             self._request()
 
     def _request(self) -> None:
         if self._engine.version >= 0:
             room = self._max_groups if self._spool is None else min(self._max_groups, self._spool.room())
-            self._desk.request(version=self._engine.version, capacity=room - len(self._running))
+            self._leases.request(version=self._engine.version, capacity=room - len(self._running))

@@ -127,7 +127,8 @@ class TinyEngine:
             versions.append(self._version)
             self._steps += 1
             await asyncio.sleep(self._delay_s)
-        return f"context {context}", rollouts_of(actions, logprobs, versions, num_actions=self._network.actions)
+        rollouts = rollouts_of(actions, logprobs, versions, context=context, num_actions=self._network.actions)
+        return f"context {context}", rollouts
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         apply()

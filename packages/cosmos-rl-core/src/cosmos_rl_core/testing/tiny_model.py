@@ -135,6 +135,7 @@ def rollouts_of(
     logprobs: Sequence[np.ndarray],
     versions: Sequence[int],
     *,
+    context: int,
     num_actions: int,
 ) -> list[Rollout]:
     """Turn what was drawn place by place, each [G], into G rollouts."""
@@ -142,6 +143,7 @@ def rollouts_of(
         Rollout(
             arrays={
                 "actions": np.array([a[g] for a in actions]),
+                "context": np.array(context, np.int32),
                 "num_actions": np.array(num_actions, np.int32),
             },
             rollout_logprobs=np.array([lp[g] for lp in logprobs], np.float32),
@@ -154,7 +156,7 @@ def rollouts_of(
 
 
 EMPTY = Rollout(
-    arrays={"actions": np.zeros(1, np.int32)},
+    arrays={"actions": np.zeros(1, np.int32), "context": np.array(0, np.int32)},
     rollout_logprobs=np.zeros(1, np.float32),
     versions=np.zeros(1, np.int32),
     loss_mask=np.zeros(1, np.bool_),
@@ -163,28 +165,28 @@ EMPTY = Rollout(
 
 
 def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
-    rollouts = [(group.prompt.row["context"], r) for group in groups for r in group.rollouts]
-    dealt = deal([r.num_terms for _, r in rollouts], capacity=microbatch_terms, share=share)
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    dealt = deal([r.num_terms for r in rollouts], capacity=microbatch_terms, share=share)
     return TrainBatch(
-        microbatches=tuple(_microbatch([rollouts[index] for index in members] or [(0, EMPTY)]) for members in dealt),
-        num_terms=sum(int(r.loss_mask.sum()) for _, r in rollouts),
-        num_rollouts=sum(bool(r.loss_mask.any()) for _, r in rollouts),
+        microbatches=tuple(_microbatch([rollouts[index] for index in members] or [EMPTY]) for members in dealt),
+        num_terms=sum(int(r.loss_mask.sum()) for r in rollouts),
+        num_rollouts=sum(bool(r.loss_mask.any()) for r in rollouts),
     )
 
 
-def _microbatch(rollouts: Sequence[tuple[int, Rollout]]) -> Microbatch:
-    lengths = torch.tensor([r.num_terms for _, r in rollouts])
+def _microbatch(rollouts: Sequence[Rollout]) -> Microbatch:
+    lengths = torch.tensor([r.num_terms for r in rollouts])
     terms = TermBatch(
-        rollout_logprobs=torch.from_numpy(np.concatenate([r.rollout_logprobs for _, r in rollouts])),
-        advantages=torch.tensor([r.advantage for _, r in rollouts], dtype=torch.float32).repeat_interleave(lengths),
-        loss_mask=torch.from_numpy(np.concatenate([r.loss_mask for _, r in rollouts]).astype(np.float32)),
+        rollout_logprobs=torch.from_numpy(np.concatenate([r.rollout_logprobs for r in rollouts])),
+        advantages=torch.tensor([r.advantage for r in rollouts], dtype=torch.float32).repeat_interleave(lengths),
+        loss_mask=torch.from_numpy(np.concatenate([r.loss_mask for r in rollouts]).astype(np.float32)),
         rollout_index=torch.arange(len(rollouts)).repeat_interleave(lengths),
         num_rollouts=len(rollouts),
     )
     inputs = {
-        "contexts": torch.tensor([context for context, _ in rollouts]).repeat_interleave(lengths),
+        "contexts": torch.tensor([int(r.arrays["context"]) for r in rollouts]).repeat_interleave(lengths),
         "places": torch.cat([torch.arange(int(n)) for n in lengths]),
-        "actions": torch.from_numpy(np.concatenate([r.arrays["actions"] for _, r in rollouts]).astype(np.int64)),
+        "actions": torch.from_numpy(np.concatenate([r.arrays["actions"] for r in rollouts]).astype(np.int64)),
     }
     return Microbatch(inputs=inputs, terms=terms)
 
@@ -198,7 +200,7 @@ def collate_answers(
         answer = np.array([wanted(row["context"], place, actions=actions) for place in range(length)], np.int32)
         zeros = np.zeros(length, np.float32)
         rollout = Rollout(
-            arrays={"actions": answer},
+            arrays={"actions": answer, "context": np.array(row["context"], np.int32)},
             rollout_logprobs=zeros,
             versions=np.zeros(length, np.int32),
             loss_mask=np.ones(length, np.bool_),

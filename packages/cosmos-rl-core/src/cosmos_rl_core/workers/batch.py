@@ -140,7 +140,7 @@ class StepPayloads:
         self._fetch_s += time.perf_counter() - started
         if gone:
             self._lost += len(gone)
-            samples = sorted(gone)
+            samples = tuple(sorted(gone))
             return p.PayloadsLost(step=message.step, epoch=message.epoch, samples=samples, reason=gone[samples[0]])
         encoded = [data for data in found if not isinstance(data, PayloadGone)]
         payloads = Payloads(encoded=encoded, spooled_bytes=sum(sizes), fetch_s=self._fetch_s, lost=self._lost)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,15 +14,14 @@ from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.rollout.payload import encode_group
 from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.rollout.worker import Lease
-from cosmos_rl_core.types import Prompt, RolloutGroup, StepResult, TrainBatch
+from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 HEARTBEAT_S = 1.0
-GONE = "the controller went away before step {} was committed"
 
 
 class ControllerClient:
-    """Receives for a worker and beats its heart.
+    """Receives for a worker and sends its heartbeats.
 
     client = ControllerClient(connection)
     await client.beside(work, pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
@@ -54,13 +53,13 @@ class ControllerClient:
                 task.cancel()
             await asyncio.gather(main, *helpers, return_exceptions=True)
 
-    async def say(self, message: p.ToController) -> None:
-        """Send; an end of the connection is heard of where an answer is waited for, in all ranks at the same place."""
+    async def send(self, message: p.ToController) -> None:
+        """Send. The end of the connection shows where a reply is awaited, in all ranks at the same place."""
         with contextlib.suppress(ConnectionClosed):
             await self.connection.send(message)
 
-    def say_soon(self, message: p.ToController) -> None:
-        """As `say`, without waiting until there is room."""
+    def post(self, message: p.ToController) -> None:
+        """As `send`, without waiting until there is room."""
         with contextlib.suppress(ConnectionClosed):
             self.connection.post(message)
 
@@ -102,11 +101,11 @@ class ControllerClient:
                 await asyncio.wait_for(self.connection.closed.wait(), HEARTBEAT_S)
 
 
-class RemoteDesk:
-    """`rollout.worker.LeaseDesk` over the control channel."""
+class RemoteLeases:
+    """`rollout.worker.LeaseSource` over the control channel."""
 
     def __init__(self, client: ControllerClient, spool: Spool | None = None) -> None:
-        """spool: where large groups stay; without it all travel to the controller."""
+        """spool: where large groups stay; without it all are sent to the controller."""
         self._client = client
         self._spool = spool
         self._asked: p.RequestLeases | None = None
@@ -165,74 +164,6 @@ class RemoteDesk:
         return await self._client.releases.get()
 
 
-class RemoteSteps:
-    """`loop.Steps` over the control channel."""
-
-    def __init__(
-        self,
-        client: ControllerClient,
-        *,
-        batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
-        checkpoint: Callable[[p.Committed], Awaitable[None]],
-        relay: Callable[[p.ToWorker], Awaitable[None]] | None = None,
-    ) -> None:
-        """Wire it.
-
-        `batch` makes what the trainer takes, or says what cannot be read, alike in all ranks. `relay` hands what the
-        controller decided to the replica's other ranks, before this one acts on it.
-        """
-        self._client = client
-        self._batch = batch
-        self._checkpoint = checkpoint
-        self._relay = relay
-        self._current: p.Batch | None = None
-        self._asked = -1
-        """Step whose batch was asked for last."""
-        self._committed: p.Committed | None = None
-
-    async def next_batch(self, step: int) -> TrainBatch | None:
-        self._ask(step)
-        while True:
-            message = await self._client.batches.get()
-            if message is None or not message.samples or self._client.stopped.is_set():
-                await self._pass_on(p.Stop(reason="no more batches"))
-                return None
-            assert message.step == step
-            await self._pass_on(message)
-            self._current = message
-            batch = await self._batch(message)
-            if not isinstance(batch, p.PayloadsLost):
-                return batch
-            await self._client.say(batch)
-
-    async def commit(self, step: int) -> None:
-        assert self._current is not None
-        await self._client.say(p.Vote(step=step, epoch=self._current.epoch))
-        committed = await self._client.commits.get()
-        if committed is None:
-            await self._pass_on(p.Stop(reason=GONE.format(step)))
-            raise ConnectionClosed(GONE.format(step))
-        assert committed.step == step
-        await self._pass_on(committed)
-        self._committed = committed
-        self._ask(step + 1)  # it can be made up and sent while this step is taken
-
-    def _ask(self, step: int) -> None:
-        if step != self._asked and not self._client.stopped.is_set():
-            self._asked = step
-            self._client.say_soon(p.RequestBatch(step=step))
-
-    async def _pass_on(self, message: p.ToWorker) -> None:
-        if self._relay is not None:
-            await self._relay(message)
-
-    async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
-        assert self._committed is not None
-        done = p.StepDone(step=self._committed.step, version=result.policy_version, metrics={**result.metrics, **sync})
-        await self._client.say(done)
-        await self._checkpoint(self._committed)
-
-
 def _as_read(group: RolloutGroup) -> RolloutGroup:
-    """The group without what only training reads."""
+    """Return the group without the arrays, which only training reads."""
     return replace(group, rollouts=tuple(replace(rollout, arrays={}) for rollout in group.rollouts))

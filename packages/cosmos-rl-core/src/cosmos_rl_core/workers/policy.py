@@ -1,6 +1,6 @@
 """A policy replica as a role: trainer, batches, publisher and checkpoints around the loop.
 
-All ranks of a replica run this same code, each with its share of every batch; the first tells the controller.
+All ranks of a replica run this same code, each with its share of every batch; rank 0 sends to the controller.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cosmos_rl_core.weight_sync import WeightPublisher
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share
 from cosmos_rl_core.workers.context import Assignment
-from cosmos_rl_core.workers.steps import Desk, ValidatedSteps
+from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ValidatedSteps
 
 WORK = ("forward_backward", "optim_step")
 """Spans of the timeline that count as work."""
@@ -37,14 +37,14 @@ WORK = ("forward_backward", "optim_step")
 class PolicyRole:
     """Implements `workers.roles.Role`."""
 
-    def __init__(self, assignment: Assignment, desk: Desk) -> None:
+    def __init__(self, assignment: Assignment, link: ControllerLink) -> None:
         self._at = assignment
-        self._desk = desk
+        self._link = link
         self._trainer: Trainer | None = None
 
     def pulse(self) -> p.Heartbeat:
         progress = self._trainer.progress if self._trainer else 0
-        return p.Heartbeat(progress=progress, busy_s=self._at.context.timeline.total(*WORK), holding=[])
+        return p.Heartbeat(progress=progress, busy_s=self._at.context.timeline.total(*WORK))
 
     async def run(self) -> None:
         at, loop = self._at, asyncio.get_running_loop()
@@ -64,7 +64,7 @@ class PolicyRole:
             keeps_old=at.config.algorithm.old_logprobs == "policy",
         )
         steps = self._steps(learner, saver, mesh)
-        await self._desk.report(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
+        await self._link.send(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
         together = mesh is None
         """Whether all ranks are here, so that they can save; after an error some may be somewhere else."""
         try:
@@ -78,7 +78,7 @@ class PolicyRole:
             if publisher is not None:
                 await publisher.close()
         if folder is not None:
-            await self._desk.report(p.CheckpointDone(step=trainer.version, path=str(folder)))
+            await self._link.send(p.CheckpointDone(step=trainer.version, path=str(folder)))
 
     def _build(self) -> tuple[ReplicaMesh | None, Trainer, Reference | None, TrainState]:
         at = self._at
@@ -98,7 +98,7 @@ class PolicyRole:
         self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState, loop: asyncio.AbstractEventLoop
     ) -> CheckpointSaver:
         """Made by all ranks at the same time. What it tells from its own thread is passed to the loop's."""
-        at, desk = self._at, self._desk
+        at, link = self._at, self._link
         section = at.config.checkpoint
         ranks = RankGroup() if mesh is None else RankGroup.of_all()
         layout = "one rank" if mesh is None else mesh.dims.describe()
@@ -112,13 +112,13 @@ class PolicyRole:
             resumed_from=at.resume_from,
             scores=partial(read_scores, at.run_dir, section.best_metric),
             healthy=partial(read_healthy, at.run_dir) if at.config.monitor.rolls_back else lambda: None,
-            on_saved=lambda step, path: _post(loop, desk, p.CheckpointDone(step=step, path=path)),
-            on_failed=lambda text: _post(loop, desk, p.Alarm(message=text)),
+            on_saved=lambda step, path: _post(loop, link, p.CheckpointDone(step=step, path=path)),
+            on_failed=lambda text: _post(loop, link, p.Alarm(message=text)),
         )
 
     def _steps(self, learner: PolicyLearner, saver: CheckpointSaver, mesh: ReplicaMesh | None) -> Steps:
         """The controller's side of the loop; a supervised replica measures its loss on held-out rows in between."""
-        at, desk = self._at, self._desk
+        at, link = self._at, self._link
         policy, share = learner.trainer.policy, batch_share(at.config, mesh)
         make_batch, payloads_of = BatchMaker(at, policy, share=share), self._payloads()
 
@@ -128,7 +128,8 @@ class PolicyRole:
                 return payloads
             return await learner.in_compute_thread(partial(make_batch, message, payloads))
 
-        steps = desk.steps(
+        steps = PolicySteps(
+            link,
             batch=batch,
             checkpoint=lambda committed: learner.in_compute_thread(partial(saver.after_step, _state_after(committed))),
         )
@@ -139,7 +140,7 @@ class PolicyRole:
             steps,
             due=partial(at.config.eval.due, last=at.last_step),
             measure=lambda: learner.in_compute_thread(validation.measure),
-            tell=lambda version, figures: desk.report(p.Validated(version=version, metrics=dict(figures))),
+            report=lambda version, metrics: link.send(p.Validated(version=version, metrics=dict(metrics))),
         )
 
     def _payloads(self) -> StepPayloads:
@@ -157,16 +158,14 @@ class PolicyRole:
             trainer.policy.rollout_weights(),
             settings=assemble.sync_settings(config, token=at.context.token),
             bind=at.context.address or config.run.bind,
-            ranks=None if ranks is None else ranks.words,
+            ranks=None if ranks is None else ranks.messages,
         )
 
 
 def _state_after(committed: p.Committed) -> TrainState:
-    return TrainState(
-        step=committed.step + 1, next_sample=committed.next_sample, unfinished=tuple(committed.unfinished)
-    )
+    return TrainState(step=committed.step + 1, next_sample=committed.next_sample, unfinished=committed.unfinished)
 
 
-def _post(loop: asyncio.AbstractEventLoop, desk: Desk, message: p.ToController) -> None:
-    """Say something out of another thread."""
-    loop.call_soon_threadsafe(desk.post, message)
+def _post(loop: asyncio.AbstractEventLoop, link: ControllerLink, message: p.ToController) -> None:
+    """Send from another thread."""
+    loop.call_soon_threadsafe(link.post, message)

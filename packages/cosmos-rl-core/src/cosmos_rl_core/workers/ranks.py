@@ -1,8 +1,8 @@
-"""The ranks of a policy replica, and the words that pass between them.
+"""The ranks of a policy replica, and the messages between them.
 
     controller --Welcome, Batch, Committed, Stop--> lead (rank 0) --the same, as bytes--> followers (all other ranks)
 
-Every rank runs the same loop; the lead alone talks with the controller and hands on what it hears before it acts on
+Every rank runs the same loop; only the lead is connected to the controller and relays each message before it acts on
 it. The bytes travel over a gloo group of their own, so that they never mix with the collectives of training. A
 follower waits there while nothing is to do, for as long as the rollouts take; a rank that dies closes its sockets,
 which ends the wait of all others.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import timedelta
@@ -26,28 +26,25 @@ from torch import Tensor
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.parallel.rank_group import RankGroup
-from cosmos_rl_core.types import StepResult, TrainBatch
-from cosmos_rl_core.wire.channel import ConnectionClosed
-from cosmos_rl_core.workers.client import GONE
 
 T = TypeVar("T")
 IDLE = timedelta(days=365)
-"""Longest wait for the lead's next word: as good as for ever."""
+"""Longest wait for the lead's next message: practically unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
     """This rank's place among those of its replica. Made by `Ranks.join` in all of them at the same time."""
 
-    words: RankGroup
+    messages: RankGroup
     """Bytes between all of them."""
     _group: dist.ProcessGroup
     _thread: ThreadPoolExecutor
-    """All words pass in this one thread, in the order of the calls."""
+    """All messages pass in this one thread, in the order of the calls."""
 
     @classmethod
     def join(cls, *, timeout_s: float, store: Path | None) -> Ranks:
-        """Make the default process group of RANK and WORLD_SIZE, and the group for words.
+        """Make the default process group of RANK and WORLD_SIZE, and the group for messages.
 
         The ranks find each other through the file `store`; without it through the server that MASTER_ADDR and
         MASTER_PORT name. A collective of training that takes longer than `timeout_s` is an error.
@@ -66,26 +63,26 @@ class Ranks:
 
     @property
     def rank(self) -> int:
-        return self.words.rank
+        return self.messages.rank
 
-    async def tell(self, message: p.ToWorker) -> None:
-        """Hand a message on to all followers; the lead calls it."""
-        await self._in_thread(lambda: self._broadcast(msgspec.msgpack.encode(message)))
+    async def broadcast(self, message: p.ToWorker) -> None:
+        """Send a message to all followers; the lead calls it."""
+        await self._in_thread(lambda: self._exchange(msgspec.msgpack.encode(message)))
 
-    async def hear(self) -> p.ToWorker:
-        """Wait for the lead's next message; a follower calls it for each `tell`."""
-        return msgspec.msgpack.decode(await self._in_thread(lambda: self._broadcast(b"")), type=p.ToWorker)
+    async def receive(self) -> p.ToWorker:
+        """Wait for the lead's next message; a follower calls it for each `broadcast`."""
+        return msgspec.msgpack.decode(await self._in_thread(lambda: self._exchange(b"")), type=p.ToWorker)
 
     async def gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, in the order of ranks; all call it after the same word."""
-        return await self._in_thread(lambda: self.words.gather(data))
+        """Return what every rank gave, in the order of ranks; all call it after the same message."""
+        return await self._in_thread(lambda: self.messages.gather(data))
 
     async def leave(self) -> None:
         """Wait until all ranks are here, then end the groups."""
-        await self._in_thread(self.words.meet)
+        await self._in_thread(self.messages.meet)
         dist.destroy_process_group()
 
-    def _broadcast(self, mine: bytes) -> bytes:
+    def _exchange(self, mine: bytes) -> bytes:
         length = torch.tensor([len(mine)])
         dist.broadcast(length, src=0, group=self._group)
         data = _bytes_tensor(mine, int(length))
@@ -94,43 +91,6 @@ class Ranks:
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
-
-
-class FollowerSteps:
-    """`loop.Steps` of a rank that hears of the controller through the lead."""
-
-    def __init__(
-        self,
-        ranks: Ranks,
-        *,
-        batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
-        checkpoint: Callable[[p.Committed], Awaitable[None]],
-    ) -> None:
-        self._ranks = ranks
-        self._batch = batch
-        self._checkpoint = checkpoint
-        self._committed: p.Committed | None = None
-
-    async def next_batch(self, step: int) -> TrainBatch | None:
-        while True:
-            message = await self._ranks.hear()
-            if isinstance(message, p.Stop):
-                return None
-            assert isinstance(message, p.Batch) and message.step == step
-            batch = await self._batch(message)
-            if not isinstance(batch, p.PayloadsLost):
-                return batch
-
-    async def commit(self, step: int) -> None:
-        message = await self._ranks.hear()
-        if isinstance(message, p.Stop):
-            raise ConnectionClosed(GONE.format(step))
-        assert isinstance(message, p.Committed) and message.step == step
-        self._committed = message
-
-    async def report(self, result: StepResult, sync: object) -> None:
-        assert self._committed is not None
-        await self._checkpoint(self._committed)
 
 
 def _backend() -> str:

@@ -1,4 +1,4 @@
-"""What a worker does once it is connected: learn its recipe, run its role beside its heartbeat, leave cleanly.
+"""Run a connected worker: receive the recipe, run the role beside the heartbeat, leave cleanly.
 
 The same coroutines run in a process of their own (`local`), side by side in one process (`inline`), and in every rank
 of a policy replica of several (`follow`, in those that are not connected).
@@ -37,16 +37,16 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
     with collector_paused():  # torch comes with the roles' parts: a worker that cannot connect fails before that
         from cosmos_rl_core.workers.policy import PolicyRole
         from cosmos_rl_core.workers.rollout import RolloutRole
-        from cosmos_rl_core.workers.steps import ControllerDesk
+        from cosmos_rl_core.workers.steps import DirectLink
 
     welcome = await connection.receive()
     if context.ranks is not None:
-        await context.ranks.tell(welcome)
+        await context.ranks.broadcast(welcome)
     client = ControllerClient(connection)
     with _assigned(context, welcome) as assignment:
         worker: Role
         if role == "policy":
-            worker = PolicyRole(assignment, ControllerDesk(client, context.ranks))
+            worker = PolicyRole(assignment, DirectLink(client, context.ranks))
         else:
             worker = RolloutRole(assignment, client)
         await client.beside(worker.run(), pulse=worker.pulse)
@@ -55,13 +55,13 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
 
 
 async def follow(context: WorkerContext) -> None:
-    """Run the policy in a rank that hears of the controller through rank 0."""
+    """Run the policy in a rank that reaches the controller through rank 0."""
     from cosmos_rl_core.workers.policy import PolicyRole
-    from cosmos_rl_core.workers.steps import FollowerDesk
+    from cosmos_rl_core.workers.steps import FollowerLink
 
     assert context.ranks is not None
-    with _assigned(context, await context.ranks.hear()) as assignment:
-        await PolicyRole(assignment, FollowerDesk(context.ranks)).run()
+    with _assigned(context, await context.ranks.receive()) as assignment:
+        await PolicyRole(assignment, FollowerLink(context.ranks)).run()
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from cosmos_rl_core.rollout.spool.store import Spool, spool_root
 from cosmos_rl_core.rollout.worker import RolloutWorker
 from cosmos_rl_core.weight_sync import OwnsSubscriber, WeightSubscriber
 from cosmos_rl_core.wire.channel import Server
-from cosmos_rl_core.workers.client import ControllerClient, RemoteDesk
+from cosmos_rl_core.workers.client import ControllerClient, RemoteLeases
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.node import is_loopback
 
@@ -35,9 +35,9 @@ class RolloutRole:
 
     def pulse(self) -> p.Heartbeat:
         if self._worker is None:
-            return p.Heartbeat(progress=0, busy_s=0.0, holding=[])
+            return p.Heartbeat()
         worker = self._worker
-        return p.Heartbeat(progress=worker.progress, busy_s=worker.busy_s, holding=worker.holding)
+        return p.Heartbeat(progress=worker.progress, busy_s=worker.busy_s, holding=tuple(worker.holding))
 
     async def run(self) -> None:
         at = self._at
@@ -62,7 +62,7 @@ class RolloutRole:
                 engine,
                 rollouter=rollouter,
                 subscriber=subscriber,
-                desk=RemoteDesk(self._client, spool),
+                leases=RemoteLeases(self._client, spool),
                 max_groups=groups_in_flight(at.config),
                 spool=spool,
                 timeline=at.context.timeline,

@@ -1,7 +1,10 @@
-"""The controller's side of the training loop in a policy process: direct, through rank 0, with held-out loss between.
+"""The controller's side of the training loop in each rank of a policy replica.
+
+    PolicySteps -- DirectLink     the process that is connected: the only one, or rank 0, which relays to the others
+                \\- FollowerLink   all other ranks: they receive through rank 0 and send nothing
 
 next_batch(0)             next_batch(1)   ...   next_batch(n)
-^ held-out loss before the first step           ^ after the last; every [eval] every_steps between
+^ held-out loss before the first step           ^ after the last; every [eval] every_steps between (ValidatedSteps)
 """
 
 from __future__ import annotations
@@ -12,61 +15,142 @@ from typing import Protocol
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.loop import Steps
 from cosmos_rl_core.types import StepResult, TrainBatch
-from cosmos_rl_core.workers.client import ControllerClient, RemoteSteps
-from cosmos_rl_core.workers.ranks import FollowerSteps, Ranks
+from cosmos_rl_core.wire.channel import ConnectionClosed
+from cosmos_rl_core.workers.client import ControllerClient
+from cosmos_rl_core.workers.ranks import Ranks
 
-MakeBatch = Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]]
-Checkpoint = Callable[[p.Committed], Awaitable[None]]
+GONE = "the controller went away before step {} was committed"
 
 
-class Desk(Protocol):
-    """A policy process's line to the controller."""
+class ControllerLink(Protocol):
+    """A policy rank's connection to the controller."""
 
-    def steps(self, *, batch: MakeBatch, checkpoint: Checkpoint) -> Steps:
-        """Return the controller's side of the loop."""
+    def request_batch(self, step: int) -> None: ...
+
+    async def batch(self) -> p.Batch | None:
+        """Return the next batch, or None when the run has no more."""
         ...
 
-    async def report(self, message: p.ToController) -> None:
-        """Tell the controller something that the replica says once."""
+    async def committed(self) -> p.Committed | None:
+        """Return the commit of the step that was voted for, or None when the controller is gone."""
+        ...
+
+    async def send(self, message: p.ToController) -> None:
+        """Send a message that the replica sends once."""
         ...
 
     def post(self, message: p.ToController) -> None:
-        """As `report`, without waiting."""
+        """As `send`, without waiting until there is room."""
         ...
 
 
-class ControllerDesk:
-    """Of the process that is connected: the only one, or rank 0, which hands on what it hears."""
+class DirectLink:
+    """Of the process that is connected. Relays decisions to the other ranks before it acts on them."""
 
     def __init__(self, client: ControllerClient, ranks: Ranks | None) -> None:
         self._client = client
         self._ranks = ranks
 
-    def steps(self, *, batch: MakeBatch, checkpoint: Checkpoint) -> Steps:
-        relay = None if self._ranks is None else self._ranks.tell
-        return RemoteSteps(self._client, batch=batch, checkpoint=checkpoint, relay=relay)
+    def request_batch(self, step: int) -> None:
+        if not self._client.stopped.is_set():
+            self.post(p.RequestBatch(step=step))
 
-    async def report(self, message: p.ToController) -> None:
-        await self._client.say(message)
+    async def batch(self) -> p.Batch | None:
+        message = await self._client.batches.get()
+        if message is None or not message.samples or self._client.stopped.is_set():
+            await self._relay(p.Stop(reason="no more batches"))
+            return None
+        await self._relay(message)
+        return message
+
+    async def committed(self) -> p.Committed | None:
+        message = await self._client.commits.get()
+        await self._relay(message or p.Stop(reason="the controller went away"))
+        return message
+
+    async def send(self, message: p.ToController) -> None:
+        await self._client.send(message)
 
     def post(self, message: p.ToController) -> None:
-        self._client.say_soon(message)
+        self._client.post(message)
+
+    async def _relay(self, message: p.ToWorker) -> None:
+        if self._ranks is not None:
+            await self._ranks.broadcast(message)
 
 
-class FollowerDesk:
-    """Of all other ranks."""
+class FollowerLink:
+    """Of all other ranks. Rank 0 sends for the replica."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def steps(self, *, batch: MakeBatch, checkpoint: Checkpoint) -> Steps:
-        return FollowerSteps(self._ranks, batch=batch, checkpoint=checkpoint)
+    def request_batch(self, step: int) -> None:
+        pass
 
-    async def report(self, message: p.ToController) -> None:
-        """Rank 0 says it."""
+    async def batch(self) -> p.Batch | None:
+        message = await self._ranks.receive()
+        return message if isinstance(message, p.Batch) else None
+
+    async def committed(self) -> p.Committed | None:
+        message = await self._ranks.receive()
+        return message if isinstance(message, p.Committed) else None
+
+    async def send(self, message: p.ToController) -> None:
+        pass
 
     def post(self, message: p.ToController) -> None:
-        """Rank 0 says it."""
+        pass
+
+
+class PolicySteps:
+    """`loop.Steps` of one rank. All ranks of a replica call it in step."""
+
+    def __init__(
+        self,
+        link: ControllerLink,
+        *,
+        batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
+        checkpoint: Callable[[p.Committed], Awaitable[None]],
+    ) -> None:
+        """`batch` makes the trainer's batch of this rank, or names the groups that some rank cannot read."""
+        self._link = link
+        self._batch = batch
+        self._checkpoint = checkpoint
+        self._epoch = 0
+        self._asked = -1
+        """Step whose batch was requested last."""
+        self._committed: p.Committed | None = None
+
+    async def next_batch(self, step: int) -> TrainBatch | None:
+        self._request(step)
+        while (message := await self._link.batch()) is not None:
+            assert message.step == step
+            self._epoch = message.epoch
+            batch = await self._batch(message)
+            if not isinstance(batch, p.PayloadsLost):
+                return batch
+            await self._link.send(batch)
+        return None
+
+    async def commit(self, step: int) -> None:
+        await self._link.send(p.Vote(step=step, epoch=self._epoch))
+        self._committed = await self._link.committed()
+        if self._committed is None:
+            raise ConnectionClosed(GONE.format(step))
+        assert self._committed.step == step
+        self._request(step + 1)  # it can be made up and sent while this step is taken
+
+    def _request(self, step: int) -> None:
+        if step != self._asked:
+            self._asked = step
+            self._link.request_batch(step)
+
+    async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
+        assert self._committed is not None
+        metrics = {**result.metrics, **sync}
+        await self._link.send(p.StepDone(step=self._committed.step, version=result.policy_version, metrics=metrics))
+        await self._checkpoint(self._committed)
 
 
 class ValidatedSteps:
@@ -78,17 +162,17 @@ class ValidatedSteps:
         *,
         due: Callable[[int], bool],
         measure: Callable[[], Awaitable[Mapping[str, float]]],
-        tell: Callable[[int, Mapping[str, float]], Awaitable[None]],
+        report: Callable[[int, Mapping[str, float]], Awaitable[None]],
     ) -> None:
-        """Wrap `steps`; `due(version)` says when to `measure`, `tell(version, figures)` hands on what came of it."""
+        """Wrap `steps`. `due(version)` decides when to `measure`; the metrics go to `report(version, metrics)`."""
         self._steps = steps
         self._due = due
         self._measure = measure
-        self._tell = tell
+        self._report = report
 
     async def next_batch(self, step: int) -> TrainBatch | None:
         if self._due(step):
-            await self._tell(step, await self._measure())
+            await self._report(step, await self._measure())
         return await self._steps.next_batch(step)
 
     async def commit(self, step: int) -> None:

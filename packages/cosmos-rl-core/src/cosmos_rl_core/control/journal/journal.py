@@ -1,4 +1,4 @@
-"""The journal: every record the ledger decided, on disk before anyone hears of it.
+"""The journal: every record the ledger decided, on disk before its outputs are sent.
 
     journal = Journal(directory)
     ledger = Ledger.replay(config, journal.replay())
@@ -9,6 +9,9 @@ A directory holds segments, named by the number of their first record, and snaps
 records they stand for. When opened, a torn end of the last segment is cut off; any other damage raises. An
 error of write or fdatasync is final: after a failed fsync the kernel may have thrown the pages away, so
 trying again would report success falsely.
+
+`DurableLedger` is the ledger behind its journal: event -> ledger.on -> records -> journal -> (one flush for everything
+queued) -> outputs -> dispatch.
 """
 
 from __future__ import annotations
@@ -33,6 +36,8 @@ from cosmos_rl_core.control.journal.segment import (
     sync_directory,
 )
 from cosmos_rl_core.control.journal.snapshot import latest_snapshot, remove_superseded, write_snapshot
+from cosmos_rl_core.control.ledger.events import Event, Output, Tick
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import AnyRecord, Record
 from cosmos_rl_core.errors import UserError
 
@@ -204,3 +209,51 @@ def _failure(error: OSError, directory: Path) -> Exception:
             "Free some space there and resume"
         )
     return JournalError(f"the journal in {directory} cannot be written ({error}); the run cannot go on safely")
+
+
+class DurableLedger:
+    """Feeds events in order; outputs leave in the same order, each after its records are on disk.
+
+    durable.feed(event)            # returns at once
+    await durable.run()            # flushes and dispatches until cancelled
+    """
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        *,
+        journal: Journal,
+        clock: Callable[[], float],
+        dispatch: Callable[[Output], None],
+    ) -> None:
+        self.ledger = ledger
+        self._journal = journal
+        self._clock = clock
+        self._dispatch = dispatch
+        self._outputs: list[Output] = []
+        self._work = asyncio.Event()
+
+    def feed(self, event: Event) -> list[Record]:
+        """Let the ledger decide about an event, and return what it decided."""
+        records, outputs = self.ledger.on(self._clock(), event)
+        for record in records:
+            self._journal.append(record)
+        self._outputs += outputs
+        if records or outputs:
+            self._work.set()
+        return records
+
+    async def run(self) -> None:
+        while True:
+            await self._work.wait()
+            self._work.clear()
+            outputs, self._outputs = self._outputs, []
+            await self._journal.flush()
+            for output in outputs:
+                self._dispatch(output)
+
+    async def tick(self, every_s: float) -> None:
+        """Let the ledger see the time pass, until cancelled."""
+        while True:
+            await asyncio.sleep(every_s)
+            self.feed(Tick())

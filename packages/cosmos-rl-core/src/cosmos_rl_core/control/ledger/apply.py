@@ -1,4 +1,4 @@
-"""How each record changes the ledger's durable state. No rule is decided here and nothing is said."""
+"""How each record changes the ledger's durable state. No rule is decided here and nothing is sent."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def _rolled_back(ledger: Ledger, record: records.RolledBack) -> None:
 
 
 def _restarted(ledger: Ledger, record: records.Restarted) -> None:
-    ledger.term = record.term
+    ledger.generation = record.generation
 
 
 def _halted(ledger: Ledger, record: records.Halted) -> None:
@@ -118,10 +118,7 @@ def _halted(ledger: Ledger, record: records.Halted) -> None:
 APPLY: dict[type[records.Record], Callable[..., None]] = {
     records.Resumed: _resumed,
     records.Joined: lambda ledger, r: ledger.members.join(r.replica, r.role, r.incarnation),
-    records.MadeReady: lambda ledger, r: ledger.members.make_ready(r.replica),
-    records.Suspected: lambda ledger, r: ledger.members.suspect(r.replica),
-    records.Cleared: lambda ledger, r: ledger.members.clear(r.replica),
-    records.Gone: lambda ledger, r: ledger.members.lose(r.replica),
+    records.Moved: lambda ledger, r: ledger.members.move(r.replica, r.state),
     records.Meshed: _meshed,
     records.Leased: _leased,
     records.Returned: _returned,

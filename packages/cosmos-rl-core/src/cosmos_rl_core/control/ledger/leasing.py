@@ -6,11 +6,11 @@ is ever evicted. The first result of a sample wins, whoever brings it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.control.ledger import events, outputs, records
-from cosmos_rl_core.control.ledger.liveness import heeds
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, Sample
 
@@ -18,20 +18,17 @@ if TYPE_CHECKING:
     from cosmos_rl_core.control.ledger.ledger import Ledger
 
 
-def request_leases(ledger: Ledger, event: events.RequestLeases) -> None:
-    """Let the request wait; whatever can be granted is granted in `answer_lease_requests`, right after."""
-    if not heeds(ledger, event):
-        return
-    member = ledger.members.by_name[event.replica]
-    if member.role != "rollout" or member.state is not MemberState.READY or event.capacity < 1:
-        reason = f"{event.replica} is a {member.state} {member.role} and asks for {event.capacity} leases"
-        ledger.say(outputs.Reject(event.replica, event.incarnation, reason))
-        return
+def request_leases(ledger: Ledger, replica: str, message: p.RequestLeases) -> None:
+    """Queue the request; `answer_lease_requests`, right after, grants what can be granted."""
+    member = ledger.members.by_name[replica]
+    if member.role != "rollout" or member.state is not MemberState.READY or message.capacity < 1:
+        reason = f"{replica} is a {member.state} {member.role} and asks for {message.capacity} leases"
+        return ledger.reject(replica, reason)
     ledger.sessions.ask_leases(
-        event.replica,
-        lineage=event.lineage,
-        version=min(event.version, ledger.version),
-        capacity=event.capacity,
+        replica,
+        lineage=message.lineage,
+        version=min(message.version, ledger.version),
+        capacity=message.capacity,
     )
 
 
@@ -43,7 +40,7 @@ def answer_lease_requests(ledger: Ledger) -> None:
     if (finished := ledger.why_finished()) is not None:
         for name in ledger.sessions.waiting_rollouts():
             ledger.sessions.withdraw(name)
-            ledger.say(outputs.NoMore(name, finished))
+            ledger.send(name, p.NoMore(finished))
     if leases_to_grant(ledger, ledger.version) <= 0:  # the newest weights have the most room
         return
     for lineage, version in sorted(requests, reverse=True):
@@ -71,11 +68,11 @@ def is_generated(ledger: Ledger) -> bool:
 def _grant_in_turns(ledger: Ledger, waiting: dict[str, int], deadline: int, room: int) -> None:
     """One lease each in every turn, up to a replica's capacity and its fair share of the window.
 
-    The share keeps the first to ask from taking a whole small window; who has finished his part asks again.
+    The share keeps the first to ask from taking a whole small window; a replica that has finished its part asks again.
     """
     share = -(-ledger.window.capacity // max(ledger.members.num_ready_rollouts, 1))
     wants = {name: min(capacity, share - len(ledger.samples.held.get(name, ()))) for name, capacity in waiting.items()}
-    grants: dict[str, list[outputs.Lease]] = {}
+    grants: dict[str, list[p.LeasedPrompt]] = {}
     while room > 0 and (takers := [name for name, wanted in wants.items() if wanted > 0]):
         for name in takers[:room]:
             grants.setdefault(name, []).append(_lease(ledger, name, deadline))
@@ -83,46 +80,42 @@ def _grant_in_turns(ledger: Ledger, waiting: dict[str, int], deadline: int, room
         room -= len(takers[:room])
     for name, leases in grants.items():
         ledger.sessions.withdraw(name)
-        ledger.say(outputs.Grant(name, tuple(leases)))
+        ledger.send(name, p.Grant(tuple(leases)))
 
 
-def _lease(ledger: Ledger, replica: str, deadline: int) -> outputs.Lease:
+def _lease(ledger: Ledger, replica: str, deadline: int) -> p.LeasedPrompt:
     """Lease the lowest pending sample, or the next of the stream."""
     sample = ledger.samples.first_pending()
     attempt = 1 if sample is None else ledger.samples.active[sample].attempt + 1
-    lease = outputs.Lease(ledger.samples.next_sample if sample is None else sample, attempt, deadline)
+    lease = p.LeasedPrompt(ledger.samples.next_sample if sample is None else sample, attempt, deadline)
     ledger.decide(records.Leased(lease.sample, replica, attempt, deadline))
     ledger.sessions.renew(lease.sample, ledger.now)
     return lease
 
 
-def deliver(ledger: Ledger, event: events.Deliver) -> None:
+def deliver(ledger: Ledger, replica: str, group: p.Deliver) -> None:
     """Take the first result of a sample, late ones included as far as the window has room for their age."""
-    if not heeds(ledger, event):
-        return
-    if not (ledger.samples.is_issued(event.sample) and 0 <= event.min_version <= event.max_version):
-        return _refuse(ledger, event, "no such sample or version")
-    entry = ledger.samples.active.get(event.sample)
+    sample = group.sample
+    if not (ledger.samples.is_issued(sample) and 0 <= group.min_version <= group.max_version):
+        return ledger.reject(replica, "no such sample or version", sample)
+    entry = ledger.samples.active.get(sample)
     if entry is None or entry.state not in (PENDING, LEASED):
-        ledger.say(outputs.Ack(event.replica, event.sample))
-        return
-    if _is_holder(entry, event):
-        if ledger.window.deadline(event.min_version) < entry.deadline:
-            reason = f"protocol: a term of version {event.min_version} in a group due at step {entry.deadline}"
-            _fail(ledger, event.sample, entry, reason, final=False)
-            return _refuse(ledger, event, reason)
+        return ledger.send(replica, p.Ack(sample))
+    if _is_holder(entry, replica, group):
+        if ledger.window.deadline(group.min_version) < entry.deadline:
+            reason = f"protocol: a term of version {group.min_version} in a group due at step {entry.deadline}"
+            _fail(ledger, sample, entry, reason, final=False)
+            return ledger.reject(replica, reason, sample)
         deadline = entry.deadline
     else:
-        deadline = ledger.window.deadline(min(event.min_version, ledger.version))
+        deadline = ledger.window.deadline(min(group.min_version, ledger.version))
         if not _admits_late(ledger, entry, deadline):
-            return _refuse(ledger, event, "too late: no step has room for a group of this age")
+            return ledger.reject(replica, "too late: no step has room for a group of this age", sample)
         if entry.state is LEASED:
-            ledger.say(outputs.Cancel(entry.replica, event.sample))
-    ledger.sessions.end_lease(event.sample)
-    ledger.decide(
-        records.Delivered(event.sample, event.replica, deadline, event.min_version, event.max_version, event.num_terms)
-    )
-    ledger.say(outputs.Ack(event.replica, event.sample))
+            ledger.send(entry.replica, p.Cancel(sample))
+    ledger.sessions.end_lease(sample)
+    ledger.decide(records.Delivered(sample, replica, deadline, group.min_version, group.max_version, group.num_terms))
+    ledger.send(replica, p.Ack(sample))
 
 
 def _admits_late(ledger: Ledger, entry: Sample, deadline: int) -> bool:
@@ -133,14 +126,12 @@ def _admits_late(ledger: Ledger, entry: Sample, deadline: int) -> bool:
     return ledger.window.admits(others, deadline, next_step=ledger.next_step)
 
 
-def fail(ledger: Ledger, event: events.Fail) -> None:
-    """Try again or drop the sample; only its holder can say so."""
-    if not heeds(ledger, event):
-        return
-    entry = ledger.samples.active.get(event.sample)
-    if entry is not None and entry.state is LEASED and _is_holder(entry, event):
-        _fail(ledger, event.sample, entry, event.reason, final=event.final)
-    ledger.say(outputs.Ack(event.replica, event.sample))
+def fail(ledger: Ledger, replica: str, message: p.Failed) -> None:
+    """Try again or drop the sample; only its holder can fail it."""
+    entry = ledger.samples.active.get(message.sample)
+    if entry is not None and _is_holder(entry, replica, message):
+        _fail(ledger, message.sample, entry, message.reason, final=message.final)
+    ledger.send(replica, p.Ack(message.sample))
 
 
 def _fail(ledger: Ledger, sample: int, entry: Sample, reason: str, *, final: bool) -> None:
@@ -158,31 +149,26 @@ def _check_budgets(ledger: Ledger, reason: str) -> None:
     if ledger.halted is not None:
         return
     if ledger.filtered_in_a_row > config.max_filtered:
-        told = (
+        message = (
             f"{ledger.filtered_in_a_row} groups in a row were left out, the last as {reason}; "
             f"max_filtered = {config.max_filtered} are allowed"
         )
     elif ledger.failed_in_a_row > config.max_failed:
-        told = (
+        message = (
             f"{ledger.failed_in_a_row} samples in a row failed, the last with: {reason}; "
             f"max_failed = {config.max_failed} are allowed"
         )
     else:
         return
-    ledger.decide(records.Halted(told))
-    ledger.say(outputs.Halt(told))
+    ledger.halt(message)
 
 
-def _is_holder(entry: Sample, event: events.Deliver | events.Fail) -> bool:
-    return entry.state is LEASED and entry.replica == event.replica and entry.attempt == event.attempt
+def _is_holder(entry: Sample, replica: str, message: p.Deliver | p.Failed) -> bool:
+    return entry.state is LEASED and entry.replica == replica and entry.attempt == message.attempt
 
 
-def _refuse(ledger: Ledger, event: events.Deliver, reason: str) -> None:
-    ledger.say(outputs.Reject(event.replica, event.incarnation, reason, event.sample))
-
-
-RULES: dict[type[events.Event], Callable[..., None]] = {
-    events.RequestLeases: request_leases,
-    events.Deliver: deliver,
-    events.Fail: fail,
+RULES: Mapping[type, Callable[..., None]] = {
+    p.RequestLeases: request_leases,
+    p.Deliver: deliver,
+    p.Failed: fail,
 }

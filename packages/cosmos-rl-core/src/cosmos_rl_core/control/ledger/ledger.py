@@ -1,17 +1,17 @@
-"""The books of a run: which sample is where, who takes part, which version stands.
+"""The state of a run: the place of every sample, the members, the committed version.
 
-    records, effects = ledger.on(now, event)     # decides; the ledger has already changed
+    records, outputs = ledger.on(now, event)     # decides; the ledger has already changed
     journal.append(records); await journal.flush()
-    send(effects)                                # only now
+    send(outputs)                                # only now
 
 A pure state machine: no clock, no randomness, no IO. Durable state changes only in `apply(record)`, so that
 replaying the records gives an equal ledger. The rules live beside this file and read top to bottom:
 
-    liveness   Join Ready Heartbeat Disconnected Leave Restart Tick    who takes part, which leases expired
-    leasing    RequestLeases Deliver Fail                PENDING -> LEASED -> READY or DROPPED
-    stepping   RequestBatch PayloadsLost Vote Checkpointed Rollback   READY -> ASSIGNED -> COMMITTED -> CHECKPOINTED
+    liveness   Join Ready Heartbeat Disconnected Goodbye Restart Tick  who takes part, which leases expired
+    leasing    RequestLeases Deliver Failed              PENDING -> LEASED -> READY or DROPPED
+    stepping   RequestBatch PayloadsLost Vote CheckpointDone Rollback  READY -> ASSIGNED -> COMMITTED -> CHECKPOINTED
 
-`apply` says how each record changes the state, `explain` puts into words who waits for what.
+`apply` changes the state by a record, `explain` lists who waits for what.
 
 Exactly-once is defined on the weight lineage: a step is committed once all members of the mesh voted for it
 in the same epoch, then everybody applies it. A member's death before that starts a new epoch with the same
@@ -28,7 +28,8 @@ from typing import ClassVar
 
 import msgspec
 
-from cosmos_rl_core.control.ledger import events, explain, leasing, liveness, outputs, records, stepping
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events, explain, leasing, liveness, records, stepping
 from cosmos_rl_core.control.ledger.apply import APPLY
 from cosmos_rl_core.control.ledger.membership import Members, MemberTable
 from cosmos_rl_core.control.ledger.samples import Samples, SampleTable
@@ -73,7 +74,7 @@ class LedgerConfig:
 class Ledger:
     """The state machine. See the module's text; the attributes are for reading."""
 
-    rules: ClassVar[Mapping[type[events.Event], Callable[..., None]]] = liveness.RULES | leasing.RULES | stepping.RULES
+    rules: ClassVar[Mapping[type, Callable[..., None]]] = {**liveness.RULES, **leasing.RULES, **stepping.RULES}
 
     def __init__(self, config: LedgerConfig) -> None:
         self.config = config
@@ -99,11 +100,11 @@ class Ledger:
         self.losses_in_a_row = 0
         """Batches taken apart for such groups since the last commit."""
         self.halted: str | None = None
-        self.term = 0
+        self.generation = 0
         self.sessions = Sessions()
         self.now = 0.0
         self._records: list[records.Record] = []
-        self._effects: list[outputs.Effect] = []
+        self._outputs: list[events.Output] = []
 
     @classmethod
     def resume(cls, config: LedgerConfig, position: records.Position) -> tuple[Ledger, records.Resumed]:
@@ -117,25 +118,40 @@ class Ledger:
         """Return the ledger a journal describes. Follow it with the event `Restart`."""
         return cls.restore(config, None, journal)
 
-    def on(self, now: float, event: events.Event) -> tuple[list[records.Record], list[outputs.Effect]]:
-        """Take an event; return what to journal and then what to say.
+    def on(self, now: float, event: events.Event) -> tuple[list[records.Record], list[events.Output]]:
+        """Take an event; return the records to journal and then the outputs to send.
 
         `now` is in seconds, of any origin, and never decreases until the event `Restart`.
         """
-        self.now, self._records, self._effects = now, [], []
-        self.rules[type(event)](self, event)
+        self.now, self._records, self._outputs = now, [], []
+        if not isinstance(event, events.From):
+            self.rules[type(event)](self, event)
+        elif liveness.is_current(self, event):
+            self.rules[type(event.message)](self, event.replica, event.message)
         if self.halted is None:
             stepping.answer_batch_requests(self)
             leasing.answer_lease_requests(self)
-        return self._records, self._effects
+        return self._records, self._outputs
 
     def decide(self, record: records.Record) -> None:
         """Apply a record and hand it to the caller of `on`."""
         self.apply(record)
         self._records.append(record)
 
-    def say(self, effect: outputs.Effect) -> None:
-        self._effects.append(effect)
+    def output(self, output: events.Output) -> None:
+        self._outputs.append(output)
+
+    def send(self, replica: str, message: p.FromLedger) -> None:
+        self.output(events.To(replica, message))
+
+    def reject(self, replica: str, reason: str, sample: int = -1) -> None:
+        """Answer a message of the replica's present process that changed nothing."""
+        self.send(replica, p.Reject(self.members.by_name[replica].incarnation, reason, sample))
+
+    def halt(self, message: str) -> None:
+        """End the run with an error."""
+        self.decide(records.Halted(message))
+        self.output(events.Halt(message))
 
     @property
     def next_step(self) -> int:
@@ -220,7 +236,7 @@ class LedgerState(msgspec.Struct, array_like=True, kw_only=True):
     failed_in_a_row: int
     filtered_in_a_row: int
     halted: str | None
-    term: int
+    generation: int
     num_lost: int
     losses_in_a_row: int
 

@@ -7,39 +7,29 @@ steps unless a member is lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.control.ledger import events, outputs, records
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.membership import MemberState
 
 if TYPE_CHECKING:
     from cosmos_rl_core.control.ledger.ledger import Ledger
 
-Message = (
-    events.Ready
-    | events.Heartbeat
-    | events.Disconnected
-    | events.Leave
-    | events.RequestLeases
-    | events.Deliver
-    | events.Fail
-    | events.RequestBatch
-    | events.PayloadsLost
-    | events.Vote
-)
 
+def is_current(ledger: Ledger, event: events.From) -> bool:
+    """Return whether to act on a message; reject one of a process that was replaced or given up.
 
-def heeds(ledger: Ledger, event: Message) -> bool:
-    """Note a sign of life and return whether to act on it; refuse a process replaced or given up."""
+    A message is a sign of life: its sender is no longer suspect for silence.
+    """
     name = event.replica
     if not ledger.members.is_current(name, event.incarnation):
-        sample = event.sample if isinstance(event, events.Deliver) else -1
-        reason = f"{name} incarnation {event.incarnation} was replaced or given up; join anew"
-        ledger.say(outputs.Reject(name, event.incarnation, reason, sample, fenced=True))
+        sample = event.message.sample if isinstance(event.message, p.Deliver) else -1
+        _fence(ledger, name, event.incarnation, sample)
         return False
     session = ledger.sessions.by_name.get(name)
-    if session is None or session.is_closed:  # words that were on their way when the connection closed
+    if session is None or session.is_closed:  # the message was on its way when the connection closed
         return True
     session.heard = ledger.now
     if session.suspect_since is not None:
@@ -48,13 +38,17 @@ def heeds(ledger: Ledger, event: Message) -> bool:
     return True
 
 
+def _fence(ledger: Ledger, replica: str, incarnation: int, sample: int = -1) -> None:
+    reason = f"{replica} incarnation {incarnation} was replaced or given up; join anew"
+    ledger.send(replica, p.Reject(incarnation, reason, sample, fenced=True))
+
+
 def join(ledger: Ledger, event: events.Join) -> None:
     """Welcome a new process under a new incarnation, or a known one on its new connection."""
     member = ledger.members.by_name.get(event.replica)
     if event.incarnation:
         if not ledger.members.is_current(event.replica, event.incarnation):
-            reason = f"{event.replica} incarnation {event.incarnation} was replaced or given up; join anew"
-            ledger.say(outputs.Reject(event.replica, event.incarnation, reason, fenced=True))
+            _fence(ledger, event.replica, event.incarnation)
             return
         assert member is not None
         if member.state is MemberState.SUSPECT:
@@ -67,29 +61,26 @@ def join(ledger: Ledger, event: events.Join) -> None:
         ledger.decide(records.Joined(event.replica, event.role, incarnation))
     ledger.sessions.open(event.replica, ledger.now)
     incarnation = ledger.members.by_name[event.replica].incarnation
-    ledger.say(outputs.Welcome(event.replica, incarnation, ledger.lineage, ledger.version, ledger.term))
+    ledger.send(event.replica, p.Welcome(incarnation, ledger.lineage, ledger.version, ledger.generation))
     if event.replica in ledger.members.mesh:
-        tell_mesh(ledger, event.replica)
+        send_mesh(ledger, event.replica)
 
 
-def ready(ledger: Ledger, event: events.Ready) -> None:
-    if not heeds(ledger, event):
-        return
-    if ledger.members.by_name[event.replica].state is MemberState.JOINING:
-        ledger.decide(records.MadeReady(event.replica))
+def ready(ledger: Ledger, replica: str, message: p.Ready) -> None:
+    """A joined replica has loaded its weights and can work."""
+    if ledger.members.by_name[replica].state is MemberState.JOINING:
+        ledger.decide(records.Moved(replica, MemberState.READY))
         form_mesh(ledger)
 
 
-def heartbeat(ledger: Ledger, event: events.Heartbeat) -> None:
-    """Renew the leases a replica names, if it made progress since it last spoke."""
-    if not heeds(ledger, event):
+def heartbeat(ledger: Ledger, replica: str, message: p.Heartbeat) -> None:
+    """Renew the leases a replica names, if it made progress since its last heartbeat."""
+    session = ledger.sessions.by_name.get(replica)
+    if session is None or message.progress <= session.progress:
         return
-    session = ledger.sessions.by_name.get(event.replica)
-    if session is None or event.progress <= session.progress:
-        return
-    session.progress = event.progress
-    held = ledger.samples.held.get(event.replica, ())
-    for sample in event.holding:
+    session.progress = message.progress
+    held = ledger.samples.held.get(replica, ())
+    for sample in message.holding:
         if sample in held:
             ledger.sessions.renew(sample, ledger.now)
 
@@ -103,9 +94,8 @@ def disconnected(ledger: Ledger, event: events.Disconnected) -> None:
     _suspect(ledger, event.replica)
 
 
-def leave(ledger: Ledger, event: events.Leave) -> None:
-    if heeds(ledger, event):
-        lose(ledger, event.replica, reason="left", in_good_order=True)
+def leave(ledger: Ledger, replica: str, message: p.Goodbye) -> None:
+    lose(ledger, replica, reason="left", in_good_order=True)
 
 
 def restart(ledger: Ledger, event: events.Restart) -> None:
@@ -113,7 +103,7 @@ def restart(ledger: Ledger, event: events.Restart) -> None:
 
     The journal may end between two records of one event, so what would have followed is made up for.
     """
-    ledger.decide(records.Restarted(ledger.term + 1))
+    ledger.decide(records.Restarted(ledger.generation + 1))
     for name in ledger.members.live():
         ledger.sessions.open(name, ledger.now)
         ledger.sessions.by_name[name].is_closed = True
@@ -122,7 +112,7 @@ def restart(ledger: Ledger, event: events.Restart) -> None:
         for sample in sorted(held):
             ledger.sessions.renew(sample, ledger.now)
     if ledger.is_orphaned:
-        ledger.say(outputs.PoliciesLost(ledger.checkpoint_version))
+        ledger.output(events.PoliciesLost(ledger.checkpoint_version))
     else:
         form_mesh(ledger)
 
@@ -139,14 +129,14 @@ def tick(ledger: Ledger, event: events.Tick) -> None:
     for sample in list(ledger.sessions.expired(now - config.lease_ttl_s)):
         replica = ledger.samples.active[sample].replica
         ledger.decide(records.Returned(sample, f"{replica} made no progress for {config.lease_ttl_s:g} s"))
-        ledger.say(outputs.Cancel(replica, sample))
+        ledger.send(replica, p.Cancel(sample))
 
 
 def lose(ledger: Ledger, replica: str, *, reason: str, in_good_order: bool = False) -> None:
     """Give a replica up: its leases return, and the mesh goes on without it."""
     _return_leases(ledger, replica, reason=reason)
     ledger.sessions.close(replica)
-    ledger.decide(records.Gone(replica))
+    ledger.decide(records.Moved(replica, MemberState.GONE))
     if not (in_good_order and ledger.why_finished() is not None):
         form_mesh(ledger)
 
@@ -172,14 +162,14 @@ def remesh(ledger: Ledger, members: tuple[str, ...]) -> None:
     ledger.decide(records.Meshed(ledger.members.epoch + 1, members))
     ledger.sessions.batch_requests.clear()
     for name in members:
-        tell_mesh(ledger, name)
+        send_mesh(ledger, name)
     if not members:
-        ledger.say(outputs.PoliciesLost(ledger.checkpoint_version))
+        ledger.output(events.PoliciesLost(ledger.checkpoint_version))
 
 
-def tell_mesh(ledger: Ledger, replica: str) -> None:
+def send_mesh(ledger: Ledger, replica: str) -> None:
     members = ledger.members
-    ledger.say(outputs.Remesh(replica, members.epoch, members.mesh, ledger.version, ledger.lineage))
+    ledger.send(replica, p.Remesh(members.epoch, members.mesh, ledger.version, ledger.lineage))
 
 
 def _suspect(ledger: Ledger, replica: str) -> None:
@@ -188,11 +178,12 @@ def _suspect(ledger: Ledger, replica: str) -> None:
     if session.suspect_since is None:
         session.suspect_since = ledger.now
         if ledger.members.by_name[replica].state is not MemberState.SUSPECT:
-            ledger.decide(records.Suspected(replica))
+            ledger.decide(records.Moved(replica, MemberState.SUSPECT))
 
 
 def _clear(ledger: Ledger, replica: str) -> None:
-    ledger.decide(records.Cleared(replica))
+    was_ready = ledger.members.by_name[replica].was_ready
+    ledger.decide(records.Moved(replica, MemberState.READY if was_ready else MemberState.JOINING))
     form_mesh(ledger)
 
 
@@ -202,12 +193,12 @@ def _return_leases(ledger: Ledger, replica: str, *, reason: str, but: Collection
         ledger.decide(records.Returned(sample, reason))
 
 
-RULES: dict[type[events.Event], Callable[..., None]] = {
+RULES: Mapping[type, Callable[..., None]] = {
     events.Join: join,
-    events.Ready: ready,
-    events.Heartbeat: heartbeat,
     events.Disconnected: disconnected,
-    events.Leave: leave,
     events.Restart: restart,
     events.Tick: tick,
+    p.Ready: ready,
+    p.Heartbeat: heartbeat,
+    p.Goodbye: leave,
 }

@@ -3,7 +3,7 @@
     (join) -> JOINING -> READY <-> SUSPECT -> GONE
                  \\---------------^     a suspect that comes back within the grace keeps its incarnation
 
-An incarnation is one process of a replica. Joining anew raises it; what an older one says is void (fenced).
+An incarnation is one process of a replica. Joining anew raises it; messages of an older one are void (fenced).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import msgspec
 
-from cosmos_rl_core.control.ledger.events import Role
+from cosmos_rl_core.control.protocol import Role
 
 
 class MemberState(StrEnum):
@@ -45,18 +45,18 @@ class MemberTable(msgspec.Struct, array_like=True):
 
 
 class Members:
-    """All replicas the run has seen. Changed only by `facts`."""
+    """All replicas the run has seen. Changed only by `apply`."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Member] = {}
         self.epoch = 0
-        """Rises with every new mesh and every rollback; what was said in earlier epochs is void."""
+        """Rises with every new mesh and every rollback; messages of earlier epochs are void."""
         self.mesh: tuple[str, ...] = ()
         """Policy replicas that train together, sorted; empty before the first mesh and when all were lost."""
         self.num_ready_rollouts = 0
 
     def is_current(self, replica: str, incarnation: int) -> bool:
-        """Return whether a message of this incarnation is to be heeded."""
+        """Return whether this is the replica's newest process and has not been given up."""
         member = self.by_name.get(replica)
         return member is not None and member.incarnation == incarnation and member.is_live
 
@@ -90,25 +90,12 @@ class Members:
 
     def join(self, replica: str, role: Role, incarnation: int) -> None:
         if replica in self.by_name:
-            self._move(replica, MemberState.GONE)
+            self.move(replica, MemberState.GONE)
         self.by_name[replica] = Member(role, incarnation)
 
-    def make_ready(self, replica: str) -> None:
-        self.by_name[replica].was_ready = True
-        self._move(replica, MemberState.READY)
-
-    def suspect(self, replica: str) -> None:
-        self._move(replica, MemberState.SUSPECT)
-
-    def clear(self, replica: str) -> None:
-        was_ready = self.by_name[replica].was_ready
-        self._move(replica, MemberState.READY if was_ready else MemberState.JOINING)
-
-    def lose(self, replica: str) -> None:
-        self._move(replica, MemberState.GONE)
-
-    def _move(self, replica: str, state: MemberState) -> None:
+    def move(self, replica: str, state: MemberState) -> None:
         member = self.by_name[replica]
+        member.was_ready |= state is MemberState.READY
         if member.role == "rollout":
             self.num_ready_rollouts += (state is MemberState.READY) - (member.state is MemberState.READY)
         member.state = state

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import msgspec
 
-from cosmos_rl_core.control.ledger.events import Role
+from cosmos_rl_core.control.ledger.membership import MemberState
+from cosmos_rl_core.control.protocol import Role
 
 
 class Record(msgspec.Struct, frozen=True, tag=True, array_like=True):
@@ -38,24 +39,11 @@ class Joined(Record, frozen=True, tag=True, array_like=True):
     incarnation: int
 
 
-class MadeReady(Record, frozen=True, tag=True, array_like=True):
-    """A member can work: for the first time, or again after it was suspect."""
+class Moved(Record, frozen=True, tag=True, array_like=True):
+    """A member is in another state."""
 
     replica: str
-
-
-class Suspected(Record, frozen=True, tag=True, array_like=True):
-    replica: str
-
-
-class Cleared(Record, frozen=True, tag=True, array_like=True):
-    """A suspect member is back as it was."""
-
-    replica: str
-
-
-class Gone(Record, frozen=True, tag=True, array_like=True):
-    replica: str
+    state: MemberState
 
 
 class Meshed(Record, frozen=True, tag=True, array_like=True):
@@ -150,7 +138,7 @@ class RolledBack(Record, frozen=True, tag=True, array_like=True):
 class Restarted(Record, frozen=True, tag=True, array_like=True):
     """A controller took over from the journal."""
 
-    term: int
+    generation: int
 
 
 class Halted(Record, frozen=True, tag=True, array_like=True):
@@ -160,10 +148,7 @@ class Halted(Record, frozen=True, tag=True, array_like=True):
 AnyRecord = (
     Resumed
     | Joined
-    | MadeReady
-    | Suspected
-    | Cleared
-    | Gone
+    | Moved
     | Meshed
     | Leased
     | Returned

@@ -6,28 +6,29 @@ harmless.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.control.ledger import events, outputs, records
-from cosmos_rl_core.control.ledger.liveness import form_mesh, heeds, tell_mesh
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events, records
+from cosmos_rl_core.control.ledger.liveness import form_mesh, send_mesh
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, READY
 
 if TYPE_CHECKING:
     from cosmos_rl_core.control.ledger.ledger import Ledger
 
 
-def request_batch(ledger: Ledger, event: events.RequestBatch) -> None:
-    """Let the request wait; `answer_batch_requests` follows right after."""
-    if _is_of_mesh(ledger, event):
-        if event.step == ledger.version:
-            ledger.sessions.batch_requests[event.replica] = None
+def request_batch(ledger: Ledger, replica: str, message: p.RequestBatch) -> None:
+    """Queue the request; `answer_batch_requests` follows right after."""
+    if _is_of_mesh(ledger, replica, message.epoch):
+        if message.step == ledger.version:
+            ledger.sessions.batch_requests[replica] = None
         else:
-            _answer_other_step(ledger, event)
+            _answer_other_step(ledger, replica, message.step)
 
 
 def answer_batch_requests(ledger: Ledger) -> None:
-    """Assign the next batch if it can be made up, and tell all members that wait."""
+    """Assign the next batch if it can be made up, and send it to all members that wait."""
     waiting = ledger.sessions.batch_requests
     if not waiting:
         return
@@ -38,12 +39,12 @@ def answer_batch_requests(ledger: Ledger) -> None:
             ledger.decide(records.Assigned(ledger.version, ledger.members.epoch, samples))
         elif finished is not None:
             for name in waiting:
-                ledger.say(outputs.NoMore(name, finished))
+                ledger.send(name, p.NoMore(finished))
             waiting.clear()
     if ledger.assignment is not None:
         batch = ledger.assignment
         for name in waiting:
-            ledger.say(outputs.AssignBatch(name, batch.step, batch.epoch, batch.samples))
+            ledger.send(name, p.Batch(batch.step, batch.epoch, batch.samples))
         waiting.clear()
 
 
@@ -80,45 +81,42 @@ def why_finished(ledger: Ledger) -> str | None:
     return None
 
 
-def payloads_lost(ledger: Ledger, event: events.PayloadsLost) -> None:
-    """Take the batch in work apart: what cannot be read is generated again, the rest waits for the next batch."""
-    if not _is_of_mesh(ledger, event):
+def payloads_lost(ledger: Ledger, replica: str, message: p.PayloadsLost) -> None:
+    """Take the batch in work apart: unreadable groups are generated again, the others wait for the next batch."""
+    if not _is_of_mesh(ledger, replica, message.epoch):
         return
     batch = ledger.assignment
-    if batch is None or event.step != batch.step:
-        return _answer_other_step(ledger, event)
-    lost = tuple(sample for sample in batch.samples if sample in event.samples)
+    if batch is None or message.step != batch.step:
+        return _answer_other_step(ledger, replica, message.step)
+    lost = tuple(sample for sample in batch.samples if sample in message.samples)
     if not lost:
-        reason = f"samples {list(event.samples)} are not in the batch of step {batch.step}"
-        return ledger.say(outputs.Reject(event.replica, event.incarnation, reason))
-    ledger.decide(records.PayloadsLost(batch.step, lost, event.reason))
+        return ledger.reject(replica, f"samples {list(message.samples)} are not in the batch of step {batch.step}")
+    ledger.decide(records.PayloadsLost(batch.step, lost, message.reason))
     ledger.sessions.batch_requests.clear()
     for name in ledger.members.mesh:
-        tell_mesh(ledger, name)
+        send_mesh(ledger, name)
     form_mesh(ledger)
-    _check_losses(ledger, event.reason)
+    _check_losses(ledger, message.reason)
 
 
 def _check_losses(ledger: Ledger, reason: str) -> None:
     """Halt when no batch can be read: generating more of the kind would not help."""
     if ledger.losses_in_a_row > ledger.config.max_losses:
-        told = (
+        ledger.halt(
             f"groups of {ledger.losses_in_a_row} batches in a row could not be read by the policy, the last because: "
             f"{reason}; max_losses = {ledger.config.max_losses} are allowed"
         )
-        ledger.decide(records.Halted(told))
-        ledger.say(outputs.Halt(told))
 
 
-def vote(ledger: Ledger, event: events.Vote) -> None:
+def vote(ledger: Ledger, replica: str, message: p.Vote) -> None:
     """Count a vote, and commit with the last one."""
-    if not _is_of_mesh(ledger, event):
+    if not _is_of_mesh(ledger, replica, message.epoch):
         return
     batch = ledger.assignment
-    if batch is None or event.step != batch.step:
-        return _answer_other_step(ledger, event)
-    if event.replica not in ledger.votes:
-        ledger.decide(records.Voted(event.replica, event.step, event.epoch))
+    if batch is None or message.step != batch.step:
+        return _answer_other_step(ledger, replica, message.step)
+    if replica not in ledger.votes:
+        ledger.decide(records.Voted(replica, message.step, message.epoch))
     if is_unanimous(ledger):
         commit(ledger, batch)
 
@@ -130,18 +128,23 @@ def is_unanimous(ledger: Ledger) -> bool:
 def commit(ledger: Ledger, batch: records.Assigned) -> None:
     ledger.decide(records.Commit(batch.step, batch.epoch, ledger.lineage, tuple(sorted(ledger.votes))))
     for name in ledger.members.mesh:
-        ledger.say(outputs.Committed(name, batch.step))
+        _send_committed(ledger, name, batch.step)
     form_mesh(ledger)
 
 
-def checkpointed(ledger: Ledger, event: events.Checkpointed) -> None:
-    """Forget what the checkpoint holds; one of an abandoned lineage holds something else."""
-    if event.lineage == ledger.lineage and ledger.checkpoint_version < event.version <= ledger.version:
-        ledger.decide(records.Covered(event.version))
+def _send_committed(ledger: Ledger, replica: str, step: int) -> None:
+    position = ledger.position()
+    ledger.send(replica, p.Committed(step, position.next_sample, position.unfinished))
+
+
+def checkpointed(ledger: Ledger, replica: str, message: p.CheckpointDone) -> None:
+    """Forget the samples the checkpoint contains; one of an abandoned lineage contains others."""
+    if message.lineage == ledger.lineage and ledger.checkpoint_version < message.step <= ledger.version:
+        ledger.decide(records.Covered(message.step))
 
 
 def rollback(ledger: Ledger, event: events.Rollback) -> None:
-    """Begin a new lineage at `version`; raises ValueError for a version that is not to be had."""
+    """Begin a new lineage at `version`; raises ValueError for a version that no checkpoint or policy has."""
     if not ledger.checkpoint_version <= event.version <= ledger.version:
         raise ValueError(
             f"cannot roll back to version {event.version}: only {ledger.checkpoint_version} (the last "
@@ -150,38 +153,34 @@ def rollback(ledger: Ledger, event: events.Rollback) -> None:
     ledger.decide(records.RolledBack(event.version, ledger.lineage + 1, event.payloads_kept))
     ledger.sessions.batch_requests.clear()
     for name in ledger.members.live():
-        ledger.say(outputs.RolledBack(name, ledger.lineage, ledger.version))
+        ledger.send(name, p.RolledBack(ledger.lineage, ledger.version))
     for name in ledger.members.mesh:
-        tell_mesh(ledger, name)
+        send_mesh(ledger, name)
     form_mesh(ledger)
 
 
-def _is_of_mesh(ledger: Ledger, event: events.RequestBatch | events.PayloadsLost | events.Vote) -> bool:
-    """Return whether a message comes from the present mesh; tell a member that is behind."""
-    if not heeds(ledger, event):
-        return False
+def _is_of_mesh(ledger: Ledger, replica: str, epoch: int) -> bool:
+    """Return whether a message comes from the present mesh; a member that is behind gets the mesh."""
     members = ledger.members
-    if event.replica in members.mesh:
-        if event.epoch == members.epoch:
+    if replica in members.mesh:
+        if epoch == members.epoch:
             return True
-        tell_mesh(ledger, event.replica)
-    reason = f"epoch {event.epoch} is over, or {event.replica} is not in the mesh of epoch {members.epoch}"
-    ledger.say(outputs.Reject(event.replica, event.incarnation, reason))
+        send_mesh(ledger, replica)
+    ledger.reject(replica, f"epoch {epoch} is over, or {replica} is not in the mesh of epoch {members.epoch}")
     return False
 
 
-def _answer_other_step(ledger: Ledger, event: events.RequestBatch | events.PayloadsLost | events.Vote) -> None:
-    if event.step < ledger.version:
-        ledger.say(outputs.Committed(event.replica, event.step))
+def _answer_other_step(ledger: Ledger, replica: str, step: int) -> None:
+    if step < ledger.version:
+        _send_committed(ledger, replica, step)
     else:
-        reason = f"step {event.step} is not the one in work, which is {ledger.version}"
-        ledger.say(outputs.Reject(event.replica, event.incarnation, reason))
+        ledger.reject(replica, f"step {step} is not the one in work, which is {ledger.version}")
 
 
-RULES: dict[type[events.Event], Callable[..., None]] = {
-    events.RequestBatch: request_batch,
-    events.PayloadsLost: payloads_lost,
-    events.Vote: vote,
-    events.Checkpointed: checkpointed,
+RULES: Mapping[type, Callable[..., None]] = {
     events.Rollback: rollback,
+    p.RequestBatch: request_batch,
+    p.PayloadsLost: payloads_lost,
+    p.Vote: vote,
+    p.CheckpointDone: checkpointed,
 }

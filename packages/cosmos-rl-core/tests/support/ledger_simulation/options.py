@@ -1,4 +1,4 @@
-"""What a simulated run is made of, and what is told of it afterwards."""
+"""Sizes and faults of a simulated run, and the report of what happened in it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Options:
     mean_between_losses_s: float = 1.0
     """Of payloads that are gone when the policy reads them."""
     ack_before_durable: bool = False
-    """Breaks the rule that effects wait for the journal; for checking the checker."""
+    """Breaks the rule that outputs wait for the journal; for checking the checker."""
 
     @classmethod
     def for_seed(cls, seed: int) -> Options:

@@ -6,11 +6,12 @@ import heapq
 from collections.abc import Callable
 from random import Random
 
-from cosmos_rl_core.control.ledger import events, outputs
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
-from cosmos_rl_core.testing.simulation.controller import FakeController
-from cosmos_rl_core.testing.simulation.options import Options, Report
-from cosmos_rl_core.testing.simulation.replicas import FakePolicy, FakeReplica, FakeRollout
+from ledger_simulation.controller import FakeController
+from ledger_simulation.options import Options, Report
+from ledger_simulation.replicas import FakePolicy, FakeReplica, FakeRollout
 
 
 class World:
@@ -83,12 +84,11 @@ class World:
         for delay in self._arrivals():
             self.after(delay, self.controller.take, event)
 
-    def to_replica(self, effect: outputs.Effect) -> None:
-        name: str = effect.replica  # pyright: ignore[reportAttributeAccessIssue]
-        if isinstance(effect, outputs.Ack | outputs.AssignBatch):
-            self.controller.invariants.heard(effect)
+    def to_replica(self, output: events.To) -> None:
+        replica = self.replicas[output.replica]
+        self.controller.invariants.sent(output.message)
         for delay in self._arrivals():
-            self.after(delay, self.replicas[name].hear, effect, self.replicas[name].process)
+            self.after(delay, replica.receive, output.message, replica.process)
 
     def _arrivals(self) -> list[float]:
         options, random = self.options, self.random
@@ -151,7 +151,7 @@ class World:
         if stored:
             self.unreadable.add(self.random.choice(stored))
 
-    def _of_role(self, role: events.Role) -> list[FakeReplica]:
+    def _of_role(self, role: p.Role) -> list[FakeReplica]:
         return [replica for replica in self.replicas.values() if replica.role == role]
 
     def kill(self, replica: FakeReplica) -> None:

@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable
 
-from cosmos_rl_core.control.ledger import events, liveness, outputs, records
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.membership import MemberState
 
 
 class History:
@@ -75,7 +77,7 @@ class History:
                 assert record.incarnation > self.incarnations.get(record.replica, 0)
                 self.incarnations[record.replica] = record.incarnation
                 self.gone.discard(record.replica)
-            case records.Gone():
+            case records.Moved(state=MemberState.GONE):
                 assert record.replica not in self.leased.values(), f"{record.replica} is gone with leases"
                 self.gone.add(record.replica)
             case records.Meshed():
@@ -147,10 +149,10 @@ class Invariants:
 
     def before(self, event: events.Event) -> bool:
         """Return whether an event comes from a process that was replaced or given up, by our own books."""
-        if not isinstance(event, liveness.Message):
+        if not isinstance(event, events.From | events.Disconnected):
             return False
-        if isinstance(event, events.Vote):
-            self._votes.add((event.replica, event.step, event.epoch))
+        if isinstance(event, events.From) and isinstance(event.message, p.Vote):
+            self._votes.add((event.replica, event.message.step, event.message.epoch))
         return not self.history.is_current(event.replica, event.incarnation)
 
     def after(self, ledger: Ledger, decided: list[records.Record], *, was_stale: bool) -> None:
@@ -172,15 +174,15 @@ class Invariants:
                 case records.RolledBack(payloads_kept=False):
                     self._acknowledged.clear()
 
-    def heard(self, effect: outputs.Effect) -> None:
-        """Take note of what a replica was told."""
-        match effect:
-            case outputs.Ack():
-                if self.history.is_settled(effect.sample):  # not so after an error that is tried again
-                    self._acknowledged.add(effect.sample)
-            case outputs.AssignBatch():
-                told = self._batches.setdefault((effect.epoch, effect.step), effect.samples)
-                assert told == effect.samples, f"two batches for step {effect.step} in epoch {effect.epoch}"
+    def sent(self, message: p.FromLedger) -> None:
+        """Note a message to a replica."""
+        match message:
+            case p.Ack(sample):
+                if self.history.is_settled(sample):  # not so after an error that is tried again
+                    self._acknowledged.add(sample)
+            case p.Batch(step, epoch, samples):
+                before = self._batches.setdefault((epoch, step), samples)
+                assert before == samples, f"two batches for step {step} in epoch {epoch}"
 
     def restarted(self, ledger: Ledger, journal: list[records.Record]) -> None:
         """Check the controller that came back with what was durable."""

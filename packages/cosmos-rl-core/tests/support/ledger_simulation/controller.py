@@ -7,12 +7,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from cosmos_rl_core.control.ledger import events, outputs, records
+from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
-from cosmos_rl_core.testing.simulation.invariants import Invariants
+from ledger_simulation.invariants import Invariants
 
 if TYPE_CHECKING:
-    from cosmos_rl_core.testing.simulation.world import World
+    from ledger_simulation.world import World
 
 SYNC_S = 0.004
 TICK_S = 0.5
@@ -22,7 +22,7 @@ _CODEC = msgspec.msgpack.Decoder(records.AnyRecord)
 
 
 class FakeController:
-    """Feeds the ledger, releases effects after the sync, crashes and comes back."""
+    """Feeds the ledger, releases outputs after the sync, crashes and comes back."""
 
     def __init__(self, world: World, config: LedgerConfig, ledger: type[Ledger]) -> None:
         self._world = world
@@ -34,7 +34,7 @@ class FakeController:
         """Whether to crash while the next decision waits for the disk."""
         self._durable: list[records.Record] = []
         self._unsynced: list[records.Record] = []
-        self._effects: list[outputs.Effect] = []
+        self._outputs: list[events.Output] = []
         self._snapshot: tuple[int, bytes] | None = None
         self._life = 0
         self._orphaned_since: dict[tuple[int, int, int], float] = {}
@@ -47,7 +47,7 @@ class FakeController:
             return
         self._world.report.events += 1
         was_stale = self.invariants.before(event)
-        decided, said = self.ledger.on(self._world.now, event)
+        decided, outputs = self.ledger.on(self._world.now, event)
         self.invariants.after(self.ledger, decided, was_stale=was_stale)
         self._world.report.steps += sum(isinstance(record, records.Commit) for record in decided)
         for record in decided:
@@ -57,12 +57,12 @@ class FakeController:
                 self._world.report.losses += len(record.samples)
         self._world.report.reissued += sum(isinstance(r, records.Leased) and r.attempt > 1 for r in decided)
         if self._world.options.ack_before_durable:
-            self._release(said)
-            said = []
-        if (decided or said) and not (self._unsynced or self._effects):
+            self._release(outputs)
+            outputs = []
+        if (decided or outputs) and not (self._unsynced or self._outputs):
             self._world.after(SYNC_S, self._sync, self._life)
         self._unsynced += decided
-        self._effects += said
+        self._outputs += outputs
         if self.crashes_at_next_decision and decided:
             self.crashes_at_next_decision = False
             self._world.after(SYNC_S / 2, self.crash, self._life)
@@ -75,7 +75,7 @@ class FakeController:
         self._life += 1
         by_chance = self._world.random.randint(0, len(self._unsynced))
         self._durable += self._unsynced[:by_chance]
-        self._unsynced, self._effects = [], []
+        self._unsynced, self._outputs = [], []
         self._world.report.crashes += 1
         self._world.after(self._world.random.uniform(0.1, 3.0), self._come_back)
 
@@ -108,18 +108,18 @@ class FakeController:
         if life != self._life:
             return
         self._durable += self._unsynced
-        said, self._unsynced, self._effects = self._effects, [], []
+        outputs, self._unsynced, self._outputs = self._outputs, [], []
         if len(self._durable) > (self._snapshot[0] if self._snapshot else 0) + SNAPSHOT_RECORDS:
             self._snapshot = (len(self._durable), self.ledger.snapshot())
-        self._release(said)
+        self._release(outputs)
 
-    def _release(self, said: list[outputs.Effect]) -> None:
-        for effect in said:
-            assert not isinstance(effect, outputs.Halt), effect.message
-            if isinstance(effect, outputs.PoliciesLost):
+    def _release(self, outputs: list[events.Output]) -> None:
+        for output in outputs:
+            assert not isinstance(output, events.Halt), output.message
+            if isinstance(output, events.PoliciesLost):
                 self._world.after(0.1, self._roll_back)
             else:
-                self._world.to_replica(effect)
+                self._world.to_replica(output)
 
     def _roll_back(self) -> None:
         if self.is_up and self.ledger.is_orphaned:

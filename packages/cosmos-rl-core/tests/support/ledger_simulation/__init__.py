@@ -12,8 +12,8 @@ issued again in time; and at the end, that the run finishes once faults stop and
 from __future__ import annotations
 
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.testing.simulation.options import Options, Report
-from cosmos_rl_core.testing.simulation.world import World
+from ledger_simulation.options import Options, Report
+from ledger_simulation.world import World
 
 __all__ = ["Options", "Report", "SimulationError", "simulate"]
 

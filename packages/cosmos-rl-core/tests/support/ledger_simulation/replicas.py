@@ -1,4 +1,4 @@
-"""Fake replicas: they say what real ones say, repeat themselves until answered, die, hang and lose connections."""
+"""Fake replicas: they send what real ones send, repeat it until answered, die, hang and lose connections."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.control.ledger import events, outputs
-from cosmos_rl_core.testing.simulation.invariants import trained
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events
+from ledger_simulation.invariants import trained
 
 if TYPE_CHECKING:
-    from cosmos_rl_core.testing.simulation.world import World
+    from ledger_simulation.world import World
 
 HEARTBEAT_S = 1.0
 RETRY_S = 1.5
@@ -19,7 +20,7 @@ RETRY_S = 1.5
 class FakeReplica(ABC):
     """What both roles share: a process with a connection."""
 
-    role: events.Role
+    role: p.Role
 
     def __init__(self, world: World, name: str) -> None:
         self.world = world
@@ -91,9 +92,9 @@ class FakeReplica(ABC):
         else:
             action(*args)
 
-    def say(self, kind: Callable[..., events.Event], *args: object) -> None:
+    def send(self, message: p.ToLedger) -> None:
         if self.incarnation:
-            self.world.to_controller(kind(self.name, self.incarnation, *args))
+            self.world.to_controller(events.From(self.name, self.incarnation, message))
 
     def beat(self, process: int) -> None:
         if process != self.process:
@@ -101,36 +102,36 @@ class FakeReplica(ABC):
         if not self.is_hung:
             self.progress += 1
         if not self.is_hung or self.beats_while_hung:
-            self.say(events.Heartbeat, self.progress, self.holding())
+            self.send(p.Heartbeat(self.progress, holding=self.holding()))
         self.world.after(HEARTBEAT_S, self.beat, process)
 
-    # --- what it is told ------------------------------------------------------------------------------
+    # --- messages it receives -------------------------------------------------------------------------
 
-    def hear(self, effect: outputs.Effect, process: int) -> None:
-        """Act on what was sent to a process; the connection of an earlier one is closed."""
+    def receive(self, message: p.FromLedger, process: int) -> None:
+        """Act on a message that was sent to a process; the connection of an earlier one is closed."""
         if not self.is_alive or process != self.process:
             return
         if self.is_hung:
-            self.later(0.0, self.hear, effect, process)
+            self.later(0.0, self.receive, message, process)
             return
-        match effect:
-            case outputs.Welcome():
-                if self.incarnation in (0, effect.incarnation):
+        match message:
+            case p.Welcome():
+                if self.incarnation in (0, message.incarnation):
                     is_new = self.incarnation == 0
-                    self.incarnation = effect.incarnation
-                    self.later(self.world.random.uniform(0.0, 0.5), self.welcomed, effect, is_new)
-            case outputs.Reject(fenced=True):
-                if effect.incarnation == self.incarnation:
+                    self.incarnation = message.incarnation
+                    self.later(self.world.random.uniform(0.0, 0.5), self.welcomed, is_new)
+            case p.Reject(fenced=True):
+                if message.incarnation == self.incarnation:
                     self.process += 1
                     self.start()
             case _:
-                self.obey(effect)
+                self.obey(message)
 
     @abstractmethod
-    def welcomed(self, effect: outputs.Welcome, is_new: bool) -> None: ...
+    def welcomed(self, is_new: bool) -> None: ...
 
     @abstractmethod
-    def obey(self, effect: outputs.Effect) -> None: ...
+    def obey(self, message: p.FromLedger) -> None: ...
 
     def works_on(self, sample: int) -> bool:
         return False
@@ -144,7 +145,7 @@ class FakeRollout(FakeReplica):
     def forget(self) -> None:
         self.running: dict[int, tuple[int, int]] = {}
         """Sample -> (attempt, version when it began)."""
-        self.unsettled: dict[int, events.Deliver | events.Fail] = {}
+        self.unsettled: dict[int, p.Deliver | p.Failed] = {}
         self.is_ready = self.has_no_more = False
 
     def holding(self) -> tuple[int, ...]:
@@ -153,10 +154,10 @@ class FakeRollout(FakeReplica):
     def works_on(self, sample: int) -> bool:
         return self.is_alive and not self.is_hung and (sample in self.running or sample in self.unsettled)
 
-    def welcomed(self, effect: outputs.Welcome, is_new: bool) -> None:
+    def welcomed(self, is_new: bool) -> None:
         if is_new:
             self.lineage, self.version = self.world.published
-            self.say(events.Ready)
+            self.send(p.Ready())
             self.ask()
             self.load()
         else:
@@ -168,32 +169,32 @@ class FakeRollout(FakeReplica):
 
     def ask(self) -> None:
         """Ask for what fits, again and again; the answer to a lost request or a lost answer is another request."""
-        self.say(events.Ready)
+        self.send(p.Ready())
         free = self.world.options.capacity - len(self.running)
         if free > 0 and not self.has_no_more:
-            self.say(events.RequestLeases, self.version, free, self.lineage)
+            self.send(p.RequestLeases(self.version, free, self.lineage))
         self.settle()
         self.later(RETRY_S, self.ask)
 
     def settle(self) -> None:
-        for event in self.unsettled.values():
-            self.world.to_controller(event)
+        for message in self.unsettled.values():
+            self.send(message)
 
-    def obey(self, effect: outputs.Effect) -> None:
-        match effect:
-            case outputs.Grant():
-                for lease in effect.leases:
+    def obey(self, message: p.FromLedger) -> None:
+        match message:
+            case p.Grant():
+                for lease in message.prompts:
                     if lease.sample not in self.running and lease.sample not in self.unsettled:
                         self.running[lease.sample] = (lease.attempt, self.version)
                         duration = self.world.random.lognormvariate(-0.7, 0.7)
                         self.later(duration, self.finish, lease.sample, lease.attempt)
-            case outputs.Cancel():
-                self.running.pop(effect.sample, None)
-            case outputs.Ack() | outputs.Reject():
-                self.unsettled.pop(effect.sample, None)
-            case outputs.NoMore():
+            case p.Cancel():
+                self.running.pop(message.sample, None)
+            case p.Ack() | p.Reject():
+                self.unsettled.pop(message.sample, None)
+            case p.NoMore():
                 self.has_no_more = True
-            case outputs.RolledBack():
+            case p.RolledBack():
                 self.has_no_more = False
 
     def finish(self, sample: int, attempt: int) -> None:
@@ -202,17 +203,17 @@ class FakeRollout(FakeReplica):
         _, born = self.running.pop(sample)
         luck = self.world.random.random()
         if luck < 0.02:
-            event = events.Fail(self.name, self.incarnation, sample, attempt, "unlucky")
+            message = p.Failed(sample, attempt, "unlucky")
         elif luck < 0.05:
-            event = events.Fail(self.name, self.incarnation, sample, attempt, "filtered:zero_variance", True)
+            message = p.Failed(sample, attempt, "filtered:zero_variance", final=True)
         else:
             oldest, newest = sorted((born, self.version))
-            event = events.Deliver(self.name, self.incarnation, sample, attempt, oldest, newest, 10)
-        self.unsettled[sample] = event
-        self.world.to_controller(event)
+            message = p.Deliver(sample, attempt, oldest, newest, 10)
+        self.unsettled[sample] = message
+        self.send(message)
         free = self.world.options.capacity - len(self.running)
         if not self.has_no_more:
-            self.say(events.RequestLeases, self.version, free, self.lineage)
+            self.send(p.RequestLeases(self.version, free, self.lineage))
 
 
 class FakePolicy(FakeReplica):
@@ -223,45 +224,45 @@ class FakePolicy(FakeReplica):
     def forget(self) -> None:
         self.epoch = 0
         self.members: tuple[str, ...] = ()
-        self.batch: outputs.AssignBatch | None = None
+        self.batch: p.Batch | None = None
         self.has_gradients = False
         self.lost: tuple[int, ...] = ()
         """Samples of the batch that cannot be read."""
         self.weights = ""
 
-    def welcomed(self, effect: outputs.Welcome, is_new: bool) -> None:
+    def welcomed(self, is_new: bool) -> None:
         if is_new:
             self.nag()
 
     def nag(self) -> None:
         """Repeat what has not been answered."""
-        self.say(events.Ready)
+        self.send(p.Ready())
         if self.batch is None:
             self.ask()
         elif self.has_gradients:
-            self.say(events.Vote, self.batch.step, self.epoch)
+            self.send(p.Vote(self.batch.step, self.epoch))
         elif self.lost:
             self.complain(self.batch)
         self.later(RETRY_S, self.nag)
 
     def ask(self) -> None:
-        self.say(events.RequestBatch, self.version, self.epoch)
+        self.send(p.RequestBatch(self.version, self.epoch))
 
-    def obey(self, effect: outputs.Effect) -> None:
-        match effect:
-            case outputs.Remesh():
-                if effect.epoch > self.epoch:
-                    self.epoch, self.members = effect.epoch, effect.members
+    def obey(self, message: p.FromLedger) -> None:
+        match message:
+            case p.Remesh():
+                if message.epoch > self.epoch:
+                    self.epoch, self.members = message.epoch, message.members
                     self.batch, self.has_gradients, self.lost = None, False, ()
-                    self.heal(effect.lineage, effect.version)
+                    self.heal(message.lineage, message.version)
                     self.ask()
-            case outputs.AssignBatch():
-                is_wanted = (effect.step, effect.epoch) == (self.version, self.epoch)
+            case p.Batch():
+                is_wanted = (message.step, message.epoch) == (self.version, self.epoch)
                 if is_wanted and self.batch is None:
-                    self.batch = effect
-                    self.later(self.world.random.uniform(0.1, 0.6), self.train, effect)
-            case outputs.Committed():
-                if effect.step == self.version and self.batch is not None and self.has_gradients:
+                    self.batch = message
+                    self.later(self.world.random.uniform(0.1, 0.6), self.train, message)
+            case p.Committed():
+                if message.step == self.version and self.batch is not None and self.has_gradients:
                     self.apply(self.batch)
 
     def heal(self, lineage: int, version: int) -> None:
@@ -271,7 +272,7 @@ class FakePolicy(FakeReplica):
         self.weights = known[version] if version < len(known) else ""
         self.publish()
 
-    def train(self, batch: outputs.AssignBatch) -> None:
+    def train(self, batch: p.Batch) -> None:
         if self.batch is not batch:
             return
         self.lost = tuple(sample for sample in batch.samples if sample in self.world.unreadable)
@@ -279,21 +280,21 @@ class FakePolicy(FakeReplica):
             self.complain(batch)
         else:
             self.has_gradients = True
-            self.say(events.Vote, batch.step, batch.epoch)
+            self.send(p.Vote(batch.step, batch.epoch))
 
-    def complain(self, batch: outputs.AssignBatch) -> None:
-        """Tell which groups cannot be read; the answer is a new epoch."""
-        self.say(events.PayloadsLost, batch.step, batch.epoch, self.lost, "gone")
+    def complain(self, batch: p.Batch) -> None:
+        """Report the groups that cannot be read; the answer is a new epoch."""
+        self.send(p.PayloadsLost(batch.step, batch.epoch, self.lost, "gone"))
 
-    def apply(self, batch: outputs.AssignBatch) -> None:
+    def apply(self, batch: p.Batch) -> None:
         self.weights = trained(self.weights, batch.samples)
         self.version += 1
         self.batch, self.has_gradients = None, False
         self.publish()
         self.ask()
         if self.version % self.world.options.checkpoint_every == 0 and self.name == self.members[0]:
-            saved = events.Checkpointed(self.version, self.lineage)
-            self.later(self.world.random.uniform(0.1, 2.0), self.world.to_controller, saved)
+            saved = p.CheckpointDone(self.version, lineage=self.lineage)
+            self.later(self.world.random.uniform(0.1, 2.0), self.send, saved)
 
     def publish(self) -> None:
         self.world.publish(self.name, self.lineage, self.version, self.weights)

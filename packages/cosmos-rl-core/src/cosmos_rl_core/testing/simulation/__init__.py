@@ -1,1 +1,0 @@
-"""The ledger under hundreds of simulated replicas, lost messages and deaths."""
