@@ -1,12 +1,12 @@
 # Each target sets up .venv by itself; the second time that takes a moment.
-.PHONY: help setup demo test test-slow lint bench wheels lock clean
+.PHONY: help setup demo test test-ci test-slow test-times lint bench wheels lock clean
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
 
 help:
 	@echo "make demo    asynchronous GRPO of a tiny language model, start to finish, on this machine"
-	@echo "make test    all tests but the slow ones"
+	@echo "make test    the default tests; test-ci: slower proofs that CI runs too; test-slow: the rest"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make bench   the quick form of every benchmark"
 	@echo "make wheels  the packages, in dist/"
@@ -20,6 +20,12 @@ demo: setup
 
 test: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup
+
+test-ci: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup -m 'ci and not slow'
+
+test-times: setup
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadgroup --durations=30 | sed -n '/slowest/,$$p'
 
 test-slow: setup
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m slow

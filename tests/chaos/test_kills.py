@@ -24,6 +24,8 @@ from safetensors.numpy import load_file
 from cosmos_rl_core.checkpoint.manifest import read_state
 from cosmos_rl_core.launch.run import run
 
+pytestmark = pytest.mark.ci
+
 PROMPTS, GROUP = 4, 4
 PRELOAD = [
     "cosmos_rl_core.workers.policy",

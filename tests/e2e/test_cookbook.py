@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 COOKBOOK = Path(__file__).parents[2] / "cookbook"
-pytestmark = pytest.mark.timeout(600)  # seconds each on an idle core; the machine may be a busy one
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]  # seconds each on an idle core; the machine may be a busy one
 
 
 def python(script, *arguments):

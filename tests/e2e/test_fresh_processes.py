@@ -14,6 +14,8 @@ import pytest
 from cosmos_rl_vla.data.recording.record import record
 from cosmos_rl_wfm.testing import recipe as clips_recipe
 
+pytestmark = pytest.mark.ci
+
 SAMPLED = ("rollout", "reward", "sync")
 """Sections that a supervised run has no use for."""
 

@@ -8,6 +8,8 @@ import pytest
 
 from cosmos_rl_core.checkpoint.manifest import read_state
 
+pytestmark = pytest.mark.ci
+
 STEPS, PROMPTS = 16, 4
 STUCK = """
 import time

@@ -9,6 +9,8 @@ import pytest
 
 from cosmos_rl_core.checkpoint.manifest import read_state
 
+pytestmark = pytest.mark.ci
+
 STEPS = 4
 
 

@@ -10,6 +10,8 @@ import pytest
 from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint.manifest import read_origin, read_state
 
+pytestmark = pytest.mark.ci
+
 STEPS, PROMPTS = 12, 4
 FAILING = """
 from cosmos_rl_core.errors import UserError

@@ -6,6 +6,8 @@ import signal
 
 import pytest
 
+pytestmark = pytest.mark.ci
+
 STEPS, PROMPTS, GROUP = 12, 4, 4
 TALKING = """
 from cosmos_rl_core.testing.tiny import Tiny

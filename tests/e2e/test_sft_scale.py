@@ -5,6 +5,8 @@ from safetensors.numpy import load_file
 
 from cosmos_rl_core import run
 
+pytestmark = pytest.mark.ci
+
 
 @pytest.fixture
 def supervised(bandit):

@@ -9,7 +9,7 @@ import pytest
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
 
-pytestmark = pytest.mark.xdist_group("spool")  # one process makes what they share
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("spool")]  # one process makes what they share
 
 STEPS, PROMPTS, GROUP = 4, 4, 4
 PATIENT = """

@@ -26,10 +26,12 @@ ABSENT = {
 """What an environment with only this package must not contain."""
 PYTEST_INI = """\
 [pytest]
-addopts = --import-mode=importlib --strict-markers -p no:cacheprovider -m "not slow"
+addopts = --import-mode=importlib --strict-markers -p no:cacheprovider -m "not slow and not ci"
+pythonpath = tests/support
 timeout = 180
 markers =
-    slow: longer than the default suite can afford
+    ci: slower proofs
+    slow: longer than CI can afford
 filterwarnings =
     error
 """

@@ -28,7 +28,7 @@ from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
 
-pytestmark = pytest.mark.xdist_group("checkpoint_layouts")  # one process makes what they share
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("checkpoint_layouts")]  # one process makes what they share
 
 MODEL = TinyModel(actions=3, contexts=5, hidden=4)
 """Rows that neither 2 nor 4 ranks divide; of four, one holds nothing of some."""

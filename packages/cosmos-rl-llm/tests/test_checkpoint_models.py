@@ -30,6 +30,8 @@ from cosmos_rl_llm import parity
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
+pytestmark = pytest.mark.ci
+
 RECIPE = {"run": {"domain": "llm"}, "model": {"path": "somewhere"}}
 
 

@@ -23,6 +23,7 @@ psutil = pytest.importorskip("psutil", reason="comes with vLLM")
 
 pytest.importorskip("vllm", reason="the extra cosmos-rl-llm[vllm] is not installed")
 pytestmark = [
+    pytest.mark.ci,
     pytest.mark.xdist_group("vllm"),
     pytest.mark.timeout(300),
     pytest.mark.filterwarnings(  # vLLM's own

@@ -5,6 +5,8 @@ import pytest
 from cosmos_rl_transfer.testing.faults.nursery import nursery
 from cosmos_rl_transfer.testing.faults.trials import MOST_WAIT_S, Outcome, Trial, run_trial, summarize
 
+pytestmark = pytest.mark.ci
+
 SEEDS = range(200)
 FEW = (0, 1, 3, 4, 17, 21)
 

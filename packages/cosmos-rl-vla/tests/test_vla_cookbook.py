@@ -20,7 +20,7 @@ from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.sims.libero.tasks import find_task
 
 COOKBOOK = Path(__file__).parents[3] / "cookbook"
-pytestmark = pytest.mark.skipif(not COOKBOOK.is_dir(), reason="the wheel comes without the cookbook")
+pytestmark = [pytest.mark.ci, pytest.mark.skipif(not COOKBOOK.is_dir(), reason="the wheel comes without the cookbook")]
 
 TASKS = [f"libero_10/{number}" for number in range(10)]
 SIMULATOR = '''

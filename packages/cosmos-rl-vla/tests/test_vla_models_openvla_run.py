@@ -15,7 +15,7 @@ from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
 
-pytestmark = pytest.mark.xdist_group("openvla_run")  # one process makes what they share
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("openvla_run")]  # one process makes what they share
 
 COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main()"]
 

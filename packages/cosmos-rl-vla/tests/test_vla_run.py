@@ -131,6 +131,7 @@ GRPO = {
 }
 
 
+@pytest.mark.ci
 def test_grpo_trains_on_groups_of_mixed_success_and_is_the_same_twice(tmp_path, stats):
     sections = laid_over(GRPO, {"data": {"options": {"image_size": 16, "max_steps": 40}}})
     once, twice = (ran(tmp_path / name, recipe_of(stats, **sections)) for name in ("once", "twice"))
@@ -218,6 +219,7 @@ def test_a_simulator_that_fails_again_and_again_ends_the_run_with_its_last_words
         ran(tmp_path / "run", recipe)
 
 
+@pytest.mark.ci
 def test_evaluation_by_task_in_two_processes(tmp_path, stats):
     held_out = {"split": "held_out", "num_inits": 3, "perturb": ["none", "swap_instruction", "grey_images"]}
     recipe = recipe_of(stats)

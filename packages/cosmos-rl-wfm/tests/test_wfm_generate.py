@@ -25,7 +25,7 @@ from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_wfm.testing import mock_data, pixel_model, shown
 
-pytestmark = pytest.mark.xdist_group("wfm_generate")  # one process makes what they share
+pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("wfm_generate")]  # one process makes what they share
 
 RECIPE = {
     "run": {"domain": "wfm", "max_steps": 1},
