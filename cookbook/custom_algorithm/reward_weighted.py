@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cosmos_rl_core.algorithms.table import Algorithm
+from cosmos_rl_core import Algorithm
 
 if TYPE_CHECKING:  # the controller loads this file, and stays free of torch
     from torch import Tensor
 
-    from cosmos_rl_core.algorithms.config import AlgorithmConfig
-    from cosmos_rl_core.types import TermBatch
+    from cosmos_rl_core import AlgorithmConfig, TermBatch
 
 BETA = 0.5
 """Temperature of the weights: small, and only the best rollout counts; large, and all count alike."""

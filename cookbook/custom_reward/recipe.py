@@ -9,7 +9,7 @@ import argparse
 from pathlib import Path
 
 from cosmos_rl_core import run
-from cosmos_rl_llm.testing import write_sums, write_tiny_model
+from cosmos_rl_llm import write_sums, write_tiny_model
 
 HERE = Path(__file__).parent
 

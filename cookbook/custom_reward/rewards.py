@@ -6,8 +6,7 @@ import asyncio
 
 from pydantic import Field
 
-from cosmos_rl_core.settings.base import Strict
-from cosmos_rl_core.types import Rollout, RolloutGroup
+from cosmos_rl_core import Options, Rollout, RolloutGroup
 
 
 def only_digits(group: RolloutGroup) -> list[float]:
@@ -15,7 +14,7 @@ def only_digits(group: RolloutGroup) -> list[float]:
     return [float(rollout.text.isdecimal()) for rollout in group.rollouts]
 
 
-class Closeness(Strict):
+class Closeness(Options):
     """A class when there are options: 1 for the right sum, less the further away, 0 from `scale` on.
 
     A strict model makes a misspelt option an error before the run starts; any class that takes its options by keyword

@@ -9,9 +9,8 @@ import argparse
 import shutil
 from pathlib import Path
 
-from cosmos_rl_core import Request, evaluate, run
-from cosmos_rl_core.inference.evaluate import Evaluated
-from cosmos_rl_vla.data.recording.record import Manner, record
+from cosmos_rl_core import Evaluated, Request, evaluate, run
+from cosmos_rl_vla import Manner, record
 
 HERE = Path(__file__).parent
 SHOWN = {

@@ -16,9 +16,7 @@ from pathlib import Path
 import av
 import numpy as np
 
-from cosmos_rl_wfm.data.video import read_clip
-from cosmos_rl_wfm.rewards.speed import DIRECTIONS, direction, speed
-from cosmos_rl_wfm.rewards.statistics import brightness
+from cosmos_rl_wfm import DIRECTIONS, brightness, direction, read_clip, speed
 
 SHAPES = ("square", "disc", "cross")
 CAPTIONS = tuple(f"a {shape} moving {towards}" for shape in SHAPES for towards in DIRECTIONS)

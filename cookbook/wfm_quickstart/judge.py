@@ -18,8 +18,8 @@ from clips import CAPTIONS, SHAPES, read_clips
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from cosmos_rl_core.types import RolloutGroup
-from cosmos_rl_wfm.rewards.speed import DIRECTIONS
+from cosmos_rl_core import RolloutGroup
+from cosmos_rl_wfm import DIRECTIONS
 
 HELD_OUT = 0.1
 """Part of the clips, the last ones, that training does not see."""

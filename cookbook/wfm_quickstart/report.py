@@ -8,7 +8,7 @@ import numpy as np
 from arms import Result
 from clips import read_clips, speed_along
 
-from cosmos_rl_wfm.rewards.statistics import brightness
+from cosmos_rl_wfm import brightness
 
 CHANCE = 1 / 12
 """Share of captions that the judge sees in anything."""

@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.rewards import REWARDS
 from cosmos_rl_wfm.rewards.aesthetic.head import Head, load_head
-from cosmos_rl_wfm.rewards.aesthetic.train import train
+from cosmos_rl_wfm.rewards.aesthetic.train import train_aesthetic
 from cosmos_rl_wfm.rewards.exclusive import Exclusive
 from cosmos_rl_wfm.rewards.pretrained import Pretrained
 from cosmos_rl_wfm.testing import shown
@@ -273,13 +273,13 @@ def scored_rows(number: int = 60) -> list[dict]:
 
 @pytest.mark.parametrize("hidden", [(), (8,)])
 def test_a_head_learns_the_scores_of_rows_it_never_saw(hidden):
-    trained = train(scored_rows(), hidden=hidden, steps=200)
+    trained = train_aesthetic(scored_rows(), hidden=hidden, steps=200)
     assert trained.constant_error > 1.5
     assert trained.held_out_error < 0.5
 
 
 def test_a_saved_head_scores_groups_between_0_and_10(tmp_path):
-    trained = train(scored_rows(), steps=200)
+    trained = train_aesthetic(scored_rows(), steps=200)
     trained.head.save(tmp_path / "head.safetensors")
     reward = REWARDS["aesthetic"](head=str(tmp_path / "head.safetensors"))
     dark, bright = reward(make_group(np.full((2, 6, 6, 3), 30, np.uint8), np.full((2, 6, 6, 3), 220, np.uint8)))
@@ -288,7 +288,7 @@ def test_a_saved_head_scores_groups_between_0_and_10(tmp_path):
 
 def test_a_head_over_clip_vectors_remembers_its_model(clip_folder, tmp_path):
     options = Pretrained(model=str(clip_folder), num_frames=2)
-    trained = train(scored_rows(12), clip=options, steps=20)
+    trained = train_aesthetic(scored_rows(12), clip=options, steps=20)
     trained.head.save(tmp_path / "head.safetensors")
     head = load_head(tmp_path / "head.safetensors")
     assert (head.features, head.model, head.num_frames) == ("clip", str(clip_folder), 2)
@@ -322,12 +322,12 @@ def test_a_head_scores_as_worked_out_by_hand():
 )
 def test_a_bad_training_row_is_named(row, message):
     with pytest.raises(UserError, match=message):
-        train([row])
+        train_aesthetic([row])
 
 
 def test_too_few_rows_are_an_error():
     with pytest.raises(UserError, match="too few"):
-        train(scored_rows(2))
+        train_aesthetic(scored_rows(2))
 
 
 def test_another_safetensors_file_is_no_head(clip_folder, tmp_path):

@@ -1,33 +1,128 @@
-"""Controller, trainer, algorithms and interfaces of Cosmos-RL. Importing this does not import torch."""
+"""Controller, trainer, algorithms and interfaces of Cosmos-RL: asynchronous reinforcement learning for Physical AI.
+
+What is listed in `__all__` is public: what a user writes against, and what examples and docs import. All other modules
+may move. Importing this imports neither torch nor numpy: a name's module is imported when the name is first used.
+"""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from cosmos_rl_core.inference.evaluate import evaluate
-    from cosmos_rl_core.inference.generate import generate
+    from cosmos_rl_core.algorithms.config import AlgorithmConfig
+    from cosmos_rl_core.algorithms.table import Algorithm
+    from cosmos_rl_core.errors import PromptError, SampleError, UserError, WorkerFailed
+    from cosmos_rl_core.inference.evaluate import Evaluated, evaluate
+    from cosmos_rl_core.inference.generate import Generated, generate
+    from cosmos_rl_core.inference.layout import Instances
     from cosmos_rl_core.inference.request import Request
+    from cosmos_rl_core.interfaces import Domain, Objective, Policy, Recorder, RewardFn, RolloutEngine
     from cosmos_rl_core.launch.result import RunResult
     from cosmos_rl_core.launch.run import run
+    from cosmos_rl_core.parallel.gradients import accumulate
+    from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.recipe.load import load_config
-
-__all__ = ["Request", "RunResult", "evaluate", "generate", "load_config", "run"]
+    from cosmos_rl_core.recipe.run import RunConfig
+    from cosmos_rl_core.recipe.sections import SamplingSection
+    from cosmos_rl_core.settings.base import Options
+    from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, check_reward
+    from cosmos_rl_core.types import (
+        Episode,
+        LossTerm,
+        Microbatch,
+        PolicyOutputs,
+        Prompt,
+        Rollout,
+        RolloutGroup,
+        Sampling,
+        Share,
+        TermBatch,
+        TrainBatch,
+        WeightSpec,
+    )
+    from cosmos_rl_core.weight_sync import WeightSync
 
 _HOMES = {
-    "Request": "cosmos_rl_core.inference.request",
-    "RunResult": "cosmos_rl_core.launch.result",
-    "evaluate": "cosmos_rl_core.inference.evaluate",
-    "generate": "cosmos_rl_core.inference.generate",
-    "load_config": "cosmos_rl_core.recipe.load",
-    "run": "cosmos_rl_core.launch.run",
+    "launch.run": ("run",),
+    "launch.result": ("RunResult",),
+    "inference.generate": ("Generated", "generate"),
+    "inference.evaluate": ("Evaluated", "evaluate"),
+    "inference.request": ("Request",),
+    "inference.layout": ("Instances",),
+    "recipe.load": ("load_config",),
+    "recipe.run": ("RunConfig",),
+    "recipe.sections": ("SamplingSection",),
+    "settings.base": ("Options",),
+    "errors": ("PromptError", "SampleError", "UserError", "WorkerFailed"),
+    "types": (
+        *("Episode", "LossTerm", "Microbatch", "PolicyOutputs", "Prompt", "Rollout", "RolloutGroup", "Sampling"),
+        *("Share", "TermBatch", "TrainBatch", "WeightSpec"),
+    ),
+    "interfaces": ("Domain", "Objective", "Policy", "Recorder", "RewardFn", "RolloutEngine"),
+    "weight_sync": ("WeightSync",),
+    "algorithms.table": ("Algorithm",),
+    "algorithms.config": ("AlgorithmConfig",),
+    "parallel.setup": ("ModelSetup",),
+    "parallel.gradients": ("accumulate",),
+    "testing.conformance": ("ENGINE_CHECKS", "check_reward"),
 }
+"""Public names by the module that defines them."""
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Algorithm",
+    "AlgorithmConfig",
+    "Domain",
+    "ENGINE_CHECKS",
+    "Episode",
+    "Evaluated",
+    "Generated",
+    "Instances",
+    "LossTerm",
+    "Microbatch",
+    "ModelSetup",
+    "Objective",
+    "Options",
+    "Policy",
+    "PolicyOutputs",
+    "Prompt",
+    "PromptError",
+    "Recorder",
+    "Request",
+    "RewardFn",
+    "Rollout",
+    "RolloutEngine",
+    "RolloutGroup",
+    "RunConfig",
+    "RunResult",
+    "SampleError",
+    "Sampling",
+    "SamplingSection",
+    "Share",
+    "TermBatch",
+    "TrainBatch",
+    "UserError",
+    "WeightSpec",
+    "WeightSync",
+    "WorkerFailed",
+    "accumulate",
+    "check_reward",
+    "evaluate",
+    "generate",
+    "load_config",
+    "run",
+]
 
 
-def __getattr__(name: str) -> Any:
-    """Import a public name when it is first asked for."""
-    if name not in _HOMES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a type checker takes the imports above, and so sees a misspelt name
 
-    return getattr(import_module(_HOMES[name]), name)
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

@@ -1,1 +1,44 @@
-"""Language models: GRPO family and SFT on Cosmos-RL. The domain is `domain.LLM`."""
+"""Language models on Cosmos-RL: the GRPO family and supervised training. The domain is `LLM`.
+
+Called by core through `Domain`; imports core and transfer. `__all__` lists the public names. Importing this imports no
+torch and no transformers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cosmos_rl_llm.data.chat import Chat
+    from cosmos_rl_llm.domain import LLM, LLMDomain
+    from cosmos_rl_llm.testing import write_sums, write_tiny_model
+
+_HOMES = {
+    "domain": ("LLM", "LLMDomain"),
+    "data.chat": ("Chat",),
+    "testing": ("write_sums", "write_tiny_model"),
+}
+"""Public names by the module that defines them."""
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "Chat",
+    "LLM",
+    "LLMDomain",
+    "write_sums",
+    "write_tiny_model",
+]
+
+
+if not TYPE_CHECKING:  # a type checker takes the imports above, and so sees a misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

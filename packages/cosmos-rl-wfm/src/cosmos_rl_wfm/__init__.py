@@ -1,1 +1,63 @@
-"""World foundation models through diffusers on Cosmos-RL. The domain is `domain.WFM`."""
+"""World foundation models through diffusers on Cosmos-RL. The domain is `WFM`.
+
+Called by core through `Domain`; imports core and transfer. `__all__` lists the public names. Importing this imports no
+torch and no diffusers.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from cosmos_rl_wfm.data.video import read_clip
+    from cosmos_rl_wfm.domain import WFM, WFMDomain
+    from cosmos_rl_wfm.rewards.aesthetic.train import train_aesthetic
+    from cosmos_rl_wfm.rewards.glyphs import draw_text
+    from cosmos_rl_wfm.rewards.pretrained import Pretrained
+    from cosmos_rl_wfm.rewards.speed import DIRECTIONS, direction, speed
+    from cosmos_rl_wfm.rewards.statistics import brightness
+    from cosmos_rl_wfm.rewards.video import group_videos, luma, row_text, sample_frames
+
+_HOMES = {
+    "domain": ("WFM", "WFMDomain"),
+    "data.video": ("read_clip",),
+    "rewards.speed": ("DIRECTIONS", "direction", "speed"),
+    "rewards.statistics": ("brightness",),
+    "rewards.video": ("group_videos", "luma", "row_text", "sample_frames"),
+    "rewards.glyphs": ("draw_text",),
+    "rewards.pretrained": ("Pretrained",),
+    "rewards.aesthetic.train": ("train_aesthetic",),
+}
+"""Public names by the module that defines them."""
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+
+__all__ = [
+    "DIRECTIONS",
+    "Pretrained",
+    "WFM",
+    "WFMDomain",
+    "brightness",
+    "direction",
+    "draw_text",
+    "group_videos",
+    "luma",
+    "read_clip",
+    "row_text",
+    "sample_frames",
+    "speed",
+    "train_aesthetic",
+]
+
+
+if not TYPE_CHECKING:  # a type checker takes the imports above, and so sees a misspelt name
+
+    def __getattr__(name: str) -> Any:
+        """Import a public name when it is first used."""
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__all__]

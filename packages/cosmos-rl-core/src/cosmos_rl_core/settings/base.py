@@ -22,6 +22,10 @@ class Strict(BaseModel):
     )
 
 
+Options = Strict
+"""The public name, for the options of a reward, an algorithm or an engine of one's own."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """One thing wrong with a config."""

@@ -75,7 +75,7 @@ def load_head(path: Path) -> Head:
     number = sum(name.endswith(".weight") for name in tensors)
     wanted = {"mean", "scale"} | {f"layers.{i}.{part}" for i in range(number) for part in ("weight", "bias")}
     if set(tensors) != wanted or not number or metadata.get("features") not in get_args(Features):
-        raise UserError(f"{path} is no aesthetic head: train one with cosmos_rl_wfm.rewards.aesthetic.train.train")
+        raise UserError(f"{path} is no aesthetic head: train one with cosmos_rl_wfm.train_aesthetic")
     return Head(
         features="clip" if metadata["features"] == "clip" else "statistics",
         model=metadata.get("model", ""),

@@ -25,7 +25,7 @@ class AestheticReward(Strict):
     """Score of a head over figures of the pixels or CLIP vectors, in [0, 10]."""
 
     head: str
-    """Safetensors file made by `cosmos_rl_wfm.rewards.aesthetic.train.train`; it names its features and CLIP model."""
+    """Safetensors file made by `cosmos_rl_wfm.train_aesthetic`; it names its features and CLIP model."""
     device: str = "auto"
     """Where the CLIP model runs."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"

@@ -34,7 +34,7 @@ class Trained:
     """Of the held-out rows, for a head that says the mean score of the others to everything."""
 
 
-def train(
+def train_aesthetic(
     rows: Iterable[Mapping[str, Any]],
     *,
     clip: Pretrained | None = None,
