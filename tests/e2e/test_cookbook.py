@@ -41,6 +41,13 @@ def test_one_file_grpo():
     assert float(found[2]) > float(found[1]) + 0.1
 
 
+def test_notebook(tmp_path):
+    python("notebook_grpo.py", tmp_path)
+    metrics = lines(tmp_path / "run/metrics.jsonl")
+    assert metrics[-1]["reward/closeness"] > metrics[0]["reward/closeness"] + 0.1
+    assert (tmp_path / "run/reward.png").read_bytes().startswith(b"\x89PNG")
+
+
 def test_custom_reward(tmp_path):
     python("custom_reward/recipe.py", "--dir", tmp_path, "run.max_steps=30", "run.placement=inline")
     before, after = before_and_after(tmp_path / "grpo")

@@ -66,12 +66,17 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
     if config.is_sft:
         return
     plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
-    engine = config.rollout.engine
-    if engine not in domain.engines:
-        raise UserError(
-            f"[rollout] engine = {engine!r}: the {domain.name} domain has no such engine; "
-            f"known: {', '.join(domain.engines)}"
-        )
+    look_up_engine(config.rollout.engine, domain)
+
+
+def look_up_engine(name: str, domain: Domain) -> None:
+    """Raise UserError for an engine that neither the domain has nor a package offers."""
+    if name in domain.engines:
+        return
+    try:
+        plugins.locate("cosmos_rl.engines", name, beside=domain.engines)
+    except UserError as error:
+        raise UserError(f"[rollout] engine: {error}") from error
 
 
 def build_source(config: RunConfig) -> PromptSource:
@@ -95,26 +100,28 @@ def build_eval_source(config: RunConfig) -> PromptSource | None:
     return PromptSource(rows[:limit], origin=origin, shuffle=False, epochs=1)
 
 
-def build_rubric(config: RunConfig, domain: Domain) -> Rubric:
-    """The weighted rewards of [reward]."""
+def build_rubric(config: RunConfig, domain: Domain, given: Mapping[str, Any] | None = None) -> Rubric:
+    """The weighted rewards of [reward]; those in `given`, by label, are not looked up."""
     rewards = [
         WeightedReward(
             name=section.title,
             weight=section.weight,
-            function=build_reward(section.name, domain, options=section.options),
+            function=build_reward(
+                section.name, domain, options=section.options, given=(given or {}).get(section.title)
+            ),
         )
         for section in config.reward.functions
     ]
     return Rubric(rewards, timeout_s=config.reward.timeout_s)
 
 
-def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any]) -> RewardFn:
-    """A reward by name: one of the domain's, an installed plug-in, or "module:attribute".
+def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any], given: Any = None) -> RewardFn:
+    """A reward by name: one of the domain's, an installed plug-in, or "module:attribute", which may be `given`.
 
     The first two are factories that take the options. An attribute is a factory when it is a class, and otherwise
     the reward itself, which then gets the options as keyword arguments.
     """
-    factory: Any = domain.reward(name) or plugins.load("cosmos_rl.rewards", name)
+    factory: Any = given or domain.reward(name) or plugins.load("cosmos_rl.rewards", name)
     if not callable(factory):
         raise UserError(f"[reward] {name} is {factory!r}, and no function")
     if not inspect.isclass(factory) and ":" in name:
@@ -129,15 +136,33 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any]) -> Re
 
 
 def build_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
-    return domain.build_engine(
-        config.model, data=config.data, name=config.rollout.engine, options=config.rollout.options
-    )
+    """An engine by name: one of the domain's, an installed plug-in, or "module:attribute".
+
+    The last two are called as `factory(model, data=data, options=options)`, with the sections [model], [data] and
+    [rollout.options].
+    """
+    name, options = config.rollout.engine, config.rollout.options
+    if name in domain.engines:
+        return domain.build_engine(config.model, data=config.data, name=name, options=options)
+    factory: Any = plugins.load("cosmos_rl.engines", name)
+    if not callable(factory):
+        raise UserError(f"[rollout] engine = {name!r} is {factory!r}, and no function that makes an engine")
+    return cast(RolloutEngine, factory(config.model, data=config.data, options=options))
 
 
 def build_rollouter(
-    config: RunConfig, domain: Domain, engine: RolloutEngine, *, run_dir: Path | None = None, name: str = ""
+    config: RunConfig,
+    domain: Domain,
+    engine: RolloutEngine,
+    *,
+    run_dir: Path | None = None,
+    name: str = "",
+    rewards: Mapping[str, Any] | None = None,
 ) -> Rollouter:
-    """What answers prompts; samples are kept in `run_dir`, if there is one, under this replica's name."""
+    """What answers prompts; samples are kept in `run_dir`, if there is one, under this replica's name.
+
+    rewards: functions by label, for those of [reward] that are not looked up.
+    """
     sampling, logging = config.rollout.sampling, config.logging
     recorder = eval_recorder = None
     if run_dir is not None and logging.media_every:
@@ -146,7 +171,7 @@ def build_rollouter(
         eval_recorder = keep(run_dir / "media" / "eval", every=1)
     return Rollouter(
         engine,
-        rubric=build_rubric(config, domain),
+        rubric=build_rubric(config, domain, rewards),
         rules=group_rules(config.algorithm, max_terms=sampling.max_terms),
         group_size=config.rollout.group_size,
         sampling=sampling.build(),

@@ -30,6 +30,14 @@ class ReadsPrompts(Protocol):
 
 
 @runtime_checkable
+class TakesRows(Protocol):
+    """A domain whose [data] may name a .jsonl file of rows, so that programs can give rows: `run(rows=[...])`."""
+
+    row_keys: Sequence[str]
+    """Keys of [data] that say where the rows are; the first of them takes a file's path."""
+
+
+@runtime_checkable
 class Advises(Protocol):
     """A domain that knows of recipes which are in order, and yet will not do all that one expects."""
 

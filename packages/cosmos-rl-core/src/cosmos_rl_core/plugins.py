@@ -6,6 +6,7 @@ import difflib
 import importlib
 import importlib.util
 from collections.abc import Sequence
+from contextvars import ContextVar
 from importlib import metadata
 from typing import Any
 
@@ -52,10 +53,11 @@ GROUPS = (
     "cosmos_rl.transports",
     "cosmos_rl.rewards",
     "cosmos_rl.algorithms",
-    "cosmos_rl.launchers",
     "cosmos_rl.simulators",
 )
 """The entry point groups a package may offer plug-ins in."""
+
+_importing: ContextVar[str] = ContextVar("_importing", default="")
 
 
 def names(group: str) -> list[str]:
@@ -80,7 +82,17 @@ def load(group: str, name: str) -> Any:
 
     Raises UserError as `locate` does, and for a plug-in that cannot be imported, with the cause.
     """
-    return _resolve(locate(group, name), group=group, name=name)
+    return _resolve(locate(group, name), kind=_kind(group), name=name)
+
+
+def attribute(name: str, *, kind: str) -> Any:
+    """Import what is written as "module:attribute"; messages call it `kind`. Raises UserError as `load`."""
+    return _resolve(name, kind=kind, name=name)
+
+
+def importing() -> str:
+    """Return the module that is being imported for a plug-in, whose own code is running now; empty without one."""
+    return _importing.get()
 
 
 def _targets(group: str) -> dict[str, str]:
@@ -108,7 +120,7 @@ def _distribution(target: str) -> str:
 
 
 def _unknown(group: str, name: str, beside: Sequence[str]) -> str:
-    kind = group.rpartition(".")[2].removesuffix("s")
+    kind = _kind(group)
     shipped = _SHIPPED.get(group, {}).get(name)
     if shipped is not None:
         return f"{kind} {name!r} is not installed: pip install {_distribution(shipped)}"
@@ -125,16 +137,22 @@ def _unknown(group: str, name: str, beside: Sequence[str]) -> str:
     return f"no {kind} is called {name!r}{hint}; known: {listed}{more}; one of your own is module:attribute"
 
 
-def _resolve(where: str, *, group: str, name: str) -> Any:
-    kind = group.rpartition(".")[2].removesuffix("s")
+def _kind(group: str) -> str:
+    return group.rpartition(".")[2].removesuffix("s")
+
+
+def _resolve(where: str, *, kind: str, name: str) -> Any:
     module_name, _, path = where.partition(":")
     if not module_name or not path:
         raise UserError(f"{kind} {name!r} must be written as module:attribute, such as my_module:my_function")
     add_folders()
+    outer = _importing.set(module_name)
     try:
         found = importlib.import_module(module_name)
     except Exception as cause:  # importing runs the plug-in's own code, which may raise anything; we say who and why
         raise UserError(f"{kind} {name!r} ({where}) cannot be imported: {type(cause).__name__}: {cause}") from cause
+    finally:
+        _importing.reset(outer)
     file = vars(found).get("__file__") or "built in"
     for part in path.split("."):
         try:

@@ -45,8 +45,11 @@ class LLMModelConfig(Strict):
 class LLMDataConfig(Strict):
     """[data]: where rows come from, and which of their columns are prompt, reference answer and response."""
 
-    path: str = Field(min_length=1)
+    path: str = ""
     """A .jsonl, .json or .parquet file, a directory of them, or a Hugging Face datasets id."""
+    rows: str | None = Field(default=None, min_length=1)
+    """Instead of `path`, Python's "module:attribute": a list of rows, or a function without arguments that returns one.
+    A row is a mapping of columns to JSON."""
     split: str | None = None
     """Which split: the files of a directory that start with it, or of a datasets id ("train" if unset)."""
     subset: str | None = None
@@ -101,6 +104,10 @@ class LLMDataConfig(Strict):
 
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
+        if not self.path and self.rows is None:
+            raise ValueError('path is missing: where the rows are; or name Python\'s own by rows = "module:attribute"')
+        if self.rows is not None and (self.path or self.split or self.subset):
+            raise ValueError("rows stands for path, split and subset; remove those, or rows")
         if self.answer_pattern is not None and self.answer_column is None:
             raise ValueError("answer_pattern needs answer_column, the column to search")
         if self.messages_column is not None and self.response_column is not None:

@@ -51,6 +51,7 @@ class LLMDomain:
     Sampling = SamplingSection
     rewards = tuple(REWARDS)
     engines = ("torch", "vllm")
+    row_keys = ("path", "rows", "split", "subset")
 
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read rows with `prompt`, `answer` and `response` beside their own columns, and their origin."""

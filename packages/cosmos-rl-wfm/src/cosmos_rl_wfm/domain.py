@@ -38,6 +38,7 @@ class WFMDomain:
     Data = WFMDataConfig
     Sampling = FlowSampling
     engines = ("torch",)
+    row_keys = ("path", "rows", "kind")
 
     @property
     def rewards(self) -> Sequence[str]:

@@ -15,10 +15,11 @@ from statistics import fmean
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.inference.generate import Generated, draw, open_recipe
+from cosmos_rl_core.inference.generate import Generated, draw, rows_on_disk
 from cosmos_rl_core.inference.layout import Instances
 from cosmos_rl_core.inference.request import Request, Weights, folder_of
 from cosmos_rl_core.inference.rollouts_file import Line
+from cosmos_rl_core.launch.given import Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.observe.interval import Estimate
 from cosmos_rl_core.observe.tables import table
 from cosmos_rl_core.recipe.load import load_domain
@@ -64,21 +65,30 @@ class Evaluated:
 
 
 def evaluate(
-    recipe: RunConfig | str | Path,
+    recipe: Recipe,
     overrides: Sequence[str] = (),
     *,
-    request: Request,
+    request: Request | None = None,
+    rewards: Rewards | None = None,
+    rows: Rows | None = None,
     python_path: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> Evaluated:
-    """Measure the rewards, or the loss of a supervised recipe, and write eval.json. Raises as `generate`."""
-    config = open_recipe(recipe, overrides, python_path)
-    if config.eval.data is None and not request.prompts:
-        raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
-    if config.is_sft:
-        measured = _loss(config, request)
-    else:
-        measured = _rewards(draw(config, request, scored=True, python_path=python_path, say=say), request.num_samples)
+    """Measure the rewards, or the loss of a supervised recipe, and write eval.json. Raises as `generate`.
+
+    rewards: as in `run`; they are called in other processes, which import them. rows: mappings instead of [eval.data]
+    path.
+    """
+    request = request or Request()
+    given = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, eval_rows=rows, generating=True)
+    with rows_on_disk(given) as config:
+        if config.eval.data is None and not request.prompts:
+            raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
+        if config.is_sft:
+            measured = _loss(config, request)
+        else:
+            drawn = draw(config, request, scored=True, python_path=given.python_path, say=say)
+            measured = _rewards(drawn, request.num_samples)
     if not measured.interrupted:
         measured.write()
     return measured

@@ -10,16 +10,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import signal
+import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from msgspec.structs import replace
 
-from cosmos_rl_core.checkpoint.resume import recipe_of
+from cosmos_rl_core import assemble
 from cosmos_rl_core.control.evaluation import row_labels
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.inference.messages import Task
@@ -28,9 +27,10 @@ from cosmos_rl_core.inference.prompts import evaluation_prompts, read_prompts
 from cosmos_rl_core.inference.request import Request, Weights, folder_of, identity
 from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile
 from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.launch.given import Given, Recipe, Rows, open_recipe
+from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.optional import SpreadsEngines
-from cosmos_rl_core.python_path import add_folders
-from cosmos_rl_core.recipe.load import SFT_SAMPLED, load_config, load_domain
+from cosmos_rl_core.recipe.load import load_domain, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import Sampling
 from cosmos_rl_core.workers.directory import NO_ROOM
@@ -62,26 +62,32 @@ class Generated:
 
 
 def generate(
-    recipe: RunConfig | str | Path,
+    recipe: Recipe,
     overrides: Sequence[str] = (),
     *,
-    request: Request,
+    request: Request | None = None,
+    rows: Rows | None = None,
     python_path: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> Generated:
     """Draw rollouts and write them down; what is there already is not drawn again.
 
-    `python_path` are folders for "module:attribute" names. Raises UserError for what the user can mend and WorkerFailed
-    when an instance died; what was drawn until then is on disk.
+    recipe: as in `run`. rows: mappings instead of [eval.data] path. python_path: folders for "module:attribute" names.
+
+    Raises UserError for what the user can mend and WorkerFailed when an instance died; what was drawn until then is on
+    disk.
     """
-    config = open_recipe(recipe, overrides, python_path)
-    return draw(config, request, scored=False, python_path=python_path, say=say)
+    given = open_recipe(recipe, overrides, python_path=python_path, eval_rows=rows, generating=True)
+    with rows_on_disk(given) as config:
+        return draw(config, request or Request(), scored=False, python_path=given.python_path, say=say)
 
 
-def open_recipe(recipe: RunConfig | str | Path, overrides: Sequence[str], python_path: Sequence[str]) -> RunConfig:
-    """Return the config of a recipe whose model is sampled; "module:attribute" names are found in `python_path`."""
-    add_folders(python_path)
-    return recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides, generating=True)
+@contextlib.contextmanager
+def rows_on_disk(given: Given) -> Iterator[RunConfig]:
+    """Keep the rows of a program in files while they are read; their content alone is part of a request's identity."""
+    with tempfile.TemporaryDirectory(prefix="cosmos-rl-rows-") as folder:
+        given.write_rows(Path(folder))
+        yield given.placed_in(Path(folder)).config
 
 
 def draw(
@@ -111,7 +117,7 @@ def draw(
         for index, (rows, own) in enumerate(zip(request.instances.deal(left), gpus, strict=True)):
             if rows:
                 pool.add(replace(task, name=f"instance-{index}", rows=rows), gpus=own)
-        interrupted = asyncio.run(_collect(pool, file, total=len(left), say=say)) if left else False
+        interrupted = run_to_end(_collect(pool, file, total=len(left), say=say)) if left else False
     except OSError as error:
         if error.errno in NO_ROOM:
             raise UserError(
@@ -137,7 +143,7 @@ def _task(config: RunConfig, request: Request, weights: Weights, directory: Path
     cores = len(os.sched_getaffinity(0))
     return Task(
         name="",
-        recipe=_recipe(config),
+        recipe=tables_of(config, generating=True),
         checkpoint=weights.folder,
         averaged=request.averaged,
         version=weights.version,
@@ -173,10 +179,7 @@ async def _collect(pool: Pool, file: RolloutsFile, *, total: int, say: Callable[
         interrupted = True
         work.cancel()
 
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller handles signals
-            loop.add_signal_handler(number, interrupt)
+    on_interrupt(interrupt)
     await asyncio.wait([work])
     error = None if work.cancelled() else work.exception()
     if error is not None and not interrupted:
@@ -187,11 +190,7 @@ async def _collect(pool: Pool, file: RolloutsFile, *, total: int, say: Callable[
 def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
     """Raise UserError for what can be known to be wrong; return the config with the engine spread as asked for."""
     rollout, tp_size = config.rollout, request.instances.tp_size
-    if rollout.engine not in domain.engines:
-        raise UserError(
-            f"[rollout] engine = {rollout.engine!r}: the {domain.name} domain has no such engine; "
-            f"known: {', '.join(domain.engines)}"
-        )
+    assemble.look_up_engine(rollout.engine, domain)
     domain.weight_specs(config.model)
     if request.num_samples < 1:
         raise UserError(f"--num-samples {request.num_samples}: must be at least 1")
@@ -201,7 +200,7 @@ def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
             f"--num-samples {request.num_samples}: all of them are the same with [eval] temperature = 0; add "
             "eval.temperature=1.0"
         )
-    if isinstance(domain, SpreadsEngines):
+    if isinstance(domain, SpreadsEngines) and rollout.engine in domain.engines:
         options = domain.spread_engine(rollout.engine, rollout.options, tp_size=tp_size)
         return config.model_copy(update={"rollout": rollout.model_copy(update={"options": dict(options)})})
     if tp_size > 1:
@@ -210,9 +209,3 @@ def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
             "GPU; leave --tp-size out"
         )
     return config
-
-
-def _recipe(config: RunConfig) -> dict[str, Any]:
-    """The recipe as a process loads it again."""
-    refused = SFT_SAMPLED if config.is_sft else ()
-    return {name: table for name, table in recipe_of(config).items() if name not in refused}

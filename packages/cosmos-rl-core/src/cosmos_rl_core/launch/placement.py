@@ -10,9 +10,10 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
@@ -43,6 +44,8 @@ class Launch:
     policy_node: Node
     """This machine's part of the policy replica."""
     python_path: tuple[str, ...]
+    rewards: Mapping[str, Any]
+    """Functions by label that only this process has."""
     observer: RunObserver
     lock: int
     """Descriptor of the run directory's lock, which a policy process keeps while it lives: it may be saving."""
@@ -154,6 +157,7 @@ async def start_tasks(launch: Launch) -> Workers:
             threads=None,
             shares_process=True,
             build_lock=build_lock,
+            rewards=launch.rewards,
         )
         await serve_role(role, context, connection)
 

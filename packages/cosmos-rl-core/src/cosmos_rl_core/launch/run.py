@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
@@ -29,14 +27,15 @@ from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import advice_on
+from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
+from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.launch.placement import Launch, Workers, start_processes, start_tasks
 from cosmos_rl_core.launch.result import RunObserver, RunResult, evaluated_from
 from cosmos_rl_core.launch.watch import Watch
 from cosmos_rl_core.monitor.history import Looks
 from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
-from cosmos_rl_core.python_path import add_folders
-from cosmos_rl_core.recipe.load import dump_resolved, load_config
+from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.channel import Connection, Server, serve
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
@@ -49,33 +48,45 @@ STATUS_S = 1.0
 
 
 def run(
-    recipe: RunConfig | str | Path | Mapping[str, Any],
+    recipe: Recipe,
     overrides: Sequence[str] = (),
     *,
+    rewards: Rewards | None = None,
+    rows: Rows | None = None,
+    eval_rows: Rows | None = None,
     resume: str | None = None,
     overwrite: bool = False,
     python_path: Sequence[str] = (),
 ) -> RunResult:
     """Train as a recipe says and return what came of it.
 
-    `recipe` is a TOML file, its content, or a validated config; `overrides` are "section.key=value". `resume` is
-    "auto" for the newest checkpoint of the run's directory, or a checkpoint's path. `python_path` are folders for
+    recipe: a TOML file, its content, or a validated config. overrides: "section.key=value".
+
+    rewards: functions, classes and names, instead of [reward] functions: a list, with weights as pairs
+    [(closeness, 1.0), ("format", 0.1)], or a mapping by label. With [run] placement = "local" functions are those of
+    modules and scripts, which workers import; lambdas, closures and notebook cells are for "inline".
+
+    rows, eval_rows: mappings of columns to JSON, or a `datasets.Dataset`, instead of [data] and [eval.data] path. They
+    are kept in the run's directory: a run is resumed with the same rows, or by its resolved.toml without them.
+
+    resume: "auto" for the newest checkpoint of the run's directory, or a checkpoint's path. python_path: folders for
     "module:attribute" names, looked up after what is installed.
 
     Raises UserError for what the user can mend and WorkerFailed when a worker was lost for good; what was computed
     until then is on disk.
     """
     raise_descriptor_limit()
-    add_folders(python_path)
-    config = recipe if isinstance(recipe, RunConfig) else load_config(recipe, overrides)
-    path = config.run.directory
+    given = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, rows=rows, eval_rows=eval_rows)
+    path = given.config.run.directory
     try:
         with contextlib.closing(RunDirectory.open(path, resume=resume is not None, overwrite=overwrite)) as directory:
-            resumption = find_resumption(config, directory.path, resume) if resume else None
+            given = given.placed_in(path)
+            resumption = find_resumption(given.config, directory.path, resume) if resume else None
             if resume is None:
-                claim_root(config, directory.path, overwrite=overwrite)
-            started = _Run(config, path.resolve(), resumption, tuple(python_path), lock=directory.lock)
-            return asyncio.run(started.run(directory.notes))
+                claim_root(given.config, directory.path, overwrite=overwrite)
+            given.write_rows(path, resumed=resumption is not None)
+            started = _Run(given, path.resolve(), resumption, lock=directory.lock)
+            return run_to_end(started.run(directory.notes))
     except OSError as error:
         if told := explain_no_room(error, path):
             raise told from error
@@ -85,19 +96,11 @@ def run(
 class _Run:
     """The parts of one run and the order in which they start and stop."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        directory: Path,
-        resumption: Resumption | None,
-        python_path: tuple[str, ...],
-        *,
-        lock: int,
-    ) -> None:
-        self._config = config
+    def __init__(self, given: Given, directory: Path, resumption: Resumption | None, *, lock: int) -> None:
+        self._given = given
+        self._config = config = given.config
         self._directory = directory
         self._resumption = resumption
-        self._python_path = python_path
         self._lock = lock
         assemble.look_up(config)
         self._policy_node = policy_node(config.policy, bind=config.run.bind)
@@ -260,7 +263,8 @@ class _Run:
                 address=address,
                 token=token,
                 policy_node=self._policy_node,
-                python_path=self._python_path,
+                python_path=self._given.python_path,
+                rewards=self._given.rewards,
                 observer=self._observer,
                 lock=self._lock,
             )
@@ -282,9 +286,7 @@ class _Run:
                     self._workers.kill()
                 controller.fail(KeyboardInterrupt("stopped at once"))
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller handles signals
-                asyncio.get_running_loop().add_signal_handler(number, interrupt)
+        on_interrupt(interrupt)
 
     async def _keep_status(self, controller: Controller) -> None:
         while True:

@@ -29,17 +29,22 @@ SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
 
 
 def load_config(
-    source: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), *, generating: bool = False
+    source: str | Path | Mapping[str, Any],
+    overrides: Sequence[str] = (),
+    *,
+    values: Mapping[str, Any] | None = None,
+    generating: bool = False,
 ) -> RunConfig:
     """Return the validated config of a recipe (a TOML file or its content) with "section.key=value" on top.
 
-    [run] domain names the domain, whose own models validate [model], [data] and [eval.data]. With `generating` nothing
-    will be trained: a supervised recipe may then say in [rollout] how it is sampled. Raises ConfigError with everything
-    that is wrong, and UserError for a file that cannot be read.
+    `values` come after the overrides, by dotted key: {"run.max_steps": 10}. [run] domain names the domain, whose own
+    models validate [model], [data] and [eval.data]. With `generating` nothing will be trained: a supervised recipe may
+    then say in [rollout] how it is sampled. Raises ConfigError with everything that is wrong, and UserError for a file
+    that cannot be read.
     """
     file = "" if isinstance(source, Mapping) else str(source)
     written = dict(source) if isinstance(source, Mapping) else read_toml(Path(source))
-    raw, found = apply_overrides(written, overrides)
+    raw, found = apply_overrides(written, overrides, values)
     _name_after_file(raw, file)
     domain, domain_problems = _find_domain(raw)
     found += domain_problems
@@ -67,6 +72,12 @@ def dump_resolved(config: RunConfig) -> str:
     tables = config.model_dump(mode="json", exclude_none=True)
     inapplicable = RL_ONLY if config.is_sft else ()
     return tomli_w.dumps({name: table for name, table in tables.items() if name not in inapplicable})
+
+
+def tables_of(config: RunConfig, *, generating: bool = False) -> dict[str, Any]:
+    """Return a config as JSON that `load_config` reads again, with the keys that are not set."""
+    refused = () if not config.is_sft else SFT_SAMPLED if generating else RL_ONLY
+    return {name: table for name, table in config.model_dump(mode="json").items() if name not in refused}
 
 
 def read_toml(path: Path) -> dict[str, Any]:

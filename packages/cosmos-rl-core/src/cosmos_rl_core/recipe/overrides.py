@@ -11,11 +11,13 @@ from cosmos_rl_core.settings.base import Problem
 from cosmos_rl_core.settings.problems import as_toml
 
 
-def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> tuple[dict[str, Any], list[Problem]]:
+def apply_overrides(
+    raw: Mapping[str, Any], overrides: Sequence[str], values: Mapping[str, Any] | None = None
+) -> tuple[dict[str, Any], list[Problem]]:
     """Return a copy of a config with each "section.key=value" set in it, and what was wrong with them.
 
     A value is read as TOML, and as a plain string where it is none. A number in the key counts into an array:
-    reward.functions.0.weight=2.
+    reward.functions.0.weight=2. `values` by dotted key come after those, as they are.
     """
     changed = copy.deepcopy(dict(raw))
     found: list[Problem] = []
@@ -25,6 +27,9 @@ def apply_overrides(raw: Mapping[str, Any], overrides: Sequence[str]) -> tuple[d
         if not equals or not all(parts):
             found.append(Problem(key=override, wrong="is no override", suggestion="write section.key=value"))
         elif problem := _put(changed, parts, _value(text.strip())):
+            found.append(problem)
+    for key, value in (values or {}).items():
+        if problem := _put(changed, key.split("."), value):
             found.append(problem)
     return changed, found
 

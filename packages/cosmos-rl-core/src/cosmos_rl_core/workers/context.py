@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.observe.trace import Timeline
@@ -34,6 +34,8 @@ class WorkerContext:
     """Whether other roles live in this process, whose random state is then nobody's to set."""
     ranks: Ranks | None = None
     """Those of its replica; None where the replica is one process."""
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    """Functions by label that a program gave, in the process of its run."""
     build_lock: threading.Lock = field(default_factory=threading.Lock)
     """Held while a role builds its parts; the roles of one process share it. transformers and diffusers replace their
     own modules while they are imported, and models are built under settings of the whole process (default dtype,

@@ -21,7 +21,7 @@ LOOK_AGAIN_S = 0.05
 CONTENTS = ("logs", "rollouts", "journal", "checkpoints")
 LOGS = ("metrics.jsonl", "eval.jsonl", "monitor.jsonl", "rows_dropped.jsonl")
 """What a resumed run goes on with: a damaged line in them holds back no checkpoint."""
-FILES = ("resolved.toml", *LOGS, "timeline.json", "status.json", "token")
+FILES = ("resolved.toml", "rows.jsonl", "eval_rows.jsonl", *LOGS, "timeline.json", "status.json", "token")
 WATCHED = ("journal", "metrics.jsonl", "eval.jsonl", "resolved.toml")
 """What is told when somebody removes it from the directory of a live run. Checkpoints are watched by who saves them."""
 NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file is too big"}

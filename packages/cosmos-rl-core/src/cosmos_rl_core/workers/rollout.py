@@ -120,7 +120,9 @@ class RolloutRole:
     def _build_rollouter(self, engine: RolloutEngine) -> Rollouter:
         at = self._at
         with at.building():  # rewards may load models of their own
-            return assemble.build_rollouter(at.config, at.domain, engine, run_dir=at.run_dir, name=at.context.name)
+            return assemble.build_rollouter(
+                at.config, at.domain, engine, run_dir=at.run_dir, name=at.context.name, rewards=at.context.rewards
+            )
 
     async def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:
         config = self._at.config

@@ -1,6 +1,6 @@
 """Rows of a dataset, checked and brought to one shape.
 
-    files or a hub id --> (where, row) --> normalise --> {"prompt": ..., "answer": ..., "response": ..., own}
+    files, a hub or a module --> (where, row) --> normalise --> {"prompt": ..., "answer": ..., "response": ..., own}
 
 `prompt` is a list of chat messages, or a string where no chat template is wanted; `answer` and `response` are
 strings, set where their columns are named in the config. With `messages_column` there is no `response`, but
@@ -27,7 +27,7 @@ ROLES = ("system", "user", "assistant", "tool")
 def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Read, check and normalise the dataset.
 
-    Returns the rows and their origin for messages: the file's name, the directory's, or the datasets id.
+    Returns the rows and their origin for messages: the file's name, the directory's, the datasets id, or [data] rows.
 
     Raises:
         UserError: a file, column or value that is missing or wrong, with its place and what to do.
@@ -35,7 +35,10 @@ def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
     located = islice(read_located(config), config.limit)
     rows = [normalise(row, where=where, config=config) for where, row in located]
     if not rows:
-        raise UserError(f"data.path = {config.path!r}: the dataset is empty; it needs at least one row")
+        key = f"path = {config.path!r}" if config.rows is None else f"rows = {config.rows!r}"
+        raise UserError(f"data.{key}: the dataset is empty; it needs at least one row")
+    if config.rows is not None:
+        return rows, config.rows
     path = Path(config.path)
     return rows, path.name if path.expanduser().exists() else config.path
 

@@ -1,32 +1,30 @@
-"""Rows as they lie, each with its place: in files, in a directory, or in a Hugging Face dataset."""
+"""Rows as they are, each with its place: in files, in a directory, in a Hugging Face dataset, or in a Python module."""
 
 from __future__ import annotations
 
 import difflib
-import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import read_json_lines, read_json_list, shown
+from cosmos_rl_core.storage.rows import Located, as_json, rows_of
 from cosmos_rl_llm.config import LLMDataConfig
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
 SPLIT_NAMES = frozenset({"train", "test", "validation", "valid", "val", "dev", "eval"})
 HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
-Located = tuple[str, Mapping[str, Any]]
-"""Where a row lies ("train.jsonl:17") and the row."""
-
 
 def read_located(config: LLMDataConfig) -> Iterator[Located]:
-    """Return the rows of `data.path`, read as they are asked for.
+    """Return the rows of `data.path` or `data.rows`, read as they are asked for.
 
     Raises:
         UserError: what is missing or cannot be read, with its place and what to do.
     """
+    if config.rows is not None:
+        return rows_of(config.rows)
     path = Path(config.path).expanduser()
     return _read_local(path, config) if path.exists() else _read_hub(config)
 
@@ -103,7 +101,7 @@ def _read_parquet(file: Path) -> Iterator[Located]:
         with pq.ParquetFile(file) as table:
             rows = (row for batch in table.iter_batches() for row in batch.to_pylist())
             for number, row in enumerate(rows):
-                yield _as_json(f"{file}[{number}]", row)
+                yield as_json(f"{file}[{number}]", row)
     except pa.ArrowException as error:
         raise UserError(f"{file}: not a readable parquet file: {error}") from None
 
@@ -129,17 +127,4 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
         ) from error
     for number, row in enumerate(dataset):
         assert isinstance(row, Mapping)
-        yield _as_json(f"{config.path}/{split}[{number}]", row)
-
-
-def _as_json(where: str, row: Mapping[str, Any]) -> Located:
-    """Raise UserError for a column that cannot be sent to workers as JSON, such as a date or a picture."""
-    for column, value in row.items():
-        try:
-            json.dumps(value)
-        except (TypeError, ValueError) as error:
-            raise UserError(
-                f"{where}: column {column!r} holds {shown(value)}, which is no JSON ({error}); "
-                "drop the column, or write it as text"
-            ) from None
-    return where, row
+        yield as_json(f"{config.path}/{split}[{number}]", row)

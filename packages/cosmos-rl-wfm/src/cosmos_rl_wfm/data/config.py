@@ -58,6 +58,9 @@ class WFMDataConfig(Strict):
 
     path: str = ""
     """A folder, a list of prompts (.jsonl, .json, .txt), or tar shards such as "s3://bucket/clips-{000..010}.tar"."""
+    rows: str | None = Field(default=None, min_length=1)
+    """Instead of `path`, Python's "module:attribute": a list of rows as in a list of prompts, or a function without
+    arguments that returns one."""
     kind: Kind = "auto"
     """What lies there; "auto" goes by the path."""
     size: SizeSection
@@ -103,7 +106,9 @@ class WFMDataConfig(Strict):
     def _keys_fit_together(self) -> Self:
         if self.kind == "mock" and self.path:
             raise ValueError('kind = "mock" reads no files; remove path, or kind')
-        if self.kind != "mock" and not self.path:
+        if self.rows is not None and (self.path or self.kind != "auto"):
+            raise ValueError("rows stand for path and kind; remove those, or rows")
+        if self.kind != "mock" and not self.path and self.rows is None:
             raise ValueError('path is missing: where the data lies; or set kind = "mock"')
         if self.fps is not None and self.stride != 1:
             raise ValueError("fps and stride both say which frames are taken; remove one")

@@ -1,4 +1,4 @@
-"""Lists of prompts: .txt, a caption a line; .jsonl, an object a line; .json, a list of objects."""
+"""Lists of prompts: .txt, a caption a line; .jsonl, an object a line; .json, a list of objects; or rows of Python."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import MAX_FILE_BYTES, parse_json, read_json_lines, read_lines
+from cosmos_rl_core.storage.rows import rows_of
 from cosmos_rl_wfm.data.captions import caption_of
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.storage import is_remote, read_bytes
@@ -24,19 +25,25 @@ def read_prompts(config: WFMDataConfig) -> list[Row]:
     Raises:
         UserError: no such file, a line that is no JSON, or a row without a caption; with its place.
     """
-    path = PurePosixPath(config.path)
-    try:
-        data = read_bytes(config.path, timeout_s=config.timeout_s, limit=MAX_FILE_BYTES)
-    except OSError as error:
-        raise UserError(f"data.path = {config.path!r} cannot be read: {error}") from error
     rows: list[Row] = []
-    for where, columns in _located(data, name=path.name, suffix=path.suffix, column=config.caption_column):
-        if not isinstance(columns, dict):
+    for where, columns in _located_rows(config):
+        if not isinstance(columns, Mapping):
             raise UserError(f"{where}: a row is an object with named columns, not a {type(columns).__name__}")
         rows.append(prompt_row(config, columns, where=where, folder=config.path.rpartition("/")[0]))
         if len(rows) == config.limit:
             break
     return rows
+
+
+def _located_rows(config: WFMDataConfig) -> Iterator[tuple[str, Any]]:
+    if config.rows is not None:
+        return rows_of(config.rows)
+    path = PurePosixPath(config.path)
+    try:
+        data = read_bytes(config.path, timeout_s=config.timeout_s, limit=MAX_FILE_BYTES)
+    except OSError as error:
+        raise UserError(f"data.path = {config.path!r} cannot be read: {error}") from error
+    return _located(data, name=path.name, suffix=path.suffix, column=config.caption_column)
 
 
 def prompt_row(config: WFMDataConfig, columns: Mapping[str, Any], *, where: str, folder: str) -> Row:

@@ -49,14 +49,17 @@ def load_rows(config: WFMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
             rows, left_out = read_folder(config)
     rows = rows[: config.limit]
     if not rows:
-        raise UserError(f"data.path = {config.path!r}: no row is left{': ' if left_out else ''}{_named(left_out)}")
+        key = f"path = {config.path!r}" if config.rows is None else f"rows = {config.rows!r}"
+        raise UserError(f"data.{key}: no row is left{': ' if left_out else ''}{_named(left_out)}")
     if left_out:
         log.warning("%s: %d left out: %s", config.path, len(left_out), _named(left_out))
-    return rows, "mock" if kind == "mock" else PurePosixPath(config.path).name
+    return rows, "mock" if kind == "mock" else config.rows or PurePosixPath(config.path).name
 
 
 def kind_of(config: WFMDataConfig) -> Kind:
     """Return the kind of data that the config names, or that the path looks like."""
+    if config.rows is not None:
+        return "prompts"
     if config.kind != "auto":
         return config.kind
     if is_shard(config.path):

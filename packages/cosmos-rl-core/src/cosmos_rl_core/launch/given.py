@@ -1,0 +1,267 @@
+"""What a program gives beside a recipe: rewards as functions, rows as mappings.
+
+    open_recipe("run.toml", rewards=[brevity], rows=[{"prompt": "1 + 1 ="}])
+
+A recipe is text, and other processes read it. So a function is written into it as "module:attribute" with the folder
+that the module is imported from, and rows as a file in the run's directory. What has no such name (a lambda, a closure,
+a cell of a notebook) is kept as an object, for runs in one process.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from importlib.machinery import PathFinder
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from cosmos_rl_core import plugins
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.optional import TakesRows
+from cosmos_rl_core.python_path import add_folders
+from cosmos_rl_core.recipe.load import load_config, load_domain, read_toml, tables_of
+from cosmos_rl_core.recipe.overrides import apply_overrides
+from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.storage.rows import keep_rows
+
+Recipe = RunConfig | str | Path | Mapping[str, Any]
+Reward = str | Callable[..., Any]
+"""A `RewardFn`, a class that makes one, or a name as [[reward.functions]] has it."""
+Weighted = Reward | tuple[Reward, float]
+Rewards = Reward | Sequence[Weighted] | Mapping[str, Weighted]
+"""Rewards, each alone or with its weight; in a mapping by label."""
+Rows = Iterable[Mapping[str, Any]]
+
+STARTS_AGAIN = (
+    "starts a run when it is imported, so that each worker would start it again: "
+    'put that under `if __name__ == "__main__":`'
+)
+FILES = {"data": "rows.jsonl", "eval.data": "eval_rows.jsonl"}
+"""Where rows are kept, by the section that they are for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Given:
+    """A recipe, with what came beside it."""
+
+    config: RunConfig
+    python_path: tuple[str, ...]
+    """Folders for "module:attribute" names, those of given functions among them."""
+    rewards: Mapping[str, Any] = field(default_factory=dict)
+    """Functions by label, for a run in this process."""
+    rows: Mapping[str, Rows] = field(default_factory=dict)
+    """By section."""
+
+    def placed_in(self, folder: Path) -> Given:
+        """Return it with a recipe that reads the rows from files in `folder`."""
+        config = self.config
+        if "data" in self.rows:
+            config = config.model_copy(update={"data": self._read_from(folder, "data", config.data)})
+        if "eval.data" in self.rows:
+            held_out = self._read_from(folder, "eval.data", config.eval.data)
+            config = config.model_copy(update={"eval": config.eval.model_copy(update={"data": held_out})})
+        return replace(self, config=config)
+
+    def _read_from(self, folder: Path, section: str, data: Any) -> Any:
+        domain = load_domain(self.config.run.domain)
+        assert isinstance(domain, TakesRows)
+        return data.model_copy(update={domain.row_keys[0]: str(folder / FILES[section])})
+
+    def write_rows(self, folder: Path, *, resumed: bool = False) -> None:
+        """Write those files. Raises UserError as `keep_rows`."""
+        for section, rows in self.rows.items():
+            path = folder / FILES[section]
+            keep_rows(rows, path, name=path.stem, resumed=resumed)
+
+
+def open_recipe(
+    recipe: Recipe,
+    overrides: Sequence[str] = (),
+    *,
+    python_path: Sequence[str] = (),
+    rewards: Rewards | None = None,
+    rows: Rows | None = None,
+    eval_rows: Rows | None = None,
+    generating: bool = False,
+) -> Given:
+    """Load a recipe with given rewards instead of [reward] functions, and rows instead of [data] and [eval.data] path.
+
+    `generating`: nothing will be trained, and the work is done by other processes whatever the placement.
+
+    Raises ConfigError for what is wrong with the recipe, and UserError for a reward that other processes cannot import,
+    rows for a domain without [data] path, and a call out of a module that is imported for a recipe.
+    """
+    if module := plugins.importing():
+        raise UserError(f"{module} {STARTS_AGAIN}")
+    add_folders(python_path)
+    found = [] if rewards is None else _found(rewards)
+    sections = {name: given for name, given in zip(FILES, (rows, eval_rows), strict=True) if given is not None}
+    values: dict[str, Any] = {"reward.functions": [one.section for one in found]} if found else {}
+    if sections:
+        values |= _data_values(recipe, overrides, sections, generating=generating)
+    if isinstance(recipe, RunConfig) and not overrides and not values:
+        config = recipe
+    else:
+        source = tables_of(recipe, generating=generating) if isinstance(recipe, RunConfig) else recipe
+        config = load_config(source, overrides, values=values, generating=generating)
+    inline = config.run.placement == "inline" and not generating
+    if not inline:
+        _must_be_importable(found)
+    return Given(
+        config=config,
+        python_path=tuple(dict.fromkeys([*python_path, *(one.folder for one in found if one.folder)])),
+        rewards={one.label: one.function for one in found if one.function is not None} if inline else {},
+        rows=sections,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A given reward, and how other processes find it."""
+
+    label: str
+    weight: float
+    name: str
+    """"module:attribute", or as it was given."""
+    function: Callable[..., Any] | None = None
+    """None where a name was given."""
+    folder: str = ""
+    """Where the module is imported from; empty where a name was given."""
+    wrong: str = ""
+    """Why it cannot be imported elsewhere; empty where it can."""
+
+    @property
+    def section(self) -> dict[str, Any]:
+        """Its table in [[reward.functions]]."""
+        return {"name": self.name, "label": self.label, "weight": self.weight}
+
+
+def _found(rewards: Rewards) -> list[_Found]:
+    if isinstance(rewards, str) or callable(rewards):
+        rewards = [rewards]
+    items = rewards.items() if isinstance(rewards, Mapping) else [("", given) for given in rewards]
+    found = []
+    for label, given in items:
+        reward, weight = given if isinstance(given, tuple) else (given, 1.0)
+        if isinstance(reward, str):
+            found.append(_Found(label=label, weight=weight, name=reward))
+        elif callable(reward):
+            found.append(_find(reward, label=label, weight=weight))
+        else:
+            raise UserError(f"rewards: {reward!r} is no function, and no name of a reward")
+    return found
+
+
+def _find(function: Callable[..., Any], *, label: str, weight: float) -> _Found:
+    """Find out how another process imports a function."""
+    kind = function if getattr(function, "__qualname__", "") else type(function)
+    name: str = kind.__qualname__
+    label = label or name.rpartition(".")[2].strip("<>")
+    found = _Found(label=label, weight=weight, name=f"{kind.__module__}:{name}", function=function)
+    if kind is not function:
+        return replace(found, wrong=f"is an object of the class {name}, and not a function or a class")
+    if "<" in name:
+        return replace(found, wrong="is a lambda" if "<lambda>" in name else "is defined inside a function")
+    module = sys.modules.get(kind.__module__)
+    file = vars(module).get("__file__") if module else None
+    if module is None or file is None:
+        return replace(found, wrong="is defined in a notebook or at a prompt")
+    imported = _imported_name(module, Path(file))
+    found = replace(found, name=f"{imported}:{name}", folder=_root(imported, Path(file)))
+    if _attribute(module, name) is not function:
+        return replace(found, wrong=f"is not what {imported} has by the name {name}")
+    if (other := _hidden_by(imported, found.folder)) is not None:
+        return replace(found, wrong=f"is in {file}, while workers import {imported} from {other}; rename the file")
+    if module.__name__ == "__main__" and _starts_again(Path(file)):
+        return replace(found, wrong=f"is in {file}, which {STARTS_AGAIN}")
+    return found
+
+
+def _imported_name(module: ModuleType, file: Path) -> str:
+    """The name by which another process imports a module: a script's is that of its file."""
+    if module.__name__ != "__main__":
+        return module.__name__
+    spec = module.__spec__  # of `python -m package.module`
+    return file.stem if spec is None else spec.name
+
+
+def _root(module: str, file: Path) -> str:
+    """The folder on the path that a module of this name is found in."""
+    depth = module.count(".") + (file.name == "__init__.py")
+    return str(file.resolve().parents[depth])
+
+
+def _attribute(module: ModuleType, name: str) -> Any:
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found
+
+
+def _hidden_by(module: str, folder: str) -> str | None:
+    """Where a process finds another module of this name, as the folder is the last place that it searches."""
+    top = module.partition(".")[0]
+    if top in sys.builtin_module_names:
+        return "Python itself"
+    elsewhere = [entry for entry in sys.path if entry and Path(entry).resolve() != Path(folder)]
+    spec = PathFinder.find_spec(top, elsewhere)
+    return None if spec is None or spec.origin is None else spec.origin
+
+
+def _starts_again(script: Path) -> bool:
+    """Whether importing a script repeats the statement it is executing now: that is under no test of `__name__`."""
+    frame = sys._getframe()
+    while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("<module>", "__main__"):
+        frame = frame.f_back
+    if frame is None:  # called from another thread
+        return False
+    for statement in ast.parse(script.read_bytes()).body:
+        if statement.lineno <= frame.f_lineno <= (statement.end_lineno or statement.lineno):
+            test = ast.walk(statement.test) if isinstance(statement, ast.If) else ()
+            return not any(isinstance(node, ast.Name) and node.id == "__name__" for node in test)
+    return False
+
+
+def _must_be_importable(found: Sequence[_Found]) -> None:
+    for one in found:
+        if one.wrong:
+            raise UserError(
+                f"reward {one.label!r} {one.wrong}. Workers are processes of their own, which import it by its name: "
+                'write a function into a module or script of its own, or set [run] placement = "inline", where a run '
+                "has one process"
+            )
+
+
+def _data_values(
+    recipe: Recipe, overrides: Sequence[str], sections: Mapping[str, Rows], *, generating: bool
+) -> dict[str, Any]:
+    """[data] and [eval.data] with files for rows; [eval.data] has the other keys of [data], where it has none itself.
+
+    `generating` reads no rows by [data], whose other keys count. Raises UserError for a domain whose rows are no files.
+    """
+    if isinstance(recipe, RunConfig):
+        recipe = tables_of(recipe)
+    tables, _ = apply_overrides(recipe if isinstance(recipe, Mapping) else read_toml(Path(recipe)), overrides)
+    name = _table(tables, "run").get("domain")
+    if not isinstance(name, str):
+        return {}  # which is an error of the recipe
+    domain = load_domain(name)
+    if not isinstance(domain, TakesRows):
+        raise UserError(f"rows: the {domain.name} domain makes its own rows, as [data] says, and takes none")
+    own, held_out = _table(tables, "data"), _table(_table(tables, "eval"), "data")
+    written = {"data": own, "eval.data": {**own, **held_out}}
+    return {
+        section: {
+            **{key: value for key, value in written[section].items() if key not in domain.row_keys},
+            domain.row_keys[0]: FILES[section],
+        }
+        for section in (FILES if generating else sections)
+    }
+
+
+def _table(tables: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    found = tables.get(name)
+    return found if isinstance(found, Mapping) else {}

@@ -1,0 +1,66 @@
+"""Engines that no domain ships: named by an entry point or as "module:attribute"."""
+
+import pytest
+
+from cosmos_rl_core import UserError, load_config, run
+
+ENGINE = '''
+from cosmos_rl_core.testing.tiny import TINY
+
+
+def build(model, *, data, options):
+    """The tiny domain's engine, at another speed."""
+    assert type(data).__name__ == "TinyData" and options == {"delay_s": 0.001}
+    return TINY.build_engine(model, data=data, name="tiny", options=options)
+
+
+NOT_ONE = 3
+'''
+
+
+def recipe(tmp_path, engine):
+    return {
+        "run": {
+            "domain": "cosmos_rl_core.testing.tiny:TINY",
+            "output_dir": str(tmp_path / "run"),
+            "placement": "inline",
+            "max_steps": 2,
+        },
+        "policy": {"prompts_per_step": 10, "threads": 1},
+        "rollout": {"engine": engine, "options": {"delay_s": 0.001}, "threads": 1, "sampling": {"max_terms": 3}},
+        "reward": {"functions": [{"name": "hits"}]},
+        "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
+        "logging": {"sinks": ["jsonl"]},
+    }
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "own_engine.py").write_text(ENGINE)
+    return [str(tmp_path)]
+
+
+def test_a_run_takes_an_engine_of_a_module(tmp_path, folder):
+    assert run(recipe(tmp_path, "own_engine:build"), python_path=folder).steps == 2
+
+
+def test_a_run_takes_an_engine_that_a_package_offers(tmp_path, folder, monkeypatch):
+    info = tmp_path / "own_engine-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: own-engine\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[cosmos_rl.engines]\nfast = own_engine:build\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert run(recipe(tmp_path, "fast")).steps == 2
+
+
+@pytest.mark.parametrize(
+    ("engine", "why"),
+    [
+        ("fast", r"\[rollout\] engine: no engine is called 'fast'; known: tiny, torch; one of your own is module:attr"),
+        ("own_engine:NOT_ONE", r"\[rollout\] engine = 'own_engine:NOT_ONE' is 3, and no function that makes an engine"),
+        ("own_engine:other", r"engine 'own_engine:other': own_engine .* has no attribute 'other'"),
+    ],
+)
+def test_what_is_no_engine_is_refused(tmp_path, folder, engine, why):
+    with pytest.raises(UserError, match=why):
+        run(load_config(recipe(tmp_path, engine)), python_path=folder)
