@@ -10,9 +10,9 @@ import json
 from itertools import product
 
 import pytest
+from wfm_fixtures import recipe as clips_recipe
 
 from cosmos_rl_vla.data.recording.record import record
-from cosmos_rl_wfm.testing import recipe as clips_recipe
 
 pytestmark = pytest.mark.ci
 

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import llm_parity as parity
 import numpy as np
 import pytest
 import torch
@@ -26,7 +27,6 @@ from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm import parity
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 

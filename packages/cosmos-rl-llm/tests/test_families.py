@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
+from llm_parity import assert_equal, train, train_rank
 from transformers import AutoConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -16,7 +17,6 @@ from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
-from cosmos_rl_llm.parity import assert_equal, train, train_rank
 from cosmos_rl_llm.policy import packing
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import plain_logprobs, runs_unpacked

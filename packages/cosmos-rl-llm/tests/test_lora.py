@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from llm_parity import FAMILIES, assert_equal, make_batch, train, train_rank
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +17,6 @@ from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMModelConfig, LoraSection
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
-from cosmos_rl_llm.parity import FAMILIES, assert_equal, make_batch, train, train_rank
 from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.testing import write_sums, write_tiny_model

@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 import torch
+from llm_parity import FAMILIES, assert_equal, make_batch, train, train_rank
 
 from cosmos_rl_core.parallel.config import MemorySection, PrecisionSection
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -11,7 +12,6 @@ from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LoraSection
 from cosmos_rl_llm.model.causal_lm import make_model
-from cosmos_rl_llm.parity import FAMILIES, assert_equal, make_batch, train, train_rank
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from llm_parity import FAMILIES, make_tiny
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -23,7 +24,6 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
 from cosmos_rl_llm.config import LLMModelConfig, LoraSection
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.model.shape import read_shape
-from cosmos_rl_llm.parity import FAMILIES, make_tiny
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy

@@ -2,12 +2,12 @@
 
 from functools import cache
 
+import llm_parity as parity
 import numpy as np
 import pytest
 
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_llm import parity
 
 SEQUENCE = {"sequence_parallel": True}
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}

@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from llm_parity import assert_equal, make_batch, make_tiny, train, train_rank
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import ParallelSection
@@ -15,7 +16,6 @@ from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LoraSection
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
-from cosmos_rl_llm.parity import assert_equal, make_batch, make_tiny, train, train_rank
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.stages import PassThrough, cut_model

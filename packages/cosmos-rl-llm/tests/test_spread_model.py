@@ -1,5 +1,6 @@
 """Building a policy over ranks: reading each rank's part of a checkpoint, types, and what cannot be spread."""
 
+import llm_parity as parity
 import numpy as np
 import pytest
 import torch
@@ -12,7 +13,6 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm import parity
 from cosmos_rl_llm.build import has_same_names
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM

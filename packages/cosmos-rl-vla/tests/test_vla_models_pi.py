@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
+from vla_fixtures import small_pi
 
 from cosmos_rl_vla.models.base import Draw, Inputs
 from cosmos_rl_vla.models.noise import Noise
@@ -14,7 +15,6 @@ from cosmos_rl_vla.models.pi.config import ValueSize, tiny
 from cosmos_rl_vla.models.pi.expert import AdaptiveRMSNorm
 from cosmos_rl_vla.models.pi.folder import random_pi
 from cosmos_rl_vla.models.pi.model import PiModel
-from cosmos_rl_vla.testing import small_pi
 
 CONFIG = small_pi()
 PI0 = replace(CONFIG, family="pi0", state="suffix", value=ValueSize(place="expert", hidden=(16,)))

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vla_fixtures import small_pi
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.models.base import Draw, Inputs
@@ -18,7 +19,6 @@ from cosmos_rl_vla.models.pi.checkpoint import own_name, public_name
 from cosmos_rl_vla.models.pi.config import ValueSize, full
 from cosmos_rl_vla.models.pi.folder import load_pi, random_pi, read_config, save_config, save_pi
 from cosmos_rl_vla.models.pi.model import PiModel
-from cosmos_rl_vla.testing import small_pi
 
 PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))
 PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=ValueSize(hidden=(16,)))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import save_file
+from vla_fixtures import small_pi
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats, Gripper, Spread
@@ -21,7 +22,6 @@ from cosmos_rl_vla.models.pi.config import ValueSize, full
 from cosmos_rl_vla.models.pi.folder import load_pi, random_pi, read_config, save_config
 from cosmos_rl_vla.models.pi.model import PiModel
 from cosmos_rl_vla.models.pi_export import export_pi, public_tensors, write_lerobot, write_openpi
-from cosmos_rl_vla.testing import small_pi
 
 PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))
 PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=ValueSize(hidden=(16,)))

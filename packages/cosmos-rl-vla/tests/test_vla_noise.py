@@ -5,11 +5,11 @@ from dataclasses import replace
 
 import pytest
 import torch
+from vla_fixtures import small_pi
 
 from cosmos_rl_vla.models.base import Draw, Inputs
 from cosmos_rl_vla.models.noise import Noise
 from cosmos_rl_vla.models.pi.folder import random_pi
-from cosmos_rl_vla.testing import small_pi
 
 LESS = Noise(kind="fixed", level=0.4, level_end=0.1, level_steps=10)
 

@@ -9,15 +9,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-
-from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.config import ParallelSection
-from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing import ranks
-from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_vla.models.families import load
-from cosmos_rl_vla.parity import (
+from vla_parity import (
     LOGPROBS,
     MODULES,
     config_of,
@@ -29,6 +21,14 @@ from cosmos_rl_vla.parity import (
     save_model,
     setup_of,
 )
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.config import ParallelSection
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing import ranks
+from cosmos_rl_core.testing.ranks import run_ranks
+from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.policy.parallel import parallelize
 
 ranks.preload(*MODULES)

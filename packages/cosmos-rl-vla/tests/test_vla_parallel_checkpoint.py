@@ -5,6 +5,7 @@ from importlib.util import find_spec
 import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
+from vla_parity import MODULES, PPO, SAMPLES, decisions, loaded_model, microbatch_of, rows_of, save_model
 
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.checkpoint import restore
@@ -27,7 +28,6 @@ from cosmos_rl_vla.build import build_policy
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
-from cosmos_rl_vla.parity import MODULES, PPO, SAMPLES, decisions, loaded_model, microbatch_of, rows_of, save_model
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
 from cosmos_rl_vla.sampling import VLASampling

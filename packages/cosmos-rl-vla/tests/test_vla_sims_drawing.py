@@ -6,10 +6,10 @@ import os
 
 import numpy as np
 import pytest
+from vla_fixtures import why_not_drawn
 
 from cosmos_rl_vla.sims.gl import choose_gl
 from cosmos_rl_vla.sims.rendering import artist, fit, lighten
-from cosmos_rl_vla.testing import why_not_drawn
 
 SIZE = 64
 SCENE = """

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from vla_fixtures import why_not_drawn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.rows import describe
@@ -20,7 +21,6 @@ from cosmos_rl_vla.sims.inits import stored_state
 from cosmos_rl_vla.sims.libero.scene import MAX_BYTES, Scenes, read_states
 from cosmos_rl_vla.sims.libero.simulator import Libero, axis_angle
 from cosmos_rl_vla.sims.libero.tasks import MAX_STEPS, find_task, suites
-from cosmos_rl_vla.testing import why_not_drawn
 
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "libero_object_0.json").read_text())
 TASK = "libero_object/0"

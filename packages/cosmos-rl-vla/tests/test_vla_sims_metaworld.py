@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
+from vla_fixtures import why_not_drawn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.gl import choose_gl
 from cosmos_rl_vla.sims.metaworld.tasks import INSTRUCTIONS, instruction
-from cosmos_rl_vla.testing import why_not_drawn
 
 WHY_NOT = why_not_drawn("metaworld")
 needs_metaworld = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)

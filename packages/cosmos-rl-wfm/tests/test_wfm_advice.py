@@ -1,11 +1,11 @@
 """What `cosmos-rl check` says of recipes that are in order, and a run at its start."""
 
 import pytest
+from wfm_fixtures import recipe
 
 from cosmos_rl_core import run
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_wfm.testing import recipe
 
 RECIPE = recipe(run={"domain": "wfm", "placement": "inline", "max_steps": 1}, logging={"media_every": 0})
 MASTER = "model.dtype=bfloat16"

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
-
-from cosmos_rl_wfm.testing import shown
+from wfm_fixtures import shown
 
 COOKBOOK = Path(__file__).parents[3] / "cookbook/wfm_quickstart"
 pytestmark = pytest.mark.skipif(not COOKBOOK.exists(), reason="the package is tested without the repository")

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import save_file
 from torch._subclasses.fake_tensor import FakeTensorMode
+from wfm_fixtures import mock_data, prompt, tiny_model
 
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.conditions import CaptionCache, Conditions, bytes_of
@@ -16,7 +17,6 @@ from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.captions.cached import pad_text
 from cosmos_rl_wfm.models.config import GivenSection
 from cosmos_rl_wfm.models.model import Traits
-from cosmos_rl_wfm.testing import mock_data, prompt, tiny_model
 
 TOKENS, WIDTH = 64, 4096
 ONE_CAPTION = TOKENS * WIDTH * 4 + TOKENS

@@ -6,6 +6,7 @@ import copy
 import numpy as np
 import pytest
 import torch
+from wfm_fixtures import NETWORK, mock_data, pixel_model, prompt
 
 from cosmos_rl_core.parallel.axes.linear import ManyRowsLinear
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -16,7 +17,6 @@ from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.models.eager import ComplexRotary, speed_up, turned
 from cosmos_rl_wfm.models.weights import random_network
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.testing import NETWORK, mock_data, pixel_model, prompt
 
 WIDE = {**NETWORK, "num_attention_heads": 4, "attention_head_dim": 16, "ffn_dim": 128}
 

@@ -5,6 +5,7 @@ import asyncio
 import pytest
 import torch
 from safetensors.torch import load_file
+from wfm_fixtures import lines_of, pixel_model, recipe
 
 from cosmos_rl_core import run
 from cosmos_rl_core.assemble import build_engine
@@ -16,7 +17,6 @@ from cosmos_rl_core.inference.request import Request
 from cosmos_rl_core.inference.worker import load_engine
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_wfm.testing import lines_of, pixel_model, recipe
 
 pytestmark = pytest.mark.xdist_group("wfm_ema")  # one process makes what they share
 

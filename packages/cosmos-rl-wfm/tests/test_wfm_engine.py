@@ -6,6 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from wfm_fixtures import mock_data, pixel_model, prompt
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
@@ -15,7 +16,6 @@ from cosmos_rl_wfm.collate import collate
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.models.codec import to_video
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.testing import mock_data, pixel_model, prompt
 
 STEPS = FlowSampling(num_steps=5, window="fixed", steps=(0, 2))
 CLEAN = FlowSampling(num_steps=3, rule="ode", times_per_rollout=3)

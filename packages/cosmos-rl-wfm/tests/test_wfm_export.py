@@ -6,6 +6,7 @@ import json
 import numpy as np
 import pytest
 import torch
+from wfm_fixtures import mock_data, prompt, recipe, save_pipeline
 
 from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint.export import export
@@ -16,7 +17,6 @@ from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.samplers.noise import draw_noise
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.testing import mock_data, prompt, recipe, save_pipeline
 
 pytestmark = pytest.mark.xdist_group("wfm_export")  # one process makes what they share
 

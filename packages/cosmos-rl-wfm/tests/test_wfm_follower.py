@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from wfm_fixtures import mock_data, pixel_model
 
 from cosmos_rl_core.interfaces import Prepares
 from cosmos_rl_core.parallel.config import ParallelSection
@@ -17,7 +18,6 @@ from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Microbatch, TermBatch
 from cosmos_rl_wfm.ema import Follower
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.testing import mock_data, pixel_model
 
 ranks.preload("diffusers.models.transformers.transformer_wan")
 

@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from wfm_fixtures import seeded
 
 from cosmos_rl_core.algorithms.advantages import build_advantage
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
@@ -20,7 +21,6 @@ from cosmos_rl_wfm.objectives.formulas import (
 )
 from cosmos_rl_wfm.objectives.table import ddrl_shaping
 from cosmos_rl_wfm.samplers.steps import step
-from cosmos_rl_wfm.testing import seeded
 
 
 def tensor(*values):

@@ -6,6 +6,7 @@ import av
 import numpy as np
 import pytest
 from PIL import Image
+from wfm_fixtures import mock_data, pixel_model, shown
 
 from cosmos_rl_core.checkpoint.manifest import Origin, TrainState
 from cosmos_rl_core.checkpoint.resume import recipe_of
@@ -23,7 +24,6 @@ from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.train.trainer import Trainer
-from cosmos_rl_wfm.testing import mock_data, pixel_model, shown
 
 pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("wfm_generate")]  # one process makes what they share
 

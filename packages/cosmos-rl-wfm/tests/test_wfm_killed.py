@@ -13,9 +13,9 @@ from pathlib import Path
 
 import pytest
 from safetensors.numpy import load_file
+from wfm_fixtures import lines_of, pixel_model, recipe
 
 from cosmos_rl_core.launch.run import run
-from cosmos_rl_wfm.testing import lines_of, pixel_model, recipe
 
 STEPS, SAVED_EVERY, KILLED_AFTER = 6, 2, 3
 DEADLINE_S = 120.0

@@ -8,6 +8,7 @@ import math
 import pytest
 import torch
 from torch import nn
+from wfm_fixtures import seeded
 
 from cosmos_rl_core.algorithms.advantages import group_std
 from cosmos_rl_core.algorithms.losses import surrogate
@@ -23,7 +24,6 @@ from cosmos_rl_wfm.samplers.noise import draw_noise
 from cosmos_rl_wfm.samplers.sampler import Plan, replay, sample
 from cosmos_rl_wfm.samplers.times import draw_times, flow_times
 from cosmos_rl_wfm.samplers.window import Window
-from cosmos_rl_wfm.testing import seeded
 
 pytestmark = pytest.mark.xdist_group("wfm_learning")  # one process makes what they share
 

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+from wfm_fixtures import mock_data, pixel_model, recipe, save_pipeline, tiny_model
 
 from cosmos_rl_core.launch.memory import parse_bytes
 from cosmos_rl_core.launch.plan import plan
@@ -18,7 +19,6 @@ from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.models.dry_run import PeakBytes, bytes_of, codec_bytes, network_bytes
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.testing import mock_data, pixel_model, recipe, save_pipeline, tiny_model
 
 SIZE = {"frames": 5, "height": 32, "width": 32}
 MEBI = 2**20

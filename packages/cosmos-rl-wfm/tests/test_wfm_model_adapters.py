@@ -3,12 +3,12 @@
 import pytest
 import torch
 from safetensors.torch import save_file
+from wfm_fixtures import FAMILIES, noise, tiny_model
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, merge, without_adapters
 from cosmos_rl_wfm.build import export_weights
 from cosmos_rl_wfm.models.config import LoraSection, TextSection, WFMModelConfig
-from cosmos_rl_wfm.testing import FAMILIES, noise, tiny_model
 
 pytest.importorskip("peft", reason="an extra of the package")
 

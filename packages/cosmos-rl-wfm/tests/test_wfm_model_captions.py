@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from wfm_fixtures import VOCABULARY, tiny_t5, tiny_tokenizer
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.captions.encoder import load_captions, load_images
@@ -9,7 +10,6 @@ from cosmos_rl_wfm.models.folder import ModelFolder
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.models.weights import random_network
-from cosmos_rl_wfm.testing import VOCABULARY, tiny_t5, tiny_tokenizer
 
 CAPTIONS = ["a red  square moves", "two discs &amp; a cross"]
 CHAT = "{% for m in messages %}{{ m['role'] }} : {{ m['content'][0]['text'] }} {% endfor %}"

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from wfm_fixtures import FAMILIES, save_pipeline
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing import ranks
@@ -14,7 +15,6 @@ from cosmos_rl_wfm.models.config import LoraSection, TextSection, WFMModelConfig
 from cosmos_rl_wfm.models.folder import open_folder
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.models.weights import empty_network, random_network
-from cosmos_rl_wfm.testing import FAMILIES, save_pipeline
 
 ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.models.build")
 

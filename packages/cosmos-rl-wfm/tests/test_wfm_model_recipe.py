@@ -5,6 +5,7 @@ import sys
 
 import pytest
 import torch
+from wfm_fixtures import tiny_model
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.base import Size
@@ -13,7 +14,6 @@ from cosmos_rl_wfm.models.config import GivenSection, TextSection, WFMModelConfi
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.grid import Grid
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
-from cosmos_rl_wfm.testing import tiny_model
 
 PARTS = ("network", "codec", "text")
 

@@ -7,12 +7,12 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from wfm_fixtures import FAMILIES, clips, image_to_video_model, noise, size_of, tiny_model
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import TextSection, WFMModelConfig
 from cosmos_rl_wfm.models.torchvision_free import without_torchvision
-from cosmos_rl_wfm.testing import FAMILIES, clips, image_to_video_model, noise, size_of, tiny_model
 
 CAPTIONS = ["a red square moves left", "two discs"]
 model = functools.cache(tiny_model)

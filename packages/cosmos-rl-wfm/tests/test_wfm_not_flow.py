@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from wfm_fixtures import pixel_model, recipe
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import check
@@ -16,7 +17,6 @@ from cosmos_rl_wfm.models.classes import NETWORKS, REFUSED, check_network, check
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.models.try_forward import try_forward
-from cosmos_rl_wfm.testing import pixel_model, recipe
 
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 UNIPC = {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True}

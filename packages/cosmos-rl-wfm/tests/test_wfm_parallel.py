@@ -11,6 +11,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
+from wfm_parity import FAMILIES, figures_of, largest_error
 
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -18,7 +19,6 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing import ranks
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_wfm.parallel.parity import FAMILIES, figures_of, largest_error
 
 ranks.preload(*(f"diffusers.models.transformers.transformer_{name}" for name in FAMILIES), "peft")
 

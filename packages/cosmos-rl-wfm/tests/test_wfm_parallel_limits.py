@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from wfm_parity import FAMILIES, make_inputs, make_tiny
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
@@ -12,7 +13,6 @@ from cosmos_rl_core.testing import ranks
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_wfm.parallel.axes import check_axes, check_heads
 from cosmos_rl_wfm.parallel.parallelize import parallelize, transformer_blocks
-from cosmos_rl_wfm.parallel.parity import FAMILIES, make_inputs, make_tiny
 from cosmos_rl_wfm.parallel.tokens import plan_of
 
 ranks.preload(*(f"diffusers.models.transformers.transformer_{name}" for name in FAMILIES), "peft")

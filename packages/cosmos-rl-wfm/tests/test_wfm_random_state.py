@@ -1,14 +1,15 @@
 """Policy and engine of an inline run are built in two threads, and have to begin with the same network."""
 
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from wfm_fixtures import pixel_model
 
 from cosmos_rl_wfm.models.build import build_model
-from cosmos_rl_wfm.testing import pixel_model
 
 
 def test_networks_built_side_by_side_are_the_one_built_alone():
@@ -24,7 +25,7 @@ def test_networks_built_side_by_side_are_the_one_built_alone():
 IN_THE_MIDDLE = """
 import sys, threading, time
 from cosmos_rl_wfm.models.build import build_model
-from cosmos_rl_wfm.testing import pixel_model
+from wfm_fixtures import pixel_model
 
 def is_there(name):
     module = sys.modules.get(name)
@@ -47,5 +48,6 @@ print(len(built))
 
 
 def test_a_network_is_built_while_another_thread_imports_diffusers():
-    done = subprocess.run([sys.executable, "-c", IN_THE_MIDDLE], capture_output=True, text=True, timeout=120)
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run([sys.executable, "-c", IN_THE_MIDDLE], env=env, capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "2", done.stderr

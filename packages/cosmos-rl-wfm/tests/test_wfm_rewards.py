@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from wfm_fixtures import shown
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.conformance import check_reward
@@ -17,7 +18,6 @@ from cosmos_rl_wfm.rewards.glyphs import GlyphReader, draw_text
 from cosmos_rl_wfm.rewards.ocr import edit_distance, match, quoted
 from cosmos_rl_wfm.rewards.speed import direction
 from cosmos_rl_wfm.rewards.video import luma, sample_frames
-from cosmos_rl_wfm.testing import shown
 
 PIXELS = ["brightness", "contrast", "saturation", "sharpness", "motion", "flicker", "speed"]
 

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
+from wfm_fixtures import shown
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.rewards import REWARDS
@@ -18,7 +19,6 @@ from cosmos_rl_wfm.rewards.aesthetic.head import Head, load_head
 from cosmos_rl_wfm.rewards.aesthetic.train import train_aesthetic
 from cosmos_rl_wfm.rewards.exclusive import Exclusive
 from cosmos_rl_wfm.rewards.pretrained import Pretrained
-from cosmos_rl_wfm.testing import shown
 
 WORDS = ["<s>", "</s>", "<unk>", "<image>", "a", "disc", "square", "moving", "left", "yes", "no", "Yes", "one", "two"]
 VISION = {

@@ -2,13 +2,13 @@
 
 import pytest
 import torch
+from wfm_fixtures import lines_of, recipe
 
 from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint.contents import MODEL
 from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.checkpoint.reader import CheckpointReader
 from cosmos_rl_core.storage.folder import Folder
-from cosmos_rl_wfm.testing import lines_of, recipe
 
 RECIPE = recipe()
 CLEAN = {"num_steps": 4, "rule": "ode", "old_decay": "slow"}

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from diffusers import FlowMatchEulerDiscreteScheduler
+from wfm_fixtures import seeded
 
 from cosmos_rl_core.algorithms.advantages import build_advantage, build_batch_advantage
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
@@ -16,7 +17,6 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.samplers.steps import step
 from cosmos_rl_wfm.samplers.times import flow_match_euler_times, flow_times
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.testing import seeded
 
 REWARDS = (np.array([0.0, 1.0, 0.0, 1.0]), np.array([0.9, 1.0, 1.0, 0.9]), np.array([0.0, 0.0, 0.0, 1.0]))
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from wfm_fixtures import seeded
 
 from cosmos_rl_wfm.samplers.times import draw_times, edm_times, flow_times
 from cosmos_rl_wfm.samplers.window import Steps, Window
-from cosmos_rl_wfm.testing import seeded
 
 # Times
 

@@ -4,6 +4,7 @@ import inspect
 import json
 
 import pytest
+from wfm_fixtures import mock_data, pixel_model
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import UserError
@@ -15,7 +16,6 @@ from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import LoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.shape import read_shape
-from cosmos_rl_wfm.testing import mock_data, pixel_model
 
 
 @pytest.fixture(scope="module")

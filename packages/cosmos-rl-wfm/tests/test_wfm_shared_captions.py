@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from wfm_fixtures import mock_data, pixel_model
 
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
@@ -13,7 +14,6 @@ from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.testing import mock_data, pixel_model
 
 LENGTH, WIDTH, STEPS = 64, 4096, 3
 

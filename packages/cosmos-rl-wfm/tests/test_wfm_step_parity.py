@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 import torch
+from wfm_fixtures import NETWORK, prompt
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.algorithms.advantages import build_batch_advantage
@@ -15,7 +16,6 @@ from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.train.batcher import Batcher
 from cosmos_rl_core.train.learner import PolicyLearner
 from cosmos_rl_core.types import Share
-from cosmos_rl_wfm.testing import NETWORK, prompt
 
 NUM_STEPS, TRAINED, LEVEL, KL_COEF, CLIP, GROUP_SIZE = 6, (0, 1, 3), 0.7, 0.04, 1e-4, 4
 CAPTIONS = ["a square moving left", "a disc moving up"]

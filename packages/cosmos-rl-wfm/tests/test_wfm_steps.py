@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from wfm_fixtures import mock_data, pixel_model, prompt
 
 from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions
@@ -14,7 +15,6 @@ from cosmos_rl_wfm.samplers.steps import RULES, Gaussian, churn_level, step
 from cosmos_rl_wfm.samplers.times import flow_times
 from cosmos_rl_wfm.samplers.window import Steps, Window
 from cosmos_rl_wfm.sampling import FlowSampling
-from cosmos_rl_wfm.testing import mock_data, pixel_model, prompt
 
 stochastic_rules = pytest.mark.parametrize("rule", sorted(set(RULES) - {"ode"}))
 

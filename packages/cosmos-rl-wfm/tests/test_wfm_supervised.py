@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.numpy import save
 from safetensors.torch import load_file, save_file
+from wfm_fixtures import lines_of, mock_data, pixel_model, recipe
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
@@ -19,7 +20,6 @@ from cosmos_rl_wfm.data.config import SizeSection
 from cosmos_rl_wfm.data.rows import load_rows
 from cosmos_rl_wfm.domain import WFM
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.testing import lines_of, mock_data, pixel_model, recipe
 
 
 def policy_of(data, model=None):

@@ -6,11 +6,11 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 from PIL import Image
+from wfm_fixtures import lines_of, mock_data, recipe, shown
 
 from cosmos_rl_core import run
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.rewards.diversity import DiversityReward, shrink
-from cosmos_rl_wfm.testing import lines_of, mock_data, recipe, shown
 
 SINKS = ["jsonl", "tensorboard"] if find_spec("tensorboard") else ["jsonl"]
 DATA = mock_data().model_dump(mode="json", exclude_none=True)

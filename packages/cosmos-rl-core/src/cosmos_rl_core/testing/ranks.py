@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import math
 import multiprocessing
 import os
 import sys
@@ -68,6 +69,12 @@ def run_ranks(
         _join(ranks, deadline=monotonic() + timeout_s)
         _raise_failures(ranks, Path(folder))
         return [_load(Path(folder) / f"{rank}.npz") for rank in range(num_ranks)]
+
+
+def largest_difference(found: np.ndarray, wanted: np.ndarray) -> float:
+    """Return the largest absolute difference of two elements; inf where there is a NaN, which `max` passes over."""
+    largest = float(np.abs(found - wanted).max(initial=0.0))
+    return math.inf if math.isnan(largest) else largest
 
 
 def _join(ranks: Sequence[BaseProcess], *, deadline: float) -> None:

@@ -26,7 +26,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.difference import largest_difference
+from cosmos_rl_core.testing.ranks import largest_difference
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share, TermBatch
 from cosmos_rl_vla.models.base import Acted, Draw, Inputs
 from cosmos_rl_vla.models.config import VLAModelConfig
@@ -53,7 +53,7 @@ VARIANTS: Mapping[str, Mapping[str, Any]] = {
 }
 """And "expert": a saved model whose trunk is frozen."""
 MODULES = (
-    "cosmos_rl_vla.parity",
+    "vla_parity",
     "cosmos_rl_vla.models.pi.model",
     "cosmos_rl_vla.models.openvla.model",
     "transformers.models.paligemma.modeling_paligemma",
