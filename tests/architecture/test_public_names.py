@@ -29,7 +29,7 @@ PUBLIC = {
         "Stepped VLA VLADomain Worded record"
     ),
     "cosmos_rl_wfm": (
-        "DIRECTIONS Pretrained WFM WFMDomain brightness direction draw_text group_videos luma read_clip row_text "
+        "DIRECTIONS Pretrained WFM WFMDomain brightness direction group_videos luma read_clip row_text "
         "sample_frames speed train_aesthetic"
     ),
 }

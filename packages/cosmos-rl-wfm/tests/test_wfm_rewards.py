@@ -6,6 +6,7 @@ import sys
 
 import numpy as np
 import pytest
+from glyph_reader import GlyphReader, draw_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
@@ -14,12 +15,13 @@ from wfm_fixtures import shown
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.conformance import check_reward
 from cosmos_rl_wfm.rewards import REWARDS
-from cosmos_rl_wfm.rewards.glyphs import GlyphReader, draw_text
 from cosmos_rl_wfm.rewards.ocr import edit_distance, match, quoted
 from cosmos_rl_wfm.rewards.speed import direction
 from cosmos_rl_wfm.rewards.video import luma, sample_frames
 
 PIXELS = ["brightness", "contrast", "saturation", "sharpness", "motion", "flicker", "speed"]
+
+GLYPHS = "glyph_reader:GlyphReader"
 
 
 def score(name: str, video, caption: str = "a disc", **options) -> float:
@@ -256,7 +258,12 @@ def test_a_caption_without_quoted_text_is_an_error(caption):
 def test_ocr_is_the_mean_over_frames():
     right, wrong = (draw_text(text, height=16, width=40, row=2, column=2) for text in ("STOP", "STEP"))
     video = np.stack([right, right, wrong, wrong])
-    assert score("ocr", video, 'a sign "stop"', reader="glyphs") == pytest.approx((1 + 1 + 0.75 + 0.75) / 4)
+    assert score("ocr", video, 'a sign "stop"', reader=GLYPHS) == pytest.approx((1 + 1 + 0.75 + 0.75) / 4)
+
+
+def test_a_reader_that_nobody_has_is_refused_with_the_known_ones():
+    with pytest.raises(ValidationError, match="no reader is called 'glyphs'; known: easyocr, paddleocr, pytesseract"):
+        REWARDS["ocr"](reader="glyphs")
 
 
 def test_an_absent_reader_says_what_to_install():
@@ -265,5 +272,5 @@ def test_an_absent_reader_says_what_to_install():
 
 
 def test_options_a_reader_does_not_take_are_found_before_anything_runs():
-    with pytest.raises(ValidationError, match="reader_options do not fit the reader 'glyphs'"):
-        REWARDS["ocr"](reader="glyphs", reader_options={"size": 2})
+    with pytest.raises(ValidationError, match="reader_options do not fit the reader 'glyph_reader:GlyphReader'"):
+        REWARDS["ocr"](reader=GLYPHS, reader_options={"size": 2})

@@ -13,7 +13,6 @@ if TYPE_CHECKING:
     from cosmos_rl_wfm.data.video import read_clip
     from cosmos_rl_wfm.domain import WFM, WFMDomain
     from cosmos_rl_wfm.rewards.aesthetic.train import train_aesthetic
-    from cosmos_rl_wfm.rewards.glyphs import draw_text
     from cosmos_rl_wfm.rewards.pretrained import Pretrained
     from cosmos_rl_wfm.rewards.speed import DIRECTIONS, direction, speed
     from cosmos_rl_wfm.rewards.statistics import brightness
@@ -25,7 +24,6 @@ _HOMES = {
     "rewards.speed": ("DIRECTIONS", "direction", "speed"),
     "rewards.statistics": ("brightness",),
     "rewards.video": ("group_videos", "luma", "row_text", "sample_frames"),
-    "rewards.glyphs": ("draw_text",),
     "rewards.pretrained": ("Pretrained",),
     "rewards.aesthetic.train": ("train_aesthetic",),
 }
@@ -39,7 +37,6 @@ __all__ = [
     "WFMDomain",
     "brightness",
     "direction",
-    "draw_text",
     "group_videos",
     "luma",
     "read_clip",

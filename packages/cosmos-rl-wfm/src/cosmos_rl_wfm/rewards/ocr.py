@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from pydantic import Field, PrivateAttr, model_validator
 
@@ -13,7 +12,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_wfm.rewards.exclusive import Exclusive
-from cosmos_rl_wfm.rewards.text_readers import READERS, TextReader
+from cosmos_rl_wfm.rewards.text_readers import TextReader, reader_class
 from cosmos_rl_wfm.rewards.video import group_videos, row_text, sample_frames
 
 _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
@@ -26,8 +25,8 @@ class OcrReward(Strict):
     and a frame that has the wanted text somewhere in what is read has distance 0.
     """
 
-    reader: Literal["glyphs", "easyocr", "paddleocr", "pytesseract"] = "easyocr"
-    """Who reads: an installed package, or "glyphs", which knows nothing but Pillow's bitmap font."""
+    reader: str = "easyocr"
+    """"easyocr", "paddleocr" or "pytesseract", if installed, or a `TextReader` of your own as "module:attribute"."""
     reader_options: dict[str, Any] = Field(default_factory=dict)
     """Handed to the reader, such as {languages = ["en", "de"]} for easyocr."""
     column: str = "caption"
@@ -39,13 +38,15 @@ class OcrReward(Strict):
     @model_validator(mode="after")
     def _reader_takes_options(self) -> Self:
         try:
-            inspect.signature(READERS[self.reader]).bind(**self.reader_options)
+            inspect.signature(reader_class(self.reader)).bind(**self.reader_options)
+        except UserError as error:
+            raise ValueError(str(error)) from None
         except TypeError as error:
             raise ValueError(f"reader_options do not fit the reader {self.reader!r}: {error}") from None
         return self
 
     def model_post_init(self, context: Any, /) -> None:
-        make: Callable[..., TextReader] = READERS[self.reader]
+        make = reader_class(self.reader)
         self._reader = Exclusive(lambda: make(**self.reader_options))
 
     def __call__(self, group: RolloutGroup) -> list[float]:

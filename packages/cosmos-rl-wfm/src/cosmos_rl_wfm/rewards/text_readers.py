@@ -1,4 +1,4 @@
-"""Who reads the text in frames: packages for optical character recognition, by name, where they are installed."""
+"""Readers of the text in frames: packages for optical character recognition, where they are installed."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from PIL import Image
 
+from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.rewards.glyphs import GlyphReader
 
 
 class TextReader(Protocol):
@@ -66,10 +66,20 @@ class Tesseract:
 
 READERS: Mapping[str, Callable[..., TextReader]] = {
     "easyocr": EasyOcr,
-    "glyphs": GlyphReader,
     "paddleocr": PaddleOcr,
     "pytesseract": Tesseract,
 }
+
+
+def reader_class(name: str) -> Callable[..., TextReader]:
+    """Return the reader of that name, or a user's own as "module:attribute". Raises UserError for an unknown one."""
+    if name in READERS:
+        return READERS[name]
+    if ":" not in name:
+        raise UserError(
+            f"no reader is called {name!r}; known: {', '.join(READERS)}; one of your own is module:attribute"
+        )
+    return plugins.attribute(name, kind="reader")
 
 
 def _package(module: str, distributions: str) -> Any:
