@@ -138,10 +138,7 @@ def test_an_unknown_domain_is_told_with_the_errors_of_the_other_sections():
 
 
 def test_something_else_than_a_domain_is_refused():
-    assert (
-        "is no cosmos_rl_core.interfaces.Domain"
-        in only_problem(recipe(run={"domain": "json:dumps", "max_steps": 1})).wrong
-    )
+    assert "is no cosmos_rl_core.Domain" in only_problem(recipe(run={"domain": "json:dumps", "max_steps": 1})).wrong
 
 
 def test_a_required_key_of_the_domain_is_told():

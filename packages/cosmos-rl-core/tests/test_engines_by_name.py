@@ -3,15 +3,21 @@
 import pytest
 
 from cosmos_rl_core import UserError, load_config, run
+from cosmos_rl_core.launch.check import check
 
 ENGINE = '''
+from cosmos_rl_core import Options
 from cosmos_rl_core.testing.tiny import TINY
+
+
+class Speed(Options):
+    delay_s: float
 
 
 def build(model, *, data, options):
     """The tiny domain's engine, at another speed."""
-    assert type(data).__name__ == "TinyData" and options == {"delay_s": 0.001}
-    return TINY.build_engine(model, data=data, name="tiny", options=options)
+    assert type(data).__name__ == "TinyData"
+    return TINY.build_engine(model, data=data, name="tiny", options=Speed(**options).model_dump())
 
 
 NOT_ONE = 3
@@ -64,3 +70,19 @@ def test_a_run_takes_an_engine_that_a_package_offers(tmp_path, folder, monkeypat
 def test_what_is_no_engine_is_refused(tmp_path, folder, engine, why):
     with pytest.raises(UserError, match=why):
         run(load_config(recipe(tmp_path, engine)), python_path=folder)
+
+
+def test_an_option_that_the_engine_does_not_have_is_named(tmp_path, folder):
+    tables = recipe(tmp_path, "own_engine:build")
+    tables["rollout"]["options"] = {"delay": 3}
+    with pytest.raises(
+        UserError, match=r"own_engine:build.*rollout.options.delay_s: is required, and .*delay = 3: unkn"
+    ):
+        run(tables, python_path=folder)
+
+
+def test_check_imports_the_engine(tmp_path, folder, monkeypatch):
+    monkeypatch.syspath_prepend(folder[0])
+    check(load_config(recipe(tmp_path, "own_engine:build")))
+    with pytest.raises(UserError, match=r"engine 'own_engine:other': own_engine .* has no attribute 'other'"):
+        check(load_config(recipe(tmp_path, "own_engine:other")))

@@ -1,8 +1,10 @@
 """Rewards and rows that a program gives as objects: in the caller's process, and in processes that import them."""
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from functools import partial
@@ -206,6 +208,22 @@ def test_a_run_goes_on_inside_a_running_loop(tmp_path):
         return run(recipe(tmp_path), rewards=[lambda group: hits(group)])
 
     assert asyncio.run(cell()).steps == 2
+
+
+def test_an_interrupt_of_the_kernel_stops_the_run_in_good_order(tmp_path):
+    def interrupting(group):
+        if group.prompt.sample_id == 20:
+            os.kill(os.getpid(), signal.SIGINT)
+        return hits(group)
+
+    async def cell():
+        return run(recipe(tmp_path, max_steps=1000), rewards=[interrupting])
+
+    with contextlib.closing(asyncio.new_event_loop()) as loop:  # without asyncio.run, which has a handler of its own
+        result = loop.run_until_complete(cell())
+    assert result.interrupted
+    assert result.steps < 1000
+    assert result.checkpoint is not None
 
 
 # Rows

@@ -57,6 +57,21 @@ def test_rows_are_found_without_torch_and_without_decoding(folder):
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
+def test_rows_of_a_module_are_a_list_of_prompts(tmp_path, monkeypatch):
+    (tmp_path / "python_prompts.py").write_text(
+        "def prompts():\n    return [{'caption': f'disc {i}', 'video': '/clips/a.mp4'} for i in range(3)]\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    rows, origin = load_rows(WFMDataConfig.model_validate({"rows": "python_prompts:prompts", "size": CLIP, "limit": 2}))
+    assert origin == "python_prompts:prompts"
+    assert [(row["key"], row["caption"], row["video"]) for row in rows] == [
+        ("python_prompts:prompts[0]", "disc 0", "/clips/a.mp4"),
+        ("python_prompts:prompts[1]", "disc 1", "/clips/a.mp4"),
+    ]
+    with pytest.raises(ValidationError, match="rows stand for path and kind"):
+        WFMDataConfig.model_validate({"rows": "python_prompts:prompts", "kind": "mock", "size": CLIP})
+
+
 def test_embeddings_are_found_and_safetensors_come_first(folder):
     fill(folder, {"text_embedding/a.pickle": "", "text_embedding/a.safetensors": "", "t5_xxl/b.pickle": ""})
     rows, _ = load_rows(config(folder))

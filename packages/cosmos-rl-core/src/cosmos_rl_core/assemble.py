@@ -144,10 +144,19 @@ def build_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
     name, options = config.rollout.engine, config.rollout.options
     if name in domain.engines:
         return domain.build_engine(config.model, data=config.data, name=name, options=options)
-    factory: Any = plugins.load("cosmos_rl.engines", name)
+    try:
+        return cast(RolloutEngine, load_engine(name)(config.model, data=config.data, options=options))
+    except ValidationError as error:
+        found = problems(error, tables={}, at="rollout.options")
+        raise UserError(f"[rollout] engine = {name!r}: {', and '.join(map(str, found))}") from error
+
+
+def load_engine(name: str) -> Callable[..., Any]:
+    """Import what makes an engine that no domain has. Raises UserError where that fails, or is no function."""
+    factory = plugins.load("cosmos_rl.engines", name)
     if not callable(factory):
         raise UserError(f"[rollout] engine = {name!r} is {factory!r}, and no function that makes an engine")
-    return cast(RolloutEngine, factory(config.model, data=config.data, options=options))
+    return factory
 
 
 def build_rollouter(

@@ -107,7 +107,7 @@ class LLMDataConfig(Strict):
         if not self.path and self.rows is None:
             raise ValueError('path is missing: where the rows are; or name Python\'s own by rows = "module:attribute"')
         if self.rows is not None and (self.path or self.split or self.subset):
-            raise ValueError("rows stands for path, split and subset; remove those, or rows")
+            raise ValueError("rows stand for path, split and subset; remove those, or rows")
         if self.answer_pattern is not None and self.answer_column is None:
             raise ValueError("answer_pattern needs answer_column, the column to search")
         if self.messages_column is not None and self.response_column is not None:

@@ -153,7 +153,5 @@ def find_algorithm(name: str) -> Algorithm:
     plugins.locate(GROUP, name, beside=tuple(TABLE))  # names those of the table among the known ones
     found = plugins.load(GROUP, name)
     if not isinstance(found, Algorithm):
-        raise UserError(
-            f"algorithm {name!r} is a {type(found).__name__}; it has to be a cosmos_rl_core.algorithms.table.Algorithm"
-        )
+        raise UserError(f"algorithm {name!r} is a {type(found).__name__}; it has to be a cosmos_rl_core.Algorithm")
     return found

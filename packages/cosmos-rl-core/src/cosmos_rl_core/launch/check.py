@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.assemble import build_reward, look_up_parts
+from cosmos_rl_core.assemble import build_reward, load_engine, look_up_parts
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.optional import Advises, ChecksModels
@@ -52,6 +52,8 @@ def check(config: RunConfig, *, file: str = "") -> Checked:
     found = _reward_problems(config, domain)
     try:
         look_up_parts(config, domain)
+        if not config.is_sft and config.rollout.engine not in domain.engines:
+            load_engine(config.rollout.engine)
         if isinstance(domain, ChecksModels):
             domain.check_model(config.model)
     except UserError as error:

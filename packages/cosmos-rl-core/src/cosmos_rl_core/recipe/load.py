@@ -63,7 +63,7 @@ def load_domain(name: str) -> Domain:
     found = plugins.load("cosmos_rl.domains", name)
     domain = found() if isinstance(found, type) else found
     if not isinstance(domain, Domain):
-        raise UserError(f"domain {name!r} is no cosmos_rl_core.interfaces.Domain, which says what it must have")
+        raise UserError(f"domain {name!r} is no cosmos_rl_core.Domain, which says what it must have")
     return domain
 
 

@@ -114,7 +114,7 @@ class RolloutSection(Strict):
     replicas: int = Field(default=1, ge=1)
     """Copies of the engine that generate side by side."""
     engine: str = Field(default="torch", min_length=1)
-    """Name of the engine, as the domain knows it."""
+    """An engine of the domain, of an installed plug-in, or "module:attribute"."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one prompt."""
     threads: int | None = Field(default=None, ge=1)
