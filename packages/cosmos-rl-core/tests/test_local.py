@@ -5,7 +5,8 @@ import socket
 
 import pytest
 
-from cosmos_rl_core.launch.local import LAST_LINES, LocalWorkers, last_lines, share_threads
+from cosmos_rl_core.launch.local import LocalWorkers, share_threads
+from cosmos_rl_core.processes import LAST_LINES, last_lines
 from cosmos_rl_core.wire.token import make_token, read_token
 
 
@@ -75,7 +76,7 @@ def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=Tru
             token=token if isinstance(token, bytes) else b"",
         )
         try:
-            await workers.start(role, threads=1, gpus=[["2"]])
+            workers.start(role, threads=1, gpus=[["2"]])
             seen = [await asyncio.wait_for(deaths.get(), 60.0) for _ in range(deaths_expected)]
         finally:
             workers.kill()
@@ -128,7 +129,7 @@ def test_workers_that_are_killed_at_the_end_are_no_deaths(tmp_path):
             restart_workers=3,
             on_death=deaths.append,
         )
-        await workers.start("rollout", threads=1, gpus=[[], []])
+        workers.start("rollout", threads=1, gpus=[[], []])
         assert len({workers.pid("rollout-0"), workers.pid("rollout-1")}) == 2
         await workers.stop(grace_s=0.05)
         server.close()

@@ -3,15 +3,19 @@
 import asyncio
 import random
 import socket
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 
 import msgspec
 import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.descriptors import descriptors_left
-from cosmos_rl_core.wire.channel import MOST_STRANGERS, Connection, ConnectionClosed, Hello, connect, serve
+from cosmos_rl_core.wire.blocking import BlockingConnection
+from cosmos_rl_core.wire.channel import MOST_STRANGERS, Connection, ConnectionClosed, Hello, adopt, connect, serve
 from cosmos_rl_core.wire.frames import HEADER_BYTES, FrameReader, FrameSealer
-from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, Violation, make_preamble, session_keys
+from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, Violation, WrongTag, make_preamble, session_keys
 
 TOKEN = bytes(range(32))
 OTHER_TOKEN = bytes(range(1, 33))
@@ -672,6 +676,87 @@ def test_random_bytes_never_pass_as_a_frame():
         except Violation:
             continue
         assert int.from_bytes(garbage[:4], "big") + HEADER_BYTES > len(garbage)
+
+
+# -- the blocking face
+
+
+@pytest.mark.parametrize("token", [TOKEN, OTHER_TOKEN])
+def test_a_thread_speaks_with_an_event_loop(token):
+    def talk(address):
+        host, port = address.removeprefix("tcp://").split(":")
+        with closing(BlockingConnection(socket.create_connection((host, int(port))), decode=Message)) as connection:
+            peer = connection.open(token, hello=HELLO, client=True, deadline=time.monotonic() + 5)
+            connection.send(Say(7, bytes(3_000_000)))
+            return peer, connection.receive()
+
+    async def scenario():
+        server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
+        try:
+            return await asyncio.to_thread(talk, server.address)
+        finally:
+            await server.close()
+
+    if token == TOKEN:
+        assert run(scenario()) == (Hello(name="controller", role="controller"), Say(7, bytes(3_000_000)))
+    else:
+        with pytest.raises(WrongTag):
+            run(scenario())
+
+
+def test_the_two_ends_of_a_socket_pair_need_no_token():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        connection = await adopt(ours, decode=Message, name="child")
+        with closing(BlockingConnection(theirs, decode=Message)) as child:
+            await connection.send(Say(1, bytes(300_000)))
+            await asyncio.to_thread(lambda: child.send(child.receive()))
+            assert await connection.receive() == Say(1, bytes(300_000))
+        with pytest.raises(ConnectionClosed):
+            await connection.receive()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("data", "error", "said"),
+    [
+        (bytes(FrameSealer(None).seal(Say(1)))[:-1], ConnectionClosed, "closed"),
+        (b"", ConnectionClosed, "closed"),
+        (bytes(FrameSealer(None).seal(Unknown(1))), Violation, "does not understand"),
+        (bytes(FrameSealer(None).seal(msgspec.Raw(b"\x81\xa4type\xa2\xff\xfe"))), Violation, "'utf-8' codec can't"),
+        ((2**32 - 1).to_bytes(4, "big") + bytes(16), Violation, "4294967295 bytes is above the limit of 1000"),
+    ],
+    ids=["half a frame", "nothing", "schema", "text", "size"],
+)
+def test_a_thread_gets_one_error_for_all_that_is_no_message(data, error, said):
+    ours, theirs = socket.socketpair()
+    with theirs, closing(BlockingConnection(ours, decode=Message, max_frame_bytes=1000)) as connection:
+        theirs.sendall(data)
+        theirs.shutdown(socket.SHUT_WR)
+        with pytest.raises(error, match=said):
+            connection.receive()
+
+
+def test_a_changed_or_replayed_frame_is_refused_by_a_thread_too():
+    for attack in (lambda frame: frame[:-1] + bytes([frame[-1] ^ 1]), lambda frame: frame * 2):
+        ours, theirs = socket.socketpair()
+        with theirs, closing(BlockingConnection(ours, decode=Message)) as connection:
+            opening = make_preamble()
+            theirs.sendall(opening)
+
+            def answer(theirs=theirs, opening=opening, attack=attack):
+                reply = theirs.recv(PREAMBLE_BYTES, socket.MSG_WAITALL)
+                sealer = FrameSealer(session_keys(TOKEN, ours=opening, theirs=reply, client=True).send)
+                theirs.sendall(sealer.seal(HELLO) + attack(bytes(sealer.seal(Say(1)))))
+
+            with ThreadPoolExecutor(1) as pool:
+                answered = pool.submit(answer)
+                assert connection.open(TOKEN, hello=HELLO, client=False, deadline=time.monotonic() + 5) == HELLO
+                answered.result()
+            with pytest.raises(WrongTag):
+                assert connection.receive() == Say(1)
+                connection.receive()
 
 
 # -- addresses

@@ -5,13 +5,14 @@ import logging
 import random
 import resource
 import socket
-import struct
 import threading
 from contextlib import suppress
 
 import msgspec
 import pytest
 
+from cosmos_rl_core.wire.frames import FrameSealer
+from cosmos_rl_core.wire.handshake import Hello, make_preamble
 from cosmos_rl_transfer import Publisher, Subscriber, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import plan
@@ -23,7 +24,7 @@ from cosmos_rl_transfer.wire.link import Link
 NUM_FRAMES = 60_000
 NUM_OPENINGS = 5_000
 MOST_GROWTH_KIB = 64 * 1024
-OPENING = b"cosmos-rl-transfer/1\n" + bytes(32) + bytes(32)
+OPENING = make_preamble() + bytes(FrameSealer(bytes(32)).seal(Hello(name="subscriber", role="subscriber")))
 
 
 def changed(draw, data):
@@ -48,7 +49,7 @@ def changed(draw, data):
 
 
 def framed(body):
-    return struct.pack("<I", len(body)) + body
+    return bytes(FrameSealer(None).seal(msgspec.Raw(body)))
 
 
 def conversations(source, target):

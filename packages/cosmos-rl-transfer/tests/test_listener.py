@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import socket
-import struct
 import threading
 import time
 
@@ -12,6 +11,7 @@ import msgspec
 import pytest
 
 from cosmos_rl_core.testing.descriptors import descriptors_left
+from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_transfer import PeerLost, Publisher, ReplicaSubscriber, Subscriber, TransferError
 from cosmos_rl_transfer.testing.samples import TOKEN, blank, weights_at
 from cosmos_rl_transfer.wire.link import Link
@@ -148,18 +148,18 @@ def test_text_that_is_none_is_a_clear_error_and_ends_the_connection(caplog):
     with listening(talk) as listener:
         link = Link.connect(listener.address, token=TOKEN, timeout_s=5)
         link.send(Hello(1))
-        link._send(struct.pack("<I", len(BROKEN_TEXT)) + BROKEN_TEXT)
+        link.send(msgspec.Raw(BROKEN_TEXT))
         with pytest.raises(PeerLost):
             link.receive()
         link.close()
-    assert "a message that this side does not understand" in caplog.messages[-1]
+    assert "a message this side does not understand" in caplog.messages[-1]
 
 
 def test_a_reply_whose_text_is_none_is_a_transfer_error():
     ours, theirs = socket.socketpair()
     link = Link(ours, timeout_s=1, side="subscriber")
     body = msgspec.msgpack.encode({"type": "Refused", "reason": "xx"}).replace(b"xx", b"\xff\xfe")
-    theirs.send(struct.pack("<I", len(body)) + body)
+    theirs.send(FrameSealer(None).seal(msgspec.Raw(body)))
     with pytest.raises(TransferError, match="does not understand"):
         link.receive()
     link.close()

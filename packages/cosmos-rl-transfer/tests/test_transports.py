@@ -6,6 +6,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from cosmos_rl_core.wire.frames import HEADER_BYTES
+from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, make_preamble
 from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.testing.conformance import (
@@ -200,8 +202,9 @@ def test_a_publisher_that_dies_while_it_answers_is_lost_and_refused_nobody():
     with socket.create_server(("127.0.0.1", 0)) as listener, ThreadPoolExecutor(1) as pool:
         connecting = pool.submit(Link.connect, f"127.0.0.1:{listener.getsockname()[1]}", token=b"secret", timeout_s=5)
         dying, _ = listener.accept()
-        dying.sendall(dying.recv(53, socket.MSG_WAITALL))  # its name and a nonce, and the proof that follows is read
-        dying.recv(32, socket.MSG_WAITALL)
+        dying.recv(PREAMBLE_BYTES, socket.MSG_WAITALL)
+        dying.sendall(make_preamble())
+        dying.recv(HEADER_BYTES, socket.MSG_WAITALL)  # the proof that follows is read
         dying.close()
         with pytest.raises(PeerLost, match="the publisher is gone"):
             connecting.result()
@@ -217,7 +220,7 @@ def test_a_stranger_gets_no_message_before_it_proves_the_token(publisher):
                 received += more
         except ConnectionResetError:
             pass
-    assert len(received) == 53  # the protocol's name and a nonce
+    assert len(received) == PREAMBLE_BYTES  # the protocol's name, its version and a nonce
 
 
 def test_nobody_listening_is_a_lost_peer_with_the_address():

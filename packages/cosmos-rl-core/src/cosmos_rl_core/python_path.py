@@ -33,4 +33,4 @@ def add_folders(folders: Sequence[str] = ()) -> None:
 def child_environment(folders: Sequence[str]) -> dict[str, str]:
     """Return the variables that let a child process import from folders, then from the current directory."""
     inherited = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
-    return {VARIABLE: os.pathsep.join(dict.fromkeys([*folders, *inherited, str(Path.cwd())]))}
+    return {VARIABLE: os.pathsep.join(dict.fromkeys([*filter(None, folders), *inherited, str(Path.cwd())]))}

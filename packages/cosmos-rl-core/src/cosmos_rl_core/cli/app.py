@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated
 
 import typer
 
 from cosmos_rl_core.cli import inference
 from cosmos_rl_core.cli.inference import Overrides, Recipe
-from cosmos_rl_core.python_path import add_folders, child_environment, import_from
+from cosmos_rl_core.python_path import add_folders, import_from
 
 app = typer.Typer(
     name="cosmos-rl",
@@ -112,37 +112,13 @@ def plugins() -> None:
     typer.echo(table(rows, header=("group", "name", "from")))
 
 
-@app.command()
-def worker(
-    *,
-    controller: Annotated[str, typer.Option(help="Address of the run's controller, such as tcp://10.0.0.1:4000.")],
-    role: Annotated[Literal["policy", "rollout"], typer.Option(help="What it does.")],
-    name: Annotated[str, typer.Option(help="Name of the replica, such as policy-0.")],
-    token_file: Annotated[Path, typer.Option(help="The file `token` in the run's directory.")],
-    threads: Annotated[int | None, typer.Option(help="CPU threads of each process.")] = None,
-    node: Annotated[int, typer.Option(help="Which of the replica's machines this is; the controller's is 0.")] = 0,
-    num_nodes: Annotated[int, typer.Option(help="Machines of the replica.")] = 1,
-    ranks_per_node: Annotated[int, typer.Option(help="Processes of the replica on each machine.")] = 1,
-    rendezvous: Annotated[str, typer.Option(help="host:port where the replica's machines meet.")] = "",
-    collective_timeout_s: Annotated[float, typer.Option(help="Longest wait of ranks for one another.")] = 600.0,
-    python_path: Annotated[list[str] | None, typer.Option(help="Folder for module:attribute names.")] = None,
-) -> None:
+@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
+def worker(context: typer.Context) -> None:
     """Run a worker on another machine; `cosmos-rl run` prints the whole command."""
-    import os
-
     from cosmos_rl_core.workers.main import run_worker
-    from cosmos_rl_core.workers.node import Node, WorkerAddress
+    from cosmos_rl_core.workers.node import from_arguments
 
-    os.environ.update(child_environment(python_path or ()))  # for the ranks
-    address = WorkerAddress(controller=controller, role=role, name=name, token_file=token_file, threads=threads)
-    part = Node(
-        index=node,
-        num_nodes=num_nodes,
-        ranks_per_node=ranks_per_node,
-        rendezvous=rendezvous,
-        collective_timeout_s=collective_timeout_s,
-    )
-    raise typer.Exit(run_worker(address, part))
+    raise typer.Exit(run_worker(*from_arguments(context.args, program="cosmos-rl worker")))
 
 
 @app.command()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.workers.gpus import VISIBLE
+from cosmos_rl_core.processes import VISIBLE_GPUS
 
 T = TypeVar("T")
 
@@ -53,7 +53,7 @@ class Instances:
         if self.num_gpus > len(gpus):
             raise UserError(
                 f"--num-gpus {self.num_gpus}: this machine has {len(gpus)} ({', '.join(gpus)}); ask for at most "
-                f"{len(gpus)}, or set {VISIBLE} to nothing to run on the CPU"
+                f"{len(gpus)}, or set {VISIBLE_GPUS} to nothing to run on the CPU"
             )
         return [list(gpus[first : first + self.tp_size]) for first in range(0, self.num_gpus, self.tp_size)]
 

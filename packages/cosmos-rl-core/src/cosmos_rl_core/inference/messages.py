@@ -1,7 +1,7 @@
-"""What passes between `cosmos-rl generate` and the processes that generate for it: JSON, a line a message.
+"""Messages between `cosmos-rl generate` and the processes that generate for it, over a socket pair.
 
-command   --Task-->               instance      its standard input, which stays open while the command lives
-          <--Answer, Failed--                   its standard output
+command   --Task-->               instance      the connection stays open while the command lives
+          <--Answer, Failed--
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-LINE_BYTES = 2**30
-"""Longest message."""
+MAX_MESSAGE_BYTES = 2**30
+"""Longest message: a task has all of its rows."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,32 +1,36 @@
-"""The processes of `cosmos-rl generate` and `eval`: started, heard, stopped.
+"""The processes of `cosmos-rl generate` and `eval`: start, receive, stop.
 
     pool.add(task, gpus=["0"])
     async with pool:
         async for answer in pool.answers(): ...
 
-An instance ends when its rows are done or its standard input is closed, which also happens when this process dies.
+An instance ends when its rows are done or its connection is closed, which also happens when this process dies.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import os
-import signal
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import msgspec
-
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.inference.messages import LINE_BYTES, Answer, Failed, Reply, Task
-from cosmos_rl_core.launch.local import last_lines
-from cosmos_rl_core.python_path import PYTHON, child_environment
-from cosmos_rl_core.workers.gpus import VISIBLE
+from cosmos_rl_core.inference.messages import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Task
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
+from cosmos_rl_core.python_path import PYTHON
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
 
 LEAVE_S = 10.0
-"""Longest that an instance may take to put its engine away once it was told to stop."""
+"""Longest that an instance may take to close its engine once its connection was closed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Instance:
+    """One process and its task."""
+
+    task: Task
+    process: ChildProcess
+    connection: Connection
 
 
 @dataclass(slots=True)
@@ -40,7 +44,7 @@ class Pool:
     tasks: list[Task] = field(default_factory=list)
     _gpus: list[Sequence[str]] = field(default_factory=list)
     """Those that each instance sees."""
-    _processes: list[asyncio.subprocess.Process] = field(default_factory=list)
+    _instances: list[_Instance] = field(default_factory=list)
 
     def add(self, task: Task, *, gpus: Sequence[str]) -> None:
         """Plan one more instance, which will see these GPUs."""
@@ -51,7 +55,7 @@ class Pool:
         self.logs.mkdir(parents=True, exist_ok=True)
         try:
             for task, gpus in zip(self.tasks, self._gpus, strict=True):
-                self._processes.append(await self._start(task, gpus))
+                self._instances.append(await self._start(task, gpus))
         except BaseException:
             await self._stop()
             raise
@@ -61,21 +65,21 @@ class Pool:
         await self._stop()
 
     async def answers(self) -> AsyncGenerator[Answer, None]:
-        """Yield answers as they come. Raises UserError or WorkerFailed with what an instance failed of."""
-        heard: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue()
+        """Yield answers as they come. Raises UserError or WorkerFailed with the failure of an instance."""
+        received: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue()
 
-        async def listen(task: Task, process: asyncio.subprocess.Process) -> None:
+        async def listen(instance: _Instance) -> None:
             try:
-                await self._talk(task, process, heard)
-                heard.put_nowait(None)
+                await self._talk(instance, received)
+                received.put_nowait(None)
             except (UserError, WorkerFailed) as error:
-                heard.put_nowait(error)
+                received.put_nowait(error)
 
-        listeners = [asyncio.create_task(listen(*pair)) for pair in zip(self.tasks, self._processes)]
+        listeners = [asyncio.create_task(listen(instance)) for instance in self._instances]
         working = len(listeners)
         try:
             while working:
-                match await heard.get():
+                match await received.get():
                     case None:
                         working -= 1
                     case Answer() as answer:
@@ -87,62 +91,45 @@ class Pool:
                 listener.cancel()
             await asyncio.gather(*listeners, return_exceptions=True)
 
-    async def _talk(
-        self, task: Task, process: asyncio.subprocess.Process, heard: asyncio.Queue[Answer | BaseException | None]
-    ) -> None:
-        """Give an instance its task and pass on its answers, until it ends."""
-        assert process.stdin is not None and process.stdout is not None
-        with contextlib.suppress(ConnectionError):  # it has ended; its exit says why
-            process.stdin.write(msgspec.json.encode(task) + b"\n")
-            await process.stdin.drain()
-        async for line in process.stdout:
-            reply = msgspec.json.decode(line, type=Reply)
-            if isinstance(reply, Failed):
-                where = f"{task.name}: {reply.message}"
-                raise UserError(where) if reply.user else WorkerFailed(f"{where}. See {self._log(task)}")
-            heard.put_nowait(reply)
-        if code := await process.wait():
-            status = f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            log = self._log(task)
-            raise WorkerFailed(f"{task.name} died ({status}). The end of {log}:\n{last_lines(log)}")
+    async def _talk(self, instance: _Instance, received: asyncio.Queue[Answer | BaseException | None]) -> None:
+        """Send an instance its task and pass on its answers, until it ends."""
+        name = instance.task.name
+        try:
+            await instance.connection.send(instance.task)
+            while True:
+                reply: Reply = await instance.connection.receive()
+                if isinstance(reply, Failed):
+                    where = f"{name}: {reply.message}"
+                    raise UserError(where) if reply.user else WorkerFailed(f"{where}. See {self._log(name)}")
+                received.put_nowait(reply)
+        except ConnectionClosed:
+            status = await instance.process.ended()
+        if instance.process.exit_code:
+            log = self._log(name)
+            raise WorkerFailed(f"{name} died ({status}). The end of {log}:\n{last_lines(log)}")
 
-    async def _start(self, task: Task, gpus: Sequence[str]) -> asyncio.subprocess.Process:
-        environment = {
-            **os.environ,
-            **child_environment(self.python_path),
-            "OMP_NUM_THREADS": str(task.threads),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "PYTHONUNBUFFERED": "1",
-        }
-        if gpus:
-            environment[VISIBLE] = ",".join(gpus)
-        with self._log(task).open("wb") as log:
-            return await asyncio.create_subprocess_exec(
-                *(*PYTHON, "-m", "cosmos_rl_core.inference.worker"),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=log,
-                env=environment,
-                limit=LINE_BYTES,
-                start_new_session=True,  # Ctrl-C in the terminal is for the command, which decides who stops
+    async def _start(self, task: Task, gpus: Sequence[str]) -> _Instance:
+        with self._log(task.name).open("wb") as log:
+            process, ours = ChildProcess.connected(
+                [*PYTHON, "-m", "cosmos_rl_core.inference.worker"],
+                environment=environment(self.python_path, threads=task.threads, gpus=gpus),
+                output=log,
             )
+        connection = await adopt(ours, decode=Reply, name=task.name, max_frame_bytes=MAX_MESSAGE_BYTES)
+        return _Instance(task, process, connection)
 
-    def _log(self, task: Task) -> Path:
-        return self.logs / f"{task.name}.log"
+    def _log(self, name: str) -> Path:
+        return self.logs / f"{name}.log"
 
     async def _stop(self) -> None:
-        """Close the inputs, wait, and end what does not leave, with all that it has started."""
-        for process in self._processes:
-            assert process.stdin is not None
-            process.stdin.close()
-        waiting = [asyncio.create_task(process.wait()) for process in self._processes]
+        """Close the connections, wait, and kill those that do not leave, with everything they have started."""
+        processes = [instance.process for instance in self._instances]
+        for instance in self._instances:
+            instance.connection.close()
         try:
-            await asyncio.wait_for(asyncio.shield(asyncio.gather(*waiting)), LEAVE_S)
-        except TimeoutError:
-            pass
+            await all_ended(processes, timeout_s=LEAVE_S)
         finally:  # a second Ctrl-C does not wait
-            for process in self._processes:
-                if process.returncode is None:
-                    with contextlib.suppress(ProcessLookupError):
-                        os.killpg(process.pid, signal.SIGKILL)
-            await asyncio.gather(*waiting)
+            for process in processes:
+                if process.exit_code is None:
+                    process.kill()
+            await all_ended(processes)

@@ -1,8 +1,8 @@
-"""One instance of an engine, in a process that `inference.pool` starts: draws rollouts of its rows.
+"""One instance of an engine, in a process that `inference.pool` starts: samples rollouts of its rows.
 
     Task --> engine, weights of the checkpoint --> row by row: generate, score, write media --> Answer
 
-It ends when its rows are done, or when its standard input closes: the command was stopped, or is gone.
+It ends when its rows are done, or when its connection closes: the command was stopped, or is gone.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import contextlib
 import os
 import secrets
 import signal
+import socket
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
-
-import msgspec
+from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.inference.messages import LINE_BYTES, Answer, Failed, Reply, Row, Task
+from cosmos_rl_core.inference.messages import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Row, Task
 from cosmos_rl_core.interfaces import Recorder, RolloutEngine
 from cosmos_rl_core.optional import KnowsItsRoom
+from cosmos_rl_core.processes import inherited_socket
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.reward.rubric import Rubric
@@ -35,6 +35,7 @@ from cosmos_rl_core.rollout.rollouter import request_seed
 from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_core.weight_sync import OwnsSubscriber
+from cosmos_rl_core.wire.channel import ConnectionClosed, adopt
 from cosmos_rl_core.workers.context import collector_paused
 from cosmos_rl_core.workers.failure import Failure
 
@@ -50,42 +51,37 @@ EVALUATION = 1
 def main() -> None:
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the command decides who stops
         signal.signal(number, signal.SIG_IGN)
-    replies = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # what a library prints goes to the log
-    code = asyncio.run(_work(replies))
+    code = asyncio.run(_work(inherited_socket()))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # without waiting for the thread of a reward that never returns
 
 
-async def _work(replies: BinaryIO) -> int:
-    def send(reply: Reply) -> None:
-        replies.write(msgspec.json.encode(reply) + b"\n")
-        replies.flush()
-
-    commands = asyncio.StreamReader(limit=LINE_BYTES)
-    await asyncio.get_running_loop().connect_read_pipe(lambda: asyncio.StreamReaderProtocol(commands), sys.stdin)
-    task = msgspec.json.decode(await commands.readline(), type=Task)
-    work = asyncio.create_task(_answer_all(task, send))
-    stopped = asyncio.create_task(commands.read())
+async def _work(inherited: socket.socket) -> int:
+    connection = await adopt(inherited, decode=Task, name="command", max_frame_bytes=MAX_MESSAGE_BYTES)
+    work = asyncio.create_task(_answer_all(await connection.receive(), connection.post))
+    stopped = asyncio.create_task(connection.closed.wait())
     await asyncio.wait([work, stopped], return_when=asyncio.FIRST_COMPLETED)
     if not work.done():
         work.cancel()
         await asyncio.wait([work])
         return 1
+    code = 0
     try:
         work.result()
     except Exception as error:
         failure = Failure.of(error)
         if not failure.user:
             traceback.print_exc()
-        with contextlib.suppress(BrokenPipeError):
-            send(Failed(message=failure.message, user=failure.user))
-        return failure.exit_code
-    return 0
+        with contextlib.suppress(ConnectionClosed):
+            connection.post(Failed(message=failure.message, user=failure.user))
+        code = failure.exit_code
+    connection.close()
+    await stopped  # what is still unsent has gone
+    return code
 
 
-async def _answer_all(task: Task, send: Any) -> None:
+async def _answer_all(task: Task, send: Callable[[Reply], None]) -> None:
     """Build the parts and answer all rows, several at a time."""
     config = load_config(task.recipe, generating=True)
     domain = load_domain(config.run.domain)
@@ -117,7 +113,7 @@ async def _answer_all(task: Task, send: Any) -> None:
             await asyncio.gather(*lanes, return_exceptions=True)
 
 
-async def _lane(rows: Iterator[Row], answerer: Answerer, send: Any) -> None:
+async def _lane(rows: Iterator[Row], answerer: Answerer, send: Callable[[Reply], None]) -> None:
     for row in rows:
         send(await answerer.answer(row))
 

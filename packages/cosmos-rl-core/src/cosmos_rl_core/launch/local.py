@@ -1,22 +1,17 @@
-"""Worker processes on this machine: start, watch, restart, stop; a death is told with the last lines of its log."""
+"""Worker processes on this machine: start, watch, restart, stop; a death is reported with the end of its log."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cosmos_rl_core.python_path import PYTHON, child_environment
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
+from cosmos_rl_core.python_path import PYTHON
 from cosmos_rl_core.wire.token import keep_token
-from cosmos_rl_core.workers.gpus import VISIBLE
-from cosmos_rl_core.workers.node import Node, WorkerAddress
-
-LAST_LINES = 12
-"""Lines of a dead worker's log that are shown."""
+from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
 
 @dataclass(slots=True, kw_only=True)
@@ -29,7 +24,7 @@ class WorkerProcess:
     gpus: Sequence[str]
     """Those it sees; empty on a machine without."""
     starts: int = 0
-    process: asyncio.subprocess.Process | None = None
+    process: ChildProcess | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +59,7 @@ class LocalWorkers:
     _watchers: set[asyncio.Task[None]] = field(default_factory=set)
     _stopping: bool = False
 
-    async def start(
-        self, role: str, *, threads: int | None, gpus: Sequence[Sequence[str]], node: Node | None = None
-    ) -> None:
+    def start(self, role: str, *, threads: int | None, gpus: Sequence[Sequence[str]], node: Node | None = None) -> None:
         """Start a replica of a role for each entry of `gpus`, which it sees.
 
         `threads` are for each process, `node` says what this machine holds of each.
@@ -77,7 +70,7 @@ class LocalWorkers:
             worker = self._workers[address.name] = WorkerProcess(
                 address=address, node=node or Node(), log=log, gpus=visible
             )
-            await self._spawn(worker)
+            self._spawn(worker)
 
     def address(self, role: str, name: str, *, threads: int | None) -> WorkerAddress:
         """What a worker of this run is told, wherever it is started."""
@@ -86,93 +79,63 @@ class LocalWorkers:
         )
 
     async def stop(self, *, grace_s: float) -> None:
-        """Wait for everyone to leave; what is still there after `grace_s` is killed."""
+        """Wait for everyone to leave; kill those that are still there after `grace_s`."""
         self._stopping = True
-        running = [w.process for w in self._workers.values() if w.process is not None]
-        waiting = asyncio.gather(*(process.wait() for process in running))
-        try:
-            await asyncio.wait_for(waiting, grace_s)
-        except TimeoutError:
+        running = [worker.process for worker in self._workers.values() if worker.process is not None]
+        if not await all_ended(running, timeout_s=grace_s):
             self.kill()
-            await asyncio.gather(*(process.wait() for process in running))
+            await all_ended(running)
         await asyncio.gather(*self._watchers)
 
     def kill(self) -> None:
         """End every worker now; the agent of several ranks ends those first."""
         self._stopping = True
         for worker in self._workers.values():
-            if worker.process is not None and worker.process.returncode is None:
-                worker.process.send_signal(signal.SIGKILL if worker.node.num_ranks == 1 else signal.SIGTERM)
+            if worker.process is not None and worker.process.exit_code is None:
+                if worker.node.num_ranks > 1:
+                    worker.process.terminate()
+                else:
+                    worker.process.kill()
 
     def pid(self, name: str) -> int:
         process = self._workers[name].process
         assert process is not None
         return process.pid
 
-    async def _spawn(self, worker: WorkerProcess) -> None:
-        command = [
-            *(*PYTHON, "-m", "cosmos_rl_core.workers.main"),
-            *worker.address.arguments(),
-            *worker.node.arguments(),
-        ]
+    def _spawn(self, worker: WorkerProcess) -> None:
         if self.token:
-            with contextlib.suppress(OSError):  # the worker says what is wrong with the file
+            with contextlib.suppress(OSError):  # the worker reports the file that it cannot read
                 keep_token(self.token_file, self.token)
         worker.log.parent.mkdir(parents=True, exist_ok=True)
         with worker.log.open("ab") as log:
-            worker.process = await asyncio.create_subprocess_exec(
-                *command,
-                stdin=asyncio.subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env=self._environment(worker),
-                pass_fds=self.policy_keeps if worker.address.role == "policy" else (),
-                start_new_session=True,  # Ctrl-C in the terminal is for the controller, which decides who stops
+            worker.process = ChildProcess(
+                [*PYTHON, "-m", "cosmos_rl_core.workers.main", *to_arguments(worker.address, worker.node)],
+                environment=environment(self.python_path, threads=worker.address.threads, gpus=worker.gpus),
+                output=log,
+                keeps=self.policy_keeps if worker.address.role == "policy" else (),
             )
         worker.starts += 1
         watcher = asyncio.create_task(self._watch(worker, worker.process))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
-    def _environment(self, worker: WorkerProcess) -> dict[str, str]:
-        environment = {
-            **os.environ,
-            **child_environment(self.python_path),
-            "OMP_WAIT_POLICY": "PASSIVE",
-            "PYTHONUNBUFFERED": "1",
-        }
-        if worker.address.threads is not None:
-            environment["OMP_NUM_THREADS"] = str(worker.address.threads)
-        if worker.gpus:
-            environment[VISIBLE] = ",".join(worker.gpus)
-        return environment
-
-    async def _watch(self, worker: WorkerProcess, process: asyncio.subprocess.Process) -> None:
-        code = await process.wait()
-        if self._stopping or code == 0:
+    async def _watch(self, worker: WorkerProcess, process: ChildProcess) -> None:
+        status = await process.ended()
+        if self._stopping or process.exit_code == 0:
             return
         role = worker.address.role
-        restarting = role == "rollout" and worker.starts <= self.restart_workers and code != 2
+        restarting = role == "rollout" and worker.starts <= self.restart_workers and process.exit_code != 2
         self.on_death(
             Death(
                 name=worker.address.name,
                 role=role,
-                status=f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}",
+                status=status,
                 last_lines=last_lines(worker.log),
                 restarting=restarting,
             )
         )
         if restarting:
-            await self._spawn(worker)
-
-
-def last_lines(path: Path, *, count: int = LAST_LINES) -> str:
-    """The end of a log file, or a word that there is none."""
-    with path.open("rb") as file:
-        file.seek(0, os.SEEK_END)
-        file.seek(max(0, file.tell() - 16384))
-        lines = file.read().decode(errors="replace").splitlines()
-    return "\n".join(lines[-count:]) or "(its log is empty)"
+            self._spawn(worker)
 
 
 def share_threads(

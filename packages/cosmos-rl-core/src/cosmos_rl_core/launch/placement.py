@@ -123,11 +123,11 @@ async def start_processes(launch: Launch) -> Workers:
     a_rank = max(1, policy // node.ranks_per_node)
     replicas = 0 if config.is_sft else config.rollout.replicas
     gpus = allot(machine_gpus(os.environ), [node.ranks_per_node, *[1] * replicas])
-    await workers.start("policy", threads=a_rank, gpus=gpus[:1], node=node)
+    workers.start("policy", threads=a_rank, gpus=gpus[:1], node=node)
     address = workers.address("policy", "policy-0", threads=config.policy.threads and a_rank)
     for index, command in enumerate(node.commands_for_others(address, python_path=launch.python_path), 1):
         observer.note(f"machine {index} of policy-0 joins by: {command}")
-    await workers.start("rollout", threads=rollout, gpus=gpus[1:])
+    workers.start("rollout", threads=rollout, gpus=gpus[1:])
     return Processes(workers, spools)
 
 

@@ -24,8 +24,8 @@ import msgspec
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.address import Address, bound_address, listen, parse_address
-from cosmos_rl_core.wire.connection import Connection, ConnectionClosed, WireProtocol
-from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES
+from cosmos_rl_core.wire.connection import Connection, WireProtocol
+from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES, ConnectionClosed
 from cosmos_rl_core.wire.handshake import HANDSHAKE_S, PROTOCOL_VERSION, TOKEN_BYTES, Hello, WrongTag
 from cosmos_rl_core.wire.listening import SeldomLog, Strangers, accept_forever
 
@@ -35,6 +35,7 @@ __all__ = [
     "ConnectionClosed",
     "Hello",
     "Server",
+    "adopt",
     "connect",
     "serve",
 ]
@@ -220,6 +221,25 @@ async def connect(
     finally:
         if made is not None and (not opened.done() or opened.cancelled()):
             made.abort("the attempt to connect was given up")
+
+
+async def adopt(
+    connection: socket.socket, *, decode: Any, name: str, max_frame_bytes: int = MAX_FRAME_BYTES
+) -> Connection:
+    """Return the connection over one end of a socket pair whose other end the process `name`, parent or child, has."""
+    opened: asyncio.Future[Connection] = asyncio.get_running_loop().create_future()
+    protocol = WireProtocol(
+        token=None,
+        hello=Hello(name=name, role="family"),
+        decoder=_decoder(decode),
+        client=False,
+        max_frame_bytes=max_frame_bytes,
+        handshake_s=HANDSHAKE_S,
+        on_open=opened.set_result,
+        on_lost=lambda _: None,
+    )
+    await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+    return await opened
 
 
 def _opening_error(target: Address, protocol: WireProtocol) -> Exception:

@@ -16,7 +16,7 @@ from typing import Any, cast
 import msgspec
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.frames import FrameReader, FrameSealer
+from cosmos_rl_core.wire.frames import UNDECODABLE, ConnectionClosed, FrameReader, FrameSealer
 from cosmos_rl_core.wire.handshake import (
     HANDSHAKE_BYTES,
     PREAMBLE_BYTES,
@@ -33,12 +33,8 @@ _MESSAGE_COST_BYTES = 1024  # what a small message costs at least while it waits
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
-class ConnectionClosed(Exception):
-    """The connection has ended; the text says why."""
-
-
 class Connection:
-    """A peer that proved it holds the run's token. Made by `wire.connect` and `wire.serve`."""
+    """A peer that proved it holds the run's token, or a process of the same family. Made by `channel`."""
 
     peer: Hello
     """Who is on the other side."""
@@ -114,12 +110,15 @@ class Connection:
 
 
 class WireProtocol(asyncio.BufferedProtocol):
-    """What the event loop calls: the handshake first, then frames to and from the `Connection`."""
+    """What the event loop calls: the handshake first, then frames to and from the `Connection`.
+
+    Without a token there is no handshake and no tag, and `hello` is the peer's name.
+    """
 
     def __init__(
         self,
         *,
-        token: bytes,
+        token: bytes | None,
         hello: Hello,
         decoder: msgspec.msgpack.Decoder[Any],
         client: bool,
@@ -156,7 +155,11 @@ class WireProtocol(asyncio.BufferedProtocol):
         loop = asyncio.get_running_loop()
         late = Violation(f"the handshake took longer than {self._handshake_s:g} s")
         self._deadline = loop.call_later(self._handshake_s, self._fail, late)
-        if self._client:
+        if self._token is None:
+            self._reader.use_key(None)
+            self._sealer = FrameSealer(None, max_frame_bytes=self._max_frame_bytes)
+            self._open(self._hello)
+        elif self._client:
             self._transport.write(self._preamble)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -168,7 +171,7 @@ class WireProtocol(asyncio.BufferedProtocol):
             self._read()
         except (Violation, UserError) as error:
             self._fail(error)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        except UNDECODABLE as error:
             self._fail(Violation(f"a message this side does not understand: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -238,6 +241,7 @@ class WireProtocol(asyncio.BufferedProtocol):
             return False
         if not self._client:
             self._transport.write(self._preamble)  # before any check, so that a client of another version learns ours
+        assert self._token is not None
         keys = session_keys(self._token, ours=self._preamble, theirs=theirs, client=self._client)
         self._reader.use_key(keys.receive)
         self._sealer = FrameSealer(keys.send, max_frame_bytes=self._max_frame_bytes)

@@ -2,10 +2,10 @@
 
 The tag is HMAC-SHA256 over u64 sequence | u32 length | body, cut to 128 bits. The sequence number counts
 the frames of one direction and is not sent, so a replayed, reordered, changed or missing frame has a wrong
-tag.
+tag. Without a key the tag is 16 zeros and nothing is verified.
 
-Both sides compute the tag in place: sequence and length are 12 bytes, the tag is 16, and the tag stands
-right before the body, so its last 12 bytes hold them while the tag is computed. No body is copied for it.
+The sender computes the tag in place: sequence and length are 12 bytes, the tag is 16, and the tag is right
+before the body, so its last 12 bytes hold them while the tag is computed. No body is copied for it.
 """
 
 from __future__ import annotations
@@ -23,16 +23,22 @@ _COUNTED = struct.Struct("!QI")
 _COUNTED_AT = _HEADER.size - _COUNTED.size
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 * 2**20
+UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What msgspec raises for bytes that are no message; text that is no UTF-8 is none of its own errors."""
 _BUFFER_BYTES = 64 * 2**10
 
 _encode_into = msgspec.msgpack.Encoder().encode_into
 
 
+class ConnectionClosed(Exception):
+    """The connection has ended; the text says why."""
+
+
 class FrameSealer:
     """Turns messages into frames, in order."""
 
-    def __init__(self, key: bytes, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._mac = hmac.new(key, digestmod="sha256")
+    def __init__(self, key: bytes | None, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._mac = None if key is None else hmac.new(key, digestmod="sha256")
         self._max_frame_bytes = max_frame_bytes
         self._sequence = 0
 
@@ -46,12 +52,41 @@ class FrameSealer:
                 f"a {type(message).__name__} of {length} bytes is above the frame limit of "
                 f"{self._max_frame_bytes} bytes: send it in parts or raise max_frame_bytes on both sides"
             )
+        if self._mac is None:
+            _HEADER.pack_into(frame, 0, length, b"")
+            return frame
         _COUNTED.pack_into(frame, _COUNTED_AT, self._sequence, length)
         mac = self._mac.copy()
         mac.update(memoryview(frame)[_COUNTED_AT:])
         _HEADER.pack_into(frame, 0, length, mac.digest())  # "16s" keeps the first 16 bytes
         self._sequence += 1
         return frame
+
+
+class FrameOpener:
+    """Verifies the frames of one direction, in order."""
+
+    def __init__(self, key: bytes | None) -> None:
+        self._mac = None if key is None else hmac.new(key, digestmod="sha256")
+        self._sequence = 0
+
+    def read_header(self, header: bytes | bytearray | memoryview, *, max_bytes: int) -> tuple[int, bytes]:
+        """Return a body's length and tag. Raises `Violation` for a length above `max_bytes`."""
+        length, tag = _HEADER.unpack_from(header)
+        if length > max_bytes:
+            raise Violation(f"a frame of {length} bytes is above the limit of {max_bytes} bytes")
+        return length, tag
+
+    def verify(self, tag: bytes, body: bytearray | memoryview) -> None:
+        """Raise `WrongTag` unless `body` is the next one of whoever holds the key."""
+        if self._mac is None:
+            return
+        mac = self._mac.copy()
+        mac.update(_COUNTED.pack(self._sequence, len(body)))
+        mac.update(body)
+        if not hmac.compare_digest(tag, mac.digest()[: len(tag)]):
+            raise WrongTag("a frame's tag is wrong: it was changed, replayed or sealed with another token")
+        self._sequence += 1
 
 
 class FrameReader:
@@ -62,15 +97,14 @@ class FrameReader:
 
     def __init__(self, *, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
-        self._mac: hmac.HMAC | None = None
-        self._sequence = 0
+        self._opener: FrameOpener | None = None
         self._view = memoryview(bytearray(_BUFFER_BYTES))
         self._start = 0
         self._end = 0
 
-    def use_key(self, key: bytes) -> None:
+    def use_key(self, key: bytes | None) -> None:
         """Verify what follows with this key."""
-        self._mac = hmac.new(key, digestmod="sha256")
+        self._opener = FrameOpener(key)
 
     def writable(self) -> memoryview:
         """Return the free part of the buffer, never empty."""
@@ -100,27 +134,17 @@ class FrameReader:
         available = self._end - start
         if available < HEADER_BYTES:
             return None
-        length, tag = _HEADER.unpack_from(self._view, start)
-        if length > self.max_frame_bytes:
-            raise Violation(f"a frame of {length} bytes is above the limit of {self.max_frame_bytes} bytes")
+        assert self._opener is not None, "no frame is read before the keys are known"
+        length, tag = self._opener.read_header(self._view[start:], max_bytes=self.max_frame_bytes)
         size = HEADER_BYTES + length
         if available < size:
             self._make_room(size)
             return None
-        self._verify(start, size, tag)
+        self._opener.verify(tag, self._view[start + HEADER_BYTES : start + size])
         self._start = start + size
         if len(self._view) > _BUFFER_BYTES:
             return self._hand_over(size)
         return bytes(self._view[start + HEADER_BYTES : self._start])
-
-    def _verify(self, start: int, size: int, tag: bytes) -> None:
-        _COUNTED.pack_into(self._view, start + _COUNTED_AT, self._sequence, size - HEADER_BYTES)
-        assert self._mac is not None, "no frame is read before the keys are known"
-        mac = self._mac.copy()
-        mac.update(self._view[start + _COUNTED_AT : start + size])
-        if not hmac.compare_digest(tag, mac.digest()[: len(tag)]):
-            raise WrongTag("a frame's tag is wrong: it was changed, replayed or sealed with another token")
-        self._sequence += 1
 
     def _make_room(self, size: int) -> None:
         """Let `size` bytes fit from `_start` on. A frame above the buffer gets memory of its own size."""

@@ -32,7 +32,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from cosmos_rl_core.wire.token import read_token
 from cosmos_rl_core.workers.failure import Failure, cause, tell_controller
-from cosmos_rl_core.workers.node import Node, WorkerAddress
+from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
 WATCH_S = 0.1
 """Time between two looks at the ranks."""
@@ -98,12 +98,12 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
 
 
 def _run_ranks(worker: WorkerAddress, node: Node, folder: Path) -> Mapping[int, ProcessFailure]:
-    store = () if node.num_nodes > 1 else ("--store", str(folder / "store"))
+    part = node if node.num_nodes > 1 else replace(node, store=folder / "store")
     spec = WorkerSpec(
         role="rank",
         local_world_size=node.ranks_per_node,
         entrypoint=sys.executable,
-        args=("-P", "-u", "-m", "cosmos_rl_core.workers.rank_main", *worker.arguments(), *node.arguments(), *store),
+        args=("-P", "-u", "-m", "cosmos_rl_core.workers.rank_main", *to_arguments(worker, part)),
         rdzv_handler=_rendezvous(worker, node),
         max_restarts=0,
         monitor_interval=WATCH_S,

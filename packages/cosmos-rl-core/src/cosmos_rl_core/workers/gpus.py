@@ -11,14 +11,13 @@ from itertools import cycle, islice
 from pathlib import Path
 
 from cosmos_rl_core.errors import UserError
-
-VISIBLE = "CUDA_VISIBLE_DEVICES"
+from cosmos_rl_core.processes import VISIBLE_GPUS
 
 
 def machine_gpus(environment: Mapping[str, str], *, devices: Path = Path("/dev")) -> list[str]:
     """Return the GPUs this process may use, as CUDA_VISIBLE_DEVICES names them; none on a machine without."""
-    if VISIBLE in environment:
-        return [name.strip() for name in environment[VISIBLE].split(",") if name.strip()]
+    if VISIBLE_GPUS in environment:
+        return [name.strip() for name in environment[VISIBLE_GPUS].split(",") if name.strip()]
     numbers = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
     return sorted((number for number in numbers if number.isdecimal()), key=int)
 
@@ -33,7 +32,7 @@ def allot(gpus: Sequence[str], wanted: Sequence[int]) -> list[list[str]]:
     if (most := max(wanted)) > len(gpus):
         raise UserError(
             f"a replica wants {most} GPUs of this machine, one a rank, and sees {len(gpus)} ({', '.join(gpus)}); lower "
-            f"[policy] ranks_per_node or [policy.parallel], or set {VISIBLE} to nothing to train on the CPU"
+            f"[policy] ranks_per_node or [policy.parallel], or set {VISIBLE_GPUS} to nothing to train on the CPU"
         )
     supply = cycle(gpus)
     return [list(islice(supply, number)) for number in wanted]

@@ -8,106 +8,58 @@ For a policy replica of several ranks it becomes their agent (`workers.agent`).
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import os
 import signal
 import sys
 import traceback
-from dataclasses import dataclass
-from pathlib import Path
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.python_path import child_environment
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 from cosmos_rl_core.wire.token import read_token
 from cosmos_rl_core.workers.context import WorkerContext
 from cosmos_rl_core.workers.failure import Failure
-from cosmos_rl_core.workers.node import Node, WorkerAddress
+from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 from cosmos_rl_core.workers.roles import run_role
 
 CONNECT_TIMEOUT_S = 60.0
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arguments:
-    """The command line of a worker, or of one of its ranks."""
-
-    worker: WorkerAddress
-    node: Node
-    incarnation: int
-    store: Path | None
-    """Of a rank: the file the ranks of one machine meet in."""
-
-
 def main() -> None:
-    arguments = parse()
-    sys.exit(run_worker(arguments.worker, arguments.node, incarnation=arguments.incarnation))
+    sys.exit(run_worker(*from_arguments(sys.argv[1:], program="worker")))
 
 
-def run_worker(worker: WorkerAddress, node: Node, *, incarnation: int = 0) -> int:
+def run_worker(worker: WorkerAddress, node: Node) -> int:
     """Work to the end of the run and return the exit code. A worker of one process does not return: it exits."""
     raise_descriptor_limit()
+    os.environ.update(child_environment(node.python_path.split(os.pathsep)))  # for the ranks too
     if node.num_ranks > 1:
         from cosmos_rl_core.workers.agent import run_node  # torch's agent takes a second to import
 
         return run_node(worker, node)
     for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the controller decides who stops
         signal.signal(number, signal.SIG_IGN)
-    code = asyncio.run(_work(worker, incarnation))
+    code = asyncio.run(_work(worker))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # without waiting for the thread of a reward that never returns
 
 
-def parse() -> Arguments:
-    parser = argparse.ArgumentParser(description="one worker of a Cosmos-RL run")
-    parser.add_argument("--controller", required=True, help="address of the controller")
-    parser.add_argument("--role", required=True, choices=["policy", "rollout"])
-    parser.add_argument("--name", required=True, help="name of this replica, unique in the run")
-    parser.add_argument("--incarnation", type=int, default=0, help="times this replica was started before")
-    parser.add_argument("--token-file", type=Path, required=True)
-    parser.add_argument("--threads", type=int, default=None)
-    parser.add_argument("--node", type=int, default=0, help="which of the replica's machines this is")
-    parser.add_argument("--num-nodes", type=int, default=1)
-    parser.add_argument("--ranks-per-node", type=int, default=1)
-    parser.add_argument("--rendezvous", default="", help="host:port where the replica's machines meet")
-    parser.add_argument("--collective-timeout-s", type=float, default=600.0)
-    parser.add_argument("--store", type=Path, default=None, help="file where the ranks of one machine meet")
-    found = parser.parse_args()
-    return Arguments(
-        worker=WorkerAddress(
-            controller=found.controller,
-            role=found.role,
-            name=found.name,
-            token_file=found.token_file,
-            threads=found.threads,
-        ),
-        node=Node(
-            index=found.node,
-            num_nodes=found.num_nodes,
-            ranks_per_node=found.ranks_per_node,
-            rendezvous=found.rendezvous,
-            collective_timeout_s=found.collective_timeout_s,
-        ),
-        incarnation=found.incarnation,
-        store=found.store,
-    )
-
-
-async def connect_to(worker: WorkerAddress, *, incarnation: int) -> Connection:
+async def connect_to(worker: WorkerAddress) -> Connection:
     """Connect to the run's controller. Raises as `wire.channel.connect`, and UserError for a token file."""
-    hello = Hello(name=worker.name, role=worker.role, incarnation=incarnation)
+    hello = Hello(name=worker.name, role=worker.role)
     token = read_token(worker.token_file)
     return await connect(worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S)
 
 
-async def _work(worker: WorkerAddress, incarnation: int) -> int:
+async def _work(worker: WorkerAddress) -> int:
     try:
-        connection = await connect_to(worker, incarnation=incarnation)
+        connection = await connect_to(worker)
     except (UserError, ConnectionClosed) as error:
         print(f"{worker.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
         return 2 if isinstance(error, UserError) else 1

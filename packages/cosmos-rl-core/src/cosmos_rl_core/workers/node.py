@@ -1,11 +1,19 @@
-"""Where a worker runs: whom it answers to, and which part of a replica of several ranks its machine holds."""
+"""Where a worker runs: its controller, and the part of a replica of several ranks on its machine.
+
+words = to_arguments(address, node)          # the command line of a worker
+address, node = from_arguments(words, program="cosmos-rl worker")
+"""
 
 from __future__ import annotations
 
+import argparse
+import os
 import shlex
 import socket
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
+from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
@@ -15,37 +23,29 @@ from cosmos_rl_core.wire.address import Address, listen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """What a worker needs to find its run."""
+    """The run a worker belongs to, and its place in it. The fields are flags of its command line."""
 
-    controller: str
-    """Address of the controller, such as tcp://127.0.0.1:4000."""
-    role: str
-    """policy or rollout."""
-    name: str
-    """Name of the replica, unique in the run."""
-    token_file: Path
-    threads: int | None = None
-    """CPU threads of the process, or of each rank; None leaves torch's own choice."""
-
-    def arguments(self) -> list[str]:
-        """Return the words of a command line that say this."""
-        words = ["--controller", self.controller, "--role", self.role, "--name", self.name]
-        words += ["--token-file", str(self.token_file)]
-        return words + ([] if self.threads is None else ["--threads", str(self.threads)])
+    controller: str = field(metadata={"help": "Address of the run's controller, such as tcp://10.0.0.1:4000."})
+    role: str = field(metadata={"choices": ("policy", "rollout"), "help": "What it does."})
+    name: str = field(metadata={"help": "Name of the replica, unique in the run, such as policy-0."})
+    token_file: Path = field(metadata={"help": "The file `token` in the run's directory."})
+    threads: int | None = field(default=None, metadata={"help": "CPU threads of each process; torch's own choice."})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node:
-    """One machine's part of a replica."""
+    """One machine's part of a replica. The fields are flags of a worker's command line."""
 
-    index: int = 0
-    """0 is the machine of the controller; rank 0 is there."""
-    num_nodes: int = 1
-    ranks_per_node: int = 1
-    rendezvous: str = ""
-    """host:port on machine 0 where the machines meet; empty for one machine."""
-    collective_timeout_s: float = 600.0
-    """Longest that ranks wait for one another in training."""
+    index: int = field(
+        default=0,
+        metadata={"flag": "node", "help": "Which of the replica's machines; the controller's, with rank 0, is 0."},
+    )
+    num_nodes: int = field(default=1, metadata={"help": "Machines of the replica."})
+    ranks_per_node: int = field(default=1, metadata={"help": "Processes of the replica on each machine."})
+    collective_timeout_s: float = field(default=600.0, metadata={"help": "Longest wait of ranks for one another."})
+    rendezvous: str = field(default="", metadata={"help": "host:port on machine 0 where the machines meet."})
+    store: Path | None = field(default=None, metadata={"help": "File where the ranks of one machine meet."})
+    python_path: str = field(default="", metadata={"help": "Folders for module:attribute names, as in PYTHONPATH."})
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.num_nodes:
@@ -73,22 +73,48 @@ class Node:
             probe.connect((host.strip("[]"), int(port)))  # sends nothing; it chooses the interface
             return probe.getsockname()[0]
 
-    def arguments(self) -> list[str]:
-        """Return the words of a command line that say this; none for a replica of one process."""
-        if self.num_ranks == 1:
-            return []
-        words = ["--node", str(self.index), "--num-nodes", str(self.num_nodes)]
-        words += ["--ranks-per-node", str(self.ranks_per_node)]
-        words += ["--collective-timeout-s", f"{self.collective_timeout_s:g}"]
-        return words + (["--rendezvous", self.rendezvous] if self.rendezvous else [])
-
     def commands_for_others(self, worker: WorkerAddress, *, python_path: tuple[str, ...]) -> list[str]:
         """Return what to run on each of the other machines, machine 1 first."""
-        folders = [word for folder in python_path for word in ("--python-path", folder)]
-        return [
-            shlex.join(["cosmos-rl", "worker", *worker.arguments(), *replace(self, index=i).arguments(), *folders])
-            for i in range(1, self.num_nodes)
-        ]
+        folders = os.pathsep.join(python_path)
+        parts = [replace(self, index=i, python_path=folders) for i in range(1, self.num_nodes)]
+        return [shlex.join(["cosmos-rl", "worker", *to_arguments(worker, part)]) for part in parts]
+
+
+def to_arguments(*parts: WorkerAddress | Node) -> list[str]:
+    """Return the command line that `from_arguments` reads; values that are the defaults are left out."""
+    words = []
+    for part in parts:
+        for one in fields(part):
+            value = getattr(part, one.name)
+            if value != one.default:
+                words += [_flag(one), f"{value:g}" if isinstance(value, float) else str(value)]
+    return words
+
+
+def from_arguments(words: Sequence[str], *, program: str) -> tuple[WorkerAddress, Node]:
+    """Read the command line of a worker. Exits with code 2 and a message where it is wrong."""
+    parser = argparse.ArgumentParser(prog=program, description="One worker of a Cosmos-RL run.")
+    for one in (*fields(WorkerAddress), *fields(Node)):
+        parser.add_argument(
+            _flag(one),
+            dest=one.name,
+            help=one.metadata["help"],
+            type=_READERS[str(one.type).removesuffix(" | None")],
+            choices=one.metadata.get("choices"),
+            required=one.default is MISSING,
+            default=one.default,
+        )
+    found = vars(parser.parse_args(words))
+    address, node = ({one.name: found[one.name] for one in fields(kind)} for kind in (WorkerAddress, Node))
+    return WorkerAddress(**address), Node(**node)
+
+
+_READERS: Mapping[str, Callable[[str], object]] = {"str": str, "int": int, "float": float, "Path": Path}
+"""What reads a flag, by the type of its field."""
+
+
+def _flag(one: Field[Any]) -> str:
+    return f"--{one.metadata.get('flag', one.name).replace('_', '-')}"
 
 
 def policy_node(section: PolicySection, *, bind: str) -> Node:

@@ -17,23 +17,23 @@ from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.wire.token import read_token
 from cosmos_rl_core.workers.context import WorkerContext
 from cosmos_rl_core.workers.failure import Failure
-from cosmos_rl_core.workers.main import connect_to, parse
-from cosmos_rl_core.workers.node import Node, WorkerAddress
+from cosmos_rl_core.workers.main import connect_to
+from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 from cosmos_rl_core.workers.ranks import Ranks
 from cosmos_rl_core.workers.roles import follow, run_role
 
 
 def main() -> None:
-    arguments = parse()
+    worker, node = from_arguments(sys.argv[1:], program="rank")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides who stops; SIGTERM is the agent's way
-    asyncio.run(_work(arguments.worker, arguments.node, arguments.store))
+    asyncio.run(_work(worker, node))
 
 
-async def _work(worker: WorkerAddress, node: Node, store: Path | None) -> None:
+async def _work(worker: WorkerAddress, node: Node) -> None:
     """Run to the end of the process: one that failed waits for none of its threads, which may wait for others."""
     code = 0
     try:
-        await _run(worker, node, store)
+        await _run(worker, node)
     except Exception as error:
         failure = Failure.of(error)
         if not failure.user:
@@ -45,10 +45,10 @@ async def _work(worker: WorkerAddress, node: Node, store: Path | None) -> None:
     os._exit(code)
 
 
-async def _run(worker: WorkerAddress, node: Node, store: Path | None) -> None:
+async def _run(worker: WorkerAddress, node: Node) -> None:
     leads = os.environ["RANK"] == "0"
-    connection = await connect_to(worker, incarnation=0) if leads else None
-    ranks = await asyncio.to_thread(Ranks.join, timeout_s=node.collective_timeout_s, store=store)
+    connection = await connect_to(worker) if leads else None
+    ranks = await asyncio.to_thread(Ranks.join, timeout_s=node.collective_timeout_s, store=node.store)
     context = WorkerContext(
         name=worker.name if leads else f"{worker.name}.{ranks.rank}",
         token=read_token(worker.token_file),

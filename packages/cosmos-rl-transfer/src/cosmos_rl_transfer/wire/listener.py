@@ -10,11 +10,10 @@ import errno
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 
-from cosmos_rl_core.wire.listening import GRACE_S, RETRY_S, SeldomLog
+from cosmos_rl_core.wire.listening import RETRY_S, SeldomLog, Strangers
 from cosmos_rl_transfer.errors import AuthenticationError, TransferError
 from cosmos_rl_transfer.wire.link import Link
 
@@ -39,8 +38,7 @@ class Listener:
         self._closed = threading.Event()
         self._changed = threading.Condition()
         """Over the two below."""
-        self._strangers: dict[Link, float] = {}
-        """Since when, oldest first."""
+        self._strangers = Strangers(MOST_STRANGERS, complain=lambda text: self._complain(f"{name}: {text}"))
         self._talking: dict[Link, threading.Thread] = {}
         """All that have a thread."""
         self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
@@ -87,11 +85,12 @@ class Listener:
         """Give a connection a thread."""
         thread = threading.Thread(target=self._serve, args=(link, peer), name=f"{self._name}-serve", daemon=True)
         with self._changed:
-            self._make_room()
+            while not self._closed.is_set() and (left_s := self._strangers.room_in_s()):
+                self._changed.wait(left_s)
             if self._closed.is_set():
                 link.close()
                 return
-            self._strangers[link] = time.monotonic()
+            self._strangers.enter(link, drop=link.close)
             self._talking[link] = thread
         try:
             thread.start()
@@ -101,24 +100,12 @@ class Listener:
             self._complain(f"{self._name}: a connection cannot be served: {error}")
             self._closed.wait(RETRY_S)
 
-    def _make_room(self) -> None:
-        """Return when one more stranger may come, the oldest dropped for it if need be. The lock is held."""
-        while len(self._strangers) >= MOST_STRANGERS and not self._closed.is_set():
-            oldest, since = next(iter(self._strangers.items()))
-            left_s = since + GRACE_S - time.monotonic()
-            if left_s <= 0:
-                self._complain(f"{self._name}: more than {MOST_STRANGERS} idle connections: the oldest are closed")
-                del self._strangers[oldest]
-                oldest.close()
-                return
-            self._changed.wait(left_s)
-
     def _serve(self, link: Link, peer: object) -> None:
         try:
             with ExitStack() as on_error:
                 on_error.callback(link.close)
                 link.authenticate(self._token)
-                self._heard(link)
+                self._leave_strangers(link)
                 self._talk(link, peer)
                 on_error.pop_all()
         except AuthenticationError as error:
@@ -128,13 +115,12 @@ class Listener:
         finally:
             self._forget(link)
 
-    def _heard(self, link: Link) -> None:
+    def _leave_strangers(self, link: Link) -> None:
         with self._changed:
-            self._strangers.pop(link, None)
+            self._strangers.leave(link)
             self._changed.notify_all()
 
     def _forget(self, link: Link) -> None:
+        self._leave_strangers(link)
         with self._changed:
-            self._strangers.pop(link, None)
             self._talking.pop(link, None)
-            self._changed.notify_all()

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 5
+PROTOCOL = 6
 
 
 Want = Literal["any", "dense", "delta", "link"]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 
 from cosmos_rl_core.reward.request import Header, RewardSpec
-from cosmos_rl_core.reward.service.frames import Result
 from cosmos_rl_core.reward.service.jobs import Job, Jobs
+from cosmos_rl_core.reward.service.messages import Result
 from cosmos_rl_core.reward.service.metrics import RewardCounters, render
 from cosmos_rl_core.reward.service.pool import RewardPool, Task
 from cosmos_rl_core.reward.service.settings import ServerSettings

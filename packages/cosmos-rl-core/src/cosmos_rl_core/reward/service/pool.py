@@ -17,8 +17,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.reward.service.frames import Ask, Item, Result
 from cosmos_rl_core.reward.service.jobs import Job
+from cosmos_rl_core.reward.service.messages import Ask, Item, Result
 from cosmos_rl_core.reward.service.metrics import RewardCounters
 from cosmos_rl_core.reward.service.process import WorkerDied, WorkerProcess
 from cosmos_rl_core.reward.service.settings import ServedReward
@@ -86,7 +86,7 @@ class RewardPool:
     @property
     def pids(self) -> list[int]:
         """Processes of the workers that are up."""
-        return [worker.pid for worker in self._workers.values()]
+        return [worker.process.pid for worker in self._workers.values()]
 
     @property
     def depth(self) -> int:
@@ -118,7 +118,7 @@ class RewardPool:
 
     async def _feed(self, worker: WorkerProcess) -> None:
         """Give a worker one batch after the other. Raises WorkerDied."""
-        ended = asyncio.create_task(worker.ended.wait())
+        ended = asyncio.create_task(worker.process.ended())
         try:
             while True:
                 taking = asyncio.create_task(self._take())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import mmap
 import os
-import sys
-import tempfile
 import zlib
+
+from cosmos_rl_core.processes import unnamed_memory
 
 
 class Spool:
@@ -26,11 +26,7 @@ class Spool:
         self.num_bytes = 0
         self.crc = 0
         """CRC-32 of what was written: two bodies under one request id are told apart by it."""
-        if sys.platform == "linux":
-            self._descriptor = os.memfd_create("reward-request", os.MFD_CLOEXEC)
-        else:
-            with tempfile.TemporaryFile() as file:
-                self._descriptor = os.dup(file.fileno())
+        self._descriptor = unnamed_memory()
 
     @property
     def descriptor(self) -> int:

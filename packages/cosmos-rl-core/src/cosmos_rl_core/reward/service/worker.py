@@ -1,19 +1,14 @@
 """A worker process of the reward server: one reward, built once, asked over a socket that it inherited.
 
-    python -m cosmos_rl_core.reward.service.worker --descriptor 7 --name wfm:brightness --label brightness \
-        --options '{}'
-
 It may run under another interpreter than the server, in an environment that holds cosmos-rl-core and what the reward
 needs; it imports msgspec and numpy beside the reward.
 """
 
 from __future__ import annotations
 
-import argparse
 import mmap
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Sequence
@@ -22,10 +17,21 @@ from typing import Any
 import msgspec
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import end_with, inherited_socket
 from cosmos_rl_core.reward.cosmos_rl_body import read_request
-from cosmos_rl_core.reward.service.frames import Answer, Ask, Item, Ready, Refused, Result, WorkerEnd
+from cosmos_rl_core.reward.service.messages import (
+    Answer,
+    Ask,
+    Item,
+    Ready,
+    Refused,
+    Result,
+    ToWorker,
+    receive_descriptors,
+)
 from cosmos_rl_core.reward.service.served import Scores, Served
 from cosmos_rl_core.types import RolloutGroup
+from cosmos_rl_core.wire.blocking import BlockingConnection
 
 MAX_ERROR_CHARS = 2000
 _MAX_VARIANTS = 8
@@ -100,27 +106,20 @@ def _joined(scored: Sequence[Scores | str]) -> Result:
 
 
 def main() -> None:
-    arguments = parse()
     for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the server decides who stops
         signal.signal(number, signal.SIG_IGN)
-    channel = WorkerEnd(socket.socket(fileno=arguments.descriptor))
+    inherited = inherited_socket()
+    end_with(inherited)
+    server = BlockingConnection(inherited, decode=ToWorker)
+    build = server.receive()
     try:
-        worker = Worker(arguments.name, label=arguments.label, options=msgspec.json.decode(arguments.options))
+        worker = Worker(build.name, label=build.label, options=build.options)
     except UserError as error:
-        channel.send(Refused(reason=str(error)))
+        server.send(Refused(reason=str(error)))
         sys.exit(2)
-    channel.send(Ready())
-    while (received := channel.receive()) is not None:
-        channel.send(worker.answer(*received))
-
-
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="one worker of a Cosmos-RL reward server")
-    parser.add_argument("--descriptor", type=int, required=True, help="the inherited socket")
-    parser.add_argument("--name", required=True, help='the reward, such as "module:attribute"')
-    parser.add_argument("--label", required=True, help="what its scores are called")
-    parser.add_argument("--options", default="{}", help="JSON")
-    return parser.parse_args()
+    server.send(Ready())
+    while descriptors := receive_descriptors(inherited):
+        server.send(worker.answer(server.receive(), descriptors))
 
 
 if __name__ == "__main__":

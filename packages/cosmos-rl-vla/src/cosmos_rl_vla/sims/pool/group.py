@@ -1,17 +1,28 @@
-"""One group of slots in a pool: its process, what the process has not answered yet, and whether it still moves."""
+"""One group of slots in a pool: its process, the commands not answered yet, and whether the process still moves."""
 
 from __future__ import annotations
 
 import math
+import os
+import sys
+import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
+import cosmos_rl_core
+import cosmos_rl_vla
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import LAST_MOMENTS_S, ChildProcess, last_lines
+from cosmos_rl_core.python_path import PYTHON
+from cosmos_rl_core.wire.blocking import BlockingConnection
+from cosmos_rl_core.wire.frames import ConnectionClosed
 from cosmos_rl_vla.sims.base import SimSpec
 from cosmos_rl_vla.sims.pool.chunk import ChunkResult
 from cosmos_rl_vla.sims.pool.memory import ObservationMemory, Phase
@@ -20,6 +31,7 @@ from cosmos_rl_vla.sims.pool.messages import (
     Began,
     Broke,
     Chunked,
+    Command,
     Failed,
     Made,
     Make,
@@ -29,9 +41,8 @@ from cosmos_rl_vla.sims.pool.messages import (
     Run,
     Start,
 )
-from cosmos_rl_vla.sims.pool.process import GroupProcess
 
-_LAST_MOMENTS_S = 2.0
+_LAST_LINES = 40
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,6 +77,51 @@ class Dead(Exception):
     """The process of a group cannot be used any more. Says why."""
 
 
+class GroupProcess:
+    """A process that was started, and the connection to it."""
+
+    def __init__(self, *, memory: int, python: str | None) -> None:
+        """Start it; `memory` is the descriptor of the pool's. Raises UserError for a `python` that cannot be run."""
+        self.last_words = ""
+        """The last lines it printed; known once it has ended."""
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `kill`; a pipe would block when nobody reads
+        try:
+            self.child, ours = ChildProcess.connected(
+                [*((python,) if python else PYTHON), "-m", "cosmos_rl_vla.sims.pool.worker", str(memory)],
+                environment=_environment(own=python is not None),
+                output=self._log,
+                keeps=(memory,),
+            )
+        except OSError as error:
+            self._log.close()
+            raise UserError(f"cannot run {python} for a simulator: {error.strerror}") from error
+        self.connection = BlockingConnection(ours, decode=Reply)
+
+    def send(self, command: Command) -> None:
+        """Send a command. To a process that is dead nothing is sent: `receive` raises ConnectionClosed."""
+        with suppress(ConnectionClosed):
+            self.connection.send(command)
+
+    def end(self, *, grace_s: float) -> str:
+        """Wait for its end, kill it with all that it has started, and return how it ended."""
+        self.connection.close()
+        self.child.wait(grace_s)
+        self.child.kill()
+        status = self.child.wait()
+        if not self._log.closed:
+            self.last_words = last_lines(self._log, count=_LAST_LINES)
+            self._log.close()
+        return status
+
+
+def _environment(*, own: bool) -> Mapping[str, str]:
+    """Return the variables of a simulator's process; one with its `own` Python imports of ours these packages alone."""
+    packages = [str(Path(package.__path__[0]).parent) for package in (cosmos_rl_core, cosmos_rl_vla)]
+    path = list(dict.fromkeys(packages)) if own else [str(Path(folder).resolve()) for folder in sys.path]
+    threads = {"OMP_NUM_THREADS": "1"}  # processes share the cores already
+    return {**threads, **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
+
+
 class Group:
     """A process that is replaced when it fails.
 
@@ -74,13 +130,11 @@ class Group:
     events = group.bury(reason)         # what it ran is lost; then group.spawn()
     """
 
-    def __init__(
-        self, first: int, *, make: Make, limits: Limits, memory: int, lifeline: int, python: str | None
-    ) -> None:
+    def __init__(self, first: int, *, make: Make, limits: Limits, memory: int, python: str | None) -> None:
         self._first = first
         self._make = make
         self._limits = limits
-        self._memory, self._lifeline, self._python = memory, lifeline, python
+        self._memory, self._python = memory, python
         self._attach: Attach | None = None
         self._pulse: NDArray[np.int64] = np.zeros(2, np.int64)
         self.spec: SimSpec | None = None
@@ -95,7 +149,7 @@ class Group:
 
     def spawn(self) -> None:
         """Start a process, the first or the next."""
-        self.process = GroupProcess(memory=self._memory, lifeline=self._lifeline, python=self._python)
+        self.process = GroupProcess(memory=self._memory, python=self._python)
         self._unanswered: deque[Sequence[int]] = deque()
         self._running: set[int] = set()
         self._building = True
@@ -137,9 +191,9 @@ class Group:
     def receive(self) -> list[Ready | Lost]:
         """Take one answer. Raises Dead, and UserError where the simulators cannot be built as asked."""
         try:
-            reply = self.process.receive()
-        except EOFError:
-            how = self.process.end(patience_s=_LAST_MOMENTS_S)
+            reply: Reply = self.process.connection.receive()
+        except ConnectionClosed:
+            how = self.process.end(grace_s=LAST_MOMENTS_S)
             raise Dead(f"the process of the simulators ended ({how})") from None
         self._moved_at = time.monotonic()
         if self._building:
@@ -204,7 +258,7 @@ class Group:
 
     def bury(self, reason: str) -> list[Ready | Lost]:
         """Kill the process. What it ran is lost; `spawn` starts another."""
-        self.process.kill()
+        self.process.end(grace_s=0)
         self.last_words = self.process.last_words
         self._blame(reason)
         self._pulse[:] = 0

@@ -10,8 +10,6 @@ import enum
 import math
 import mmap
 import os
-import sys
-import tempfile
 from collections.abc import Mapping
 
 import numpy as np
@@ -72,11 +70,3 @@ class ObservationMemory:
                     f"camera {camera!r} gave {image.dtype} {image.shape}; the spec has uint8 {images.shape[1:]}"
                 )
             images[slot] = image
-
-
-def make_descriptor() -> int:
-    """Return a descriptor of shared memory without a name, of no size yet."""
-    if sys.platform == "linux":
-        return os.memfd_create("cosmos-rl-simulators", os.MFD_CLOEXEC)
-    with tempfile.TemporaryFile() as file:
-        return os.dup(file.fileno())

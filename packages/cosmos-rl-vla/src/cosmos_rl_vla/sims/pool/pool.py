@@ -4,7 +4,7 @@
    start(slot) ------------+------------ submit(slots, actions)
                            v
 process 0 [slots 0 .. n-1]   process 1 [slots n .. 2n-1]   ...   each with simulators of its own
-                           |  observations: shared memory; all else: small frames on a pipe
+                           |  observations: shared memory; all else: small messages over a socket pair
                            v
    wait() -> Ready(slot, result), Lost(slot, reason)
 """
@@ -25,12 +25,11 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import WorkerFailed
+from cosmos_rl_core.processes import LAST_MOMENTS_S, unnamed_memory
 from cosmos_rl_vla.sims.base import GROUP, SimSpec
 from cosmos_rl_vla.sims.pool.group import Dead, Group, Limits, Lost, Ready
-from cosmos_rl_vla.sims.pool.memory import ObservationMemory, make_descriptor
+from cosmos_rl_vla.sims.pool.memory import ObservationMemory
 from cosmos_rl_vla.sims.pool.messages import Make
-
-_LAST_MOMENTS_S = 2.0
 
 
 class SimulatorPool:
@@ -74,9 +73,7 @@ class SimulatorPool:
         self._pending: set[int] = set()
         self.restarts = 0
         """How many processes have been replaced."""
-        lifeline, held = os.pipe()  # the processes end when the end that is held here is closed
-        self._descriptor = make_descriptor()
-        self._descriptors: Sequence[int] = (self._descriptor, lifeline, held)
+        self._descriptor = unnamed_memory()
         self._groups: list[Group] = []
         try:
             for number in range(groups):
@@ -86,7 +83,6 @@ class SimulatorPool:
                         make=Make(simulator=where, options=dict(options or {}), slots=slots_per_group),
                         limits=Limits(start_s=start_timeout_s, reset_s=reset_timeout_s, step_s=step_timeout_s),
                         memory=self._descriptor,
-                        lifeline=lifeline,
                         python=python,
                     )
                 )
@@ -113,7 +109,7 @@ class SimulatorPool:
     @property
     def process_ids(self) -> list[int]:
         """Return the id of each group's process as it is now."""
-        return [group.process.pid for group in self._groups]
+        return [group.process.child.pid for group in self._groups]
 
     def group_of(self, slot: int) -> int:
         """Return the number of the group a slot lives in."""
@@ -166,9 +162,10 @@ class SimulatorPool:
         """Take the answers that are there, waiting for the first one, and replace processes that hang or died."""
         patience = min(group.patience_s() for group in self._groups)
         bounds = [max(0.0, bound) for bound in (timeout_s, patience) if bound is not None and bound != math.inf]
-        answered = set(wait_for([group.process.connection for group in self._groups], min(bounds, default=None)))
-        for group in self._groups:
-            if group.process.connection in answered:
+        numbers = [group.process.connection.fileno() for group in self._groups]
+        answered = set(wait_for(numbers, min(bounds, default=None)))
+        for group, number in zip(self._groups, numbers, strict=True):
+            if number in answered:
                 self._receive(group)
         for group in self._groups:
             if group.patience_s() <= 0:
@@ -204,10 +201,10 @@ class SimulatorPool:
         for group in self._groups:
             group.process.connection.close()  # they close their simulators and end
         for group in self._groups:
-            group.process.end(patience_s=_LAST_MOMENTS_S)
-        for descriptor in self._descriptors:
-            os.close(descriptor)
-        self._groups, self._descriptors = [], ()
+            group.process.end(grace_s=LAST_MOMENTS_S)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._groups, self._descriptor = [], -1
 
     def __enter__(self) -> SimulatorPool:
         return self

@@ -7,20 +7,18 @@ It ends when the pool closes its end, or dies.
 
 from __future__ import annotations
 
-import argparse
-import contextlib
-import os
 import sys
-import threading
 import traceback
 from collections.abc import Sequence
-from multiprocessing.connection import Connection
+from contextlib import closing, suppress
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import end_with, inherited_socket
+from cosmos_rl_core.wire.blocking import BlockingConnection
+from cosmos_rl_core.wire.frames import ConnectionClosed
 from cosmos_rl_vla.sims.base import BatchSimulator, SimulatorError, Stepped
 from cosmos_rl_vla.sims.pool.chunk import ChunkResult, run_chunks
 from cosmos_rl_vla.sims.pool.memory import ObservationMemory, Phase
@@ -35,7 +33,6 @@ from cosmos_rl_vla.sims.pool.messages import (
     Make,
     Outcomes,
     Refused,
-    Reply,
     Run,
     Start,
 )
@@ -43,41 +40,44 @@ from cosmos_rl_vla.sims.pool.separate import build
 
 
 def main() -> None:
-    """Serve one group of slots. The descriptors are inherited from the pool."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("commands", "memory", "lifeline"):
-        parser.add_argument(f"--{name}", type=int, required=True)
-    given = parser.parse_args()
-    threading.Thread(target=_end_with_pool, args=(given.lifeline,), daemon=True).start()
-    with Connection(given.commands) as connection:
-        link = _Link(connection)
-        make = link.receive()
-        assert isinstance(make, Make)
+    """Serve one group of slots. The arguments are two inherited descriptors: the memory and the connection."""
+    inherited, memory = inherited_socket(), int(sys.argv[1])
+    end_with(inherited)
+    with closing(BlockingConnection(inherited, decode=Command)) as pool:
         try:
-            simulator = build(make.simulator, options=make.options, slots=make.slots)
-            link.send(Made(spec=simulator.spec))
-            attach = link.receive()
-            if attach is None:
-                sys.exit(0)
-            assert isinstance(attach, Attach)
-            serve(link, SlotGroup(simulator, attach, slots=make.slots, descriptor=given.memory))
-            simulator.close()
+            with suppress(ConnectionClosed):  # the pool was closed, or is gone
+                _work(pool, memory)
             sys.exit(0)
         except UserError as error:
-            link.send(Refused(str(error)))
-        except Exception as error:  # a simulator may raise anything; whoever started it is told
+            reply = Refused(str(error))
+        except Exception as error:  # a simulator may raise anything; the pool gets its text
             traceback.print_exc()
-            link.send(Failed(f"{type(error).__name__}: {error}"))
+            reply = Failed(f"{type(error).__name__}: {error}")
+        with suppress(ConnectionClosed):
+            pool.send(reply)
     sys.exit(1)
 
 
-def serve(link: _Link, group: SlotGroup) -> None:
-    """Answer commands until the pool closes its end."""
-    while (command := link.receive()) is not None:
-        try:
-            link.send(group.execute(command))
-        except UserError as error:
-            link.send(Refused(str(error)))
+def _work(pool: BlockingConnection, memory: int) -> None:
+    """Build the simulators, then answer commands until the pool closes its end, which raises ConnectionClosed."""
+    make = pool.receive()
+    assert isinstance(make, Make)
+    simulator = build(make.simulator, options=make.options, slots=make.slots)
+    pool.send(Made(spec=simulator.spec))
+    attach = pool.receive()
+    assert isinstance(attach, Attach)
+    group = SlotGroup(simulator, attach, slots=make.slots, descriptor=memory)
+    try:
+        while True:
+            command = pool.receive()
+            try:
+                reply = group.execute(command)
+            except UserError as error:
+                reply = Refused(str(error))
+            pool.send(reply)
+    except ConnectionClosed:
+        simulator.close()
+        raise
 
 
 class SlotGroup:
@@ -135,30 +135,6 @@ class SlotGroup:
     def _beat(self, phase: Phase) -> None:
         self._pulse[1] = phase
         self._pulse[0] += 1
-
-
-class _Link:
-    def __init__(self, connection: Connection) -> None:
-        self._connection = connection
-        self._decoder = msgspec.msgpack.Decoder(Command)
-
-    def receive(self) -> Command | None:
-        """Return the next command, None once the pool has closed its end."""
-        try:
-            return self._decoder.decode(self._connection.recv_bytes())
-        except (EOFError, ConnectionResetError):
-            return None
-
-    def send(self, reply: Reply) -> None:
-        """Send a reply; a pool that is gone needs none."""
-        with contextlib.suppress(BrokenPipeError, ConnectionResetError):
-            self._connection.send_bytes(msgspec.msgpack.encode(reply))
-
-
-def _end_with_pool(lifeline: int) -> None:
-    """End this process, whatever it is in the middle of, when the pool's process is gone."""
-    os.read(lifeline, 1)  # nothing is ever written: it returns when the last writing end is closed
-    os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,185 @@
+"""Child processes: how they are started, how they end, and how their end reads.
+
+    child = ChildProcess([*PYTHON, "-m", "module"], environment=environment(folders), output=log)
+    status = await child.ended()             # or child.wait(2.0): "exit code 1", "signal SIGKILL"
+    child.kill()                             # and everything it has started
+
+    child, ours = ChildProcess.connected(...)           # and a socket, whose other end is the child's:
+    theirs = inherited_socket(); end_with(theirs)       # in the child, which so ends with its parent
+
+A child has a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides who stops.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import IO
+
+from cosmos_rl_core.python_path import child_environment
+
+VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
+LAST_MOMENTS_S = 2.0
+"""Longest that a process may go on once its connection to the other was closed."""
+LAST_LINES = 12
+"""Lines of a dead process's log that are shown."""
+_LAST_BYTES = 16384
+
+
+class ChildProcess:
+    """A process that was started. Its methods may be called after its end."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: IO[bytes] | int,
+        keeps: Sequence[int] = (),
+    ) -> None:
+        """Start it; `output` takes what it prints, `keeps` are descriptors it inherits. Raises OSError."""
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment,
+            pass_fds=keeps,
+            start_new_session=True,
+        )
+        self._ended: asyncio.Future[str] | None = None
+
+    @classmethod
+    def connected(
+        cls,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        output: IO[bytes] | int,
+        keeps: Sequence[int] = (),
+    ) -> tuple[ChildProcess, socket.socket]:
+        """Start one with a socket to it; return both. The descriptor of the child's end follows the command."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                words, kept = [*command, str(theirs.fileno())], (*keeps, theirs.fileno())
+                return cls(words, environment=environment, output=output, keeps=kept), ours
+            except BaseException:
+                ours.close()
+                raise
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """As subprocess gives it: -9 after SIGKILL, None while it runs."""
+        return self._process.poll()
+
+    @property
+    def status(self) -> str:
+        """How it ended: "exit code 1" or "signal SIGKILL"; empty while it runs."""
+        code = self._process.poll()
+        if code is None:
+            return ""
+        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+    def wait(self, timeout_s: float | None = None) -> str:
+        """Wait for its end and return `status`, empty where it still runs after `timeout_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(timeout_s)
+        return self.status
+
+    async def ended(self) -> str:
+        """Wait for its end on the running event loop and return `status`."""
+        if self._ended is None:
+            loop = asyncio.get_running_loop()
+            self._ended = loop.create_future()
+            watch = threading.Thread(target=self._watch, args=(loop, self._ended), name=f"wait {self.pid}", daemon=True)
+            watch.start()
+        return await asyncio.shield(self._ended)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop, ended: asyncio.Future[str]) -> None:
+        status = self.wait()
+        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
+            loop.call_soon_threadsafe(ended.set_result, status)
+
+    def terminate(self) -> None:
+        """Send SIGTERM to it alone, for a process that ends its own children."""
+        self._process.terminate()
+
+    def kill(self) -> None:
+        """Kill its whole session, also what it has started, where anything of it is left. Does not wait."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+async def all_ended(children: Iterable[ChildProcess], *, timeout_s: float | None = None) -> bool:
+    """Wait for all of them; return whether they have ended within `timeout_s`."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            await asyncio.gather(*(child.ended() for child in children))
+    except TimeoutError:
+        return False
+    return True
+
+
+def environment(folders: Sequence[str] = (), *, threads: int | None = None, gpus: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables of a child process: this one's, with its own CPU threads and GPUs where they are given.
+
+    `folders` are where it looks up "module:attribute" names.
+    """
+    variables = {**os.environ, **child_environment(folders), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
+    if threads is not None:
+        variables["OMP_NUM_THREADS"] = str(threads)
+    if gpus:
+        variables[VISIBLE_GPUS] = ",".join(gpus)
+    return variables
+
+
+def last_lines(log: Path | IO[bytes], *, count: int = LAST_LINES) -> str:
+    """Return the end of a log, which its process may still have open, or a note that it is empty."""
+    if isinstance(log, Path):
+        with log.open("rb") as file:
+            return last_lines(file, count=count)
+    size = os.fstat(log.fileno()).st_size
+    text = os.pread(log.fileno(), _LAST_BYTES, max(0, size - _LAST_BYTES)).decode(errors="replace")
+    return "\n".join(text.splitlines()[-count:]) or "(its log is empty)"
+
+
+def inherited_socket() -> socket.socket:
+    """Return this process's end of the socket that it was started with."""
+    return socket.socket(fileno=int(sys.argv[-1]))
+
+
+def end_with(inherited: socket.socket, *, grace_s: float = LAST_MOMENTS_S) -> None:
+    """End this process, whatever it is doing, `grace_s` after its parent has closed its end, or has ended."""
+
+    def watch() -> None:
+        polled = select.poll()
+        polled.register(inherited, 0)  # a hang-up is always reported
+        polled.poll()
+        time.sleep(grace_s)  # a process that is idle ends by itself
+        os._exit(1)
+
+    threading.Thread(target=watch, name="end with parent", daemon=True).start()
+
+
+def unnamed_memory() -> int:
+    """Return the descriptor of memory for this and child processes: of no size yet, and gone with its last user."""
+    if sys.platform == "linux":
+        return os.memfd_create("cosmos-rl", os.MFD_CLOEXEC)
+    with tempfile.TemporaryFile() as file:
+        return os.dup(file.fileno())

@@ -1,0 +1,141 @@
+"""The blocking face of a connection: messages for threads, and between a process and its child.
+
+The frames are those of `connection`. Between processes that share a socket pair there is no stranger to keep out, so
+their frames have no tag: 16 zeros are in its place. Any thread may send; one may receive meanwhile.
+"""
+
+from __future__ import annotations
+
+import select
+import socket
+import threading
+import time
+from contextlib import suppress
+from typing import Any
+
+import msgspec
+
+from cosmos_rl_core.wire.frames import (
+    HEADER_BYTES,
+    MAX_FRAME_BYTES,
+    UNDECODABLE,
+    ConnectionClosed,
+    FrameOpener,
+    FrameSealer,
+)
+from cosmos_rl_core.wire.handshake import (
+    HANDSHAKE_BYTES,
+    PREAMBLE_BYTES,
+    Hello,
+    Violation,
+    make_preamble,
+    session_keys,
+)
+
+_SHORTEST_S = 1e-3
+"""Least time-out of a receive before a deadline: 0 would mean not to wait at all."""
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+
+
+class BlockingConnection:
+    """Messages over a connected socket.
+
+    `send` and `receive` raise `ConnectionClosed` at the end of the connection, and after the socket's own time-out;
+    `receive` raises `Violation` for anything but a whole frame with a message of `decode`, a union of structs.
+    """
+
+    def __init__(self, connection: socket.socket, *, decode: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
+        self._socket = connection
+        self._decoder = decode if isinstance(decode, msgspec.msgpack.Decoder) else msgspec.msgpack.Decoder(decode)
+        self._max_frame_bytes = max_frame_bytes
+        self._sealer = FrameSealer(None, max_frame_bytes=max_frame_bytes)
+        self._opener = FrameOpener(None)
+        self._sending = threading.Lock()
+        """Frames leave in the order of their tags."""
+
+    def open(self, token: bytes, *, hello: Hello, client: bool, deadline: float) -> Hello:
+        """Prove the token to each other by the monotonic clock's `deadline` and return the peer's name.
+
+        Raises as `receive`, `WrongTag` for another token, `UserError` for another version.
+        """
+        ours = make_preamble()
+        if client:
+            self._write(ours)
+        theirs = bytes(self._exactly(PREAMBLE_BYTES, deadline=deadline))
+        if not client:
+            self._write(ours)  # before any check, so that a client of another version learns ours
+        keys = session_keys(token, ours=ours, theirs=theirs, client=client)
+        self._sealer = FrameSealer(keys.send, max_frame_bytes=self._max_frame_bytes)
+        self._opener = FrameOpener(keys.receive)
+        self.send(hello)
+        body = self._receive_body(max_bytes=HANDSHAKE_BYTES - PREAMBLE_BYTES, deadline=deadline)
+        return self._decoded(_hello_decoder, body)
+
+    def send(self, message: Any) -> None:
+        """Send a message."""
+        with self._sending:
+            self._write(self._sealer.seal(message))
+
+    def receive(self) -> Any:
+        """Return the next message."""
+        return self._decoded(self._decoder, self._receive_body(max_bytes=self._max_frame_bytes))
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select` and its like."""
+        return self._socket.fileno()
+
+    def close(self) -> None:
+        """End the connection, also for a thread that is blocked in it. May be called twice."""
+        with suppress(OSError):  # already gone: nothing to shut down
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+    def _closed(self, why: object) -> Exception:
+        """The error of a connection that has ended."""
+        return ConnectionClosed(str(why))
+
+    def _poll(self, events: int, timeout_s: float | None) -> bool:
+        """Wait for events of the socket, or a hang-up, without the socket's own time-out; return whether one came."""
+        try:
+            polled = select.poll()
+            polled.register(self._socket, events)
+            return bool(polled.poll(None if timeout_s is None else timeout_s * 1e3))
+        except (OSError, ValueError) as error:
+            raise self._closed(error) from error  # closed by another thread
+
+    def _write(self, data: bytes | bytearray | memoryview) -> None:
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise self._closed(error) from error
+
+    def _read_into(self, view: memoryview, *, deadline: float | None = None) -> None:
+        """Receive exactly the bytes that fill `view`; `deadline`: when all have to be here."""
+        done = 0
+        while done < len(view):
+            try:
+                if deadline is not None:
+                    self._socket.settimeout(max(deadline - time.monotonic(), _SHORTEST_S))
+                count = self._socket.recv_into(view[done:])
+            except OSError as error:
+                raise self._closed(error) from error
+            if not count:
+                raise self._closed("closed")
+            done += count
+
+    def _exactly(self, num_bytes: int, *, deadline: float | None = None) -> bytearray:
+        data = bytearray(num_bytes)
+        self._read_into(memoryview(data), deadline=deadline)
+        return data
+
+    def _receive_body(self, *, max_bytes: int, deadline: float | None = None) -> bytearray:
+        length, tag = self._opener.read_header(self._exactly(HEADER_BYTES, deadline=deadline), max_bytes=max_bytes)
+        body = self._exactly(length, deadline=deadline)
+        self._opener.verify(tag, body)
+        return body
+
+    def _decoded(self, decoder: msgspec.msgpack.Decoder[Any], body: bytearray) -> Any:
+        try:
+            return decoder.decode(body)
+        except UNDECODABLE as error:
+            raise Violation(f"a message this side does not understand: {error}") from error

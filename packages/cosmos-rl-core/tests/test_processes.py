@@ -1,0 +1,89 @@
+"""Child processes: how they end, and with whom."""
+
+import asyncio
+import os
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment
+
+SLEEPER = "import time; time.sleep(600)"
+
+
+def start(code, output, **keys):
+    return ChildProcess([sys.executable, "-c", code], environment=environment(), output=output, **keys)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("", "exit code 0"),
+        ("raise SystemExit(3)", "exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "signal SIGKILL"),
+    ],
+)
+def test_an_end_is_named(code, status):
+    child = start(code, subprocess.DEVNULL)
+    assert child.wait(30) == child.wait() == child.status == status
+
+
+def test_an_end_is_awaited_by_several_and_time_may_run_out():
+    async def main():
+        child = start(SLEEPER, subprocess.DEVNULL)
+        assert not await all_ended([child], timeout_s=0.05)
+        assert child.status == "" and child.exit_code is None
+        child.kill()
+        assert await asyncio.gather(child.ended(), child.ended()) == ["signal SIGKILL"] * 2
+        assert await all_ended([child])
+        child.kill()  # again, without effect
+
+    asyncio.run(main())
+
+
+def test_what_a_child_has_started_is_killed_with_it(tmp_path):
+    code = f"import subprocess, sys; print(subprocess.Popen([sys.executable, '-c', {SLEEPER!r}]).pid, flush=True); "
+    with (tmp_path / "log").open("wb") as log:
+        child = start(code + SLEEPER, log)
+    while not (written := (tmp_path / "log").read_text()).endswith("\n"):
+        assert child.status == ""
+    grandchild = os.pidfd_open(int(written))
+    child.kill()
+    assert select.select([grandchild], [], [], 30)[0]
+    os.close(grandchild)
+    assert child.wait() == "signal SIGKILL"
+
+
+PARENT = """
+import subprocess, sys
+from cosmos_rl_core.processes import ChildProcess, environment
+child, ours = ChildProcess.connected([sys.executable, "-c", sys.argv[1]], environment=environment(), output=2)
+print(child.pid, flush=True)
+sys.stdin.read()
+"""
+CHILD = """
+import time
+from cosmos_rl_core.processes import end_with, inherited_socket
+end_with(inherited_socket(), grace_s=0.0)
+time.sleep(600)
+"""
+
+
+def test_a_child_ends_with_its_parent_whatever_it_does():
+    with subprocess.Popen([sys.executable, "-c", PARENT, CHILD], stdin=-1, stdout=-1) as parent:
+        child = os.pidfd_open(int(parent.stdout.readline()))
+        parent.kill()
+    assert select.select([child], [], [], 30)[0]
+    os.close(child)
+
+
+def test_the_environment_names_threads_and_gpus_where_they_are_given(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    assert environment()["OMP_NUM_THREADS"] == "7"
+    given = environment(["/a"], threads=2, gpus=["1", "3"])
+    assert (given["OMP_NUM_THREADS"], given["CUDA_VISIBLE_DEVICES"]) == ("2", "1,3")
+    assert given["COSMOS_RL_PYTHON_PATH"].split(os.pathsep)[0] == "/a"
+    assert given["COSMOS_RL_PYTHON_PATH"].endswith(str(Path.cwd()))
