@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import _support  # noqa: F401  (makes transfer_* importable)
 from _figures import Figure
-
-from cosmos_rl_transfer.testing.faults.trials import MOST_WAIT_S, run_trials
+from transfer_faults.trials import MOST_WAIT_S, run_trials
 
 
 def figures(count: int) -> list[Figure]:

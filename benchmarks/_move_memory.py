@@ -6,9 +6,9 @@ import asyncio
 from pathlib import Path
 
 from _figures import Figure
+from _move_follower import Follower, Following, SampleModel
 from _move_speed import TOKEN
 
-from cosmos_rl_transfer.measure.follower import Follower, Following, SampleModel
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 BUCKET_BYTES = 16 << 20

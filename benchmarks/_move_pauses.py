@@ -9,10 +9,10 @@ from typing import Literal
 
 import torch
 from _figures import Figure
+from _move_follower import Follower, Following, SampleModel, Synced
 from _move_speed import TOKEN, WARM_UP
 from torch import Tensor
 
-from cosmos_rl_transfer.measure.follower import Follower, Following, SampleModel, Synced
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 CHANGED = 100

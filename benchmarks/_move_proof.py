@@ -6,9 +6,10 @@ import asyncio
 import random
 import time
 
+import _support  # noqa: F401  (makes transfer_* importable)
 from _figures import Figure
+from transfer_samples import BitFlips, Pair, assert_version
 
-from cosmos_rl_transfer.testing.samples import BitFlips, Pair, assert_version
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 

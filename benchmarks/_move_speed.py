@@ -13,13 +13,14 @@ from typing import Literal, Protocol
 
 import numpy as np
 from _figures import Figure
+from _move_alone import PROCESS_READ, compare
+from _move_follower import Follower, Following, SampleModel
 from _move_peer import Gloo, RawSocket
 from _torchstore import torchstore_seconds
 
 from cosmos_rl_transfer.content.digest import bucket_hash, tensor_sum
+from cosmos_rl_transfer.doctor import MEMCPY, NIXL_OVER_TCP, RAW_STREAM
 from cosmos_rl_transfer.layout.box import Box
-from cosmos_rl_transfer.measure.follower import Follower, Following, SampleModel
-from cosmos_rl_transfer.measure.speed import MEMCPY, NIXL_OVER_TCP, PROCESS_READ, RAW_STREAM, compare
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 

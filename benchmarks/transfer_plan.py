@@ -18,13 +18,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import _support  # noqa: F401  (makes transfer_* importable)
 from _figures import Figure, report
+from transfer_oracle import bytes_held, random_case, wrong_parts
 
 from cosmos_rl_transfer.layout import spread
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.layout.shapes import read_shapes
 from cosmos_rl_transfer.planning.plan import Plan, plan
-from cosmos_rl_transfer.testing.oracle import bytes_held, random_case, wrong_parts
 
 BUCKET_BYTES = 8 << 20
 SMALL_BUCKETS = (64, 200, 1000, 1 << 20)

@@ -5,10 +5,10 @@ from contextlib import AsyncExitStack
 
 import pytest
 import torch
+from transfer_samples import TOKEN, BitFlips
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, Publisher, Shard, Subscriber
-from cosmos_rl_transfer.testing.samples import TOKEN, BitFlips
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 

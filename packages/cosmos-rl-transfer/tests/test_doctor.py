@@ -1,7 +1,6 @@
 import pytest
 
-from cosmos_rl_transfer.measure.doctor import Finding, diagnose, render, ucx_path
-from cosmos_rl_transfer.measure.speed import MEMCPY, RAW_STREAM, compare
+from cosmos_rl_transfer.doctor import MEMCPY, RAW_STREAM, Finding, Measurement, diagnose, render, ucx_path
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 
 UCX_SAYS = """
@@ -22,19 +21,18 @@ def test_the_path_is_read_off_ucx_own_table():
     assert ucx_path("nothing of the kind") == "UCX does not say how"
 
 
-def test_transports_are_measured_in_turns_beside_a_memcpy_and_a_raw_stream():
-    names = [MEMCPY, RAW_STREAM, "shm", "tcp"]
-    found = compare(names, mib=4, bucket_mib=1, rounds=3)
-    assert list(found) == names
-    for speed in found.values():
-        assert len(speed.seconds) == 3
-        assert speed.gigabytes_per_s == pytest.approx((4 << 20) / sorted(speed.seconds)[1] / 1e9)
-        assert 0 < speed.latency_us < 1e6
+@pytest.mark.parametrize("name", [MEMCPY, RAW_STREAM, "shm", "tcp"])
+def test_transports_are_measured_as_a_memcpy_and_a_raw_stream_are(name):
+    with Measurement(name, mib=4, bucket_mib=1) as measurement:
+        speed = measurement.speed(3)
+    assert len(speed.seconds) == 3
+    assert speed.gigabytes_per_s == pytest.approx((4 << 20) / sorted(speed.seconds)[1] / 1e9)
+    assert 0 < speed.latency_us < 1e6
 
 
 def test_what_does_not_work_raises_with_the_reason():
     with pytest.raises(TransportUnavailable, match=r"^torch.distributed has no process group here"):
-        compare(["collective"], mib=1, bucket_mib=1, rounds=1)
+        Measurement("collective", mib=1, bucket_mib=1).__enter__()
 
 
 def test_the_table_says_what_auto_offers():

@@ -1,9 +1,8 @@
 """One process of a sync is killed at a random moment. `-m slow` runs 200 trials, the default suite six of them."""
 
 import pytest
-
-from cosmos_rl_transfer.testing.faults.nursery import nursery
-from cosmos_rl_transfer.testing.faults.trials import MOST_WAIT_S, Outcome, Trial, run_trial, summarize
+from transfer_faults.nursery import nursery
+from transfer_faults.trials import MOST_WAIT_S, Outcome, Trial, run_trial, summarize
 
 pytestmark = pytest.mark.ci
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transfer_samples import TOKEN, BitFlips, Pair, assert_version, blank, weights_at
 
 from cosmos_rl_transfer import (
     AuthenticationError,
@@ -18,7 +19,6 @@ from cosmos_rl_transfer import (
     WeightMismatch,
 )
 from cosmos_rl_transfer.pull.feed import Feed
-from cosmos_rl_transfer.testing.samples import TOKEN, BitFlips, Pair, assert_version, blank, weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire.messages import Join, Refused
@@ -251,7 +251,7 @@ class Child:
     """Another process that plays one side; it answers on its standard output."""
 
     def __init__(self, *arguments):
-        script = Path(__file__).with_name("peer_process.py")
+        script = Path(__file__).with_name("support") / "transfer_peer_process.py"
         self.process = subprocess.Popen(
             [sys.executable, str(script), *arguments], stdout=subprocess.PIPE, text=True, bufsize=1
         )

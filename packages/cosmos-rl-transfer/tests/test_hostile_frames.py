@@ -10,6 +10,7 @@ from contextlib import suppress
 
 import msgspec
 import pytest
+from transfer_samples import TOKEN, assert_version, blank, weights_at
 
 from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_core.wire.handshake import Hello, make_preamble
@@ -17,7 +18,6 @@ from cosmos_rl_transfer import Publisher, Subscriber, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.publish.session import Session
-from cosmos_rl_transfer.testing.samples import TOKEN, assert_version, blank, weights_at
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 import torch
+from transfer_samples import TOKEN, BitFlips, Pair, Watched, assert_version, blank, weights_at
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, PeerLost, Publisher, Shard, Subscriber
@@ -18,7 +19,6 @@ from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.peers import choices
 from cosmos_rl_transfer.pull.sources import Sources
 from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
-from cosmos_rl_transfer.testing.samples import TOKEN, BitFlips, Pair, Watched, assert_version, blank, weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire.messages import Holder, Holders

@@ -5,6 +5,7 @@ import time
 
 import pytest
 import torch
+from transfer_samples import TOKEN, Watched, weights_at
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, Publisher, Shard, Subscriber
@@ -13,7 +14,6 @@ from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.publish.holders import Directory
 from cosmos_rl_transfer.publish.partial import Partial
-from cosmos_rl_transfer.testing.samples import TOKEN, Watched, weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire.messages import Holder

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transfer_oracle import random_case
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.layout import spread
@@ -14,7 +15,6 @@ from cosmos_rl_transfer.layout.manifest import Box, Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.planning.sharing import balance
 from cosmos_rl_transfer.planning.topology import Port, Topology
-from cosmos_rl_transfer.testing.oracle import random_case
 
 linprog = pytest.importorskip("scipy.optimize", reason="linear programs to compare with").linprog
 

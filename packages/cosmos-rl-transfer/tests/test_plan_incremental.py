@@ -1,13 +1,13 @@
 """Joining and leaving change nothing for the others."""
 
 import pytest
+from transfer_oracle import wrong_parts
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout import spread
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import plan
-from cosmos_rl_transfer.testing.oracle import wrong_parts
 
 SPECS = [
     WeightSpec(name="embed_tokens.weight", shape=(100, 24), dtype="float32"),

@@ -1,9 +1,9 @@
 """Generated layout pairs, each resharded by brute force."""
 
 import pytest
+from transfer_oracle import bytes_held, random_case, wrong_parts
 
 from cosmos_rl_transfer.planning.plan import plan
-from cosmos_rl_transfer.testing.oracle import bytes_held, random_case, wrong_parts
 
 BUCKET_BYTES = (64, 200, 1000, 1 << 20)
 

@@ -1,6 +1,7 @@
 """Striped chains: each byte leaves the trainers once, and every member still gets everything."""
 
 import pytest
+from transfer_oracle import wrong_parts
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.layout import spread
@@ -8,7 +9,6 @@ from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.planning.relay import predecessor, rings, successor
 from cosmos_rl_transfer.planning.topology import Port, Topology
-from cosmos_rl_transfer.testing.oracle import wrong_parts
 
 SPECS = [WeightSpec(name=f"layers.{i}.up_proj.weight", shape=(64, 48), dtype="bfloat16") for i in range(12)]
 TRAINERS = spread.fsdp(SPECS, 2)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from transfer_samples import TOKEN, Watched
 
 from cosmos_rl_transfer import Manifest, Publisher, Subscriber
 from cosmos_rl_transfer.content.delta import Change, Extent, encode
@@ -18,7 +19,6 @@ from cosmos_rl_transfer.planning.bucket import Bucket, Piece
 from cosmos_rl_transfer.publish.ring import Ring
 from cosmos_rl_transfer.pull.landing import InPlace
 from cosmos_rl_transfer.pull.puller import Pulled, Puller
-from cosmos_rl_transfer.testing.samples import TOKEN, Watched
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire.messages import Data

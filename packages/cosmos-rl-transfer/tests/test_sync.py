@@ -2,6 +2,7 @@ import asyncio
 
 import pytest
 import torch
+from transfer_samples import TOKEN, Pair, assert_version, blank, weights_at
 
 from cosmos_rl_transfer import (
     LayoutError,
@@ -9,7 +10,6 @@ from cosmos_rl_transfer import (
     Subscriber,
     TransferError,
 )
-from cosmos_rl_transfer.testing.samples import TOKEN, Pair, assert_version, blank, weights_at
 
 TRANSPORTS = ["shm", "tcp"]
 

@@ -101,19 +101,6 @@ def test_a_mistake_is_one_message_and_exit_code_2(cli, arguments, message):
     assert len(err.splitlines()) == 1
 
 
-def test_a_transport_that_is_not_there_is_exit_code_2(cli):
-    code, _, err = cli("bench", "--mib", "1", "--transport", "pigeon")
-    assert code == 2
-    assert "pigeon" in err
-
-
-def test_bench_measures_between_two_processes(cli):
-    code, out, _ = cli("bench", "--mib", "1", "--rounds", "1", "--transport", "shm", "--transport", "tcp", "--json")
-    assert code == 0
-    assert [timing["transport"] for timing in json.loads(out)] == ["shm", "tcp"]
-    assert all(timing["stage_s"] > 0 for timing in json.loads(out))
-
-
 def test_help_loads_no_torch():
     code = """
 import sys
@@ -152,7 +139,7 @@ def test_the_module_runs_as_a_program():
     command = [sys.executable, "-m", "cosmos_rl_transfer", "--help"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0
-    assert all(name in done.stdout for name in ("plan", "doctor", "bench"))
+    assert all(name in done.stdout for name in ("plan", "doctor"))
 
 
 def cost(**policy):

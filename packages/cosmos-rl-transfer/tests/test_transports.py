@@ -5,6 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
+from transfer_samples import weights_at
 
 from cosmos_rl_core.wire.frames import HEADER_BYTES
 from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, make_preamble
@@ -16,7 +17,6 @@ from cosmos_rl_transfer.testing.conformance import (
     a_bucket_stays_until_it_is_given_back,
     slots_arrive_whole,
 )
-from cosmos_rl_transfer.testing.samples import weights_at
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 from cosmos_rl_transfer.transports.select import attach, open_outlet, preference
 from cosmos_rl_transfer.transports.shm import SharedMemory

@@ -4,11 +4,11 @@ import asyncio
 
 import pytest
 import torch
+from transfer_samples import TOKEN
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer import Manifest, Publisher, Shard, Subscriber, TransferError, WeightMismatch
 from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
-from cosmos_rl_transfer.testing.samples import TOKEN
 
 SPECS = [WeightSpec(name="w", shape=(8, 6), dtype="float32"), WeightSpec(name="b", shape=(5,), dtype="float32")]
 CUT = Manifest.sharded(SPECS, mesh_shape=(2,), placements={"w": [Shard(1)]})

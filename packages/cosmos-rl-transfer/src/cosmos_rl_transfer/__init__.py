@@ -7,8 +7,8 @@ wire        what two processes say to each other
 transports  how buckets travel
 publish     the trainer's side
 pull        the engine's side
-measure     what works on a machine, and how fast
-testing     what tests of a transport, a plan or a sync need
+testing     the conformance suite of transports
+doctor      which transports work on a machine, and how fast
 """
 
 from __future__ import annotations

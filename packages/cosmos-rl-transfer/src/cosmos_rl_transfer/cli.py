@@ -64,34 +64,9 @@ def plan(
 @app.command()
 def doctor() -> None:
     """Say which transports work on this machine, and how fast, measured between two processes."""
-    from cosmos_rl_transfer.measure.doctor import diagnose, render
+    from cosmos_rl_transfer.doctor import diagnose, render
 
     typer.echo(render(diagnose()))
-
-
-@app.command()
-def bench(
-    *,
-    mib: Annotated[int, typer.Option(min=1, help="Size of the model.")] = 256,
-    transport: Annotated[
-        list[str] | None, typer.Option(help="shm, tcp, nixl; may be given several times. Without it shm and tcp.")
-    ] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="Syncs that are measured.")] = 7,
-    as_json: AsJson = False,
-) -> None:
-    """Measure a sync between two processes here, beside a memcpy of the same bytes."""
-    from dataclasses import asdict
-
-    from cosmos_rl_core.errors import UserError
-    from cosmos_rl_transfer.measure.bench import bench as measure
-    from cosmos_rl_transfer.measure.bench import render
-    from cosmos_rl_transfer.transports.base import TransportUnavailable
-
-    try:
-        timings = measure(transport or ["shm", "tcp"], mib=mib, rounds=rounds)
-    except TransportUnavailable as error:
-        raise UserError(str(error)) from error
-    typer.echo(json.dumps([asdict(timing) for timing in timings], indent=2) if as_json else render(timings))
 
 
 def main(arguments: list[str] | None = None) -> None:

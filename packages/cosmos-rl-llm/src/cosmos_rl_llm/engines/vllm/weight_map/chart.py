@@ -157,6 +157,6 @@ def _landed(spec: WeightSpec, dtype: torch.dtype) -> WeightSpec:
     if name != spec.dtype and not (name in _FLOATS and spec.dtype in _FLOATS):
         raise ValueError(
             f"{spec.name} is {spec.dtype} at the trainer and {name} in the engine: publish quantised weights with "
-            "their scales (cosmos_rl_transfer.content.quantize), or let the engine quantise a checkpoint that is not"
+            "their scales, or let the engine quantise a checkpoint that is not"
         )
     return WeightSpec(name=spec.name, shape=spec.shape, dtype=name)

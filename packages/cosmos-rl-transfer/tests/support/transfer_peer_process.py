@@ -1,13 +1,13 @@
-"""One side of a sync in a process of its own, for test_sync: python peer_process.py ROLE ARGUMENT ...."""
+"""One side of a sync in a process of its own, for test_faults: python transfer_peer_process.py ROLE ARGUMENT ...."""
 
 import asyncio
 import sys
 import threading
 
 import torch
+from transfer_samples import weights_at
 
 from cosmos_rl_transfer import Publisher, Subscriber
-from cosmos_rl_transfer.testing.samples import weights_at
 from cosmos_rl_transfer.transports.shm import SharedMemory
 
 TOKEN = b"the run's token"

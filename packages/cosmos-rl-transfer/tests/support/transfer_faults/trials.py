@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Literal
 
-from cosmos_rl_transfer.testing.faults.messages import (
+from transfer_faults.messages import (
     Arm,
     Coordinator,
     Engine,
@@ -34,8 +34,8 @@ from cosmos_rl_transfer.testing.faults.messages import (
     Role,
     Trainer,
 )
-from cosmos_rl_transfer.testing.faults.model import NUM_RANKS, content_of, layout_of, part_at
-from cosmos_rl_transfer.testing.faults.nursery import Nursery, Process, nursery
+from transfer_faults.model import NUM_RANKS, content_of, layout_of, part_at
+from transfer_faults.nursery import Nursery, Process, nursery
 
 MOST_WAIT_S = 2.0
 NUM_ENGINES = 2

@@ -6,12 +6,12 @@ import hashlib
 from collections.abc import Mapping
 
 from torch import Tensor
+from transfer_samples import weights_at
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.content.raw import raw_bytes
 from cosmos_rl_transfer.layout.dtensor import dtype_name
 from cosmos_rl_transfer.layout.manifest import Manifest, Shard
-from cosmos_rl_transfer.testing.samples import weights_at
 
 ROWS = 256
 NUM_RANKS = 2

@@ -1,4 +1,4 @@
-"""The processes of a trial: `python -m cosmos_rl_transfer.testing.faults.process SOCKET`.
+"""The processes of a trial: `python -m transfer_faults.process SOCKET`.
 
 nursery.py                            this                            its children
 a role, a line on standard input ->   forks, all imports done    ->   connects to SOCKET, reports itself
@@ -19,13 +19,18 @@ from itertools import count
 
 import msgspec
 from torch import Tensor
+from transfer_samples import TOKEN, Watched
 
 from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber
 from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
-from cosmos_rl_transfer.testing.faults.messages import (
+from cosmos_rl_transfer.transports.base import Transport
+from cosmos_rl_transfer.transports.shm import SharedMemory
+from cosmos_rl_transfer.transports.tcp import Tcp
+from cosmos_rl_transfer.wire.messages import Data
+from transfer_faults.messages import (
     Arm,
     Coordinator,
     Engine,
@@ -40,12 +45,7 @@ from cosmos_rl_transfer.testing.faults.messages import (
     Role,
     Trainer,
 )
-from cosmos_rl_transfer.testing.faults.model import NUM_RANKS, content_of, layout_of, part_at
-from cosmos_rl_transfer.testing.samples import TOKEN, Watched
-from cosmos_rl_transfer.transports.base import Transport
-from cosmos_rl_transfer.transports.shm import SharedMemory
-from cosmos_rl_transfer.transports.tcp import Tcp
-from cosmos_rl_transfer.wire.messages import Data
+from transfer_faults.model import NUM_RANKS, content_of, layout_of, part_at
 
 BUCKET_BYTES = 2048
 PATIENCE_S = 0.3

@@ -1,4 +1,4 @@
-"""A subscriber in a process of its own, for measurements: `python -m cosmos_rl_transfer.measure.follower`.
+"""A subscriber in a process of its own, for measurements: `python -m _move_follower`.
 
 leader                                    follower
 Following as a line of JSON    ------->   makes live tensors
@@ -89,7 +89,7 @@ class Follower:
 
     def __init__(self, following: Following) -> None:
         """Start the process and wait until it is ready to connect."""
-        command = [sys.executable, "-m", "cosmos_rl_transfer.measure.follower"]
+        command = [sys.executable, __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.pid = self._process.pid
         self._tell(msgspec.json.encode(following))

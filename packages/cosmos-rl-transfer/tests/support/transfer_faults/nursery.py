@@ -15,7 +15,7 @@ from pathlib import Path
 
 import msgspec
 
-from cosmos_rl_transfer.testing.faults.messages import Killing, Order, Report, Role
+from transfer_faults.messages import Killing, Order, Report, Role
 
 _PATIENCE_S = 30.0
 """A process that says nothing for so long hangs."""
@@ -78,8 +78,10 @@ class Nursery:
         self._listener.bind(path)
         self._listener.listen()
         self._listener.settimeout(_PATIENCE_S)
-        command = [sys.executable, "-m", "cosmos_rl_transfer.testing.faults.process", path]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE)
+        command = [sys.executable, "-m", "transfer_faults.process", path]
+        python_path = [str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(python_path)}
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment)
 
     def fork(self, role: Role, name: str) -> Process:
         """Return a new process in this role."""
