@@ -47,6 +47,12 @@ def test_core_alone_loads_nothing_heavy():
     assert not loaded_after("import cosmos_rl_core") & {"torch", "numpy", "pydantic", "transformers"}
 
 
+@pytest.mark.parametrize("package", ["transfer", "llm", "vla", "wfm"])
+def test_a_package_loads_nothing_heavy_before_a_name_is_used(package):
+    found = loaded_after(f"import cosmos_rl_{package}; dir(cosmos_rl_{package})")
+    assert not found & {"torch", "numpy", "pydantic", "transformers", "diffusers"}
+
+
 def test_core_alone_is_imported_quickly():
     def seconds() -> float:
         start = time.perf_counter()
