@@ -34,7 +34,7 @@ result = run(
         "data": {"chat_template": "none", "answer_column": "answer"},
         "algorithm": {"name": "grpo"},
         "policy": {"prompts_per_step": 16, "optimizer": {"learning_rate": 3e-3}},
-        "rollout": {"group_size": 8, "sampling": {"max_terms": 4}},
+        "rollout": {"group_size": 8, "sampling": {"max_tokens": 4}},
     },
     [f"run.output_dir={directory / 'run'}"],
     rewards=[closeness, ("numeric", 0.0)],

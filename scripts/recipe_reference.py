@@ -95,7 +95,7 @@ def _row(name: str, field: FieldInfo, at: str) -> str | None:
     assert field.description, f"{at}.{name} has no docstring"
     meaning = _cell(field.description)
     kind = _cell(_type(field.annotation) + _bounds(field))
-    if at in ("eval", "anchor") and name == "data":
+    if at in ("eval", "data_regularization") and name == "data":
         kind = "table"
     return f"| `{name}` | {kind} | {shown} | {meaning} |"
 

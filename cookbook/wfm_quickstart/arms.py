@@ -6,15 +6,15 @@ import json
 from dataclasses import dataclass
 from pathlib import Path
 
-ANCHOR = (
-    "anchor.coef=0.05",
-    "anchor.rows_per_step=48",
-    "anchor.data.path=CLIPS",
-    "anchor.data.size.frames=8",
-    "anchor.data.size.height=16",
-    "anchor.data.size.width=16",
-    "anchor.data.noise.mean=0.5",
-    "anchor.data.start=first",
+DATA_TERM = (
+    "data_regularization.coef=0.05",
+    "data_regularization.rows_per_step=48",
+    "data_regularization.data.path=CLIPS",
+    "data_regularization.data.size.frames=8",
+    "data_regularization.data.size.height=16",
+    "data_regularization.data.size.width=16",
+    "data_regularization.data.noise.mean=0.5",
+    "data_regularization.data.start=first",
 )
 
 
@@ -35,14 +35,14 @@ ARMS = (
         name="ddrl",
         title="DDRL: the same, held to real clips",
         reward="brightness",
-        overrides=("algorithm.name=ddrl", "algorithm.advantage=group_std", *ANCHOR),
+        overrides=("algorithm.name=ddrl", "algorithm.advantage=group_std", *DATA_TERM),
     ),
     Arm(
         name="sft_control",
         title="control: the same real clips, and no reward",
         reward="brightness",
         weight=0.0,
-        overrides=("algorithm.name=ddrl", "algorithm.advantage=group_std", *ANCHOR),
+        overrides=("algorithm.name=ddrl", "algorithm.advantage=group_std", *DATA_TERM),
     ),
     Arm(
         name="nft",

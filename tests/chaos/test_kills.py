@@ -49,7 +49,7 @@ def recipe(run_dir, *, steps, max_staleness):
         },
         "algorithm": {"name": "grpo"},
         "policy": {"prompts_per_step": PROMPTS, "optimizer": {"learning_rate": 0.1}},
-        "rollout": {"group_size": GROUP, "sampling": {"max_terms": 3}, "options": {"delay_s": 0.002}},
+        "rollout": {"group_size": GROUP, "sampling": {"max_tokens": 3}, "options": {"delay_s": 0.002}},
         "reward": {"functions": [{"name": "hits"}]},
         "sync": {"max_staleness": max_staleness},
         "checkpoint": {"every_steps": 2},

@@ -41,7 +41,7 @@ def bandit():
             },
             "algorithm": {"name": "grpo"},
             "policy": {"prompts_per_step": 4, "threads": 1, "optimizer": {"learning_rate": 0.1}},
-            "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_terms": 3}},
+            "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_tokens": 3}},
             "reward": {"functions": [{"name": "hits"}]},
             "logging": {"sinks": ["jsonl"]},
         }
@@ -62,8 +62,8 @@ def sums(qwen):
             "data": data,
             "algorithm": {"name": "grpo"},
             "policy": {"prompts_per_step": 4, "threads": 1, "optimizer": {"learning_rate": 1e-2}},
-            "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_terms": 4}},
-            "reward": {"functions": [{"name": "length", "options": {"max_terms": 1, "slack_terms": 3}}]},
+            "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_tokens": 4}},
+            "reward": {"functions": [{"name": "length", "options": {"max_tokens": 1, "slack_tokens": 3}}]},
             "logging": {"sinks": ["jsonl"]},
         }
         return _changed(tables, changes)

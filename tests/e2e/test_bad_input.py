@@ -115,9 +115,9 @@ def test_the_dataset_is_empty(tmp_path, sums, refused):
 
 
 def test_a_reward_has_no_such_option(tmp_path, sums, refused):
-    functions = [{"name": "length", "options": {"max_term": 3}}]
+    functions = [{"name": "length", "options": {"max_token": 3}}]
     message = refused(sums(tmp_path / "run", reward__functions=functions))
-    assert 'options.max_term = 3: unknown key; did you mean "max_terms"?' in message
+    assert 'options.max_token = 3: unknown key; did you mean "max_tokens"?' in message
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_every_prompt_is_longer_than_the_context(length, tmp_path, sums, refused
     rows.write_text((json.dumps({"prompt": "1+" * 40 + "1=", "answer": "41"}) + "\n") * 8)
     message = refused_here(sums(tmp_path / "run", run__placement="inline", data__path=str(rows), **length))
     assert "the prompt has 82 tokens and with up to 4 new ones exceeds the context of 32" in message
-    assert "shorten it, lower rollout.sampling.max_terms or raise model.max_length" in message
+    assert "shorten it, lower rollout.sampling.max_tokens or raise model.max_length" in message
     assert "rows.jsonl:" in message
 
 

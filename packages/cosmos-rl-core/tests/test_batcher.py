@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cosmos_rl_core.data.mixing import Anchor
+from cosmos_rl_core.data.mixing import DataTerm
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.train.batcher import Batcher, group_metrics
 from cosmos_rl_core.types import FinishReason, Prompt, Rollout, RolloutGroup, TrainBatch
@@ -62,7 +62,7 @@ def test_a_group_older_than_the_bound_is_refused():
         batcher(GROUPS, step=6)
 
 
-def test_an_anchor_gives_its_rows_of_the_step():
+def test_a_data_term_gives_its_rows_of_the_step():
     source = PromptSource([{"n": i} for i in range(5)], origin="rows", shuffle=False)
     drawn = []
 
@@ -70,11 +70,11 @@ def test_an_anchor_gives_its_rows_of_the_step():
         drawn.append([prompt.row["n"] for prompt in prompts])
         return TrainBatch(microbatches=(), num_terms=0, num_rollouts=0, metrics={"rows_dropped": 1.0})
 
-    anchor = Anchor(source, rows_per_step=2, collate=collate_rows)
-    batcher = Batcher(collate, max_staleness=9, anchor=anchor)
+    data_term = DataTerm(source, rows_per_step=2, collate=collate_rows)
+    batcher = Batcher(collate, max_staleness=9, data_term=data_term)
     batch = batcher(GROUPS, step=5)
-    assert batch.anchor is not None
-    assert batch.metrics["anchor/rows_dropped"] == 1.0
+    assert batch.data_term is not None
+    assert batch.metrics["data_term/rows_dropped"] == 1.0
     batcher(GROUPS, step=7)
     assert drawn == [[0, 1], [4, 0]]
 

@@ -20,7 +20,7 @@ RECIPE = {
     "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "name": "bandit", "max_steps": 4, "placement": "inline"},
     "model": {"actions": 3, "contexts": 6},
     "data": {"rows": 6},
-    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_terms": 3}},
+    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_tokens": 3}},
     "reward": {"functions": [{"name": "hits"}]},
     "policy": {"prompts_per_step": 2, "optimizer": {"learning_rate": 0.05}},
     "sync": {"max_staleness": 0, "backend": "cosmos_rl_core.testing.file_sync:FileSync"},

@@ -26,7 +26,7 @@ MODEL = TinyModel(actions=3, contexts=4, hidden=4)
 RECIPE = {
     "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "name": "bandit", "placement": "inline"},
     "data": {"rows": 6},
-    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_terms": 3}},
+    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_tokens": 3}},
     "reward": {"functions": [{"name": "hits"}]},
     "policy": {"prompts_per_step": 2},
     "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},

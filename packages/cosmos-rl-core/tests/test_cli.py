@@ -31,7 +31,7 @@ backend = "cosmos_rl_core.testing.file_sync:FileSync"
 group_size = 3
 
 [rollout.sampling]
-max_terms = 5
+max_tokens = 5
 
 [[reward.functions]]
 name = "hits"
@@ -99,7 +99,7 @@ def test_check_tells_what_a_good_recipe_will_do(recipe, cosmos_rl):
     assert [line.split()[0] for line in summary] == ["run", "data", "eval", "step", "rewards"]
     assert "10 steps, local, into runs/demo" in done.stdout
     assert "12 rows of tiny (context)" in done.stdout
-    assert "4 prompts x 3 rollouts x up to 5 terms" in done.stdout
+    assert "4 prompts x 3 rollouts x up to 5 tokens" in done.stdout
 
 
 def test_check_tells_every_config_error_at_once(recipe, cosmos_rl):

@@ -194,6 +194,19 @@ def test_a_decaying_schedule_needs_max_steps():
 
 
 @pytest.mark.parametrize(
+    ("sections", "key", "now"),
+    [
+        ({"rollout": {"sampling": {"max_terms": 5}}}, "rollout.sampling.max_terms", "max_tokens"),
+        ({"eval": {"max_terms": 5}}, "eval.max_terms", "max_length"),
+        ({"anchor": {"coef": 0.1}}, "anchor", "data_regularization"),
+    ],
+)
+def test_a_key_of_an_earlier_version_is_refused_with_its_name_of_today(sections, key, now):
+    problem = only_problem(recipe(**sections))
+    assert (problem.key, problem.suggestion) == (key, f'it is called "{now}" now')
+
+
+@pytest.mark.parametrize(
     ("sections", "key", "other"),
     [
         (
@@ -204,14 +217,14 @@ def test_a_decaying_schedule_needs_max_steps():
         (
             {"policy": {"microbatch_terms": 255}},
             "policy.microbatch_terms",
-            "rollout.sampling.max_terms = 256",
+            "rollout.sampling.max_tokens = 256",
         ),
         ({"rollout": {"group_size": 1}}, "rollout.group_size", 'algorithm.advantage = "group_std"'),
         ({"eval": {"every_steps": 5}}, "eval.every_steps", "eval.data (not set)"),
         (
             {"algorithm": {"overlong_buffer_terms": 300}},
             "algorithm.overlong_buffer_terms",
-            "rollout.sampling.max_terms = 256",
+            "rollout.sampling.max_tokens = 256",
         ),
     ],
 )
@@ -386,6 +399,6 @@ def test_a_string_under_a_field_is_its_description():
 
 
 def test_evaluation_sampling_replaces_length_and_temperature_only():
-    config = load_config(recipe(eval={"max_terms": 5}, rollout={"sampling": {"top_k": 3, "stop": ["x"]}}))
-    sampling = config.rollout.sampling.evaluation(temperature=0.0, max_terms=config.eval.max_terms)
+    config = load_config(recipe(eval={"max_length": 5}, rollout={"sampling": {"top_k": 3, "stop": ["x"]}}))
+    sampling = config.rollout.sampling.evaluation(temperature=0.0, max_terms=config.eval.max_length)
     assert (sampling.max_terms, sampling.temperature, sampling.top_k, sampling.stop) == (5, 0.0, 3, ("x",))

@@ -33,7 +33,7 @@ def finished(directory, *, dropped):
         for step, number in enumerate(dropped, start=2):
             if number:
                 write_dropped(directory, step=step, reasons=[f"clip{step}.mp4: is cut off"])
-            observer.step(step, {"loss": 1.0, "rows_dropped": number, "anchor/rows_dropped": number})
+            observer.step(step, {"loss": 1.0, "rows_dropped": number, "data_term/rows_dropped": number})
         observer.finish(steps=4, trained=2, checkpoint="", counts={}, reasons={}, wall_s=1.0, interrupted=False)
 
 

@@ -33,7 +33,7 @@ def recipe(tmp_path, engine):
             "max_steps": 2,
         },
         "policy": {"prompts_per_step": 10, "threads": 1},
-        "rollout": {"engine": engine, "options": {"delay_s": 0.001}, "threads": 1, "sampling": {"max_terms": 3}},
+        "rollout": {"engine": engine, "options": {"delay_s": 0.001}, "threads": 1, "sampling": {"max_tokens": 3}},
         "reward": {"functions": [{"name": "hits"}]},
         "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
         "logging": {"sinks": ["jsonl"]},

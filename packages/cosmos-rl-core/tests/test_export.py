@@ -31,7 +31,7 @@ RECIPE = {
     "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 2, "placement": "inline"},
     "model": {"actions": 3, "contexts": 5},
     "data": {"rows": 6},
-    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_terms": 3}},
+    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_tokens": 3}},
     "reward": {"functions": [{"name": "hits"}]},
     "policy": {"prompts_per_step": 2},
     "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},

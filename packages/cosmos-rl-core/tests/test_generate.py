@@ -40,7 +40,7 @@ group_size = 4
 threads = 1
 
 [rollout.sampling]
-max_terms = 4
+max_tokens = 4
 
 [[reward.functions]]
 name = "hits"
@@ -242,7 +242,7 @@ def test_the_loss_of_a_supervised_checkpoint_is_that_of_its_run(supervised, tmp_
 
 def test_a_supervised_model_can_be_sampled_as_the_command_says(supervised, tmp_path):
     recipe, run_dir = supervised
-    made = drawn(recipe, ["rollout.sampling.max_terms=2"], checkpoint=str(run_dir), out=tmp_path)
+    made = drawn(recipe, ["rollout.sampling.max_tokens=2"], checkpoint=str(run_dir), out=tmp_path)
     assert {line["num_terms"] for line in made.lines} == {2}
 
 

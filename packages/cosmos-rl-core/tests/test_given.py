@@ -60,7 +60,7 @@ def recipe(tmp_path, *, domain="cosmos_rl_core.testing.tiny:TINY", placement="in
     return {
         "run": {"domain": domain, "output_dir": str(tmp_path / "run"), "placement": placement, "max_steps": max_steps},
         "policy": {"prompts_per_step": 10, "threads": 1, "optimizer": {"learning_rate": 0.1}},
-        "rollout": {"group_size": 8, "threads": 1, "sampling": {"max_terms": 3}},
+        "rollout": {"group_size": 8, "threads": 1, "sampling": {"max_tokens": 3}},
         "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
         "logging": {"sinks": ["jsonl"]},
     }

@@ -55,7 +55,7 @@ def test_a_reward_that_is_earned_raises_no_alarm():
     assert after.action is None
 
 
-def test_an_anchor_that_is_too_weak_is_found_out_by_the_judge():
+def test_a_data_term_that_is_too_weak_is_found_out_by_the_judge():
     _, after = watch(BASE, Figures(step=60, reward=0.177, judges={"prompt_ok": 0.39}, held_out_loss=0.09))
     assert after.action == "warn"
     assert "while judge 'prompt_ok' fell from 0.67 to 0.39" in after.text

@@ -243,7 +243,7 @@ def test_where_one_change_is_not_enough_several_are_put_together():
 
 
 def test_where_a_term_takes_many_tokens_a_microbatch_may_have_few_of_them():
-    sampling = SamplingSection(max_terms=4)
+    sampling = SamplingSection(max_tokens=4)
     config = recipe(microbatch_terms=64, memory=MemorySection(activation_checkpointing="full"))
     config = config.model_copy(update={"rollout": config.rollout.model_copy(update={"sampling": sampling})})
     model = shape(tokens_per_term=300)

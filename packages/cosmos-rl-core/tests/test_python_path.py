@@ -72,7 +72,7 @@ def test_the_workers_of_a_run_keep_pythons_own_modules(recipe, monkeypatch):
         "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "name": "last", "max_steps": 1, "placement": "local"},
         "model": {"actions": 3, "contexts": 6},
         "data": {"rows": 6},
-        "rollout": {"engine": "tiny", "group_size": 2, "sampling": {"max_terms": 3}},
+        "rollout": {"engine": "tiny", "group_size": 2, "sampling": {"max_tokens": 3}},
         "reward": {"functions": [{"name": "beside_the_recipe_too:reward"}]},
         "policy": {"prompts_per_step": 1},
         "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},

@@ -27,7 +27,7 @@ def recipe(tmp_path, name, **policy):
         },
         "algorithm": {"name": "grpo"},
         "policy": {"prompts_per_step": 5, "threads": 1, "optimizer": {"learning_rate": 0.1}, **policy},
-        "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_terms": 3}},
+        "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_tokens": 3}},
         "reward": {"functions": [{"name": "hits"}]},
         "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync", "max_staleness": 0},
         "logging": {"sinks": ["jsonl"]},

@@ -19,7 +19,7 @@ def recipe(tmp_path, **changes):
         "data": {},
         "algorithm": {"name": "grpo"},
         "policy": {"prompts_per_step": 10, "threads": 1, "optimizer": {"learning_rate": 0.1}},
-        "rollout": {"group_size": 8, "threads": 1, "sampling": {"max_terms": 3}},
+        "rollout": {"group_size": 8, "threads": 1, "sampling": {"max_tokens": 3}},
         "reward": {"functions": [{"name": "hits"}]},
         "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
         "eval": {"data": {}},

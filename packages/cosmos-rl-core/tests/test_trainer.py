@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_core.algorithms.objective import anchor_objective
+from cosmos_rl_core.algorithms.objective import data_term_objective
 from cosmos_rl_core.parallel.gradients import accumulate, clip_gradients
 from cosmos_rl_core.train.optim import build_optimizer, factor, parameter_groups
 from cosmos_rl_core.train.trainer import Trainer
@@ -106,8 +106,8 @@ def make(
     objective=None,
     version=0,
     name="sgd",
-    anchor=None,
-    anchor_coef=0.0,
+    data_term=None,
+    data_term_coef=0.0,
 ):
     policy: Any = Linear()
     optimizer = build_optimizer(
@@ -116,8 +116,8 @@ def make(
     return Trainer(
         policy,
         objective=objective or TwoLosses(),
-        anchor=anchor,
-        anchor_coef=anchor_coef,
+        data_term=data_term,
+        data_term_coef=data_term_coef,
         optimizer=optimizer,
         rate_factor=rate_factor,
         max_grad_norm=max_grad_norm,
@@ -309,27 +309,27 @@ def test_cosine_falls_slowly_at_both_ends():
 
 
 def test_the_anchors_gradient_is_added_with_its_coefficient_and_counts_of_its_own():
-    anchored = replace(batch(), anchor=TrainBatch(microbatches=(microbatch(1, 3),), num_terms=4, num_rollouts=2))
-    plain, trainer = make(), make(anchor=anchor_objective(), anchor_coef=0.5)
+    anchored = replace(batch(), data_term=TrainBatch(microbatches=(microbatch(1, 3),), num_terms=4, num_rollouts=2))
+    plain, trainer = make(), make(data_term=data_term_objective(), data_term_coef=0.5)
     for each, given in ((plain, batch()), (trainer, anchored)):
         each.begin(given)
         each.forward_backward(given.microbatches)
-    trainer.forward_backward_anchor()
+    trainer.forward_backward_data_term()
     inside = microbatch(1, 3)
     nll = -(inside.terms.loss_mask[:, None] * inside.inputs["x"]).sum(0) / 4  # the gradient of -(x . w + b) is -x
     expected = gradients(plain)[:3] + 0.5 * nll
     assert torch.allclose(gradients(trainer)[:3], expected)
     metrics = trainer.optim_step().metrics
-    assert metrics["loss_anchor"] != 0
-    assert metrics["loss"] == pytest.approx(plain.optim_step().metrics["loss"] + 0.5 * metrics["loss_anchor"])
+    assert metrics["loss_data_term"] != 0
+    assert metrics["loss"] == pytest.approx(plain.optim_step().metrics["loss"] + 0.5 * metrics["loss_data_term"])
 
 
-def test_a_batch_without_an_anchor_is_trained_on_as_ever():
-    trainer = make(anchor=anchor_objective(), anchor_coef=0.5)
+def test_a_batch_without_a_data_term_is_trained_on_as_ever():
+    trainer = make(data_term=data_term_objective(), data_term_coef=0.5)
     trainer.begin(batch())
     trainer.forward_backward(batch().microbatches)
     before = gradients(trainer).clone()
-    trainer.forward_backward_anchor()
+    trainer.forward_backward_data_term()
     assert torch.equal(gradients(trainer), before)
 
 

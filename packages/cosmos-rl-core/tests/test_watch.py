@@ -20,7 +20,7 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 RECIPE = {
     "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "name": "watched", "placement": "inline", "max_steps": 6},
     "data": {"rows": 4},
-    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_terms": 3}},
+    "rollout": {"engine": "tiny", "group_size": 4, "sampling": {"max_tokens": 3}},
     "reward": {"functions": [{"name": "hits"}, {"name": "hits", "label": "judge", "weight": 0.0}]},
     "monitor": {"judges": ["judge"]},
     "policy": {"prompts_per_step": 2},

@@ -56,6 +56,6 @@ def test_a_shipped_reward(name):
         )
         for text in texts
     )
-    options = {"max_terms": 8} if name == "length" else {}
+    options = {"max_tokens": 8} if name == "length" else {}
     group = RolloutGroup(prompt=Prompt(sample_id=0, row={"prompt": "6+6", "answer": "12"}), rollouts=rollouts)
     asyncio.run(check_reward(LLM.reward(name)(**options), group))

@@ -207,8 +207,8 @@ def test_a_grpo_run_trains_and_sends_adapters_alone(tmp_path):
             "data": {"path": str(rows), "chat_template": "none", "answer_column": "answer"},
             "algorithm": {"name": "grpo", "kl_coef": 1e-4},
             "policy": {"prompts_per_step": 4, "threads": 1, "optimizer": {"learning_rate": 2e-2}},
-            "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_terms": 4}},
-            "reward": {"functions": [{"name": "length", "options": {"max_terms": 1, "slack_terms": 3}}]},
+            "rollout": {"group_size": 4, "threads": 1, "sampling": {"max_tokens": 4}},
+            "reward": {"functions": [{"name": "length", "options": {"max_tokens": 1, "slack_tokens": 3}}]},
             "logging": {"sinks": ["jsonl"]},
         }
     )

@@ -202,13 +202,13 @@ def test_format_reward():
 
 @pytest.mark.parametrize(("num_terms", "value"), [(0, 0.5), (5, 1), (10, 1), (12, 0.8), (20, 0), (50, 0)])
 def test_length_reward_falls_along_a_line(num_terms, value):
-    reward = REWARDS["length"](min_terms=5, max_terms=10, slack_terms=10)
+    reward = REWARDS["length"](min_tokens=5, max_tokens=10, slack_tokens=10)
     assert reward(make_group(None, "", num_terms=num_terms)) == pytest.approx([value])
 
 
 def test_length_reward_wants_a_range():
-    with pytest.raises(ValidationError, match="above max_terms"):
-        REWARDS["length"](min_terms=11, max_terms=10)
+    with pytest.raises(ValidationError, match="above max_tokens"):
+        REWARDS["length"](min_tokens=11, max_tokens=10)
 
 
 def test_the_domain_hands_out_rewards_by_name():

@@ -298,7 +298,7 @@ def test_cancelling_frees_the_sequences():
 
 
 def test_a_prompt_too_long_names_row_length_limit_and_key():
-    with pytest.raises(PromptError, match=r"rows:0.* 60 tokens .* 5 .* 64.*max_terms.*model\.max_length"):
+    with pytest.raises(PromptError, match=r"rows:0.* 60 tokens .* 5 .* 64.*max_tokens.*model\.max_length"):
         generate_all(engine_of(tiny()), prompts_of(60), sampling=Sampling(max_terms=5))
 
 

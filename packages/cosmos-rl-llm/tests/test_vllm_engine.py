@@ -285,7 +285,7 @@ def test_cancelling_frees_the_sequences(llm, runner):
 
 def test_a_prompt_too_long_names_row_length_limit_and_key(llm, runner):
     prompt = replace(PROMPT, row={"tokens": [2] * 250})
-    with pytest.raises(PromptError, match=r"rows:0.* 250 tokens .* 10 .* 256.*max_terms.*model\.max_length"):
+    with pytest.raises(PromptError, match=r"rows:0.* 250 tokens .* 10 .* 256.*max_tokens.*model\.max_length"):
         runner.run(draw(engine_of(llm), prompt, max_terms=10))
 
 

@@ -76,10 +76,10 @@ def test_a_run_with_vllm(tmp_path):
             "engine": "vllm",
             "group_size": 4,
             "threads": 1,
-            "sampling": {"max_terms": 4},
+            "sampling": {"max_tokens": 4},
             "options": {"cache_bytes": CACHE_BYTES},
         },
-        "reward": {"functions": [{"name": "length", "options": {"max_terms": 1, "slack_terms": 3}}]},
+        "reward": {"functions": [{"name": "length", "options": {"max_tokens": 1, "slack_tokens": 3}}]},
         "sync": {"max_staleness": 1},
         "logging": {"sinks": ["jsonl"]},
     }

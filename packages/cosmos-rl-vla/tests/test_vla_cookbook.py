@@ -108,7 +108,7 @@ def tiny(output, simulator):
         return overrides
     overrides += [f"data.simulator={simulator}", "data.options.image_size=16", "rollout.sampling.max_steps=20"]
     overrides += [f"eval.data.simulator={simulator}", "eval.data.options.image_size=16", "eval.data.num_inits=1"]
-    overrides += ["eval.max_terms=20", "rollout.replicas=1", "rollout.threads=1", "sync.dtype=float32"]
+    overrides += ["eval.max_length=20", "rollout.replicas=1", "rollout.threads=1", "sync.dtype=float32"]
     return [*overrides, "rollout.options.processes=1", "rollout.options.slots=4"]
 
 

@@ -207,7 +207,7 @@ def test_imitation_learns_and_what_is_exported_acts_in_the_simulator(demos, tmp_
         "model": {"path": str(tmp_path / "model")},
         "data": {"simulator": "reach", "tasks": ["red", "blue"], "options": {"image_size": 16}},
         "algorithm": {"name": "ppo"},
-        "anchor": {"coef": 0.1, "rows_per_step": 4, "data": {"demos": str(demos)}},
+        "data_regularization": {"coef": 0.1, "rows_per_step": 4, "data": {"demos": str(demos)}},
         "rollout": {"group_size": 1, "sampling": {"max_steps": 6}, "options": {"processes": 1, "slots": 2}},
         "reward": {"functions": [{"name": "success"}]},
         "policy": {"prompts_per_step": 2, "microbatch_terms": 256},
@@ -216,7 +216,7 @@ def test_imitation_learns_and_what_is_exported_acts_in_the_simulator(demos, tmp_
     run(acting, [f"run.output_dir={tmp_path / 'ppo'}"])
     (step,) = [json.loads(line) for line in (tmp_path / "ppo/metrics.jsonl").read_text().splitlines()]
     assert step["grad_norm"] > 0
-    assert step["loss_anchor"] > 0 and step["anchor/rows_dropped"] == 0
+    assert step["loss_data_term"] > 0 and step["data_term/rows_dropped"] == 0
     assert step["ratio_mean"] == pytest.approx(1.0, abs=1e-4)
 
 

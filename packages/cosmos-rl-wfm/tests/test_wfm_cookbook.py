@@ -93,7 +93,7 @@ def test_a_recipe_for_gpus_is_strict_toml(name):
     config = load_config(COOKBOOK / name / "run.toml")
     assert config.run.name == name
     for function in config.reward.functions:
-        assert function.name in REWARDS or function.name == "cosmos_rl_core.reward.remote:RemoteReward"
+        assert function.name in REWARDS or function.name == "remote"
 
 
 def test_flow_grpo_of_cosmos_goes_on_from_the_first_frame_of_real_clips(tmp_path, clips):
@@ -108,17 +108,21 @@ def test_flow_grpo_of_cosmos_goes_on_from_the_first_frame_of_real_clips(tmp_path
 
 def test_ddrl_of_cosmos_learns_from_rollouts_and_from_real_clips(tmp_path, clips):
     metrics = train(
-        "wfm_cosmos_predict2_5_ddrl", tmp_path, f"data.path={clips}", "anchor.rows_per_step=3", LOCAL_REWARD
+        "wfm_cosmos_predict2_5_ddrl",
+        tmp_path,
+        f"data.path={clips}",
+        "data_regularization.rows_per_step=3",
+        LOCAL_REWARD,
     )
     assert metrics[0]["terms"] == 2 * 2 * 10
     assert metrics[0]["ratio_mean"] == pytest.approx(1, abs=1e-5)
-    assert metrics[0]["loss_anchor"] > 0.0
+    assert metrics[0]["loss_data_term"] > 0.0
     assert "kl" not in metrics[0]
 
 
 VARIATIONS = {
     "as it is": [],
-    "ddrl": ["algorithm.name=ddrl", "anchor.coef=0.01", "anchor.rows_per_step=4"],
+    "ddrl": ["algorithm.name=ddrl", "data_regularization.coef=0.01", "data_regularization.rows_per_step=4"],
     "nft": ["algorithm.name=nft", "rollout.sampling.rule=ode", "rollout.sampling.old_decay=slow"],
     "nft of adapters": [
         "algorithm.name=nft",

@@ -1,6 +1,6 @@
 """kill -9 in the middle of a run, then `--resume auto`: to the bit the run that nobody killed.
 
-Data, noise, rewards and the anchor's clips are functions of seeds and of the step, so that with max_staleness = 0 a
+Data, noise, rewards and the data term's clips are functions of seeds and of the step, so that with max_staleness = 0 a
 life that begins at a checkpoint does what the killed one did, whatever that had begun.
 """
 
@@ -29,7 +29,11 @@ PRELOAD = [
 ]
 AVERAGED = pixel_model(ema={"decay": 0.5}).model_dump(mode="json", exclude_none=True)
 ARMS = {
-    "ddrl": {"algorithm": {"name": "ddrl"}, "anchor": {"coef": 0.1, "rows_per_step": 4}, "model": AVERAGED},
+    "ddrl": {
+        "algorithm": {"name": "ddrl"},
+        "data_regularization": {"coef": 0.1, "rows_per_step": 4},
+        "model": AVERAGED,
+    },
     "nft": {
         "algorithm": {"name": "nft"},
         "rollout": {"group_size": 3, "sampling": {"num_steps": 4, "rule": "ode", "old_decay": "late"}},

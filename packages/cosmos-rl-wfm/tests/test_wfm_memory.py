@@ -111,7 +111,9 @@ def test_a_rollout_replica_holds_encoder_and_autoencoder_and_decodes(folder):
 def test_encoders_are_on_the_policy_where_it_reads_real_clips(folder):
     plain = parts_of(config_of(folder))
     assert not {"text encoder", "autoencoder", "encoding of a clip"} & set(plain)
-    anchored = parts_of(config_of(folder, algorithm={"name": "ddrl"}, anchor={"coef": 0.1, "rows_per_step": 2}))
+    anchored = parts_of(
+        config_of(folder, algorithm={"name": "ddrl"}, data_regularization={"coef": 0.1, "rows_per_step": 2})
+    )
     assert {"text encoder", "autoencoder", "encoding of a clip", "cached captions"} <= set(anchored)
     written = config_of(folder).model_dump(mode="json", exclude_none=True)
     kept = {name: written[name] for name in ("run", "model", "data", "policy")}

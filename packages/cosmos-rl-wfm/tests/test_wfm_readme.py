@@ -27,7 +27,7 @@ def test_the_example_in_the_readme_makes_clips_brighter(tmp_path, monkeypatch, c
     "overrides",
     [
         [],
-        ["algorithm.name=ddrl", "anchor={coef=0.01, rows_per_step=4}"],
+        ["algorithm.name=ddrl", "data_regularization={coef=0.01, rows_per_step=4}"],
         ["algorithm.name=nft", "rollout.sampling.rule=ode", "rollout.sampling.old_decay=slow"],
     ],
     ids=["flow_grpo", "ddrl", "nft"],

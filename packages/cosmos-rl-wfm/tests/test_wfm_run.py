@@ -14,7 +14,7 @@ RECIPE = recipe()
 CLEAN = {"num_steps": 4, "rule": "ode", "old_decay": "slow"}
 ARMS = {
     "flow_grpo": {"algorithm": {"name": "flow_grpo"}},
-    "ddrl": {"algorithm": {"name": "ddrl"}, "anchor": {"coef": 0.01, "rows_per_step": 4}},
+    "ddrl": {"algorithm": {"name": "ddrl"}, "data_regularization": {"coef": 0.01, "rows_per_step": 4}},
     "nft": {"algorithm": {"name": "nft"}, "rollout": {"group_size": 3, "sampling": CLEAN}},
     "lora": {
         "algorithm": {"name": "nft"},
@@ -45,7 +45,7 @@ def test_a_run_trains(tmp_path, arm):
             assert last["kl"] > 0
         case "ddrl":
             assert first["ratio_mean"] == 1.0
-            assert first["loss_anchor"] > 0
+            assert first["loss_data_term"] > 0
         case _:
             assert first["old_distance"] == 0.0 < last["old_distance"]
             assert first["kl"] == 0.0 < last["kl"]

@@ -121,8 +121,8 @@ def test_what_is_drawn_follows_from_the_place_in_the_stream():
 def test_rows_of_another_section_are_cut_and_noised_as_it_says():
     data = mock_data()
     policy = policy_of(data)
-    anchor = mock_data(size={"frames": 2, "height": 8, "width": 16}, noise={"weighting": "edm"})
-    (own,), (other,) = (collated(section, policy=policy).microbatches for section in (data, anchor))
+    data_term = mock_data(size={"frames": 2, "height": 8, "width": 16}, noise={"weighting": "edm"})
+    (own,), (other,) = (collated(section, policy=policy).microbatches for section in (data, data_term))
     assert own.inputs["clean"].shape[2:] == (4, 8, 8)
     assert other.inputs["clean"].shape[2:] == (2, 8, 16)
     assert (own.inputs["weights"] == 1).all()
@@ -237,19 +237,19 @@ def test_the_buckets_of_another_section_have_to_suit_the_model_too():
         collated(mock_data(buckets=("8x8", "9x8")), policy=policy)
 
 
-def test_an_anchor_has_a_section_of_its_own_and_a_run_goes_on_without_its_bad_clips(folder, tmp_path, capsys):
+def test_a_data_term_has_a_section_of_its_own_and_a_run_goes_on_without_its_bad_clips(folder, tmp_path, capsys):
     clips = {"path": folder.path, "size": {"frames": 6, "height": 16, "width": 8}}
     sections = recipe(
         run={"domain": "wfm", "placement": "inline", "max_steps": 2, "output_dir": str(tmp_path / "run")},
         algorithm={"name": "ddrl"},
-        anchor={"coef": 0.01, "rows_per_step": 3, "shuffle": False, "data": clips},
+        data_regularization={"coef": 0.01, "rows_per_step": 3, "shuffle": False, "data": clips},
         policy={"prompts_per_step": 1},
         rollout={"group_size": 2, "sampling": {"num_steps": 2}},
     )
     run(sections, ['logging.sinks=["jsonl", "console"]'])
     steps = lines_of(tmp_path / "run/metrics.jsonl")
-    assert [step["anchor/rows_dropped"] for step in steps] == [1.0, 1.0]
+    assert [step["data_term/rows_dropped"] for step in steps] == [1.0, 1.0]
     (dropped,) = lines_of(tmp_path / "run/rows_dropped.jsonl")  # the same row twice, named once
     assert dropped["step"] == 0 and "clip1.mp4: cannot be decoded" in dropped["reason"]
     assert f"2; {dropped['reason']}" in " ".join(capsys.readouterr().out.split())
-    assert all(step["loss_anchor"] > 0 for step in steps)
+    assert all(step["loss_data_term"] > 0 for step in steps)

@@ -28,7 +28,7 @@ from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from pathlib import Path
 
-    from cosmos_rl_core.data.mixing import Anchor
+    from cosmos_rl_core.data.mixing import DataTerm
     from cosmos_rl_core.interfaces import Policy
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
     from cosmos_rl_core.train.trainer import Trainer
@@ -184,7 +184,7 @@ def build_rollouter(
         rules=group_rules(config.algorithm, max_terms=sampling.max_terms),
         group_size=config.rollout.group_size,
         sampling=sampling.build(),
-        eval_sampling=sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_terms),
+        eval_sampling=sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_length),
         seed=config.run.seed,
         recorder=recorder,
         eval_recorder=eval_recorder,
@@ -203,7 +203,7 @@ def build_mesh(config: RunConfig) -> ReplicaMesh | None:
 
 
 def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = None) -> Trainer:
-    from cosmos_rl_core.algorithms.objective import anchor_objective, build_objective
+    from cosmos_rl_core.algorithms.objective import build_objective, data_term_objective
     from cosmos_rl_core.train.optim import build_optimizer, factor
     from cosmos_rl_core.train.trainer import Trainer
 
@@ -213,8 +213,8 @@ def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = 
     return Trainer(
         policy,
         objective=build_objective(config.algorithm, max_terms=config.rollout.sampling.max_terms),
-        anchor=anchor_objective() if config.anchor.coef else None,
-        anchor_coef=config.anchor.coef,
+        data_term=data_term_objective() if config.data_regularization.coef else None,
+        data_term_coef=config.data_regularization.coef,
         optimizer=build_optimizer(
             optimizer.name,
             policy.module,
@@ -281,18 +281,18 @@ def build_validation(
     )
 
 
-def build_anchor(config: RunConfig, domain: Domain, policy: Policy, share: Share) -> Anchor | None:
-    """What draws a step's share of [anchor]; None without."""
-    from cosmos_rl_core.data.mixing import Anchor
+def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Share) -> DataTerm | None:
+    """What draws a step's share of [data_regularization]; None without."""
+    from cosmos_rl_core.data.mixing import DataTerm
 
-    section = config.anchor
+    section = config.data_regularization
     if config.is_sft or not section.coef:
         return None
     data = config.data if section.data is None else section.data
     rows, origin = domain.load_rows(data)
     source = PromptSource(rows, origin=origin, shuffle=section.shuffle, seed=config.run.seed)
     collate = build_collate_sft(config, domain, policy, share, data=data)
-    return Anchor(source, rows_per_step=section.rows_per_step, collate=collate)
+    return DataTerm(source, rows_per_step=section.rows_per_step, collate=collate)
 
 
 def build_collate_sft(

@@ -199,7 +199,9 @@ class SamplingConfig(Protocol):
     """What core asks of a domain's [rollout.sampling]. `build` gives what engine and policy are handed."""
 
     unit: ClassVar[str]
-    """What `max_terms` counts, in messages."""
+    """The noun for what `max_terms` counts, in messages."""
+    length_key: ClassVar[str]
+    """The key that limits the length of a rollout, in messages: "max_tokens"."""
 
     @property
     def max_terms(self) -> int:
@@ -229,7 +231,7 @@ class Domain(Protocol):
     Model: type[BaseModel]
     """Strict model of the [model] section."""
     Data: type[BaseModel]
-    """Strict model of the [data] section; also used for [eval.data] and [anchor.data]."""
+    """Strict model of the [data] section; also used for [eval.data] and [data_regularization.data]."""
     Sampling: type[BaseModel]
     """Strict model of [rollout.sampling], a `SamplingConfig`."""
 

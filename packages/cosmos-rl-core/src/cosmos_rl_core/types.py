@@ -197,7 +197,7 @@ class TrainBatch:
     metrics: Mapping[str, float] = field(default_factory=dict)
     rows_dropped: tuple[str, ...] = ()
     """Why rows of it train nothing, a phrase each; one that an earlier batch named need not be here again."""
-    anchor: TrainBatch | None = None
+    data_term: TrainBatch | None = None
     """Supervised data that is trained on beside the rollouts, with counts of its own."""
     later: tuple[TrainBatch, ...] = ()
     """Further updates of the same step, in order: PPO's minibatches and epochs. The same batch may stand here twice."""

@@ -16,6 +16,7 @@ class VLASampling(Strict):
     """[rollout.sampling]: an episode and its terms."""
 
     unit: ClassVar[str] = "actions"
+    length_key: ClassVar[str] = "max_steps"
 
     terms: TermName = "token"
     """What has one log-probability, and so one ratio: each dimension of an action, each action, or a whole chunk."""

@@ -92,7 +92,7 @@ def held_by_rollout(config: RunConfig) -> list[Held]:
 
 
 def _reads_clips(config: RunConfig) -> bool:
-    return config.is_sft or config.anchor.coef > 0 or config.eval.loss_data is not None
+    return config.is_sft or config.data_regularization.coef > 0 or config.eval.loss_data is not None
 
 
 @dataclass(frozen=True)

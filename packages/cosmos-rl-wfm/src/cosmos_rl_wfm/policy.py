@@ -4,7 +4,7 @@
     decoupled   clean, noise, t -- noised, velocity --> error                -- minus the flow-matching loss
 
 The second is a bound on the log-likelihood of the clean sample up to a constant, so that maximum likelihood of these
-"terms" is flow matching: supervised training, and the anchor of DDRL.
+"terms" is flow matching: supervised training, and DDRL's data term.
 """
 
 from __future__ import annotations

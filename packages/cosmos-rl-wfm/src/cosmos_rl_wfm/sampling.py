@@ -21,6 +21,7 @@ class FlowSampling(Strict):
     """[rollout.sampling]: how a sample is denoised, and which steps of it are trained."""
 
     unit: ClassVar[str] = "terms"
+    length_key: ClassVar[str] = "num_steps"
 
     num_steps: int = Field(default=10, ge=1)
     """Denoising steps of a rollout; fewer than in use are enough to learn from."""
@@ -108,7 +109,7 @@ class FlowSampling(Strict):
         """Follow the ODE in `eval_num_steps`."""
         if temperature or max_terms is not None:
             raise UserError(
-                "[eval] temperature and max_terms are not for world models, which are evaluated without noise; remove "
+                "[eval] temperature and max_length are not for world models, which are evaluated without noise; remove "
                 "them, and set [rollout.sampling] eval_num_steps"
             )
         return self.model_copy(update={"rule": "ode", "num_steps": self.eval_num_steps, "times_per_rollout": 1})

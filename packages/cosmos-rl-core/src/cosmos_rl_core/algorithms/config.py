@@ -122,7 +122,7 @@ class AlgorithmConfig(Strict):
     aggregation: AggregationName = "term_mean"
     """How the losses of terms become one number."""
     aggregation_constant: int | None = Field(default=None, ge=1)
-    """Divisor of a rollout's sum under aggregation = "constant"; by default the sampling's max_terms."""
+    """Divisor of a rollout's sum under aggregation = "constant"; by default the longest rollout of the sampling."""
 
     filter_zero_variance: bool = False
     """Set groups aside in which every rollout got the same reward, and sample others in their place."""
@@ -131,9 +131,9 @@ class AlgorithmConfig(Strict):
     filter_high: float | None = None
     """Set groups aside whose mean reward is above this: tasks that are learnt."""
     overlong_buffer_terms: int = Field(default=0, ge=0)
-    """The last terms before max_terms over which a penalty on length rises from 0; 0 switches it off."""
+    """The last terms before the limit of length over which a penalty on length rises from 0; 0 switches it off."""
     overlong_penalty: float = Field(default=1.0, gt=0)
-    """That penalty at max_terms, subtracted from the reward."""
+    """That penalty at the limit, subtracted from the reward."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keys of the named algorithm's own."""
 

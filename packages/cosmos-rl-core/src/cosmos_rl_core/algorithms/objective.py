@@ -49,8 +49,8 @@ def build_objective(config: AlgorithmConfig, *, max_terms: int) -> Objective:
     return PolicyObjective(config, loss=row.loss or LOSSES[config.loss], aggregation=aggregation)
 
 
-def anchor_objective() -> Objective:
-    """Return the objective of the anchor's data: maximum likelihood, every term weighs the same."""
+def data_term_objective() -> Objective:
+    """Return the objective of supervised rows beside rollouts: maximum likelihood, every term weighs the same."""
     return SupervisedObjective(aggregation=Aggregation(kind="term_mean", constant=1))
 
 

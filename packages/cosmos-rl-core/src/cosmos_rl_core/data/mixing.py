@@ -12,7 +12,7 @@ from cosmos_rl_core.interfaces import PromptStream
 from cosmos_rl_core.types import Prompt, TrainBatch
 
 
-class Anchor:
+class DataTerm:
     """A second stream of rows with a place of its own."""
 
     def __init__(

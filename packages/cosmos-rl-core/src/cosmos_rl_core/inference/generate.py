@@ -194,7 +194,7 @@ def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
     domain.weight_specs(config.model)
     if request.num_samples < 1:
         raise UserError(f"--num-samples {request.num_samples}: must be at least 1")
-    sampling = rollout.sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_terms)
+    sampling = rollout.sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_length)
     if request.num_samples > 1 and isinstance(sampling, Sampling) and not sampling.temperature:
         raise UserError(
             f"--num-samples {request.num_samples}: all of them are the same with [eval] temperature = 0; add "

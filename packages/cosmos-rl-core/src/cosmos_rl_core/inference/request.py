@@ -24,7 +24,7 @@ DECIDES = (
     "model",
     "data",
     "eval.temperature",
-    "eval.max_terms",
+    "eval.max_length",
     "rollout.engine",
     "rollout.options",
     "rollout.sampling",

@@ -191,7 +191,7 @@ class Answerer:
             prompt,
             num_samples=self.task.num_samples,
             sampling=self.config.rollout.sampling.evaluation(
-                temperature=evaluation.temperature, max_terms=evaluation.max_terms
+                temperature=evaluation.temperature, max_terms=evaluation.max_length
             ),
             seed=request_seed(self.config.run.seed, stream=EVALUATION, sample_id=prompt.sample_id),
         )

@@ -120,7 +120,7 @@ class Plan:
     unit: str
     """What a rollout's length is counted in."""
     generated_terms_per_step: int
-    """Upper bound: every rollout as long as [rollout.sampling] max_terms."""
+    """Upper bound: every rollout as long as [rollout.sampling] allows."""
     microbatch_terms: int
     weights: Weights | None
     """None where the model is not on this machine."""

@@ -178,7 +178,7 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
         rows["taken back"] = f"the weights are those of step {result.steps}; later checkpoints are set aside"
     rows["wall time"] = f"{result.wall_s:.1f} s"
     rows["trained terms"] = f"{terms:,.0f}"
-    if dropped := sum(m.get("rows_dropped", 0.0) + m.get("anchor/rows_dropped", 0.0) for m in result.metrics):
+    if dropped := sum(m.get("rows_dropped", 0.0) + m.get("data_term/rows_dropped", 0.0) for m in result.metrics):
         first = dropped_rows.first_reasons(
             result.run_dir, first_step=int(result.metrics[0]["step"]), count=_REASONS_SHOWN
         )

@@ -146,7 +146,7 @@ def _algorithm_table(raw: Mapping[str, Any]) -> dict[str, list[str]]:
     return {} if options is None else known_tables(options, at="algorithm.options")
 
 
-_PLACES = ("model", "data", "eval.data", "eval.loss_data", "anchor.data", "rollout.sampling")
+_PLACES = ("model", "data", "eval.data", "eval.loss_data", "data_regularization.data", "rollout.sampling")
 """Sections whose keys belong to the domain."""
 _ALWAYS = ("model", "data", "rollout.sampling")
 """Those that are there whether they are written down or not."""
@@ -192,7 +192,9 @@ def _with_parts(config: RunConfig, parts: Mapping[str, BaseModel]) -> RunConfig:
             "eval": config.eval.model_copy(
                 update={"data": parts.get("eval.data"), "loss_data": parts.get("eval.loss_data")}
             ),
-            "anchor": config.anchor.model_copy(update={"data": parts.get("anchor.data")}),
+            "data_regularization": config.data_regularization.model_copy(
+                update={"data": parts.get("data_regularization.data")}
+            ),
             "rollout": config.rollout.model_copy(update={"sampling": parts.get("rollout.sampling")}),
         }
     )

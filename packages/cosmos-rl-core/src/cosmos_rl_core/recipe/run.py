@@ -12,8 +12,8 @@ from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.monitor.config import DIVERSITY, MonitorConfig
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.recipe.sections import (
-    AnchorSection,
     CheckpointSection,
+    DataRegularizationSection,
     ElasticSection,
     EvalSection,
     LoggingSection,
@@ -26,7 +26,7 @@ from cosmos_rl_core.recipe.sections import (
 from cosmos_rl_core.settings.base import Problem, Strict
 from cosmos_rl_core.settings.problems import as_toml
 
-RL_ONLY = ("rollout", "reward", "anchor", "sync", "monitor")
+RL_ONLY = ("rollout", "reward", "data_regularization", "sync", "monitor")
 """Sections that mean nothing to supervised fine-tuning."""
 
 
@@ -43,7 +43,7 @@ class RunConfig(Strict):
     policy: PolicySection = PolicySection()
     rollout: RolloutSection = RolloutSection()
     reward: RewardSection = RewardSection()
-    anchor: AnchorSection = AnchorSection()
+    data_regularization: DataRegularizationSection = DataRegularizationSection()
     sync: SyncSection = SyncSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
@@ -147,12 +147,12 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
             other="algorithm.advantage",
             wrong="must be at least 2, to compare a rollout with others, for",
         )
-    if config.anchor.data is not None and not config.anchor.coef:
+    if config.data_regularization.data is not None and not config.data_regularization.coef:
         yield Conflict(
-            key="anchor.coef",
-            other="anchor.data",
+            key="data_regularization.coef",
+            other="data_regularization.data",
             wrong="must be above 0 with",
-            suggestion="set it, 0.01 for example, or remove [anchor.data]",
+            suggestion="set it, 0.01 for example, or remove [data_regularization.data]",
         )
     yield from _monitor_conflicts(config)
     if config.rollout.sampling is not None:
@@ -192,17 +192,18 @@ def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """How long a rollout may be."""
+    length_key = f"rollout.sampling.{config.rollout.sampling.length_key}"
     if config.algorithm.overlong_buffer_terms > config.rollout.sampling.max_terms:
         yield Conflict(
             key="algorithm.overlong_buffer_terms",
-            other="rollout.sampling.max_terms",
+            other=length_key,
             wrong="must be at most",
         )
     sampling, terms = config.rollout.sampling, config.policy.microbatch_terms
     if sampling.least_microbatch_terms > terms:
         yield Conflict(
             key="policy.microbatch_terms",
-            other="rollout.sampling.max_terms",
+            other=length_key,
             wrong="must hold a whole rollout: its prompt and up to",
             suggestion="raise the first or lower the second",
         )
@@ -211,12 +212,12 @@ def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _cut_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """What looks at whole rollouts, where they are cut into microbatches."""
-    looks = {
+    """Averages over whole rollouts, where microbatches hold parts of them."""
+    averages = {
         "algorithm.loss": config.algorithm.loss == "sequence_clipped",
         "algorithm.sequence_mask_delta": config.algorithm.sequence_mask_delta is not None,
     }
-    for key, whole in looks.items():
+    for key, whole in averages.items():
         if whole:
             yield Conflict(
                 key=key,

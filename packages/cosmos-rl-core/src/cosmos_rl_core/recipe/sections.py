@@ -54,20 +54,26 @@ class PromptsSection(Strict):
 
 
 class SamplingSection(Strict):
-    """[rollout.sampling]: how rollouts are drawn."""
+    """[rollout.sampling]: how tokens are sampled."""
 
-    unit: ClassVar[str] = "terms"
+    unit: ClassVar[str] = "tokens"
+    length_key: ClassVar[str] = "max_tokens"
 
-    max_terms: int = Field(default=256, ge=1)
-    """Most terms to generate for one rollout."""
+    max_tokens: int = Field(default=256, ge=1)
+    """Most tokens to generate for one rollout."""
     temperature: float = Field(default=1.0, gt=0)
     """Above 0, for greedy rollouts of a prompt are all the same; [eval] has its own."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Draw only from the likeliest terms that together reach this probability; 1 keeps all."""
+    """Sample only from the likeliest tokens that together reach this probability; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
-    """Draw only from this many of the likeliest terms; 0 keeps all."""
+    """Sample only from this many of the likeliest tokens; 0 keeps all."""
     stop: tuple[str, ...] = ()
     """Texts that end a rollout."""
+
+    @property
+    def max_terms(self) -> int:
+        """A term is a token."""
+        return self.max_tokens
 
     @property
     def least_microbatch_terms(self) -> int:
@@ -76,7 +82,7 @@ class SamplingSection(Strict):
 
     def evaluation(self, *, temperature: float, max_terms: int | None) -> Sampling:
         """Return those of an evaluation, with the two keys of [eval] on top."""
-        update = {"temperature": temperature, "max_terms": max_terms or self.max_terms}
+        update = {"temperature": temperature, "max_tokens": max_terms or self.max_tokens}
         return self.model_copy(update=update).build()
 
     def build(self) -> Sampling:
@@ -164,13 +170,13 @@ class RewardSection(Strict):
         return functions
 
 
-class AnchorSection(Strict):
-    """[anchor]: supervised data that is trained on beside the rollouts, so that the model stays what it learnt from."""
+class DataRegularizationSection(Strict):
+    """[data_regularization]: a supervised loss beside the rollouts' (DDRL's data term, the mix of InstructGPT)."""
 
     coef: float = Field(default=0.0, ge=0)
-    """Coefficient of its loss; 0 switches it off."""
+    """Coefficient of that loss; 0 switches it off."""
     rows_per_step: int = Field(default=8, ge=1)
-    """Rows of it in an optimizer step."""
+    """Supervised rows in an optimizer step."""
     shuffle: bool = True
     """Draw the rows of each epoch in a new order, fixed by the seed and the epoch."""
     data: Any = None
@@ -242,8 +248,8 @@ class EvalSection(Strict):
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
     limit: int | None = Field(default=None, ge=1)
     """Rows to use, from the start; without it all."""
-    max_terms: int | None = Field(default=None, ge=1)
-    """Most terms of an answer; without it that of [rollout.sampling]."""
+    max_length: int | None = Field(default=None, ge=1)
+    """Most tokens of an answer, or simulator steps of an episode; without it the limit of [rollout.sampling]."""
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     by: tuple[str, ...] = ()

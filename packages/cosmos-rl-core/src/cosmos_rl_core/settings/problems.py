@@ -14,7 +14,15 @@ from pydantic_core import ErrorDetails
 from cosmos_rl_core.settings.base import Problem
 
 Tables = Mapping[str, Sequence[str]]
-"""Known keys by dotted table: {"rollout.sampling": ["max_terms", ...]}; the whole config has the name ""."""
+"""Known keys by dotted table: {"rollout.sampling": ["max_tokens", ...]}; the whole config has the name ""."""
+
+
+RENAMED = {
+    "anchor": "data_regularization",
+    "rollout.sampling.max_terms": "max_tokens",
+    "eval.max_terms": "max_length",
+}
+"""Keys of earlier versions by their dotted name, with the name they have now."""
 
 
 def known_tables(model: type[BaseModel], *, at: str = "") -> dict[str, list[str]]:
@@ -90,6 +98,8 @@ def _did_you_mean(key: str, tables: Tables) -> str:
     path, _, name = key.rpartition(".")
     table = ".".join(part for part in path.split(".") if not part.isdigit())
     here = tables.get(table, ())
+    if (renamed := RENAMED.get(key)) in here:
+        return f'it is called "{renamed}" now'
     elsewhere = [other for other, keys in tables.items() if name in keys and other != table]
     near = closest(name, here, cutoff=0.6 if not elsewhere else 0.8)
     if near:

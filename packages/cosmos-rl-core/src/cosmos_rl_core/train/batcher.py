@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from cosmos_rl_core.algorithms.advantages import BatchAdvantage, StepAdvantages, critic_metrics
-from cosmos_rl_core.data.mixing import Anchor
+from cosmos_rl_core.data.mixing import DataTerm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Rollout, RolloutGroup, TrainBatch
 
@@ -28,7 +28,7 @@ class Batcher:
         max_staleness: int,
         batch_advantage: BatchAdvantage | None = None,
         of_steps: StepAdvantages | None = None,
-        anchor: Anchor | None = None,
+        data_term: DataTerm | None = None,
         minibatches: int = 1,
         epochs: int = 1,
         seed: int = 0,
@@ -37,14 +37,14 @@ class Batcher:
         """Wire it.
 
         batch_advantage: rewards of all groups -> their advantages. of_steps: changes the advantages of episodes' steps.
-        anchor: adds its rows of the step. seed: of what is dealt into minibatches. on_groups: called with the groups
+        data_term: adds its rows of the step. seed: of what is dealt into minibatches. on_groups: called with the groups
         of each step, with the advantages that are trained on, and the step.
         """
         self._collate = collate
         self._max_staleness = max_staleness
         self._batch_advantage = batch_advantage
         self._of_steps = of_steps
-        self._anchor = anchor
+        self._data_term = data_term
         self._minibatches = minibatches
         self._epochs = epochs
         self._seed = seed
@@ -58,15 +58,15 @@ class Batcher:
             self._on_groups(trained, step)
         first, *later = self._updates(trained, step=step)
         metrics = {**first.metrics, **group_metrics(groups, step=step)}
-        if first.anchor is not None:
-            metrics |= {f"anchor/{name}": value for name, value in first.anchor.metrics.items()}
+        if first.data_term is not None:
+            metrics |= {f"data_term/{name}": value for name, value in first.data_term.metrics.items()}
         return replace(first, metrics=metrics, later=tuple(later))
 
     def _updates(self, groups: Sequence[RolloutGroup], *, step: int) -> list[TrainBatch]:
         random = np.random.default_rng([self._seed, step])
         dealt = deal_minibatches(groups, count=self._minibatches, random=random)
-        anchor = None if self._anchor is None else self._anchor(step)
-        batches = [replace(self._collate(each), anchor=anchor) for each in dealt]
+        data_term = None if self._data_term is None else self._data_term(step)
+        batches = [replace(self._collate(each), data_term=data_term) for each in dealt]
         orders = [range(len(batches)), *(random.permutation(len(batches)) for _ in range(self._epochs - 1))]
         return [batches[place] for order in orders for place in order]
 

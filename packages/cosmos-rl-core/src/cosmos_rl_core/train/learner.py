@@ -96,7 +96,7 @@ class PolicyLearner:
     def _gradients_of(self, batch: TrainBatch) -> None:
         self.trainer.begin(batch)
         self.trainer.forward_backward(batch.microbatches)
-        self.trainer.forward_backward_anchor()
+        self.trainer.forward_backward_data_term()
 
     def _updates(self) -> StepResult:
         """Take the step: the update whose gradients are there, and those that follow."""

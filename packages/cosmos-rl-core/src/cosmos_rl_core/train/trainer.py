@@ -35,8 +35,8 @@ class Trainer:
         policy: Policy,
         *,
         objective: Objective,
-        anchor: Objective | None = None,
-        anchor_coef: float = 0.0,
+        data_term: Objective | None = None,
+        data_term_coef: float = 0.0,
         optimizer: torch.optim.Optimizer,
         rate_factor: Callable[[int], float],
         max_grad_norm: float,
@@ -49,8 +49,8 @@ class Trainer:
         self.progress = 0
         """Microbatches done since the start, for heartbeats."""
         self._objective = objective
-        self._anchor, self._anchor_coef = anchor, anchor_coef
-        """What is minimised over `TrainBatch.anchor`, and the coefficient of that."""
+        self._data_term, self._data_term_coef = data_term, data_term_coef
+        """What is minimised over `TrainBatch.data_term`, and the coefficient of that."""
         self._rate_factor = rate_factor
         self._base_rates = [group["lr"] for group in optimizer.param_groups]
         self._max_grad_norm = max_grad_norm
@@ -75,22 +75,22 @@ class Trainer:
         self.policy.forward_backward(microbatches, loss=self._loss, with_entropy=self._objective.needs_entropy)
         self.progress += len(microbatches)  # in every rank of a pipeline, of which the last alone takes the loss
 
-    def forward_backward_anchor(self) -> None:
+    def forward_backward_data_term(self) -> None:
         """Add the gradients of the batch's supervised data, where there is any."""
         assert self._batch is not None, "begin(batch) comes first"
-        if self._anchor is None or self._batch.anchor is None:
+        if self._data_term is None or self._batch.data_term is None:
             return
-        microbatches = self._batch.anchor.microbatches
-        self.policy.forward_backward(microbatches, loss=self._anchor_loss, with_entropy=False)
+        microbatches = self._batch.data_term.microbatches
+        self.policy.forward_backward(microbatches, loss=self._data_term_loss, with_entropy=False)
         self.progress += len(microbatches)
 
-    def _anchor_loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
-        assert self._anchor is not None and self._batch is not None and self._batch.anchor is not None
+    def _data_term_loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
+        assert self._data_term is not None and self._batch is not None and self._batch.data_term is not None
         terms = microbatch.terms.to(outputs.logprobs.device)
-        (loss,), _ = self._anchor(outputs, terms)
-        value = aggregated(loss, self._anchor, terms=terms, batch=self._batch.anchor)
-        total = self._anchor_coef * value
-        self._add("loss_anchor", value)
+        (loss,), _ = self._data_term(outputs, terms)
+        value = aggregated(loss, self._data_term, terms=terms, batch=self._batch.data_term)
+        total = self._data_term_coef * value
+        self._add("loss_data_term", value)
         self._add("loss", total)
         return total
 

@@ -51,7 +51,7 @@ class BatchMaker:
             max_staleness=config.sync.max_staleness,
             batch_advantage=build_batch_advantage(config.algorithm),
             of_steps=build_step_advantages(config.algorithm),
-            anchor=assemble.build_anchor(config, assignment.domain, policy, share),
+            data_term=assemble.build_data_term(config, assignment.domain, policy, share),
             minibatches=config.policy.minibatches,
             epochs=config.policy.epochs,
             seed=config.run.seed,
@@ -62,7 +62,7 @@ class BatchMaker:
         at = self._at
         with at.context.timeline.span("collate", step=message.step):
             batch = self._supervised(message, payloads) if at.config.is_sft else self._of_groups(message, payloads)
-        reasons = (*batch.rows_dropped, *(() if batch.anchor is None else batch.anchor.rows_dropped))
+        reasons = (*batch.rows_dropped, *(() if batch.data_term is None else batch.data_term.rows_dropped))
         if reasons and at.context.leads:
             write_dropped(at.run_dir, step=message.step, reasons=reasons)
         return batch

@@ -51,31 +51,31 @@ class FormatReward(Strict):
 
 
 class LengthReward(Strict):
-    """1 between `min_terms` and `max_terms`; outside it falls along a line to 0 over `slack_terms`.
+    """1 between `min_tokens` and `max_tokens`; outside it falls along a line to 0 over `slack_tokens`.
 
-    With `num` generated tokens and `outside = max(min_terms - num, num - max_terms, 0)`, the reward is
-    max(0, 1 - outside / slack_terms).
+    With `num` generated tokens and `outside = max(min_tokens - num, num - max_tokens, 0)`, the reward is
+    max(0, 1 - outside / slack_tokens).
     """
 
-    min_terms: int = Field(default=0, ge=0)
+    min_tokens: int = Field(default=0, ge=0)
     """Fewest tokens that earn the full reward."""
-    max_terms: int = Field(ge=0)
+    max_tokens: int = Field(ge=0)
     """Most tokens that earn the full reward."""
-    slack_terms: int = Field(default=1, ge=1)
+    slack_tokens: int = Field(default=1, ge=1)
     """This many tokens outside the range earn nothing."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:
-        if self.min_terms > self.max_terms:
-            raise ValueError(f"min_terms = {self.min_terms} is above max_terms = {self.max_terms}")
+        if self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens = {self.min_tokens} is above max_tokens = {self.max_tokens}")
         return self
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         return [self._score(rollout.num_terms) for rollout in group.rollouts]
 
     def _score(self, num: int) -> float:
-        outside = max(self.min_terms - num, num - self.max_terms, 0)
-        return max(0.0, 1.0 - outside / self.slack_terms)
+        outside = max(self.min_tokens - num, num - self.max_tokens, 0)
+        return max(0.0, 1.0 - outside / self.slack_tokens)
 
 
 def reference_answer(group: RolloutGroup) -> str:

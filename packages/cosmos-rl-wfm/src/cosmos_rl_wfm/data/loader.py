@@ -1,4 +1,4 @@
-"""The clips of a step's rows, read by threads: the way that all training on real data goes, and the anchor of DDRL.
+"""The clips of a step's rows, read by threads: the way that all training on real data goes, and DDRL's data term.
 
     rows --threads--> caption, embedding, video or cached latents --in the order of the rows--> terms
              `--> a row that gives none: named, counted, None in its place

@@ -1,7 +1,7 @@
 """The formulas of the objectives, as functions of tensors: B samples or T terms, one value each.
 
     decoupled    nft: of clean latents alone       nft_losses, nft_loss, OLD_WEIGHT_DECAYS
-    supervised   sft, and the anchor of ddrl       flow_matching_loss, flow_weight
+    supervised   sft, and the data term of ddrl      flow_matching_loss, flow_weight
     shaping      of advantages                     nft_preference; table.ddrl_shaping
 
 Ratios, clipping, group advantages and the divergence between steps are the core's. Squares are averaged over latent

@@ -165,13 +165,13 @@ class TorchEngine:
         if self._max_length is not None and length + most > self._max_length:
             raise PromptError(
                 f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
-                f"of {self._max_length}; shorten it, lower rollout.sampling.max_terms or raise model.max_length"
+                f"of {self._max_length}; shorten it, lower rollout.sampling.max_tokens or raise model.max_length"
             )
         at_a_time = self._batch.samples_at_a_time(length + most)
         if at_a_time == 0:
             raise PromptError(
                 f"{where}: {length} prompt tokens and up to {most} new ones do not fit into the cache; "
-                "raise rollout.options.cache_bytes or lower rollout.sampling.max_terms"
+                "raise rollout.options.cache_bytes or lower rollout.sampling.max_tokens"
             )
         return at_a_time
 

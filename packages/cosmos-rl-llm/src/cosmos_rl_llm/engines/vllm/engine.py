@@ -192,7 +192,7 @@ class VllmEngine:
         if length + most > limit:
             raise PromptError(
                 f"{where}: the prompt has {length} tokens and with up to {most} new ones exceeds the context "
-                f"of {limit}; shorten it, lower rollout.sampling.max_terms or raise model.max_length"
+                f"of {limit}; shorten it, lower rollout.sampling.max_tokens or raise model.max_length"
             )
 
     async def _draw(self, sample: Sample, params: Any) -> None:
