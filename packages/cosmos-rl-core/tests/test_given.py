@@ -140,9 +140,10 @@ except ValueError as error:
     assert "reward 'reward' is defined in a notebook or at a prompt" in done.stdout, done.stderr
 
 
-def test_what_is_no_reward_is_refused(tmp_path):
-    with pytest.raises(UserError, match=r"rewards: 0\.5 is no function"):
-        run(recipe(tmp_path), rewards=[0.5])
+@pytest.mark.parametrize(("rewards", "why"), [([0.5], "rewards: 0.5 is no function"), ([], "at least one reward")])
+def test_what_is_no_reward_is_refused(tmp_path, rewards, why):
+    with pytest.raises(UserError, match=why):
+        run(recipe(tmp_path) | {"reward": {"functions": [{"name": "hits"}]}}, rewards=rewards)
 
 
 SCRIPT = """

@@ -40,7 +40,7 @@ STARTS_AGAIN = (
     'put that under `if __name__ == "__main__":`'
 )
 FILES = {"data": "rows.jsonl", "eval.data": "eval_rows.jsonl"}
-"""Where rows are kept, by the section that they are for."""
+"""Names of the files that rows are kept in, by section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +53,7 @@ class Given:
     rewards: Mapping[str, Any] = field(default_factory=dict)
     """Functions by label, for a run in this process."""
     rows: Mapping[str, Rows] = field(default_factory=dict)
-    """By section."""
+    """By the section that they are for."""
 
     def placed_in(self, folder: Path) -> Given:
         """Return it with a recipe that reads the rows from files in `folder`."""
@@ -97,9 +97,9 @@ def open_recipe(
     if module := plugins.importing():
         raise UserError(f"{module} {STARTS_AGAIN}")
     add_folders(python_path)
-    found = [] if rewards is None else _found(rewards)
+    found = _found([] if rewards is None else rewards)
     sections = {name: given for name, given in zip(FILES, (rows, eval_rows), strict=True) if given is not None}
-    values: dict[str, Any] = {"reward.functions": [one.section for one in found]} if found else {}
+    values: dict[str, Any] = {} if rewards is None else {"reward.functions": [one.section for one in found]}
     if sections:
         values |= _data_values(recipe, overrides, sections, generating=generating)
     if isinstance(recipe, RunConfig) and not overrides and not values:
