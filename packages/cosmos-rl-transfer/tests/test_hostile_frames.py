@@ -17,7 +17,7 @@ from cosmos_rl_core.wire.handshake import Hello, make_preamble
 from cosmos_rl_transfer import Publisher, Subscriber, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import plan
-from cosmos_rl_transfer.publish.session import Session
+from cosmos_rl_transfer.publish.server import Session
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 

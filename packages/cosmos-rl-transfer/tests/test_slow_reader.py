@@ -16,7 +16,7 @@ from cosmos_rl_transfer.content.digest import bucket_hash, tensor_sum
 from cosmos_rl_transfer.content.proof import Form
 from cosmos_rl_transfer.layout.box import Box
 from cosmos_rl_transfer.planning.bucket import Bucket, Piece
-from cosmos_rl_transfer.publish.ring import Ring
+from cosmos_rl_transfer.publish.slots import Slots
 from cosmos_rl_transfer.pull.landing import InPlace
 from cosmos_rl_transfer.pull.puller import Pulled, Puller
 from cosmos_rl_transfer.transports.shm import SharedMemory
@@ -120,9 +120,9 @@ def test_a_bucket_that_was_half_sent_when_the_optimizer_wrote_is_slow_and_not_da
 
 
 def test_who_gives_back_a_slot_learns_whether_it_was_its_own_to_the_end():
-    ring, slow, other = Ring(1, patience_s=0.0), object(), object()
+    ring, slow, other = Slots(1, patience_s=0.0), object(), object()
     lost = ring.take(slow, wait=True)
-    ring.hand_over(lost)
+    ring.start_reading(lost)
     kept = ring.take(other, wait=True)
     assert not ring.free(lost)
     assert ring.free(kept)

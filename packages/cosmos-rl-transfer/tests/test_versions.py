@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_transfer.errors import Superseded
-from cosmos_rl_transfer.publish.ring import Ring
+from cosmos_rl_transfer.publish.slots import Slots
 from cosmos_rl_transfer.publish.versions import Versions
 
 
@@ -140,59 +140,59 @@ def test_a_fenced_version_is_not_announced():
     assert versions.wait_newer(-1, timeout_s=0.01) is None
 
 
-def take(ring, owner):
-    hold = ring.take(owner, wait=True)
+def take(slots, owner):
+    hold = slots.take(owner, wait=True)
     assert hold is not None
     return hold
 
 
 def test_a_ring_hands_out_its_slots_and_waits_for_one():
-    ring, one, other = Ring(2, patience_s=60), object(), object()
-    first, second = take(ring, one), take(ring, one)
+    slots, one, other = Slots(2, patience_s=60), object(), object()
+    first, second = take(slots, one), take(slots, one)
     assert {first.slot, second.slot} == {0, 1}
-    assert ring.take(other, wait=False) is None
-    threading.Timer(0.05, ring.free, [second]).start()
-    assert take(ring, other).slot == second.slot
-    assert (ring.holds(one), ring.holds(other)) == (1, 1)
-    ring.leave(one)
-    assert take(ring, other).slot == first.slot
+    assert slots.take(other, wait=False) is None
+    threading.Timer(0.05, slots.free, [second]).start()
+    assert take(slots, other).slot == second.slot
+    assert (slots.holds(one), slots.holds(other)) == (1, 1)
+    slots.leave(one)
+    assert take(slots, other).slot == first.slot
 
 
 def test_a_slot_that_is_kept_too_long_goes_to_the_next_and_stays_there():
-    ring, slow, other = Ring(1, patience_s=0.05), object(), object()
-    kept = take(ring, slow)
-    ring.hand_over(kept)
-    assert take(ring, other).slot == 0
-    ring.free(kept)
-    assert ring.holds(other) == 1
+    slots, slow, other = Slots(1, patience_s=0.05), object(), object()
+    kept = take(slots, slow)
+    slots.start_reading(kept)
+    assert take(slots, other).slot == 0
+    slots.free(kept)
+    assert slots.holds(other) == 1
 
 
 def test_a_late_slot_does_not_go_to_its_own_reader_who_may_still_give_it_back():
-    ring, slow = Ring(1, patience_s=0.0), object()
-    ring.hand_over(take(ring, slow))
-    assert ring.take(slow, wait=False) is None
-    assert ring.take(object(), wait=False) is not None
+    slots, slow = Slots(1, patience_s=0.0), object()
+    slots.start_reading(take(slots, slow))
+    assert slots.take(slow, wait=False) is None
+    assert slots.take(object(), wait=False) is not None
 
 
 def test_giving_back_a_slot_that_was_lost_does_not_free_a_later_use_by_the_same_owner():
-    ring, one, other = Ring(1, patience_s=0.0), object(), object()
-    lost = take(ring, one)
-    ring.hand_over(lost)
-    ring.free(take(ring, other))
-    take(ring, one)
-    ring.free(lost)
-    assert ring.holds(one) == 1
+    slots, one, other = Slots(1, patience_s=0.0), object(), object()
+    lost = take(slots, one)
+    slots.start_reading(lost)
+    slots.free(take(slots, other))
+    take(slots, one)
+    slots.free(lost)
+    assert slots.holds(one) == 1
 
 
 def test_a_slot_that_is_being_filled_is_nobody_elses_however_long_it_takes():
-    ring, slow, other = Ring(1, patience_s=0.01), object(), object()
-    filled = take(ring, slow)
+    slots, slow, other = Slots(1, patience_s=0.01), object(), object()
+    filled = take(slots, slow)
     taken = []
-    thread = threading.Thread(target=lambda: taken.append(take(ring, other).slot))
+    thread = threading.Thread(target=lambda: taken.append(take(slots, other).slot))
     thread.start()
     thread.join(0.2)
     assert taken == []
-    ring.hand_over(filled)
+    slots.start_reading(filled)
     thread.join(10)
     assert taken == [0]
 

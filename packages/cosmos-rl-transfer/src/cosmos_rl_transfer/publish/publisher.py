@@ -16,24 +16,18 @@ from typing import TYPE_CHECKING
 
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY
 from cosmos_rl_transfer.content import digest
-from cosmos_rl_transfer.content.proof import forms_of
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import wire_dtype_of
 from cosmos_rl_transfer.planning.relay import Relay
-from cosmos_rl_transfer.publish.holders import Directory
 from cosmos_rl_transfer.publish.live import LiveWeights
 from cosmos_rl_transfer.publish.outgoing import Outgoing
-from cosmos_rl_transfer.publish.ring import Ring, Spare
 from cosmos_rl_transfer.publish.server import Server
 from cosmos_rl_transfer.publish.supply import Supply
-from cosmos_rl_transfer.publish.versions import Fenced, Versions
+from cosmos_rl_transfer.publish.versions import Fenced
 from cosmos_rl_transfer.transports.base import Transport
-from cosmos_rl_transfer.transports.select import open_outlet
 
 if TYPE_CHECKING:
     from torch import Tensor
-
-NUM_SLOTS = 2
 
 
 class Publisher:
@@ -72,42 +66,36 @@ class Publisher:
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         self._memory = LiveWeights(manifest, rank=rank, wire_dtypes=wire)
         self._memory.check(weights)
-        self._spare = Spare(bucket_bytes)
-        self._versions = Versions(recycle=self._spare.give)
         copy = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every) if delta else None
         self._outgoing: Outgoing | None = copy
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
         self._copying: Future[Fenced] | None = None  # the pass that copies a version out of the live tensors
         self._num_bytes = sum(box.numel * ITEM_BYTES[wire[spec.name]] for spec, box in manifest.held_by(rank))
         self._patience_s, self._newest = patience_s, -1
-        chosen, self._outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
-        self._outlet.expose([self._outgoing.memory] if self._outgoing else [])
-        supply = Supply(
-            manifest=manifest,
+        self._supply = Supply(
+            copy or self._memory,
+            manifest,
             rank=rank,
+            wire_dtypes=wire,
             wire_dtype=wire_dtype,
             bucket_bytes=bucket_bytes,
-            forms=forms_of(manifest, wire),
-            memory=self._outgoing or self._memory,
-            outgoing=self._outgoing,
-            versions=self._versions,
-            spare=self._spare,
-            ring=Ring(NUM_SLOTS, patience_s=max(patience_s, 0.5)),
-            outlet=self._outlet,
-            transport=chosen,
-            holders=Directory("off" if delta and relay == "auto" else relay),
+            transport=transport,
+            patience_s=patience_s,
+            relay="off" if delta and relay == "auto" else relay,
+            outgoing=copy,
         )
-        self._sent, self._holders = supply.sent, supply.holders
-        self._server = Server(supply, token=token, bind=bind, timeout_s=timeout_s)
+        self._versions, self._outlet = self._supply.versions, self._supply.outlet
+        self._outlet.expose([copy.memory] if copy else [])
+        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s)
 
     def publishes_from(self, num_hosts: int) -> None:
-        """Tell on how many hosts the ranks are that publish together."""
-        self._holders.num_hosts = num_hosts
+        """Set the number of hosts of the ranks that publish together."""
+        self._supply.holders.num_hosts = num_hosts
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of buckets that were handed over so far."""
-        return self._sent.num_bytes
+        """Bytes of buckets sent so far."""
+        return self._supply.sent_bytes
 
     @property
     def address(self) -> str:
@@ -150,7 +138,7 @@ class Publisher:
             return {"sync_stall_s": 0.0, "sync_copied_bytes": 0.0}
         done = await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
         if not done.copied_bytes:
-            self._spare.shrink()
+            self._supply.spare.shrink()
         return {"sync_stall_s": done.waited_s, "sync_copied_bytes": float(done.copied_bytes)}
 
     def _copy_out(self, outgoing: Outgoing, version: int, weights: Mapping[str, Tensor]) -> Fenced:
@@ -170,4 +158,3 @@ class Publisher:
     def _close(self) -> None:
         self._copier.shutdown()
         self._server.close()
-        self._outlet.close()

@@ -39,6 +39,8 @@ class Lease:
     """Makes a copy of a bucket out of live memory."""
     copies: dict[int, Raw] | None = None
     """By bucket, after a fence that did not wait any longer; None while the bytes are in live memory."""
+    held: int = -1
+    """The version that the reader has, which deltas may start from; -1 for none."""
     reading_copies: int = 0
     """Readers inside `copies` at this moment."""
     revoked: bool = False
@@ -101,13 +103,15 @@ class Versions:
             self._changed.wait_for(lambda: state.closed or (state.is_open and state.newest > after), timeout_s)
             return state.newest if state.is_open and state.newest > after and not state.closed else None
 
-    def lend(self, version: int, *, buckets: Iterable[int], keep: bool, copy: Callable[[int], Raw]) -> Lease | None:
+    def lend(
+        self, version: int, *, buckets: Iterable[int], keep: bool, copy: Callable[[int], Raw], held: int = -1
+    ) -> Lease | None:
         """Lease a version, if it is open. `buckets`: those a fence waits for; `copy` reads one out of live memory."""
         with self._changed:
             state = self._state
             if not state.is_open or state.closed or version != state.newest:
                 return None
-            lease = Lease(next(self._numbers), version, set(buckets), keep, copy)
+            lease = Lease(next(self._numbers), version, set(buckets), keep, copy, held=held)
             state.leases[lease.number] = lease
             return lease
 

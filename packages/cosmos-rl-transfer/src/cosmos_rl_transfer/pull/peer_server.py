@@ -9,24 +9,19 @@ from dataclasses import replace
 
 from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.digest import Raw
-from cosmos_rl_transfer.content.proof import forms_of
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import Bucket
 from cosmos_rl_transfer.publish.live import runs_in
 from cosmos_rl_transfer.publish.partial import Partial
-from cosmos_rl_transfer.publish.ring import Ring, Spare
 from cosmos_rl_transfer.publish.server import Server
 from cosmos_rl_transfer.publish.supply import Supply
-from cosmos_rl_transfer.publish.versions import Versions
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.landing import Shadow
 from cosmos_rl_transfer.transports.base import Run, Transport, TransportUnavailable
-from cosmos_rl_transfer.transports.select import open_outlet
 
 log = logging.getLogger(__name__)
 
-NUM_SLOTS = 2
 PATIENCE_S = 0.2
 """How long a pull waits for those who still read the version before."""
 
@@ -55,29 +50,20 @@ class PeerServer:
         TransportUnavailable where `transport` cannot serve, OSError where `bind` is no address of this host.
         """
         served = _as_held(manifest, wire_dtypes)
-        self._versions = Versions()
-        chosen, self._outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
-        self._outlet.expose([shadow.memory])
-        supply = Supply(
-            manifest=served,
+        self._supply = Supply(
+            _Held(shadow, served),
+            served,
             rank=rank,
+            wire_dtypes={name: spec.dtype for name, spec in served.specs.items()},
             wire_dtype=None,
             bucket_bytes=bucket_bytes,
-            forms=forms_of(served, {name: spec.dtype for name, spec in served.specs.items()}),
-            memory=_Held(shadow, served),
-            versions=self._versions,
-            spare=Spare(bucket_bytes),
-            ring=Ring(NUM_SLOTS, patience_s=max(PATIENCE_S, 0.5)),
-            outlet=self._outlet,
-            transport=chosen,
+            transport=transport,
+            patience_s=PATIENCE_S,
             partial=partial,
         )
-        try:
-            self._server = Server(supply, token=token, bind=bind, timeout_s=timeout_s)
-        except OSError:
-            self._outlet.close()
-            raise
-        self._sent, self._proofs, self._partial = supply.sent, supply.proofs, partial
+        self._supply.outlet.expose([shadow.memory])
+        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s)
+        self._versions, self._partial = self._supply.versions, partial
 
     @property
     def address(self) -> str:
@@ -86,8 +72,8 @@ class PeerServer:
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes of buckets that were handed over so far."""
-        return self._sent.num_bytes
+        """Bytes of buckets sent so far."""
+        return self._supply.sent_bytes
 
     def begin(self, version: int) -> None:
         """Let the version that will be in the shadow be read, bucket by bucket as they land. Fence before."""
@@ -103,12 +89,11 @@ class PeerServer:
         """Return when the shadow may be written: who reads has a moment to finish, and is dropped."""
         self._partial.end()
         self._versions.fence(patience_s=PATIENCE_S, copy=False)
-        self._proofs.forget()
+        self._supply.proofs.forget()
 
     def close(self) -> None:
         """Disconnect all joiners and free the slots. May be called twice."""
         self._server.close()
-        self._outlet.close()
 
 
 class Offer:

@@ -1,10 +1,12 @@
-"""Delivers the buckets that one subscriber asks for.
+"""The buckets of one subscriber, packed and sent in the order of its requests.
 
-    session's thread     finds, packs and hashes buckets
-    a second thread      sends them, so that one bucket is packed while the one before travels
+    session's thread     packs and hashes a bucket
+    a second thread      sends it, so that the next one is packed meanwhile
 
-With a transport whose subscribers read a slot by themselves (`keeps_slot`), a request that finds no slot free waits
-here, and the session's thread does not: the message that frees one comes over the same link.
+A bucket comes as a delta, out of live memory, out of a slot, or out of a copy: one that a fence made, or one for a
+reader that was too slow, over the link. With a transport whose subscribers read a slot by themselves (`keeps_slot`), a
+request that finds no slot free is queued and the session's thread goes on: the message that frees a slot comes over
+the same link.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 from cosmos_rl_transfer.publish.outgoing import Delta
 from cosmos_rl_transfer.publish.partial import PASS_ON_S, Partial
-from cosmos_rl_transfer.publish.ring import Hold
+from cosmos_rl_transfer.publish.slots import Hold
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.publish.versions import Lease
 from cosmos_rl_transfer.transports.base import Outlet, Run
@@ -30,8 +32,8 @@ from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
 
-class Courier:
-    """All methods are called by the session's thread."""
+class Delivery:
+    """Owned by a session, whose thread calls all methods."""
 
     def __init__(self, supply: Supply, link: Link) -> None:
         self._supply, self._link = supply, link
@@ -39,73 +41,70 @@ class Courier:
         self._buckets: tuple[Bucket, ...] = ()
         self._passes_on: Partial | None = None
         self._leases: dict[int, Lease] = {}
-        self._held: dict[int, int] = {}
-        """By lease: the version the subscriber has."""
         self._waiting: deque[m.ReadBucket] = deque()
         """Requests for which no slot was free."""
         self._deltas: dict[int, Delta] = {}
         """Of requests for which no slot was free, by bucket."""
-        self._in_hand: dict[int, tuple[Lease, Hold | None]] = {}
-        """Buckets the subscriber reads by itself at this moment: lease, and slot or None for live memory."""
+        self._being_read: dict[int, tuple[Lease, Hold | None]] = {}
+        """Buckets that the subscriber reads by itself now: lease, and slot or None for live memory."""
         self._revoked: set[int] = set()
         """Buckets whose memory may have been written before the subscriber had read it."""
         self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-send")
         self._sending: Future[None] | None = None
 
-    def deliver_over(self, transport: str, buckets: tuple[Bucket, ...], *, passes_on: Partial | None = None) -> None:
-        """Agree on what is delivered, and by which transport: the supply's own, or over the link.
+    def begin_over(self, transport: str, buckets: tuple[Bucket, ...], *, passes_on: Partial | None = None) -> None:
+        """Set the subscriber's buckets and its transport: the supply's own, or the link.
 
-        passes_on: where these buckets land here, if they are passed on as they come.
+        passes_on: where these buckets land here, if they are relayed as they come.
         """
         self._buckets, self._passes_on = buckets, passes_on
         self._outlet = self._supply.outlet if transport == self._supply.transport else self._supply.link_outlet
 
-    def begin(self, lease: Lease, *, held: int) -> None:
-        """Deliver under this lease too, to a subscriber that has version `held`."""
-        self._leases[lease.number], self._held[lease.number] = lease, held
+    def add_lease(self, lease: Lease) -> None:
+        """Accept requests under this lease."""
+        self._leases[lease.number] = lease
 
     def ask(self, request: m.ReadBucket) -> None:
-        """Take a request; `serve` answers it."""
+        """Queue a request; `serve` answers it."""
         self._waiting.append(request)
 
     def serve(self) -> None:
-        """Answer requests in their order, as far as there are slots."""
+        """Answer requests in order until one needs a slot and none is free."""
         while self._waiting and self._serve(self._waiting[0]):
             self._waiting.popleft()
 
     def take_back(self, bucket: int) -> None:
-        """The subscriber has a bucket: what it was read from may be used again."""
-        if bucket in self._in_hand:
-            lease, hold = self._in_hand.pop(bucket)
+        """Free the memory of a bucket that the subscriber has received."""
+        if bucket in self._being_read:
+            lease, hold = self._being_read.pop(bucket)
             self._supply.versions.read(lease, bucket)
-            if not (self._supply.versions.is_live(lease) if hold is None else self._supply.ring.free(hold)):
+            if not (self._supply.versions.is_live(lease) if hold is None else self._supply.slots.free(hold)):
                 self._revoked.add(bucket)
 
     def was_revoked(self, bucket: int) -> bool:
-        """Whether a bucket that the subscriber has taken may have changed while it was read."""
+        """Whether a received bucket's memory may have been written while it was read."""
         if self._sending is not None:
             self._sending.result()
         return bucket in self._revoked
 
-    def end(self, number: int) -> bool:
-        """End a lease once all is sent; returns whether it held until now."""
+    def end_lease(self, number: int) -> bool:
+        """End a lease once all is sent; return whether it was valid until now."""
         if self._sending is not None:
             self._sending.result()
-        for bucket in list(self._in_hand):
+        for bucket in list(self._being_read):
             self.take_back(bucket)
         self._deltas.clear()
         self._revoked.clear()
-        self._held.pop(number, None)
         lease = self._leases.pop(number, None)
         return lease is not None and self._supply.versions.give_back(lease)
 
     def close(self) -> None:
-        """End all leases, give all slots back. The link is closed, which wakes the sender."""
+        """End all leases and free all slots. The link is closed, which wakes the sender."""
         for lease in self._leases.values():
             self._supply.versions.give_back(lease)
         self._link.close()
         self._sender.shutdown()
-        self._supply.ring.leave(self)
+        self._supply.slots.leave(self)
 
     def _serve(self, request: m.ReadBucket) -> bool:
         """Answer a read; false if it has to wait for a slot."""
@@ -129,7 +128,7 @@ class Courier:
             return True
 
     def _serve_direct(self, lease: Lease, index: int) -> bool:
-        """Hand a bucket over out of live memory, if it lies there as it travels."""
+        """Send a bucket out of live memory, if its bytes are those that travel."""
         if not self._outlet.direct:
             return False
         with self._supply.versions.reading(lease, index) as copied:
@@ -140,21 +139,21 @@ class Courier:
         return True
 
     def _delta(self, lease: Lease, index: int) -> Delta | None:
-        """Return a bucket as a delta on what the subscriber has, if there is one and it pays."""
+        """Return a bucket as a delta on the version the subscriber has, if there is one and it is shorter."""
         outgoing = self._supply.outgoing
-        if outgoing is None or self._held[lease.number] < 0:
+        if outgoing is None or lease.held < 0:
             return None
         if index not in self._deltas:
             with self._supply.versions.reading(lease, index) as copied:
-                base, version = self._held[lease.number], lease.version
-                made = outgoing.delta(self._buckets[index], base=base, version=version) if copied is None else None
+                bucket, base, version = self._buckets[index], lease.held, lease.version
+                made = outgoing.delta(bucket, base=base, version=version) if copied is None else None
             if made is None:
                 return None
             self._deltas[index] = made
         return self._deltas[index]
 
     def _serve_own(self, lease: Lease, index: int) -> bool:
-        """Send a copy that is this delivery's own over the link, for a reader that was too slow. Never waits."""
+        """Send a private copy over the link, for a reader that was too slow. Never waits."""
         bucket, supply = self._buckets[index], self._supply
         with supply.versions.reading(lease, index) as copied:
             own = supply.copy(bucket, copied)
@@ -162,16 +161,16 @@ class Courier:
         data = self._head(lease, index, packed_pieces(bucket, own, supply.forms), [])
 
         def send() -> None:
-            self._hand_over(data, [Run(own, 0)], supply.link_outlet)
+            self._transmit(data, [Run(own, 0)], supply.link_outlet)
             supply.spare.give(own)
 
         self._send_later(send)
         return True
 
     def _serve_packed(self, lease: Lease, index: int, delta: Delta | None) -> bool:
-        """Put a bucket into a slot and hand that over; false if none is free."""
-        ring, keeps = self._supply.ring, self._outlet.keeps_slot
-        hold = ring.take(self, wait=not keeps or not ring.holds(self))
+        """Pack a bucket into a slot and send that; false if none is free."""
+        slots, keeps = self._supply.slots, self._outlet.keeps_slot
+        hold = slots.take(self, wait=not keeps or not slots.holds(self))
         if hold is None:
             return False
         data, out = self._packed(lease, index, delta, hold)
@@ -179,23 +178,23 @@ class Courier:
         return True
 
     def _packed(self, lease: Lease, index: int, delta: Delta | None, hold: Hold) -> tuple[m.Data, Raw]:
-        """Put a bucket into a slot; return its head and its bytes. Raises Superseded, and the slot is free."""
+        """Pack a bucket into a slot; return its head and its bytes. Raises Superseded, with the slot freed."""
         num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
         out = self._supply.outlet.slots[hold.slot][:num_bytes]
         try:
             sums = self._fill(out, lease, index, delta)
         except Superseded:
-            self._supply.ring.free(hold)
+            self._supply.slots.free(hold)
             raise
         self._supply.versions.read(lease, index)
         if self._outlet.keeps_slot:
-            self._in_hand[index] = lease, hold
+            self._being_read[index] = lease, hold
         if delta is None:
             bucket = self._buckets[index]
             proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out, self._supply.forms), sums=sums)
         else:
             proof = Proof(bucket_hash(out), delta.sums)
-        self._supply.ring.hand_over(hold)
+        self._supply.slots.start_reading(hold)
         located = self._outlet.locate([Run(out, 0)])
         return m.Data(index, out.nbytes, proof.hash, proof.sums, hold.slot, located, delta is not None), out
 
@@ -213,12 +212,12 @@ class Courier:
 
     def _send_slot(self, data: m.Data, out: Raw, hold: Hold) -> None:
         """In the sender."""
-        self._hand_over(data, [Run(out, 0)])
-        if not self._outlet.keeps_slot and not self._supply.ring.free(hold):
+        self._transmit(data, [Run(out, 0)])
+        if not self._outlet.keeps_slot and not self._supply.slots.free(hold):
             self._revoked.add(data.bucket)
 
     def _send_runs(self, lease: Lease, index: int, runs: list[Run]) -> None:
-        """In the sender: out of live memory, or of a copy if a fence has come first."""
+        """In the sender: out of live memory, or out of a copy if a fence came first."""
         bucket, forms = self._buckets[index], self._supply.forms
         try:
             with self._supply.versions.reading(lease, index) as copied:
@@ -230,8 +229,8 @@ class Courier:
                     live = copied is None
                     if live:
                         if self._outlet.keeps_slot:
-                            self._in_hand[index] = lease, None
-                        self._hand_over(head, runs)
+                            self._being_read[index] = lease, None
+                        self._transmit(head, runs)
                         if not (self._outlet.keeps_slot or self._supply.versions.is_live(lease)):
                             self._revoked.add(index)
             if not live:
@@ -242,9 +241,9 @@ class Courier:
             self._link.send(m.Overtaken(self._supply.versions.newest))
 
     def _send_copy(self, lease: Lease, index: int) -> None:
-        """In the sender: what a fence has copied. Raises Superseded."""
+        """In the sender: a copy that a fence made. Raises Superseded."""
         if self._outlet.keeps_slot:  # a subscriber can read slots and live memory alone
-            hold = self._supply.ring.take(self, wait=True)
+            hold = self._supply.slots.take(self, wait=True)
             assert hold is not None, "it was waited for"
             self._send_slot(*self._packed(lease, index, None, hold), hold)
             return
@@ -252,7 +251,7 @@ class Courier:
             assert copied is not None, "a fence has come"
             runs = [Run(copied, 0)]
             pieces = packed_pieces(self._buckets[index], copied, self._supply.forms)
-            self._hand_over(self._head(lease, index, pieces, runs), runs)
+            self._transmit(self._head(lease, index, pieces, runs), runs)
         self._supply.versions.read(lease, index)
 
     def _head(self, lease: Lease, index: int, pieces: Iterable[tuple[Piece, Raw]], runs: list[Run]) -> m.Data:
@@ -260,15 +259,15 @@ class Courier:
         proof = self._supply.prove(lease.version, bucket, pieces)
         return m.Data(index, bucket.num_bytes, proof.hash, proof.sums, -1, self._outlet.locate(runs))
 
-    def _hand_over(self, data: m.Data, runs: list[Run], outlet: Outlet | None = None) -> None:
+    def _transmit(self, data: m.Data, runs: list[Run], outlet: Outlet | None = None) -> None:
         self._link.send(data)
         (outlet or self._outlet).send(self._link, runs, num_bytes=data.num_bytes)
-        self._supply.sent.add(data.num_bytes)
+        self._supply.count_sent(data.num_bytes)
 
     def _send_later(self, work: Callable[[], None]) -> None:
-        """Queue something for the sender; what it raised before is raised here.
+        """Queue work for the sender; an earlier error of the sender is raised here.
 
-        Where only heads are sent, and no bytes behind them, this thread sends them at once.
+        Where only heads are sent, without bytes behind them, this thread sends them at once.
         """
         if self._outlet.keeps_slot and not self._outlet.direct:
             work()
@@ -278,7 +277,7 @@ class Courier:
         self._sending = self._sender.submit(self._closing_on_error, work)
 
     def _closing_on_error(self, work: Callable[[], None]) -> None:
-        """Run `work`; the session's thread, which waits in the link, hears of an error by the link's end."""
+        """Run `work`; an error closes the link, which wakes the session's thread."""
         with ExitStack() as on_error:
             on_error.callback(self._link.close)
             work()

@@ -1,4 +1,4 @@
-"""Memory that buckets are packed into: a few shared slots, and spare copies kept for the next ones."""
+"""Memory that buckets are packed into: slots, which readers share, and spare blocks for copies."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Hold:
     slot: int
     owner: object
     since: float = math.inf
-    """When it was handed over to a reader; before that it is being filled."""
+    """When the reader got it; infinite while it is being filled."""
 
 
-class Ring:
-    """Hands out slots. A reader that keeps one too long loses it to the next, and is told so when it asks.
+class Slots:
+    """Lends slots. A reader that keeps one for longer than `patience_s` may lose it to the next.
 
     hold = take(owner)   nobody else may touch hold.slot while it is filled and hashed
-    hand_over(hold)      a reader has it from here on, and may keep it for the patience
+    start_reading(hold)  the reader may keep it for `patience_s` from here on
     free(hold)           false if the slot was lost
     """
 
@@ -36,7 +36,7 @@ class Ring:
         self._changed = threading.Condition()
 
     def take(self, owner: object, *, wait: bool) -> Hold | None:
-        """Return a slot for `owner`; None if `wait` is false and none is free or held too long by somebody else."""
+        """Return a slot for `owner`; None if `wait` is false and none is free or held too long by another owner."""
         with self._changed:
             while (slot := self._free(None if wait else owner)) is None:
                 if not wait:
@@ -47,15 +47,15 @@ class Ring:
             self._held[slot] = hold = Hold(slot, owner)
             return hold
 
-    def hand_over(self, hold: Hold) -> None:
+    def start_reading(self, hold: Hold) -> None:
         """Start the time that a reader may keep a slot."""
         with self._changed:
-            assert self._held[hold.slot] is hold, "nobody takes a slot that is being filled"
+            assert self._held[hold.slot] is hold, "a slot that is being filled cannot be lost"
             hold.since = time.monotonic()
             self._changed.notify_all()
 
     def free(self, hold: Hold) -> bool:
-        """Give a slot back; false, and nothing happens, if it was lost to somebody else."""
+        """Return a slot; false, without effect, if it was lost to another owner."""
         with self._changed:
             kept = self._held[hold.slot] is hold
             if kept:
@@ -64,18 +64,18 @@ class Ring:
             return kept
 
     def holds(self, owner: object) -> int:
-        """How many slots `owner` holds."""
+        """Return the number of slots `owner` holds."""
         with self._changed:
             return sum(hold is not None and hold.owner is owner for hold in self._held)
 
     def leave(self, owner: object) -> None:
-        """Give back all that `owner` holds."""
+        """Free all slots of `owner`."""
         with self._changed:
             self._held = [None if hold is None or hold.owner is owner else hold for hold in self._held]
             self._changed.notify_all()
 
     def _free(self, but: object | None) -> int | None:
-        """A free slot, or one that was held too long, by others than `but`. The lock is held."""
+        """Return a free slot, or one held too long by another owner than `but`. The lock is held."""
         late = time.monotonic() - self._patience_s
         for slot, hold in enumerate(self._held):
             if hold is None:
@@ -98,12 +98,12 @@ class Spare:
         return (np.empty(self._block_bytes, np.uint8) if block is None else block)[:num_bytes]
 
     def give(self, taken: Raw) -> None:
-        """Keep what `take` returned; nobody may use it any more."""
+        """Return what `take` returned, for the next `take`."""
         assert isinstance(taken.base, np.ndarray), "a part of a block"
         with self._guard:
             self._blocks.append(taken.base)
 
     def shrink(self) -> None:
-        """Let half of what is kept go: the last fence needed none."""
+        """Free half of the blocks: the last fence needed none."""
         with self._guard:
             del self._blocks[len(self._blocks) // 2 :]
