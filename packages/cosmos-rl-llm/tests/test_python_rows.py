@@ -78,7 +78,7 @@ def test_a_dataset_is_trained_on_and_evaluated_as_any_rows(tmp_path):
             "prompt_column": "question", "answer_column": "answer", "chat_template": "none",
         },
         "policy": {"prompts_per_step": 4},
-        "rollout": {"group_size": 2, "sampling": {"max_terms": 3}},
+        "rollout": {"group_size": 2, "sampling": {"max_tokens": 3}},
         "logging": {"sinks": ["jsonl"]},
     }  # fmt: skip
     result = run(recipe, rewards=["numeric"], rows=datasets.Dataset.from_list(sums), eval_rows=sums[:3])
