@@ -39,7 +39,7 @@ from cosmos_rl_llm.engines.vllm.engine import VllmEngine
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.model.causal_lm import load_model, named_weights
-from cosmos_rl_llm.testing import write_tiny_model
+from cosmos_rl_llm.tiny import write_tiny_model
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -93,4 +93,4 @@ def test_examples_in_pages_import_public_names_alone(page):
 def test_a_deep_import_is_seen():
     assert list(deep_imports("from cosmos_rl_core.types import Prompt")) == ["cosmos_rl_core.types: Prompt"]
     assert list(deep_imports("from cosmos_rl_core import Prompt, prompt")) == ["cosmos_rl_core: prompt"]
-    assert list(deep_imports("import cosmos_rl_llm.testing")) == ["cosmos_rl_llm.testing"]
+    assert list(deep_imports("import cosmos_rl_llm.tiny")) == ["cosmos_rl_llm.tiny"]

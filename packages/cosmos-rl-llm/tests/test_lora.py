@@ -19,7 +19,7 @@ from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
 from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.testing import write_sums, write_tiny_model
+from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
 pytest.importorskip("peft")
 

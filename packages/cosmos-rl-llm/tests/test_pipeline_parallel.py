@@ -19,7 +19,7 @@ from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.stages import PassThrough, cut_model
-from cosmos_rl_llm.testing import write_tiny_model
+from cosmos_rl_llm.tiny import write_tiny_model
 
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}
 TIED = "model.embed_tokens.weight"

@@ -19,7 +19,7 @@ from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import empty_model, make_model
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.tensor_plan import check_sizes
-from cosmos_rl_llm.testing import write_tokenizer
+from cosmos_rl_llm.tiny import write_tokenizer
 
 
 def write(directory, family):

@@ -1,4 +1,4 @@
-"""`cosmos_rl_llm.testing`: models and sums on disk, and loading them from several threads at once."""
+"""`cosmos_rl_llm.tiny`: models and sums on disk, and loading them from several threads at once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 
 from cosmos_rl_llm.model.causal_lm import load_model, load_tokenizer, named_weights
-from cosmos_rl_llm.testing import write_sums, write_tiny_model
+from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
 
 def rows(path):

@@ -24,7 +24,7 @@ from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
 from cosmos_rl_llm.engines.vllm.start import start
 from cosmos_rl_llm.model.causal_lm import load_model, named_weights
-from cosmos_rl_llm.testing import write_sums, write_tiny_model
+from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 from cosmos_rl_transfer.publish.publisher import Publisher
 
 psutil = pytest.importorskip("psutil", reason="comes with vLLM")

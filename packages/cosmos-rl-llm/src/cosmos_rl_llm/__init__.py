@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cosmos_rl_llm.data.chat import Chat
     from cosmos_rl_llm.domain import LLM, LLMDomain
-    from cosmos_rl_llm.testing import write_sums, write_tiny_model
+    from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
 _HOMES = {
     "domain": ("LLM", "LLMDomain"),
     "data.chat": ("Chat",),
-    "testing": ("write_sums", "write_tiny_model"),
+    "tiny": ("write_sums", "write_tiny_model"),
 }
 """Public names by the module that defines them."""
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

@@ -1,4 +1,4 @@
-"""A language model, a tokenizer and problems made on the spot, for tests and recipes that must not need a download.
+"""A tiny language model, a tokenizer and problems made on the spot, for examples and tests without a download.
 
 model = write_tiny_model(directory / "base")
 train, test = write_sums(directory / "data")
