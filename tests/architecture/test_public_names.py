@@ -90,6 +90,11 @@ def test_examples_in_pages_import_public_names_alone(page):
         assert list(deep_imports(example)) == []
 
 
+def test_recipes_of_the_cookbook_name_no_module_of_ours():
+    recipes = "".join(file.read_text(encoding="utf-8") for file in ROOT.glob("cookbook/**/*.toml"))
+    assert recipes and "cosmos_rl_" not in recipes
+
+
 def test_a_deep_import_is_seen():
     assert list(deep_imports("from cosmos_rl_core.types import Prompt")) == ["cosmos_rl_core.types: Prompt"]
     assert list(deep_imports("from cosmos_rl_core import Prompt, prompt")) == ["cosmos_rl_core: prompt"]
