@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
     from cosmos_rl_core.algorithms.table import Algorithm
+    from cosmos_rl_core.domain_base import DomainBase
     from cosmos_rl_core.errors import PromptError, SampleError, UserError, WorkerFailed
     from cosmos_rl_core.inference.evaluate import Evaluated, evaluate
     from cosmos_rl_core.inference.generate import Generated, generate
@@ -25,8 +26,10 @@ if TYPE_CHECKING:
     from cosmos_rl_core.recipe.load import load_config
     from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.recipe.sections import SamplingSection
+    from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
     from cosmos_rl_core.settings.base import Options
     from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, check_reward
+    from cosmos_rl_core.train.policy_base import PolicyBase
     from cosmos_rl_core.types import (
         Episode,
         LossTerm,
@@ -61,6 +64,9 @@ _HOMES = {
     ),
     "interfaces": ("Domain", "Objective", "Policy", "Recorder", "RewardFn", "RolloutEngine"),
     "weight_sync": ("WeightSync",),
+    "domain_base": ("DomainBase",),
+    "train.policy_base": ("PolicyBase",),
+    "rollout.engine_thread": ("EngineRequest", "ThreadedEngine"),
     "algorithms.table": ("Algorithm",),
     "algorithms.config": ("AlgorithmConfig",),
     "parallel.setup": ("ModelSetup",),
@@ -74,7 +80,9 @@ __all__ = [
     "Algorithm",
     "AlgorithmConfig",
     "Domain",
+    "DomainBase",
     "ENGINE_CHECKS",
+    "EngineRequest",
     "Episode",
     "Evaluated",
     "Generated",
@@ -85,6 +93,7 @@ __all__ = [
     "Objective",
     "Options",
     "Policy",
+    "PolicyBase",
     "PolicyOutputs",
     "Prompt",
     "PromptError",
@@ -101,6 +110,7 @@ __all__ = [
     "SamplingSection",
     "Share",
     "TermBatch",
+    "ThreadedEngine",
     "TrainBatch",
     "UserError",
     "WeightSpec",

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from pydantic import BaseModel, ValidationError
 
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.quiet import quiet_torchao
 from cosmos_rl_core.recipe.sections import SamplingSection
-from cosmos_rl_core.settings.base import ConfigError
-from cosmos_rl_core.settings.problems import known_tables, problems
+from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
@@ -37,19 +36,16 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.policy.text_policy import TextPolicy
 
 
-Options = TypeVar("Options", bound=BaseModel)
-
 CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
 
-class LLMDomain:
+class LLMDomain(DomainBase):
     """Text in, text out: a term is a token. Implements `cosmos_rl_core.interfaces.Domain`."""
 
     name = "llm"
     Model = LLMModelConfig
     Data = LLMDataConfig
     Sampling = SamplingSection
-    rewards = tuple(REWARDS)
     engines = ("torch", "vllm")
     row_keys = ("path", "rows", "split", "subset")
 
@@ -93,9 +89,9 @@ class LLMDomain:
             UserError: no engine of that name, or an option it does not have.
         """
         if name == "torch":
-            return _torch_engine(model, data, _options(TorchEngineOptions, options))
+            return _torch_engine(model, data, engine_options(TorchEngineOptions, options))
         if name == "vllm":
-            return _vllm_engine(model, data, _options(VllmEngineOptions, options))
+            return _vllm_engine(model, data, engine_options(VllmEngineOptions, options))
         known = ", ".join(self.engines)
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
@@ -123,12 +119,8 @@ class LLMDomain:
         directory = Path(resolve(model.path))
         return read_shape(directory, model) if directory.is_dir() else None
 
-    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> None:
-        """None: rollouts are text."""
-
-    def reward(self, name: str) -> Callable[..., RewardFn] | None:
-        """The class of a shipped reward, called with its options by keyword; None for any other name."""
-        return REWARDS.get(name)
+    def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
+        return REWARDS
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Pack rollouts end to end, at most `microbatch_terms` tokens to a microbatch, prompts included."""
@@ -156,14 +148,6 @@ class LLMDomain:
 
         base = read_tensors(_directory(model))
         return merge(base, dict(tensors), scaling=model.lora.alpha / model.lora.rank)
-
-
-def _options(kind: type[Options], given: Mapping[str, Any]) -> Options:
-    try:
-        return kind.model_validate(given)
-    except ValidationError as error:
-        at = "rollout.options"
-        raise ConfigError(problems(error, tables=known_tables(kind, at=at), at=at)) from error
 
 
 def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngineOptions) -> RolloutEngine:

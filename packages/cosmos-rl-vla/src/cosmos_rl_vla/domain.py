@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.settings.problems import known_tables, problems
+from cosmos_rl_core.domain_base import DomainBase
+from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.sampling import VLASampling
@@ -18,27 +16,26 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
+    from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
-    from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch, WeightSpec
+    from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
     from cosmos_rl_vla.policy.policy import VLAPolicy
 
 
-class VLADomain:
+class VLADomain(DomainBase):
     """A term is a dimension of an action, an action, or a chunk of them. Implements `interfaces.Domain`."""
 
     name = "vla"
     Model = VLAModelConfig
     Data = VLADataConfig
     Sampling = VLASampling
-    engines = ("torch",)
+    has_media = True
 
-    @property
-    def rewards(self) -> Sequence[str]:
+    def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
         from cosmos_rl_vla.rewards import REWARDS
 
-        return tuple(REWARDS)
+        return REWARDS
 
     def load_rows(self, data: VLADataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Tasks from initial states, or frames of demonstrations."""
@@ -61,16 +58,7 @@ class VLADomain:
         from cosmos_rl_vla.build import build_engine
         from cosmos_rl_vla.engines.torch import TorchEngineOptions
 
-        try:
-            checked = TorchEngineOptions.model_validate(dict(options), strict=True)
-        except ValidationError as error:
-            found = problems(error, tables=known_tables(TorchEngineOptions, at="rollout.options"), at="rollout.options")
-            raise UserError("; ".join(map(str, found))) from error
-        return build_engine(model, data=data, options=checked)
-
-    def weight_specs(self, model: VLAModelConfig) -> Sequence[WeightSpec] | None:
-        """Only the built model knows."""
-        return None
+        return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 
     def model_shape(
         self, model: VLAModelConfig, *, data: VLADataConfig, sampling: VLASampling | None
@@ -79,18 +67,6 @@ class VLADomain:
         from cosmos_rl_vla.shape import read_shape
 
         return read_shape(model, sampling)
-
-    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:
-        """An album of films of episodes."""
-        from cosmos_rl_core.observe.media.album import Album
-
-        return Album(directory, groups_per_step=groups, every_steps=every, name=name)
-
-    def reward(self, name: str) -> Callable[..., RewardFn] | None:
-        """A shipped reward's factory; None for any other name."""
-        from cosmos_rl_vla.rewards import REWARDS
-
-        return REWARDS.get(name)
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Deal the decisions of episodes into microbatches."""

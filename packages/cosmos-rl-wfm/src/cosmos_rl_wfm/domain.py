@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ValidationError
-
-from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.settings.problems import known_tables, problems
+from cosmos_rl_core.domain_base import DomainBase
+from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.sampling import FlowSampling
@@ -19,37 +17,34 @@ if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from cosmos_rl_core.interfaces import Policy, Recorder, RewardFn, RolloutEngine
+    from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
     from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.held import Held
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_core.recipe.run import RunConfig
-    from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch, WeightSpec
+    from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
     from cosmos_rl_wfm.models.config import WFMModelConfig
     from cosmos_rl_wfm.policy import FlowPolicy
 
 
-class WFMDomain:
+class WFMDomain(DomainBase):
     """A term is a denoising step. Implements `cosmos_rl_core.interfaces.Domain`."""
 
     name = "wfm"
     Model = WFMModelConfig
     Data = WFMDataConfig
     Sampling = FlowSampling
-    engines = ("torch",)
     row_keys = ("path", "rows", "kind")
+    has_media = True
 
-    @property
-    def rewards(self) -> Sequence[str]:
+    def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
         from cosmos_rl_wfm.rewards import REWARDS
 
-        return tuple(REWARDS)
+        return REWARDS
 
     def advice(self, config: RunConfig) -> Sequence[str]:
-        """Tell where ratios cannot be exact. Implements `cosmos_rl_core.optional.Advises`."""
-        from cosmos_rl_wfm.domain import advice
-
+        """Say where ratios cannot be exact. Implements `cosmos_rl_core.optional.Advises`."""
         return advice(config)
 
     def check_model(self, model: WFMModelConfig) -> None:
@@ -105,16 +100,7 @@ class WFMDomain:
         from cosmos_rl_wfm.build import build_engine
         from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 
-        try:
-            checked = TorchEngineOptions.model_validate(dict(options), strict=True)
-        except ValidationError as error:
-            found = problems(error, tables=known_tables(TorchEngineOptions, at="rollout.options"), at="rollout.options")
-            raise UserError("; ".join(map(str, found))) from error
-        return build_engine(model, data=data, options=checked)
-
-    def weight_specs(self, model: WFMModelConfig) -> Sequence[WeightSpec] | None:
-        """Only the built model knows."""
-        return None
+        return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 
     def model_shape(self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any) -> ModelShape | None:
         """The sizes of a network on this machine, or of one from scratch; None for one on a hub."""
@@ -137,18 +123,6 @@ class WFMDomain:
         from cosmos_rl_wfm.memory import held_by_rollout
 
         return held_by_rollout(config)
-
-    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder:
-        """An album of images and films."""
-        from cosmos_rl_core.observe.media.album import Album
-
-        return Album(directory, groups_per_step=groups, every_steps=every, name=name)
-
-    def reward(self, name: str) -> Callable[..., RewardFn] | None:
-        """A shipped reward's factory; None for any other name."""
-        from cosmos_rl_wfm.rewards import REWARDS
-
-        return REWARDS.get(name)
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Cut rollouts into denoising steps, `microbatch_terms` to a forward pass."""

@@ -19,9 +19,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.checkpoint.contents import AVERAGE
 from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
-from cosmos_rl_core.parallel.axes.fsdp import reshard
-from cosmos_rl_core.parallel.gradients import accumulate
-from cosmos_rl_core.parallel.lora import reference_of
+from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_wfm.ema import Follower, FollowerReference
 from cosmos_rl_wfm.models.base import Condition
@@ -40,7 +38,7 @@ OLD = "old:"
 """What the names of old weights begin with in a checkpoint."""
 
 
-class FlowPolicy:
+class FlowPolicy(PolicyBase[nn.Module]):
     """`interfaces.Policy` over a model of diffusers.
 
     `Microbatch.inputs`, all [T, ...]: `times` float32 [T], the fields of `Condition` as there, and
@@ -73,6 +71,7 @@ class FlowPolicy:
             old: the weights that draw the rollouts, where those are not the trained ones.
             average: that of the trained weights, which `average_is_reference` lets a KL term pull towards.
         """
+        super().__init__(model.network, reduce_once=reduce_once)
         self._model = model
         self._sampling = sampling
         self._unconditional = unconditional
@@ -82,22 +81,11 @@ class FlowPolicy:
         if average_is_reference and old is None:  # engines may read the trained ones while the average is inside
             self._drawing = Follower(model.network, decay=lambda version: 0.0)
         self._followers = [follower for follower in (self._drawing, average) if follower is not None]
-        self._reduce_once = reduce_once
         self._t_first = 1.0 if sampling is None else sampling.plan(shift=model.traits.shift).t_first
         self.clips = clips
 
-    @property
-    def module(self) -> nn.Module:
-        return self._model.network
-
-    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """Return log-probabilities [T]; there is no entropy to steer, the noise of steps is fixed."""
-        outputs = self._outputs(microbatch)
-        if not torch.is_grad_enabled():
-            reshard(self.module)  # no backward pass follows that would
-        return outputs
-
-    def _outputs(self, microbatch: Microbatch) -> PolicyOutputs:
+    def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
+        """Log-probabilities [T]; there is no entropy to steer, the noise of steps is fixed."""
         device = next(self.module.parameters()).device
         inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
         condition = Condition(**{field.name: inputs[field.name] for field in fields(Condition) if field.name in inputs})
@@ -106,26 +94,18 @@ class FlowPolicy:
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
         for follower in self._followers:
             follower.weights()  # which makes them, before the first step
-        microbatches = self._with_old(microbatches)
-        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy, reduce_once=self._reduce_once)
+        super().forward_backward(self._with_old(microbatches), loss=loss, with_entropy=with_entropy)
 
     def stepped(self, version: int) -> None:
         """Let the other sets of weights follow."""
         for follower in self._followers:
             follower.follow(version)
 
-    def second_copies(self) -> Sequence[nn.Parameter]:
-        """None."""
-        return ()
-
     def reference(self) -> Reference | None:
         """The average, where that is asked for; else the base model, where adapters are trained."""
         if self._average_is_reference and self._average is not None:
             return FollowerReference(self, self._average)
-        return reference_of(self)
-
-    def figures(self) -> Mapping[str, float]:
-        return {}
+        return super().reference()
 
     def weights(self) -> dict[str, Tensor]:
         """Live tensors by checkpoint name; the old ones and the averages too, as `old:<name>` and `average:<name>`."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any, Literal, Self
 
@@ -12,6 +11,7 @@ from pydantic_core import ErrorDetails, InitErrorDetails, PydanticCustomError
 from cosmos_rl_core.algorithms.table import Algorithm, find_algorithm
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
+from cosmos_rl_core.settings.problems import validated
 
 AdvantageName = Literal["group_std", "group_mean", "global_std", "pooled_std", "leave_one_out", "gae"]
 LossName = Literal["clipped", "sequence_clipped", "sequence_clipped_token", "truncated", "cispo", "supervised"]
@@ -188,7 +188,7 @@ def _own_options(row: Algorithm, given: Any) -> Any:
             raise _problems({"options": f"{row.name} has none; remove them"}, {"options": given})
         return {}
     try:
-        return row.Options.model_validate_json(json.dumps(given, default=str), strict=True).model_dump(mode="json")
+        return validated(row.Options, given).model_dump(mode="json")
     except ValidationError as error:
         inside = [_inside(each) for each in error.errors()]
         raise ValidationError.from_exception_data("AlgorithmConfig", inside) from error

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import tomli_w
 from pydantic import BaseModel, ValidationError
@@ -20,9 +19,7 @@ from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.recipe.overrides import apply_overrides
 from cosmos_rl_core.recipe.run import RL_ONLY, RunConfig, conflicts
 from cosmos_rl_core.settings.base import ConfigError, Problem
-from cosmos_rl_core.settings.problems import as_toml, closest, in_file_order, known_tables, problems
-
-AnyModel = TypeVar("AnyModel", bound=BaseModel)
+from cosmos_rl_core.settings.problems import as_toml, closest, in_file_order, known_tables, problems, validated
 
 SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
 """Sections that mean nothing where the model of supervised training is sampled."""
@@ -169,7 +166,7 @@ def _domain_parts(
         if given is None and at not in _ALWAYS:
             continue
         try:
-            parts[at] = _validated(_model_at(domain, at), {} if given is None else given)
+            parts[at] = validated(_model_at(domain, at), {} if given is None else given)
         except ValidationError as error:
             found += problems(error, tables=tables, at=at)
     return parts, found
@@ -215,12 +212,12 @@ def _core(
     """
     found: list[Problem] = []
     try:
-        config = _validated(RunConfig, raw)
+        config = validated(RunConfig, raw)
     except ValidationError as error:
         found = problems(error, tables=tables)
         broken = _broken_sections(found)
         sound = {name: section for name, section in raw.items() if name not in broken}
-        config = _validated(RunConfig, {"run": {"domain": "unknown"}} | sound)
+        config = validated(RunConfig, {"run": {"domain": "unknown"}} | sound)
     if config.is_sft:  # what is wrong inside a section that has to go is not worth mending
         found = [problem for problem in found if problem.section not in refused]
     config = _with_parts(config, parts)
@@ -235,11 +232,6 @@ def _broken_sections(found: Sequence[Problem]) -> set[str]:
     broken = {problem.section for problem in found}
     meant = {closest(name, list(RunConfig.model_fields)) for name in broken}
     return broken | {name for name in meant if name}
-
-
-def _validated(model: type[AnyModel], given: Any) -> AnyModel:
-    """Validate as strictly as JSON is: no "8" for 8 and no true for 1, but a list for a tuple."""
-    return model.model_validate_json(json.dumps(given, default=str), strict=True)
 
 
 def _each_once(found: Sequence[Problem]) -> list[Problem]:

@@ -6,12 +6,14 @@ import difflib
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from cosmos_rl_core.settings.base import Problem
+from cosmos_rl_core.settings.base import ConfigError, Problem
+
+AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 Tables = Mapping[str, Sequence[str]]
 """Known keys by dotted table: {"rollout.sampling": ["max_tokens", ...]}; the whole config has the name ""."""
@@ -23,6 +25,20 @@ RENAMED = {
     "eval.max_terms": "max_length",
 }
 """Keys of earlier versions by their dotted name, with the name they have now."""
+
+
+def validated(model: type[AnyModel], given: Any) -> AnyModel:
+    """Validate as strictly as JSON is: no "8" for 8 and no true for 1, but a list for a tuple."""
+    return model.model_validate_json(json.dumps(given, default=str), strict=True)
+
+
+def engine_options(model: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
+    """Return [rollout.options] as an engine's model of them. Raises ConfigError with everything that is wrong."""
+    at = "rollout.options"
+    try:
+        return validated(model, given)
+    except ValidationError as error:
+        raise ConfigError(problems(error, tables=known_tables(model, at=at), at=at)) from error
 
 
 def known_tables(model: type[BaseModel], *, at: str = "") -> dict[str, list[str]]:

@@ -1,36 +1,51 @@
 """A whole domain: a contextual bandit over short sequences that learns in seconds on a CPU.
 
-A prompt is a number c; a rollout is `length` actions drawn one after another from a small network that sees c and the
+A prompt is a number c; a rollout is `length` actions sampled one after another from a small network that sees c and the
 place; the reward is the fraction of actions equal to (c + place) mod `actions`. It exists so that the controller, the
 loop, the placements and every algorithm can be tested without a model library; a recipe names it
-`domain = "cosmos_rl_core.testing.tiny:TINY"`.
+`domain = "cosmos_rl_core.testing.tiny:TINY"`. Network, policy, engine and collation are in `tiny_model`.
 """
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
+from pydantic import Field
 
-from cosmos_rl_core.errors import PromptError
+from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.sections import SamplingSection
-from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel, hits, not_a_number, too_few, words
+from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch
 
 
-class Tiny:
+class TinyModel(Strict):
+    """[model]"""
+
+    actions: int = Field(default=5, ge=2)
+    """V: actions to choose from."""
+    contexts: int = Field(default=10, ge=1)
+    """Different prompts."""
+    hidden: int = Field(default=16, ge=1)
+    seed: int = 0
+    """Of the initial weights."""
+
+
+class TinyData(Strict):
+    """[data]"""
+
+    rows: int = Field(default=10, ge=0)
+    start: int = 0
+
+
+class Tiny(DomainBase):
     """The domain. Torch is imported when a model is built."""
 
     name = "tiny"
-    Model = TinyModel
-    Data = TinyData
-    Sampling = SamplingSection
-    rewards = ("hits", "nan", "short", "text")
+    Model, Data, Sampling = TinyModel, TinyData, SamplingSection
     engines = ("tiny", "torch")
 
     def load_rows(self, data: TinyData) -> tuple[Sequence[Mapping[str, Any]], str]:
@@ -44,26 +59,17 @@ class Tiny:
         return TinyPolicy(model, temperature=sampling.temperature if sampling else 1.0, setup=setup)
 
     def build_engine(self, model: TinyModel, *, data: TinyData, name: str, options: Mapping[str, Any]) -> RolloutEngine:
-        from cosmos_rl_core.testing.tiny_model import build_network
+        from cosmos_rl_core.testing.tiny_model import TinyEngine
 
-        return TinyEngine(build_network(model), contexts=model.contexts, delay_s=float(options.get("delay_s", 0.0)))
+        return TinyEngine(model, delay_s=float(options.get("delay_s", 0.0)))
 
-    def weight_specs(self, model: TinyModel) -> None:
-        return None
-
-    def model_shape(self, model: TinyModel, *, data: TinyData, sampling: Any) -> None:
-        return None
-
-    def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> None:
-        """None: rollouts are text."""
-
-    def reward(self, name: str) -> Callable[..., RewardFn] | None:
+    def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
         return {
             "hits": lambda: hits,
             "nan": lambda: not_a_number,
             "text": lambda: words,
             "short": lambda: too_few,
-        }.get(name)
+        }
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         from cosmos_rl_core.testing.tiny_model import collate
@@ -78,61 +84,33 @@ class Tiny:
         rows = [prompt.row for prompt in prompts]
         return collate_answers(rows, actions=policy.actions, length=3, microbatch_terms=microbatch_terms, share=share)
 
-    def export_weights(
-        self, model: TinyModel, tensors: Iterable[tuple[str, Any]], *, merge_adapters: bool
-    ) -> Iterable[tuple[str, Any]]:
-        return tensors
-
 
 TINY = Tiny()
 
 
-class TinyEngine:
-    """Draws on the caller's loop, one term of all samples at a time; `delay_s` a term makes it slow on purpose."""
+def wanted(context: int, place: int, *, actions: int) -> int:
+    """The action that is rewarded."""
+    return (context + place) % actions
 
-    def __init__(self, network: Any, *, contexts: int, delay_s: float = 0.0) -> None:
-        self._network = network
-        self._contexts = contexts
-        self._delay_s = delay_s
-        self._version = -1
-        self._steps = 0
 
-    @property
-    def version(self) -> int:
-        return self._version
+def hits(group: RolloutGroup) -> list[float]:
+    """Fraction of actions that are the wanted ones."""
+    context = group.prompt.row["context"]
+    fractions = []
+    for rollout in group.rollouts:
+        actions, num_actions = rollout.arrays["actions"], int(rollout.arrays["num_actions"])
+        right = [action == wanted(context, place, actions=num_actions) for place, action in enumerate(actions)]
+        fractions.append(float(np.mean(right)))
+    return fractions
 
-    @property
-    def progress(self) -> int:
-        return self._steps
 
-    def weights(self) -> Mapping[str, Any]:
-        return dict(self._network.named_parameters())
+def not_a_number(group: RolloutGroup) -> list[float]:
+    return [float("nan")] * len(group.rollouts)
 
-    async def generate(
-        self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
-    ) -> tuple[str, list[Any]]:
-        from cosmos_rl_core.testing.tiny_model import draw_place, rollouts_of
 
-        context = prompt.row["context"]
-        if context >= self._contexts:
-            raise PromptError(f"{prompt.origin}: context {context} is not below [model] contexts = {self._contexts}")
-        rng = np.random.default_rng(seed)
-        actions, logprobs, versions = [], [], []
-        for place in range(sampling.max_terms):
-            drawn, logp = draw_place(
-                self._network, context, place, rng, num_samples=num_samples, temperature=sampling.temperature
-            )
-            actions.append(drawn)
-            logprobs.append(logp)
-            versions.append(self._version)
-            self._steps += 1
-            await asyncio.sleep(self._delay_s)
-        rollouts = rollouts_of(actions, logprobs, versions, context=context, num_actions=self._network.actions)
-        return f"context {context}", rollouts
+def words(group: RolloutGroup) -> Any:
+    return ["good"] * len(group.rollouts)
 
-    async def switch(self, version: int, apply: Callable[[], None]) -> None:
-        apply()
-        self._version = version
 
-    async def close(self) -> None:
-        pass
+def too_few(group: RolloutGroup) -> list[float]:
+    return [1.0] * (len(group.rollouts) - 1)

@@ -1,9 +1,10 @@
-"""The network, policy and collation behind `testing.tiny`."""
+"""The network, policy, engine and collation behind `testing.tiny`."""
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,20 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import MicrobatchLoss
-from cosmos_rl_core.parallel.axes.fsdp import reshard, shard_fully
+from cosmos_rl_core.errors import PromptError, UserError
+from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.device import lent_random_state
-from cosmos_rl_core.parallel.gradients import accumulate
-from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
+from cosmos_rl_core.testing.tiny import TinyModel, wanted
 from cosmos_rl_core.train.balance import deal
+from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import (
     Microbatch,
     PolicyOutputs,
     Prompt,
     Rollout,
     RolloutGroup,
+    Sampling,
     Share,
     TermBatch,
     TrainBatch,
@@ -54,105 +54,110 @@ def build_network(model: TinyModel) -> TinyNetwork:
         return TinyNetwork(contexts=model.contexts, actions=model.actions, hidden=model.hidden)
 
 
-class TinyPolicy:
+class TinyPolicy(PolicyBase[TinyNetwork]):
     """Implements `interfaces.Policy`. inputs: `contexts`, `places`, `actions`, each [T] int64."""
 
     def __init__(self, model: TinyModel, *, temperature: float, setup: ModelSetup) -> None:
         """Raises UserError for axes of `setup.mesh` other than dp_replicate and dp_shard."""
-        self.module = build_network(model)
+        network, mesh = build_network(model), setup.mesh
+        if mesh is not None:
+            if mesh.dims.num_shares != mesh.dims.world_size:
+                raise UserError(
+                    f"[policy.parallel] {mesh.dims.describe()}: the tiny domain is spread over dp_replicate and "
+                    "dp_shard alone"
+                )
+            parallel, memory, precision = setup.parallel, setup.memory, setup.precision
+            shard_fully(network, blocks=(), mesh=mesh, parallel=parallel, memory=memory, precision=precision)
+        super().__init__(network)
         self.actions = model.actions
         self._temperature = temperature
-        if setup.mesh is not None:
-            _shard(self.module, setup.mesh, setup)
 
-    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
+    def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         inputs = microbatch.inputs
         logits = self.module(inputs["contexts"], inputs["places"]) / self._temperature
         logprobs = logits.log_softmax(-1)
         entropy = -(logprobs.exp() * logprobs).sum(-1) if with_entropy else None
-        if not torch.is_grad_enabled():
-            reshard(self.module)  # no backward pass follows that would
         return PolicyOutputs(logprobs=logprobs.gather(-1, inputs["actions"][:, None])[:, 0], entropy=entropy)
-
-    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
-        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy)
-
-    def stepped(self, version: int) -> None:
-        pass
-
-    def second_copies(self) -> Sequence[nn.Parameter]:
-        return ()
-
-    def reference(self) -> None:
-        return None
-
-    def figures(self) -> Mapping[str, float]:
-        return {}
 
     def weights(self) -> Mapping[str, Tensor]:
         return dict(self.module.named_parameters())
-
-    def rollout_weights(self) -> Mapping[str, Tensor]:
-        """The trained ones."""
-        return self.weights()
 
     def save_config(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text(json.dumps({"actions": self.actions}) + "\n")
 
 
-def _shard(network: TinyNetwork, mesh: ReplicaMesh, setup: ModelSetup) -> None:
-    if mesh.dims.num_shares != mesh.dims.world_size:
-        raise UserError(
-            f"[policy.parallel] {mesh.dims.describe()}: the tiny domain is spread over dp_replicate and dp_shard alone"
-        )
-    shard_fully(network, blocks=(), mesh=mesh, parallel=setup.parallel, memory=setup.memory, precision=setup.precision)
+class TinyEngine:
+    """Samples on the caller's loop, one term of all samples at a time; `delay_s` a term makes it slow on purpose.
+
+    No example to follow: an engine with more to compute has a thread, see `rollout.engine_thread`.
+    """
+
+    def __init__(self, model: TinyModel, *, delay_s: float = 0.0) -> None:
+        self._network, self._model, self._delay_s = build_network(model), model, delay_s
+        self.version = -1
+        self.progress = 0
+
+    def weights(self) -> Mapping[str, Tensor]:
+        return dict(self._network.named_parameters())
+
+    async def generate(
+        self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
+    ) -> tuple[str, list[Rollout]]:
+        context = prompt.row["context"]
+        if context >= (most := self._model.contexts):
+            raise PromptError(f"{prompt.origin}: context {context} is not below [model] contexts = {most}")
+        rng = np.random.default_rng(seed)
+        terms: list[tuple[np.ndarray, np.ndarray]] = []
+        versions: list[int] = []
+        for place in range(sampling.max_terms):
+            terms.append(self._sample(context, place, rng, num_samples, sampling.temperature))
+            versions.append(self.version)
+            self.progress += 1
+            await asyncio.sleep(self._delay_s)
+        actions, logprobs = (np.stack(column, axis=1) for column in zip(*terms, strict=True))
+        return f"context {context}", [
+            rollout_of(*sample, versions, context=context, num_actions=self._model.actions)
+            for sample in zip(actions, logprobs, strict=True)
+        ]
+
+    async def switch(self, version: int, apply: Callable[[], None]) -> None:
+        apply()
+        self.version = version
+
+    async def close(self) -> None:
+        pass
+
+    @torch.no_grad()
+    def _sample(
+        self, context: int, place: int, rng: np.random.Generator, num_samples: int, temperature: float
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Sample one action for each sample: actions [G] int32 and their log-probabilities [G] float32."""
+        logits = self._network(torch.tensor([context]), torch.tensor([place]))[0]
+        logprobs = (logits / (temperature or 1.0)).log_softmax(-1).numpy()
+        if temperature == 0.0:
+            actions = np.full(num_samples, logprobs.argmax())
+        else:
+            cumulative = np.exp(logprobs.astype(np.float64)).cumsum()
+            actions = np.minimum(np.searchsorted(cumulative, rng.random(num_samples)), len(logprobs) - 1)
+        return actions.astype(np.int32), logprobs[actions].astype(np.float32)
 
 
-@torch.no_grad()
-def draw_place(
-    network: TinyNetwork,
-    context: int,
-    place: int,
-    rng: np.random.Generator,
-    *,
-    num_samples: int,
-    temperature: float,
-) -> tuple[np.ndarray, np.ndarray]:
-    """Draw one action for each sample. Returns actions [G] and their log-probabilities [G]."""
-    logits = network(torch.tensor([context]), torch.tensor([place]))[0]
-    logprobs = (logits / (temperature or 1.0)).log_softmax(-1).numpy()
-    if temperature == 0.0:
-        actions = np.full(num_samples, logprobs.argmax())
-    else:
-        cumulative = np.exp(logprobs.astype(np.float64)).cumsum()
-        actions = np.minimum(np.searchsorted(cumulative, rng.random(num_samples)), len(logprobs) - 1)
-    return actions.astype(np.int32), logprobs[actions].astype(np.float32)
-
-
-def rollouts_of(
-    actions: Sequence[np.ndarray],
-    logprobs: Sequence[np.ndarray],
-    versions: Sequence[int],
-    *,
-    context: int,
-    num_actions: int,
-) -> list[Rollout]:
-    """Turn what was drawn place by place, each [G], into G rollouts."""
-    return [
-        Rollout(
-            arrays={
-                "actions": np.array([a[g] for a in actions]),
-                "context": np.array(context, np.int32),
-                "num_actions": np.array(num_actions, np.int32),
-            },
-            rollout_logprobs=np.array([lp[g] for lp in logprobs], np.float32),
-            versions=np.array(versions, np.int32),
-            loss_mask=np.ones(len(actions), np.bool_),
-            text=" ".join(str(a[g]) for a in actions),
-        )
-        for g in range(len(actions[0]))
-    ]
+def rollout_of(
+    actions: np.ndarray, logprobs: np.ndarray, versions: Sequence[int], *, context: int, num_actions: int
+) -> Rollout:
+    """Return a rollout of `actions` [T] with their log-probabilities [T] and versions [T]."""
+    return Rollout(
+        arrays={
+            "actions": actions,
+            "context": np.array(context, np.int32),
+            "num_actions": np.array(num_actions, np.int32),
+        },
+        rollout_logprobs=logprobs,
+        versions=np.array(versions, np.int32),
+        loss_mask=np.ones(len(actions), np.bool_),
+        text=" ".join(map(str, actions)),
+    )
 
 
 EMPTY = Rollout(
@@ -199,15 +204,6 @@ def collate_answers(
     for row in rows:
         answer = np.array([wanted(row["context"], place, actions=actions) for place in range(length)], np.int32)
         zeros = np.zeros(length, np.float32)
-        rollout = Rollout(
-            arrays={"actions": answer, "context": np.array(row["context"], np.int32)},
-            rollout_logprobs=zeros,
-            versions=np.zeros(length, np.int32),
-            loss_mask=np.ones(length, np.bool_),
-        )
-        groups.append(_group(row, rollout))
+        rollout = rollout_of(answer, zeros, [0] * length, context=row["context"], num_actions=actions)
+        groups.append(RolloutGroup(prompt=Prompt(sample_id=0, row=row), rollouts=(rollout,)))
     return collate(groups, microbatch_terms=microbatch_terms, share=share)
-
-
-def _group(row: Mapping[str, Any], rollout: Rollout) -> RolloutGroup:
-    return RolloutGroup(prompt=Prompt(sample_id=0, row=row), rollouts=(rollout,))

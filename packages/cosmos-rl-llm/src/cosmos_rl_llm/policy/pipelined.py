@@ -14,14 +14,14 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
+from cosmos_rl_core.interfaces import MicrobatchLoss
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.axes.tied import tied_gradients
 from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
-from cosmos_rl_core.parallel.lora import reference_of
 from cosmos_rl_core.parallel.pipeline import Pipeline
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import num_stages
+from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.model.causal_lm import named_weights
@@ -54,8 +54,11 @@ class TermStage:
         return PolicyOutputs(logprobs=passed[0], entropy=passed[1]) if self.module.last else passed
 
 
-class PipelinedPolicy:
-    """`interfaces.Policy` like `TextPolicy`, over this rank's stages of the model."""
+class PipelinedPolicy(PolicyBase[PreTrainedModel]):
+    """`interfaces.Policy` like `TextPolicy`, over this rank's stages of the model.
+
+    `module` is all that this rank holds, under the names of the whole model.
+    """
 
     def __init__(
         self,
@@ -101,17 +104,12 @@ class PipelinedPolicy:
             self._stages.append(TermStage(terms))
         dtype = compute_dtype or next(model.parameters()).dtype
         self._pipeline = Pipeline(self._stages, section=section, mesh=mesh, hidden_dtype=dtype)
-        self._model = model
+        super().__init__(model)
         self._mesh = mesh
         self._load = ExpertLoad(model)
         self.chat = chat
 
-    @property
-    def module(self) -> nn.Module:
-        """All that lies on this rank, under the names of the whole model."""
-        return self._model
-
-    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
+    def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         """Return log-probabilities [T] float32 without gradient; zeros on the ranks before the last stage."""
         outputs = self._pipeline.forward(microbatch, with_entropy=with_entropy)
         for stage in self._stages:
@@ -126,16 +124,9 @@ class PipelinedPolicy:
         with tied_gradients(self._tied_parameters(), mesh=self._mesh):
             self._pipeline.forward_backward(microbatches, loss=loss, with_entropy=with_entropy)
 
-    def stepped(self, version: int) -> None:
-        """Nothing follows the weights here."""
-
     def second_copies(self) -> Sequence[nn.Parameter]:
         """The embedding's matrix on the last stage, where it is the head; the first stage counts its gradient."""
         return self._tied_parameters() if self._pipeline.is_last else ()
-
-    def reference(self) -> Reference | None:
-        """The base model, where adapters are trained."""
-        return reference_of(self)
 
     def figures(self) -> Mapping[str, float]:
         """Load of the experts since the last call, over the layers of all stages, where there are any."""
@@ -143,17 +134,13 @@ class PipelinedPolicy:
 
     def weights(self) -> dict[str, Tensor]:
         """This rank's live tensors by checkpoint name; a tied matrix is the embedding's on both its stages."""
-        return named_weights(self._model)
-
-    def rollout_weights(self) -> Mapping[str, Tensor]:
-        """The trained ones."""
-        return self.weights()
+        return named_weights(self.module)
 
     def save_config(self, directory: Path) -> None:
         """Write the configuration of the whole model, and the tokenizer if there is one."""
-        write_config(self._model, directory, tokenizer=None if self.chat is None else self.chat.tokenizer)
+        write_config(self.module, directory, tokenizer=None if self.chat is None else self.chat.tokenizer)
 
     def _tied_parameters(self) -> Sequence[nn.Parameter]:
         if not self._tied:
             return ()
-        return (self._model.get_input_embeddings().get_parameter("weight"),)
+        return (self.module.get_input_embeddings().get_parameter("weight"),)

@@ -7,19 +7,16 @@ Prompt tokens never reach the output head, and the prompt of neighbouring rollou
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
-from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
-from cosmos_rl_core.parallel.gradients import accumulate
-from cosmos_rl_core.parallel.lora import reference_of
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_llm.model.causal_lm import named_weights
 from cosmos_rl_llm.policy.lora import write_config
@@ -29,7 +26,7 @@ from cosmos_rl_llm.policy.routing import ExpertLoad
 from cosmos_rl_llm.policy.token_model import TermModel
 
 
-class CausalLMPolicy:
+class CausalLMPolicy(PolicyBase[TermModel]):
     """`interfaces.Policy` over any Hugging Face causal LM that uses transformers' AttentionInterface.
 
     `Microbatch.inputs`, all int64 tensors, rollouts laid end to end in one row:
@@ -62,7 +59,7 @@ class CausalLMPolicy:
             logits_bytes: most memory for logits at a time; larger microbatches are cut into chunks of terms.
         """
         setup = setup or ModelSetup()
-        self.module = TermModel(
+        module = TermModel(
             model,
             temperature=temperature,
             compute_dtype=compute_dtype,
@@ -71,32 +68,16 @@ class CausalLMPolicy:
             sequence_parallel=setup.parallel.sequence_parallel,
             unpacked=runs_unpacked(model, compute_dtype=compute_dtype, mesh=setup.mesh),
         )
-        parallelize(self.module, setup)
+        parallelize(module, setup)
+        super().__init__(module, reduce_once=setup.parallel.reduce_once)
         self._load = ExpertLoad(model)
-        self._reduce_once = setup.parallel.reduce_once
         self._tokenizer = tokenizer
 
-    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """Return log-probabilities [T] float32, and where asked for entropies [T] of the whole vocabulary."""
+    def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
+        """Log-probabilities [T] float32, and where asked for entropies [T] of the whole vocabulary."""
         inputs = {name: tensor.to(self.module.device) for name, tensor in microbatch.inputs.items()}
         logprobs, entropy = self.module(None, self.module.row(inputs), with_entropy)
-        if not torch.is_grad_enabled():
-            reshard(self.module)  # no backward pass follows that would
         return PolicyOutputs(logprobs=logprobs, entropy=entropy)
-
-    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
-        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy, reduce_once=self._reduce_once)
-
-    def stepped(self, version: int) -> None:
-        """Nothing follows the weights here."""
-
-    def second_copies(self) -> Sequence[nn.Parameter]:
-        """None: a whole model has its tied matrices once."""
-        return ()
-
-    def reference(self) -> Reference | None:
-        """The base model, where adapters are trained."""
-        return reference_of(self)
 
     def figures(self) -> Mapping[str, float]:
         """Load of the experts since the last call, where there are any."""
@@ -105,10 +86,6 @@ class CausalLMPolicy:
     def weights(self) -> dict[str, Tensor]:
         """Live tensors by checkpoint name, tied tensors once."""
         return named_weights(self.module.causal_lm)
-
-    def rollout_weights(self) -> Mapping[str, Tensor]:
-        """The trained ones."""
-        return self.weights()
 
     def save_config(self, directory: Path) -> None:
         """Write what loads the model beside its weights: configuration, and the tokenizer if there is one."""

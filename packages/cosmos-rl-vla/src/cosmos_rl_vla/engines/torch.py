@@ -2,31 +2,30 @@
 
                   slots of process 0: chunk runs     slots of process 1: at a decision
                         |                                   |
-    pool.wait() --------+---- events ----> observations of those that stand -- act --> pool.submit(chunks)
-                                               ^ one pass holds the turn; `switch` takes it in between
+    pool.wait() --------+---- events ----> observations of those that wait -- act --> pool.submit(chunks)
 
-While the policy decides for half of a process's slots, the other half and the other processes simulate: the slower of
-the two sets the pace. New weights come between two decisions; each says under which version it was made.
+All of it runs in the engine's thread (`rollout/engine_thread.py`), which waits for the simulators and for posts at the
+same time. While the policy decides for half of a process's slots, the other half and the other processes simulate: the
+slower of the two sets the pace. New weights come between two decisions; each says under which version it was made.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import numpy as np
-import torch
 from pydantic import Field
 from torch import nn
 
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_vla.engines import steady
-from cosmos_rl_vla.engines.episodes import Request, Running, Waiting
+from cosmos_rl_vla.engines.episodes import Request, Running
 from cosmos_rl_vla.models.base import Draw
 from cosmos_rl_vla.observations import Observer, Seen
 from cosmos_rl_vla.sampling import VLASampling
@@ -64,7 +63,7 @@ class TorchEngineOptions(Strict):
     """Times an episode is begun, each time its simulator was lost, before its prompt goes back."""
 
 
-class SimulationEngine:
+class SimulationEngine(ThreadedEngine[Request]):
     """Implements `interfaces.RolloutEngine` over simulators and an action model."""
 
     def __init__(
@@ -77,29 +76,17 @@ class SimulationEngine:
         options: TorchEngineOptions,
     ) -> None:
         """weights: the live tensors that the trainer publishes. observer: makes the model's inputs."""
+        super().__init__("simulate")
         self._model, self._weights, self._observer, self._pool = model, weights, observer, pool
         self._device = next(cast(nn.Module, model).parameters()).device
         self._max_attempts = options.max_attempts
         self._steady_rows = options.slots if options.steady else 0
-        self._waiting = Waiting()
+        self._episodes: deque[Running] = deque()
+        """Episodes that wait for a slot, in the order they were asked for."""
         self._slots: dict[int, Running] = {}
         """Episodes by the slot they run in."""
-        self._standing: list[int] = []
+        self._awaiting: list[int] = []
         """Slots that wait for a decision."""
-        self._driver = threading.Thread(target=self._drive, name="simulate", daemon=True)
-        self._turn = threading.Lock()
-        """Held by one pass of the policy, or by a switch of the weights."""
-        self._broken: Exception | None = None
-        self._version = -1
-        self._progress = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def progress(self) -> int:
-        return self._progress
 
     @property
     def rows_at_once(self) -> int:
@@ -117,42 +104,25 @@ class SimulationEngine:
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: VLASampling, seed: int
     ) -> tuple[str, list[Rollout]]:
-        if self._broken is not None:
-            raise self._broken
-        if not self._driver.is_alive():
-            self._driver.start()
-        request = Request(prompt, num_samples, sampling, seed)
-        self._waiting.add(request)
-        rollouts = await asyncio.wrap_future(request.done)  # cancelling this task cancels the request
+        request = Request(prompt=prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+        await self._ask(request)
+        rollouts = [request.rollouts[place] for place in range(num_samples)]
         return f"{prompt.row['instruction']} ({request.task}, initial state {request.init})", rollouts
 
-    async def switch(self, version: int, apply: Callable[[], None]) -> None:
-        def between_decisions() -> None:
-            with self._turn:
-                apply()
-                self._version = version
-
-        await asyncio.to_thread(between_decisions)
-
     async def close(self) -> None:
-        self._waiting.close()
-        if self._driver.is_alive():
-            await asyncio.to_thread(self._driver.join)
+        await super().close()
         await asyncio.to_thread(self._pool.close)
 
-    def _drive(self) -> None:
-        """In the driver's thread, until the engine is closed."""
-        try:
-            while not self._waiting.closed:
-                self._begin()
-                if self._slots:
-                    self._answer(self._pool.wait())
-                else:
-                    self._waiting.wait()
-        except Exception as error:  # of the simulators or the model, for all who wait; their tasks raise it
-            self._broken = error
-            for request in [running.request for running in self._slots.values()] + self._waiting.drain():
-                request.fail(error)
+    def _is_busy(self) -> bool:
+        return bool(self._slots or self._episodes)
+
+    def _work(self) -> None:
+        """Start episodes in free slots, wait for what happens in the others, and decide for those that wait."""
+        while self._waiting:
+            self._episodes += self._waiting.popleft().episodes()
+        self._begin()
+        if self._slots:
+            self._answer(self._pool.wait(beside=self._bell))
 
     def _begin(self) -> None:
         """Give every free slot an episode, the processes in turn."""
@@ -164,7 +134,10 @@ class SimulationEngine:
 
     def _next(self) -> Running | None:
         """The next episode that can be played; the prompt of one that cannot is given back with the reason."""
-        while (running := self._waiting.take()) is not None:
+        while self._episodes:
+            running = self._episodes.popleft()
+            if running.request.done.done():
+                continue
             try:
                 self._observer.check(running.request.prompt.row, self._pool)
             except ValueError as error:
@@ -175,28 +148,28 @@ class SimulationEngine:
         return None
 
     def _answer(self, events: Sequence[Ready | Lost]) -> None:
-        """Take in what became of the slots, and decide for those whose turn it is."""
-        self._standing += [event.slot for event in events if self._goes_on(event)]
-        chosen = self._take_standing()
+        """Note what happened in the slots, and decide for those whose turn it is."""
+        self._awaiting += [event.slot for event in events if self._goes_on(event)]
+        chosen = self._take_awaiting()
         greedy = [slot for slot in chosen if self._slots[slot].request.sampling.greedy]
-        drawing = [slot for slot in chosen if slot not in greedy]
-        if drawing:
-            self._decide(drawing, greedy=False)
+        sampled = [slot for slot in chosen if slot not in greedy]
+        if sampled:
+            self._decide(sampled, greedy=False)
         if greedy:
             self._decide(greedy, greedy=True)
 
-    def _take_standing(self) -> list[int]:
-        """Return the slots that stand of each process half of whose episodes do: it has the other half to simulate.
+    def _take_awaiting(self) -> list[int]:
+        """Return the awaiting slots of each process half of whose episodes await: it has the other half to simulate.
 
         Fewer would be decided by more passes; all of them would leave their process without work meanwhile.
         """
-        for slot in [slot for slot in self._standing if self._slots[slot].request.done.done()]:
-            self._standing.remove(slot)
+        for slot in [slot for slot in self._awaiting if self._slots[slot].request.done.done()]:
+            self._awaiting.remove(slot)
             del self._slots[slot]
         group_of = self._pool.group_of
-        standing, all_of_them = Counter(map(group_of, self._standing)), Counter(map(group_of, self._slots))
-        chosen = [slot for slot in self._standing if 2 * standing[group_of(slot)] >= all_of_them[group_of(slot)]]
-        self._standing = [slot for slot in self._standing if slot not in chosen]
+        awaiting, all_of_them = Counter(map(group_of, self._awaiting)), Counter(map(group_of, self._slots))
+        chosen = [slot for slot in self._awaiting if 2 * awaiting[group_of(slot)] >= all_of_them[group_of(slot)]]
+        self._awaiting = [slot for slot in self._awaiting if slot not in chosen]
         return chosen
 
     def _goes_on(self, event: Ready | Lost) -> bool:
@@ -224,24 +197,21 @@ class SimulationEngine:
         """Begin the episode again, or give its prompt back with the reason."""
         attempts = running.attempt + 1
         if not lost.final and attempts < self._max_attempts:
-            self._waiting.again(running)
+            self._episodes.appendleft(running.again())
             return
         where = running.request.prompt.origin or running.request.task
         times = "" if lost.final else f", {attempts} times"
         running.request.fail(SampleError(f"the episode of {where} was lost{times}: {lost.reason}", final=lost.final))
 
-    @torch.no_grad()
     def _decide(self, slots: Sequence[int], *, greedy: bool) -> None:
-        """One pass of the policy over slots that stand; those at their limit want its estimate alone."""
+        """One pass of the policy over awaiting slots; those at their limit need its value estimate alone."""
         episodes = [self._slots[slot] for slot in slots]
         seen = self._observer.look(self._pool, slots, [running.request.prompt.row for running in episodes])
         seeds = [running.seed for running in episodes]
         places = [len(running.trajectory.decisions) for running in episodes]
-        with self._turn:
-            version = self._version
-            draw = Draw(seeds=seeds, places=places, version=version)
-            decided = Decided.of(self._act(seen, draw, greedy=greedy), seen, version=version)
-            self._progress += 1
+        draw = Draw(seeds=seeds, places=places, version=self._version)
+        decided = Decided.of(self._act(seen, draw, greedy=greedy), seen, version=self._version)
+        self._progress += 1
         chunks: dict[int, list[tuple[int, np.ndarray]]] = {}
         for row, (slot, running) in enumerate(zip(slots, episodes, strict=True)):
             if running.closing:
@@ -266,4 +236,4 @@ class SimulationEngine:
         camera = next(iter(self._pool.images.values()), None)
         last = None if camera is None else camera[slot].copy()
         rollout = running.trajectory.rollout(running.request.sampling, last_image=last, last_values=last_values)
-        running.request.finish(running.place, rollout)
+        running.request.add(running.place, rollout)

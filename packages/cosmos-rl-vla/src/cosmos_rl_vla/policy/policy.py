@@ -9,17 +9,13 @@ these "terms" is imitation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
-from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
-from cosmos_rl_core.parallel.axes.fsdp import reshard
-from cosmos_rl_core.parallel.gradients import accumulate
-from cosmos_rl_core.parallel.lora import reference_of
+from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_vla.models.base import Draw, Inputs
 from cosmos_rl_vla.terms import terms_of
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
     from cosmos_rl_vla.sampling import VLASampling
 
 
-class VLAPolicy:
+class VLAPolicy(PolicyBase[nn.Module]):
     """`interfaces.Policy` over an action model.
 
     `Microbatch.inputs`: those of `collate`, or of demonstrations those of `supervised`.
@@ -58,17 +54,13 @@ class VLAPolicy:
             aux_coef: coefficient of the auxiliary loss in supervised training.
             seed: of what supervised training draws for a sample.
         """
+        super().__init__(loaded.module, reduce_once=reduce_once)
         self._loaded = loaded
         self._model = loaded.model
         self._sampling = sampling
         self._aux_coef = aux_coef
-        self._reduce_once = reduce_once
         self.demonstrations = demonstrations
         self.seed = seed
-
-    @property
-    def module(self) -> nn.Module:
-        return cast(nn.Module, self._model)
 
     @property
     def model_horizon(self) -> int:
@@ -90,35 +82,14 @@ class VLAPolicy:
         """Its tokenizer."""
         return self._loaded.instructions
 
-    def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """Return log-probabilities of terms; values where the model has a critic, entropy where it decides it."""
+    def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
+        """Log-probabilities of terms; values where the model has a critic, entropy where it decides it."""
         device = next(self.module.parameters()).device
         inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
         observed = Inputs(**{name: inputs[name] for name in ("images", "state", "tokens", "token_mask")})
         if "actions" in inputs:
-            outputs = self._of_demonstrations(observed, inputs)
-        else:
-            outputs = self._of_decisions(observed, inputs, with_entropy=with_entropy)
-        if not torch.is_grad_enabled():
-            reshard(self.module)  # no backward pass follows that would
-        return outputs
-
-    def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
-        accumulate(self, microbatches, loss=loss, with_entropy=with_entropy, reduce_once=self._reduce_once)
-
-    def stepped(self, version: int) -> None:
-        """Nothing follows the weights."""
-
-    def second_copies(self) -> Sequence[nn.Parameter]:
-        """None."""
-        return ()
-
-    def reference(self) -> Reference | None:
-        """The model under the adapters, where there are any; else a copy has to be built."""
-        return reference_of(self)
-
-    def figures(self) -> Mapping[str, float]:
-        return {}
+            return self._of_demonstrations(observed, inputs)
+        return self._of_decisions(observed, inputs, with_entropy=with_entropy)
 
     def weights(self) -> dict[str, Tensor]:
         """Live tensors by the names of the public checkpoints."""

@@ -6,13 +6,12 @@ those behind it    --> join where they take the same steps
 
 from __future__ import annotations
 
-import threading
-from collections import deque
-from concurrent.futures import Future
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
+from cosmos_rl_core.rollout.engine_thread import EngineRequest
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.samplers.sampler import Plan
@@ -21,22 +20,21 @@ from cosmos_rl_wfm.sampling import FlowSampling
 _SEEDS = 2**63 - 1
 
 
-@dataclass(eq=False, slots=True)
-class Request:
+@dataclass(eq=False, slots=True, kw_only=True)
+class Request(EngineRequest):
     """Samples for one prompt."""
 
     prompt: Prompt
     num_samples: int
     sampling: FlowSampling
     seed: int
-    done: Future[list[Rollout]] = field(default_factory=Future)
     condition: Condition | None = None
     """[1], once it was made."""
     rollouts: list[Rollout] = field(default_factory=list)
 
     @property
     def seeds(self) -> list[int]:
-        """Of every sample: its own noise, in whatever batch it is drawn."""
+        """Of every sample: its own noise, in whatever batch it is sampled."""
         state = np.random.SeedSequence(self.seed).generate_state(self.num_samples, np.uint64)
         return [int(seed) & _SEEDS for seed in state]
 
@@ -48,13 +46,13 @@ class Request:
 
     @property
     def left(self) -> int:
-        """Samples still to be drawn."""
+        """Samples still to be made."""
         return self.num_samples - len(self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Samples that are drawn together."""
+    """Samples that are made together."""
 
     parts: tuple[tuple[Request, int], ...]
     """Requests, and how many of the samples they lack."""
@@ -75,35 +73,18 @@ class Batch:
         return all(request.done.cancelled() for request, _ in self.parts)
 
 
-class Queue:
-    """Requests in the order they came. Any thread may add; one takes."""
+def next_batch(waiting: Sequence[Request], room: int, *, shift: float, version: int) -> Batch:
+    """Return up to `room` samples of `waiting`, in order, that take the same steps as those of the first request.
 
-    def __init__(self) -> None:
-        self._waiting: deque[Request] = deque()
-        self._guard = threading.Lock()
-
-    def add(self, request: Request) -> None:
-        """Put a request at the end."""
-        with self._guard:
-            self._waiting.append(request)
-
-    def take(self, room: int, *, shift: float, version: int) -> Batch | None:
-        """Return up to `room` samples that take the same steps; None if nobody waits.
-
-        A request that is not drawn whole stays in the queue.
-        """
-        with self._guard:
-            waiting = [request for request in self._waiting if request.left and not request.done.done()]
-            self._waiting = deque(waiting)
-        if not waiting:
-            return None
-        head = waiting[0]
-        plan = head.sampling.plan(shift=shift, version=version, seed=head.seed)
-        parts: list[tuple[Request, int]] = []
-        for request in waiting:
-            if room and request.sampling == head.sampling:
-                own = request.sampling.plan(shift=shift, version=version, seed=request.seed)
-                if own.steps == plan.steps:
-                    parts.append((request, min(room, request.left)))
-                    room -= parts[-1][1]
-        return Batch(parts=tuple(parts), plan=plan, sampling=head.sampling)
+    A request that is not made whole by the batch goes on waiting.
+    """
+    head = waiting[0]
+    plan = head.sampling.plan(shift=shift, version=version, seed=head.seed)
+    parts: list[tuple[Request, int]] = []
+    for request in waiting:
+        if room and request.sampling == head.sampling:
+            own = request.sampling.plan(shift=shift, version=version, seed=request.seed)
+            if own.steps == plan.steps:
+                parts.append((request, min(room, request.left)))
+                room -= parts[-1][1]
+    return Batch(parts=tuple(parts), plan=plan, sampling=head.sampling)

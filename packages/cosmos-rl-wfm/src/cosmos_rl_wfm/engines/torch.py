@@ -1,17 +1,15 @@
-"""The rollout engine: denoises samples of the prompts that wait, in batches, on a thread of its own.
+"""The rollout engine: denoises samples of the prompts that wait, in batches, in the engine's thread.
 
     generate(prompt) -- condition, noise --> steps of the sampler --> clean latents --> decoded video
-                                               ^ one step holds the turn; `switch` takes it in between
+                                               ^ posts are taken before each: new weights come in between
 
-New weights come between two steps of a rollout: each term says under which version it was drawn.
+Each term says under which version it was sampled. The thread is `rollout/engine_thread.py`.
 """
 
 from __future__ import annotations
 
-import asyncio
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -21,10 +19,11 @@ import torch
 from pydantic import Field
 
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_wfm.conditions import Conditions, arrays_of, joined
-from cosmos_rl_wfm.engines.requests import Batch, Queue, Request
+from cosmos_rl_wfm.engines.requests import Batch, Request, next_batch
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.weights import named_weights
 from cosmos_rl_wfm.policy import guided_velocity
@@ -51,31 +50,18 @@ class _Cancelled(Exception):
     """Nobody waits for the batch any more."""
 
 
-class FlowEngine:
+class FlowEngine(ThreadedEngine[Request]):
     """Implements `interfaces.RolloutEngine` over a model of diffusers."""
 
     def __init__(
         self, model: DiffusersModel, *, size: Size, conditions: Conditions, options: TorchEngineOptions
     ) -> None:
         """conditions: makes the condition of a row, embedded captions and given frames."""
+        super().__init__("denoise")
         self._model, self._size = model, size
         self._shift = model.traits.shift
         self._conditions = conditions
         self._at_once = options.samples_at_once
-        self._queue = Queue()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="denoise")
-        self._turn = threading.Lock()
-        """Held by one step of denoising, or by a switch of the weights."""
-        self._version = -1
-        self._progress = 0
-
-    @property
-    def version(self) -> int:
-        return self._version
-
-    @property
-    def progress(self) -> int:
-        return self._progress
 
     def weights(self) -> Mapping[str, Tensor]:
         return named_weights(self._model.network)
@@ -83,40 +69,23 @@ class FlowEngine:
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: FlowSampling, seed: int
     ) -> tuple[str, list[Rollout]]:
-        request = Request(prompt, num_samples, sampling, seed)
-        self._queue.add(request)
-        loop = asyncio.get_running_loop()
-        loop.call_soon(lambda: self._thread.submit(self._serve, request))  # after those asked for at the same time
-        rollouts = await asyncio.wrap_future(request.done)  # cancelling this task cancels the request
-        return prompt.row["caption"], rollouts
+        request = Request(prompt=prompt, num_samples=num_samples, sampling=sampling, seed=seed)
+        await self._ask(request)
+        return prompt.row["caption"], request.rollouts
 
-    async def switch(self, version: int, apply: Callable[[], None]) -> None:
-        def between_steps() -> None:
-            with self._turn:
-                apply()
-                self._version = version
+    def _is_busy(self) -> bool:
+        return False
 
-        await asyncio.to_thread(between_steps)
+    def _work(self) -> None:
+        """Make one batch, unless nobody waits for it any more."""
+        if not self._waiting:
+            return
+        batch = next_batch(self._waiting, self._at_once, shift=self._shift, version=self._version)
+        with suppress(_Cancelled):
+            self._sample(batch)
 
-    async def close(self) -> None:
-        await asyncio.to_thread(partial(self._thread.shutdown, cancel_futures=True))
-
-    @torch.no_grad()
-    def _serve(self, request: Request) -> None:
-        """In the engine's thread: draw batches until this request is done, by whichever batch."""
-        while not request.done.done():
-            batch = self._queue.take(self._at_once, shift=self._shift, version=self._version)
-            assert batch is not None, "a request that is not done waits in the queue"
-            try:
-                self._draw(batch)
-            except _Cancelled:
-                continue
-            except Exception as error:  # of the engine, for all who wait for this batch; their tasks raise it
-                for waiting, _ in batch.parts:
-                    _fail(waiting, error)
-
-    def _draw(self, batch: Batch) -> None:
-        """Draw a batch, and finish the requests that are whole with it."""
+    def _sample(self, batch: Batch) -> None:
+        """Sample a batch, and finish the requests that are whole with it."""
         batch = replace(batch, parts=tuple(part for part in batch.parts if self._has_condition(part[0])))
         if not batch.parts:
             return
@@ -127,8 +96,7 @@ class FlowEngine:
             if not request.left and request.condition is not None:
                 first = request.rollouts[0]
                 request.rollouts[0] = replace(first, arrays={**first.arrays, **arrays_of(request.condition)})
-                if request.done.set_running_or_notify_cancel():
-                    request.done.set_result(request.rollouts)
+                request.finish()
 
     def _has_condition(self, request: Request) -> bool:
         """Make a request's condition; a row that gives none fails its request alone."""
@@ -136,7 +104,7 @@ class FlowEngine:
             try:
                 request.condition = self._conditions.of(request.prompt)
             except SampleError as error:
-                _fail(request, error)
+                request.fail(error)
                 return False
         return True
 
@@ -157,17 +125,11 @@ class FlowEngine:
         return _of_clean(drawn, video, int(terms.min()), seeds, sampling, shift=self._shift)
 
     def _step(self, velocity: Velocity, versions: list[int], batch: Batch, x: Tensor, times: Tensor, /) -> Tensor:
-        with self._turn:
-            if batch.is_cancelled:
-                raise _Cancelled
-            versions.append(self._version)
-            self._progress += 1
-            return velocity(x, times)
-
-
-def _fail(request: Request, error: Exception) -> None:
-    if request.done.set_running_or_notify_cancel():
-        request.done.set_exception(error)
+        if not self._take_posts() or batch.is_cancelled:
+            raise _Cancelled
+        versions.append(self._version)
+        self._progress += 1
+        return velocity(x, times)
 
 
 def _of_steps(drawn: Trajectory, video: np.ndarray, versions: np.ndarray) -> list[Rollout]:

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from cosmos_rl_core.rollout.engine_thread import EngineRequest
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
-class Request:
+class Request(EngineRequest):
     """Samples of one prompt that start together and share its prefill."""
 
     prompt_tokens: np.ndarray

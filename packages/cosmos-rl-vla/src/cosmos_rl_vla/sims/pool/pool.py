@@ -16,6 +16,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from itertools import groupby
+from multiprocessing.connection import Connection
 from multiprocessing.connection import wait as wait_for
 from types import TracebackType
 from typing import Any
@@ -141,11 +142,12 @@ class SimulatorPool:
         assert self._pending.isdisjoint(slots), f"slots {sorted(self._pending.intersection(slots))} run already"
         self._pending.update(slots)
 
-    def wait(self, timeout_s: float | None = None) -> list[Ready | Lost]:
+    def wait(self, timeout_s: float | None = None, *, beside: Connection | None = None) -> list[Ready | Lost]:
         """Return what has happened since the last call; waits for the first event if an answer is due.
 
         Consumes commands' answers; produces one event for each slot that was started or submitted, and one Lost for
-        each episode whose process failed; waits for the processes; unblocked by an answer, a failure or the timeout.
+        each episode whose process failed; waits for the processes; unblocked by an answer, a failure, the timeout, or
+        `beside` when it is readable.
         Raises WorkerFailed where a group has failed `max_faults` times in a row.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
@@ -154,22 +156,27 @@ class SimulatorPool:
             left = None if until is None else until - time.monotonic()
             if left is not None and left <= 0:
                 break
-            self._collect(left)
+            if self._collect(left, beside=beside):
+                break
         events, self._events = self._events, []
         return events
 
-    def _collect(self, timeout_s: float | None) -> None:
-        """Take the answers that are there, waiting for the first one, and replace processes that hang or died."""
+    def _collect(self, timeout_s: float | None, *, beside: Connection | None = None) -> bool:
+        """Take the answers that are there, waiting for the first one, and replace processes that hang or died.
+
+        Returns whether `beside` ended the wait.
+        """
         patience = min(group.patience_s() for group in self._groups)
         bounds = [max(0.0, bound) for bound in (timeout_s, patience) if bound is not None and bound != math.inf]
         numbers = [group.process.connection.fileno() for group in self._groups]
-        answered = set(wait_for(numbers, min(bounds, default=None)))
+        answered = set(wait_for([*numbers, *([] if beside is None else [beside])], min(bounds, default=None)))
         for group, number in zip(self._groups, numbers, strict=True):
             if number in answered:
                 self._receive(group)
         for group in self._groups:
             if group.patience_s() <= 0:
                 self._replace(group, group.hung())
+        return beside in answered
 
     def _receive(self, group: Group) -> None:
         try:
