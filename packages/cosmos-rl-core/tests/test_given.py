@@ -275,12 +275,13 @@ def test_a_domain_that_makes_its_own_rows_takes_none(tmp_path):
 
 def test_generate_and_evaluate_take_rows_and_rewards(tmp_path, rowed):
     tables = recipe(tmp_path, domain="rowed_domain:Rowed")
-    tables["reward"] = {"functions": [{"name": "hits"}]}
     request = Request(out=tmp_path / "drawn")
     drawn = generate(tables, rows=CONTEXTS[:2], request=request, python_path=[rowed])
     assert [line["prompt"] for line in drawn.lines] == ["context 0", "context 1"]
     again = generate(tables, rows=CONTEXTS[:2], request=request, python_path=[rowed])
     assert again.lines == drawn.lines
+    with pytest.raises(UserError, match=r"no .*reward.functions.* to evaluate with"):
+        evaluate(tables, rows=CONTEXTS[:2], request=request, python_path=[rowed])
     request = Request(out=tmp_path / "measured")
     measured = evaluate(tables, rows=CONTEXTS[:4], rewards=[zeros, "hits"], request=request, python_path=[rowed])
     assert measured.rows == 4

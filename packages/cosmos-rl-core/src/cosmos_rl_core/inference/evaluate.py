@@ -84,6 +84,8 @@ def evaluate(
     with rows_on_disk(given) as config:
         if config.eval.data is None and not request.prompts:
             raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
+        if not config.is_sft and not config.reward.functions:
+            raise UserError("the recipe has no [[reward.functions]] to evaluate with; add one with a name")
         if config.is_sft:
             measured = _loss(config, request)
         else:

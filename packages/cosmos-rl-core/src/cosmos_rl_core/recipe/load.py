@@ -36,8 +36,8 @@ def load_config(
 
     `values` come after the overrides, by dotted key: {"run.max_steps": 10}. [run] domain names the domain, whose own
     models validate [model], [data] and [eval.data]. With `generating` nothing will be trained: a supervised recipe may
-    then say in [rollout] how it is sampled. Raises ConfigError with everything that is wrong, and UserError for a file
-    that cannot be read.
+    then say in [rollout] how it is sampled, and no reward is needed. Raises ConfigError with everything that is wrong,
+    and UserError for a file that cannot be read.
     """
     file = "" if isinstance(source, Mapping) else str(source)
     written = dict(source) if isinstance(source, Mapping) else read_toml(Path(source))
@@ -48,7 +48,7 @@ def load_config(
     tables = _all_tables(domain) | _algorithm_table(raw)
     parts, part_problems = _domain_parts(raw, domain, tables)
     unsound = {problem.section for problem in part_problems}
-    config, core_problems = _core(raw, tables, parts, unsound, refused=SFT_SAMPLED if generating else RL_ONLY)
+    config, core_problems = _core(raw, tables, parts, unsound, generating=generating)
     found += part_problems + core_problems
     if found:
         raise ConfigError(in_file_order(_each_once(found), raw), file=file)
@@ -203,13 +203,14 @@ def _core(
     parts: Mapping[str, BaseModel],
     unsound: Collection[str],
     *,
-    refused: Collection[str],
+    generating: bool,
 ) -> tuple[RunConfig, list[Problem]]:
     """Validate the sections of core, then the rules between those sections that are sound.
 
-    `unsound` names sections in which the domain found something wrong, `refused` those that SFT does not have. The
-    config holds only the sound sections; it is whole where no problem is returned.
+    `unsound` names sections in which the domain found something wrong. The config holds only the sound sections; it is
+    whole where no problem is returned.
     """
+    refused = SFT_SAMPLED if generating else RL_ONLY
     found: list[Problem] = []
     try:
         config = validated(RunConfig, raw)
@@ -224,6 +225,8 @@ def _core(
     broken = _broken_sections(found) | set(unsound) | ({"rollout"} - {at.partition(".")[0] for at in parts})
     given = raw.keys() - (set(RL_ONLY) - set(refused))
     clashes = [conflict for conflict in conflicts(config, given=given) if not broken & conflict.sections]
+    if generating:
+        clashes = [conflict for conflict in clashes if conflict.key != "reward.functions"]
     return config, found + [conflict.problem(config) for conflict in clashes]
 
 
