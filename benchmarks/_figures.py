@@ -19,7 +19,7 @@ OUT = Path(__file__).resolve().parent / "out"
 class Figure:
     """One measured number."""
 
-    figure: str
+    metric: str
     value: float
     unit: str
     target: str = ""
@@ -33,27 +33,27 @@ class Figure:
             return None
         sign, bound = self.target.split()
         if sign not in ("<=", ">="):
-            raise ValueError(f"{self.figure}: target {self.target!r} should read '<= number' or '>= number'")
+            raise ValueError(f"{self.metric}: target {self.target!r} should read '<= number' or '>= number'")
         return self.value <= float(bound) if sign == "<=" else self.value >= float(bound)
 
 
-def report(name: str, figures: Sequence[Figure]) -> bool:
+def report(name: str, metrics: Sequence[Figure]) -> bool:
     """Print the table, write benchmarks/out/NAME.json, and return whether every target is met."""
     table = Table(title=name, title_justify="left")
-    for column in ("figure", "value", "unit", "target", "met"):
+    for column in ("metric", "value", "unit", "target", "met"):
         table.add_column(column, justify="right" if column == "value" else "left")
-    for figure in figures:
-        verdict = {None: "", True: "yes", False: "NO"}[figure.met]
-        table.add_row(figure.figure, _readable(figure.value), figure.unit, figure.target, verdict)
+    for metric in metrics:
+        verdict = {None: "", True: "yes", False: "NO"}[metric.met]
+        table.add_row(metric.metric, _readable(metric.value), metric.unit, metric.target, verdict)
     console = Console(width=None if sys.stdout.isatty() else 110)
     console.print(table)
-    for note in dict.fromkeys(figure.note for figure in figures if figure.note):
+    for note in dict.fromkeys(metric.note for metric in metrics if metric.note):
         console.print(f"- {note}", style="dim", highlight=False)
     OUT.mkdir(exist_ok=True)
     path = OUT / f"{name}.json"
-    rows = [{**asdict(figure), "value": _finite(figure.value), "met": figure.met} for figure in figures]
+    rows = [{**asdict(metric), "value": _finite(metric.value), "met": metric.met} for metric in metrics]
     path.write_text(json.dumps(rows, indent=2) + "\n")
-    return all(figure.met is not False for figure in figures)
+    return all(metric.met is not False for metric in metrics)
 
 
 def _readable(value: float) -> str:

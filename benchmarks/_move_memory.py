@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
-from _figures import Figure
+from _metrics import Figure
 from _move_follower import Follower, Following, SampleModel
 from _move_speed import TOKEN
 
@@ -16,7 +16,7 @@ TINY_BYTES = 64 << 10
 SYNCS = 4
 
 
-def figures(sizes: tuple[int, int]) -> list[Figure]:
+def metrics(sizes: tuple[int, int]) -> list[Figure]:
     """Return the peaks of both sides over shared memory and TCP, in buckets."""
     found = []
     for transport in ("shm", "tcp"):
@@ -26,9 +26,9 @@ def figures(sizes: tuple[int, int]) -> list[Figure]:
             for side, peak, other in zip(("trainer", "rollout"), peaks, fixed):
                 name = f"4 {transport}, {mib} MiB: {side}'s extra memory"
                 value = (peak - other) / (BUCKET_BYTES - TINY_BYTES)
-                found.append(Figure(figure=name, value=value, unit="buckets", target="<= 2.05", note=NOTE))
+                found.append(Figure(metric=name, value=value, unit="buckets", target="<= 2.05", note=NOTE))
         fixed_mib = max(fixed) / 2**20
-        found.append(Figure(figure=f"4 {transport}: beside buckets", value=fixed_mib, unit="MiB", note=FIXED))
+        found.append(Figure(metric=f"4 {transport}: beside buckets", value=fixed_mib, unit="MiB", note=FIXED))
     return found
 
 

@@ -8,7 +8,7 @@ from statistics import median
 from typing import Literal
 
 import torch
-from _figures import Figure
+from _metrics import Figure
 from _move_follower import Follower, Following, SampleModel, Synced
 from _move_speed import TOKEN, WARM_UP
 from torch import Tensor
@@ -19,7 +19,7 @@ CHANGED = 100
 """One element of so many."""
 
 
-def figures(mib: int, rounds: int) -> list[Figure]:
+def metrics(mib: int, rounds: int) -> list[Figure]:
     """Return the trainer's stalls with the next step before and after the end of the transfer, and those of deltas."""
     return [*asyncio.run(_stalls(mib, rounds)), *asyncio.run(_deltas(mib, rounds))]
 
@@ -46,22 +46,22 @@ async def _stalls(mib: int, rounds: int) -> list[Figure]:
     shares = [stall / whole for stall, whole in zip(later[WARM_UP:], transfers[WARM_UP:])]
     sooner_s, transfer_s = median(sooner[WARM_UP:]), median(transfers[WARM_UP:])
     return [
-        Figure(figure="7 transfer", value=transfer_s, unit="s"),
-        Figure(figure="7 stall, next step later", value=median(later[WARM_UP:]), unit="s"),
+        Figure(metric="7 transfer", value=transfer_s, unit="s"),
+        Figure(metric="7 stall, next step later", value=median(later[WARM_UP:]), unit="s"),
         Figure(
-            figure="7 stall / transfer, next step later",
+            metric="7 stall / transfer, next step later",
             value=100 * median(shares),
             unit="%",
             target="<= 5",
             note="stall: publish and fence, what optim_step waits for; transfer: what the subscriber needs to stage",
         ),
         Figure(
-            figure="7 stall / transfer, next step in the middle",
+            metric="7 stall / transfer, next step in the middle",
             value=100 * sooner_s / transfer_s,
             unit="%",
             note="with no patience: what is unread is copied before the optimizer writes",
         ),
-        Figure(figure="7 copied then", value=100 * median(copied[WARM_UP:]) / (mib << 20), unit="% of the model"),
+        Figure(metric="7 copied then", value=100 * median(copied[WARM_UP:]) / (mib << 20), unit="% of the model"),
     ]
 
 
@@ -87,41 +87,41 @@ async def _deltas(mib: int, rounds: int) -> list[Figure]:
     return [
         *(
             Figure(
-                figure=f"7 pause, {name}", value=median(synced.apply_s for synced in side.synced[WARM_UP:]), unit="s"
+                metric=f"7 pause, {name}", value=median(synced.apply_s for synced in side.synced[WARM_UP:]), unit="s"
             )
             for name, side in sides.items()
         ),
         Figure(
-            figure="7 pause, delta / whole in place",
+            metric="7 pause, delta / whole in place",
             value=_percent((a.apply_s, b.apply_s) for a, b in zip(delta, in_place)),
             unit="%",
             target="<= 10",
             note="bfloat16, 1 % of every tensor changed; pause: apply; in place it pulls and verifies too",
         ),
         Figure(
-            figure="7 pause, delta / whole in place over tcp",
+            metric="7 pause, delta / whole in place over tcp",
             value=_percent((a.apply_s, b.apply_s) for a, b in zip(delta, over_tcp)),
             unit="%",
             target="<= 10",
         ),
         Figure(
-            figure="7 pause, delta / whole out of the shadow",
+            metric="7 pause, delta / whole out of the shadow",
             value=_percent((a.apply_s, b.apply_s) for a, b in zip(delta, whole)),
             unit="%",
         ),
         Figure(
-            figure="7 bytes on the wire, delta / whole",
+            metric="7 bytes on the wire, delta / whole",
             value=_percent((a.num_bytes, b.num_bytes) for a, b in zip(delta, whole)),
             unit="%",
             target="<= 2.2",
         ),
         Figure(
-            figure="7 stage, delta / whole",
+            metric="7 stage, delta / whole",
             value=_percent((a.stage_s, b.stage_s) for a, b in zip(delta, whole)),
             unit="%",
             note="stage over shared memory, where bytes cost little: it waits until the trainer knows what changed",
         ),
-        Figure(figure="7 stall with deltas", value=median(sides["delta"].stalls[WARM_UP:]), unit="s"),
+        Figure(metric="7 stall with deltas", value=median(sides["delta"].stalls[WARM_UP:]), unit="s"),
     ]
 
 

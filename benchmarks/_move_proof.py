@@ -7,7 +7,7 @@ import random
 import time
 
 import _support  # noqa: F401  (makes transfer_* importable)
-from _figures import Figure
+from _metrics import Figure
 from transfer_samples import BitFlips, Pair, assert_version
 
 from cosmos_rl_transfer.transports.shm import SharedMemory
@@ -17,7 +17,7 @@ NUM_BUCKETS = 5
 """Of `testing.Pair`'s tensors, at least."""
 
 
-def figures(versions: int, flips: int) -> list[Figure]:
+def metrics(versions: int, flips: int) -> list[Figure]:
     """Compare all tensors after each of `versions` syncs, and inject `flips` errors of one bit."""
     started = time.perf_counter()
     exact = asyncio.run(_exact(versions))
@@ -25,11 +25,11 @@ def figures(versions: int, flips: int) -> list[Figure]:
     repaired = asyncio.run(_repaired(flips))
     note = f"tensors of three dtypes, shm and tcp in turn, each compared with what was published; {seconds:.1f} s"
     return [
-        Figure(figure="5 versions", value=versions, unit=""),
-        Figure(figure="5 arrived to the bit", value=exact / versions, unit="of all", target=">= 1", note=note),
-        Figure(figure="5 bits flipped", value=flips, unit=""),
+        Figure(metric="5 versions", value=versions, unit=""),
+        Figure(metric="5 arrived to the bit", value=exact / versions, unit="of all", target=">= 1", note=note),
+        Figure(metric="5 bits flipped", value=flips, unit=""),
         Figure(
-            figure="5 flips found and mended by one bucket more",
+            metric="5 flips found and mended by one bucket more",
             value=repaired / flips,
             unit="of all",
             target=">= 1",

@@ -12,7 +12,7 @@ from statistics import median
 from typing import Literal, Protocol
 
 import numpy as np
-from _figures import Figure
+from _metrics import Figure
 from _move_alone import PROCESS_READ, compare
 from _move_follower import Follower, Following, SampleModel
 from _move_peer import Gloo, RawSocket
@@ -113,7 +113,7 @@ class Sync:
         asyncio.run(self._publisher.close())
 
 
-def figures(mib: int, rounds: int, *, install: bool) -> list[Figure]:
+def metrics(mib: int, rounds: int, *, install: bool) -> list[Figure]:
     """Return seconds of every way and every side, and their ratios."""
     sides: dict[str, Side] = {}
     missing: dict[str, str] = {}
@@ -140,10 +140,10 @@ def figures(mib: int, rounds: int, *, install: bool) -> list[Figure]:
     times = {name: row[WARM_UP:] for name, row in times.items()}
     torchstore = torchstore_seconds(size, rounds, install=install)
     return [
-        *(Figure(figure=f"3 {name}", value=median(row), unit="s", note=NOTE) for name, row in times.items()),
-        *(Figure(figure=f"3 {name}", value=math.nan, unit="s", note=f"{name}: {why}") for name, why in missing.items()),
-        Figure(figure="3 torchstore", value=torchstore.seconds, unit="s", note=torchstore.note),
-        Figure(figure="3 shm: apply, in the pause", value=median(applied["shm"]), unit="s"),
+        *(Figure(metric=f"3 {name}", value=median(row), unit="s", note=NOTE) for name, row in times.items()),
+        *(Figure(metric=f"3 {name}", value=math.nan, unit="s", note=f"{name}: {why}") for name, why in missing.items()),
+        Figure(metric="3 torchstore", value=torchstore.seconds, unit="s", note=torchstore.note),
+        Figure(metric="3 shm: apply, in the pause", value=median(applied["shm"]), unit="s"),
         *_ratios(times),
         *_alone(mib, rounds),
         *_hashes(),
@@ -182,7 +182,7 @@ def _hashes() -> list[Figure]:
         "additive, cut": lambda: tensor_sum(rows, cut, (len(rows), 1024)),
     }
     return [
-        Figure(figure=f"3 hash: {name}", value=data.nbytes / median(_timed(work) for _ in range(25)) / 1e9, unit="GB/s")
+        Figure(metric=f"3 hash: {name}", value=data.nbytes / median(_timed(work) for _ in range(25)) / 1e9, unit="GB/s")
         for name, work in works.items()
     ]
 
@@ -208,10 +208,10 @@ def _alone(mib: int, rounds: int) -> list[Figure]:
     try:
         found = compare(list(names), mib=mib, rounds=rounds)
     except TransportUnavailable as error:
-        return [Figure(figure="3 transports alone", value=math.nan, unit="", note=str(error))]
+        return [Figure(metric="3 transports alone", value=math.nan, unit="", note=str(error))]
     times = {name: list(speed.seconds) for name, speed in found.items()}
     return [
-        *(Figure(figure=f"3 {n} alone", value=s.gigabytes_per_s, unit="GB/s", note=ALONE) for n, s in found.items()),
+        *(Figure(metric=f"3 {n} alone", value=s.gigabytes_per_s, unit="GB/s", note=ALONE) for n, s in found.items()),
         *(_ratio(f"3 speed of {a} alone / {b}", times[b], times[a], target) for a, b, target in pairs),
     ]
 
@@ -221,4 +221,4 @@ ALONE = "alone: buckets between two processes without packing, hashes and landin
 
 def _ratio(name: str, above: list[float] | None, below: list[float] | None, target: str) -> Figure:
     value = median(a / b for a, b in zip(above, below)) if above and below else math.nan
-    return Figure(figure=name, value=value, unit="x", target=target)
+    return Figure(metric=name, value=value, unit="x", target=target)

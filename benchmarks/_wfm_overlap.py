@@ -54,11 +54,11 @@ def measure(model: Model, folder: Path, *, work: Work, steps: int, reward_s: flo
     recipe["reward"] = {"functions": [{"name": "_wfm_reward:Remote", "options": {"seconds": reward_s}}]}
     recipe["logging"] = {"sinks": ["jsonl"], "rollouts_every": 0, "media_every": 0}
     run(recipe, overwrite=True, python_path=[str(HERE)])
-    figures = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steady = range(WARM, steps - MAX_STALENESS - 1)
     spans = [event for event in json.loads((out / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"]
     return Phases(
-        step=median(figures[step]["step_s"] for step in steady),
+        step=median(metrics[step]["step_s"] for step in steady),
         rollout=_rollout(spans, steady, groups=work.num_prompts, reward_s=reward_s),
         reward=reward_s,
         train=median(_train(spans, step) for step in steady),

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
-from _figures import Figure, report
+from _metrics import Figure, report
 from torch import Tensor, nn
 
 from cosmos_rl_core.checkpoint.manifest import TrainState, verify
@@ -75,22 +75,22 @@ def main() -> None:
     report(
         "checkpoint",
         [
-            Figure(figure="stall of a save that is waited for", value=middle["waited for"], unit="s", note=size),
-            Figure(figure="stall of an asynchronous save", value=middle["asynchronous"], unit="s"),
+            Figure(metric="stall of a save that is waited for", value=middle["waited for"], unit="s", note=size),
+            Figure(metric="stall of an asynchronous save", value=middle["asynchronous"], unit="s"),
             Figure(
-                figure="asynchronous stall / waited-for stall",
+                metric="asynchronous stall / waited-for stall",
                 value=median(a / b for a, b in zip(stalls["asynchronous"], stalls["waited for"])),
                 unit="",
                 target="<= 0.1",
             ),
-            Figure(figure="step, nothing is written", value=pace["none"], unit="s"),
+            Figure(metric="step, nothing is written", value=pace["none"], unit="s"),
             Figure(
-                figure="step, beside an asynchronous save",
+                metric="step, beside an asynchronous save",
                 value=pace["asynchronous"],
                 unit="s",
                 note="hashing and writing share the cores with training",
             ),
-            Figure(figure="written a second", value=saved_bytes / middle["waited for"] / 1e6, unit="MB/s"),
+            Figure(metric="written a second", value=saved_bytes / middle["waited for"] / 1e6, unit="MB/s"),
         ],
     )
 

@@ -21,7 +21,7 @@ from pathlib import Path
 from statistics import median
 
 import _digits
-from _figures import Figure, report
+from _metrics import Figure, report
 from _peer_env import TRL as REQUIREMENT
 from _peer_env import our_python, peer_python
 from _sides import ASYNC, HERE, SYNC, TRL, WORK, Outcome, Sides, Workload
@@ -108,16 +108,16 @@ def alternate(sides: Sides, workload: Workload, rounds: int) -> dict[str, list[O
 
 def table(title: str, outcomes: Mapping[str, Sequence[Outcome]], rows: Iterable[Row]) -> list[Figure]:
     """Return each row for each side, followed by its comparison with TRL."""
-    figures = []
+    metrics = []
     for row in rows:
         values = {side: median(row.of(one) for one in runs) for side, runs in outcomes.items()}
-        figures += [
-            Figure(figure=f"{title}: {row.text}, {side}", value=value, unit=row.unit, note=row.note)
+        metrics += [
+            Figure(metric=f"{title}: {row.text}, {side}", value=value, unit=row.unit, note=row.note)
             for side, value in values.items()
         ]
-        figures += [
+        metrics += [
             Figure(
-                figure=f"{title}: {row.text}, {side} {SIGNS[row.compare]} {TRL}",
+                metric=f"{title}: {row.text}, {side} {SIGNS[row.compare]} {TRL}",
                 value=row.compare(value, values[TRL]),
                 unit="x" if row.compare is truediv else row.unit,
                 target=row.target if side == ASYNC else "",
@@ -126,13 +126,13 @@ def table(title: str, outcomes: Mapping[str, Sequence[Outcome]], rows: Iterable[
             for side, value in values.items()
             if side != TRL and row.compare is not None
         ]
-    return figures
+    return metrics
 
 
 def unmeasured(title: str, why: str, rows: Iterable[Row]) -> list[Figure]:
-    """Return the rows with a target, as figures that this machine cannot give."""
+    """Return the rows with a target, as metrics that this machine cannot give."""
     return [
-        Figure(figure=f"{title}: {row.text}, {ASYNC} and {TRL}", value=math.nan, unit="", target=row.target, note=why)
+        Figure(metric=f"{title}: {row.text}, {ASYNC} and {TRL}", value=math.nan, unit="", target=row.target, note=why)
         for row in rows
         if row.target
     ]
@@ -142,7 +142,7 @@ def sizes() -> list[Figure]:
     """What an installation takes on disk."""
     roots = {"ours": OUR_ROOT, TRL: TRL_ROOT}
     return [
-        Figure(figure=f"environment on disk, {side}", value=_size(root) / MIB, unit="MiB", note=SIZE_NOTE)
+        Figure(metric=f"environment on disk, {side}", value=_size(root) / MIB, unit="MiB", note=SIZE_NOTE)
         for side, root in roots.items()
     ]
 
@@ -156,10 +156,10 @@ def measure(sides: Sides, *, quick: bool, smollm2: Path) -> list[Figure]:
     tiny = WORK / "tiny"
     _digits.write_model(tiny)
     work = Workload(title=QWEN3, model=tiny, steps=30, warm=5, sides=(TRL, ASYNC, SYNC), learning_rate=3e-3)
-    figures = table(QWEN3, alternate(sides, work, rounds=2 if quick else 5), QWEN3_ROWS)
+    metrics = table(QWEN3, alternate(sides, work, rounds=2 if quick else 5), QWEN3_ROWS)
     if not (smollm2 / "config.json").is_file():
         why = f"no model in {smollm2.name}: scripts/fetch_smollm2 gets it, or name a folder by --model"
-        return figures + unmeasured(SMOLLM2, why, SMOLLM2_ROWS)
+        return metrics + unmeasured(SMOLLM2, why, SMOLLM2_ROWS)
     work = Workload(
         title=SMOLLM2,
         model=smollm2,
@@ -169,7 +169,7 @@ def measure(sides: Sides, *, quick: bool, smollm2: Path) -> list[Figure]:
         learning_rate=1e-5,
         prompts_per_step=2 if quick else 8,
     )
-    return figures + table(SMOLLM2, alternate(sides, work, rounds=1 if quick else 3), SMOLLM2_ROWS)
+    return metrics + table(SMOLLM2, alternate(sides, work, rounds=1 if quick else 3), SMOLLM2_ROWS)
 
 
 def main() -> int:
@@ -185,11 +185,11 @@ def main() -> int:
         return 0
     try:
         sides = Sides(ours=ours, trl=trl, overrides=given.overrides)
-        figures = measure(sides, quick=given.quick, smollm2=given.model.resolve())
+        metrics = measure(sides, quick=given.quick, smollm2=given.model.resolve())
     except CommandFailed as error:
         print(error, file=sys.stderr)
         return 1
-    report("llm_vs_trl", [*figures, *sizes()])
+    report("llm_vs_trl", [*metrics, *sizes()])
     return 0
 
 

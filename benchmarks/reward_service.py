@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from _figures import Figure, report
+from _metrics import Figure, report
 
 from cosmos_rl_core.reward.client import RewardClient, ServiceAddress
 from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec
@@ -209,7 +209,7 @@ def serve_floor() -> None:
         )
 
 
-def figures(service: Tally, floor: Tally, killed: list[int]) -> list[Figure]:
+def metrics(service: Tally, floor: Tally, killed: list[int]) -> list[Figure]:
     note = (
         "one machine's cores are shared by the clients, the server and its workers; the floor is the same HTTP with "
         "nothing behind it, by the same clients in the same run"
@@ -230,7 +230,7 @@ def figures(service: Tally, floor: Tally, killed: list[int]) -> list[Figure]:
         ("floor: server CPU a request", 1000 * floor.cpu_s / len(floor.latencies_s), "ms", ""),
         ("throughput over the floor's", service.per_s / floor.per_s, "times", ">= 0.5"),
     ]
-    return [Figure(figure=name, value=value, unit=unit, target=target, note=note) for name, value, unit, target in rows]
+    return [Figure(metric=name, value=value, unit=unit, target=target, note=note) for name, value, unit, target in rows]
 
 
 def main(arguments: list[str]) -> int:
@@ -243,7 +243,7 @@ def main(arguments: list[str]) -> int:
         (folder / "rewards.toml").write_text(SETTINGS)
         num_requests = 500 if "--quick" in arguments else 10_000
         service, floor, killed = asyncio.run(measure(folder, num_requests=num_requests))
-    report("reward_service", figures(service, floor, killed))
+    report("reward_service", metrics(service, floor, killed))
     return 0
 
 

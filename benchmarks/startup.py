@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from statistics import median
 
-from _figures import Figure, report
+from _metrics import Figure, report
 
 COMMAND = str(Path(sys.executable).with_name("cosmos-rl"))
 BARE = [sys.executable, "-c", "pass"]
@@ -38,11 +38,11 @@ def main() -> None:
     report(
         "startup",
         [
-            Figure(figure="bare interpreter", value=middle["bare"], unit="s"),
-            Figure(figure="import cosmos_rl_core, whole process", value=middle["core"], unit="s", target="<= 0.2"),
-            Figure(figure="import cosmos_rl_core leaves torch out", value=float(without_torch), unit="", target=">= 1"),
-            Figure(figure="cosmos-rl --help, whole process", value=middle["help"], unit="s", target="<= 0.3"),
-            Figure(figure="import torch, whole process", value=middle["torch"], unit="s", note="for comparison"),
+            Figure(metric="bare interpreter", value=middle["bare"], unit="s"),
+            Figure(metric="import cosmos_rl_core, whole process", value=middle["core"], unit="s", target="<= 0.2"),
+            Figure(metric="import cosmos_rl_core leaves torch out", value=float(without_torch), unit="", target=">= 1"),
+            Figure(metric="cosmos-rl --help, whole process", value=middle["help"], unit="s", target="<= 0.3"),
+            Figure(metric="import torch, whole process", value=middle["torch"], unit="s", note="for comparison"),
         ],
     )
 

@@ -3,7 +3,7 @@
     .venv/bin/python benchmarks/train_step.py [--quick]
 
 The same 64 samples a step (_ragged.py), the same Qwen3 of 11 million parameters with a vocabulary of 32,000, float32,
-the same threads; each run is a process, runs alternate, and figures are medians. The peers pad: SFT to the longest of 8
+the same threads; each run is a process, runs alternate, and metrics are medians. The peers pad: SFT to the longest of 8
 rows, GRPO to the longest of the step, as TRL does. Ours packs as many tokens into a forward pass as 8 rows hold on
 average. Overhead compares the trainer with a hand-written loop over the same policy, step by step in one process.
 """
@@ -20,7 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import _ragged
-from _figures import Figure, report
+from _metrics import Figure, report
 from _peer_env import TRL, peer_python
 
 HERE = Path(__file__).resolve().parent
@@ -73,24 +73,24 @@ def compare(kind: str, trl: str, *, longest: int, steps: int, rounds: int) -> li
             peaks[side].append(done[-1]["peak_bytes"])
             print(f"{kind}, round {number + 1}, {side}: {speeds[side][-1]:,.0f} tokens/s, loss {done[-1]['loss']:.4f}")
     title = kind.upper()
-    figures = [
-        Figure(figure=f"{title}: trained, {side}", value=median(values), unit="tokens/s")
+    metrics = [
+        Figure(metric=f"{title}: trained, {side}", value=median(values), unit="tokens/s")
         for side, values in speeds.items()
     ]
-    figures += [
-        Figure(figure=f"{title}: peak memory, {side}", value=median(values) / MIB, unit="MiB", note=MEMORY_NOTE)
+    metrics += [
+        Figure(metric=f"{title}: peak memory, {side}", value=median(values) / MIB, unit="MiB", note=MEMORY_NOTE)
         for side, values in peaks.items()
     ]
     return [
-        *figures,
+        *metrics,
         Figure(
-            figure=f"{title}: tokens/s, ours / {PEERS[kind]}",
+            metric=f"{title}: tokens/s, ours / {PEERS[kind]}",
             value=median(speeds["ours"]) / median(speeds[PEERS[kind]]),
             unit="x",
             target=">= 1.3",
         ),
         Figure(
-            figure=f"{title}: peak memory, ours / {PEERS[kind]}",
+            metric=f"{title}: peak memory, ours / {PEERS[kind]}",
             value=median(peaks["ours"]) / median(peaks[PEERS[kind]]),
             unit="x",
             target="<= 0.7",
@@ -104,7 +104,7 @@ def overhead(*, longest: int, steps: int) -> Figure:
     arguments = ("--kind", "overhead", "--model", WORK / "model", "--longest", longest, "--steps", steps)
     done = run(sys.executable, "_ragged_ours.py", *arguments, "--microbatch-terms", 1024)
     ratio = steady(done[::2], warm=2) / steady(done[1::2], warm=2)
-    return Figure(figure="overhead over a bare loop", value=100 * (ratio - 1), unit="%", target="<= 3")
+    return Figure(metric="overhead over a bare loop", value=100 * (ratio - 1), unit="%", target="<= 3")
 
 
 def main() -> int:
@@ -115,15 +115,15 @@ def main() -> int:
     if not (WORK / "model" / "config.json").is_file():
         _ragged.write_model(WORK / "model")
     longest, steps, rounds = (256, 3, 1) if quick else (512, 6, 3)
-    figures = [overhead(longest=longest, steps=4 if quick else 12)]
+    metrics = [overhead(longest=longest, steps=4 if quick else 12)]
     trl = peer_python(TRL, TRL_ROOT)
     for kind in PEERS:
         if isinstance(trl, str):
             what = f"{kind.upper()}: tokens/s, ours / {PEERS[kind]}"
-            figures.append(Figure(figure=what, value=math.nan, unit="x", target=">= 1.3", note=trl))
+            metrics.append(Figure(metric=what, value=math.nan, unit="x", target=">= 1.3", note=trl))
         else:
-            figures += compare(kind, str(trl), longest=longest, steps=steps, rounds=rounds)
-    report("train_step", figures)
+            metrics += compare(kind, str(trl), longest=longest, steps=steps, rounds=rounds)
+    report("train_step", metrics)
     return 0
 
 

@@ -2,7 +2,7 @@
 
     python benchmarks/transfer_move.py [--quick]
 
-The numbers of the figures are those of the issue; 1 and 2, the planner's, are in transfer_plan.py. Sides take turns in
+The numbers of the metrics are those of the issue; 1 and 2, the planner's, are in transfer_plan.py. Sides take turns in
 every round; medians.
 """
 
@@ -19,7 +19,7 @@ import _move_pauses
 import _move_proof
 import _move_speed
 import torch
-from _figures import Figure, report
+from _metrics import Figure, report
 
 PARTS = ("3", "4", "5", "6", "7")
 
@@ -28,21 +28,21 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run all parts, or those that are named."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer rounds, within a minute")
-    parser.add_argument("--only", nargs="*", choices=PARTS, help="figures to measure")
+    parser.add_argument("--only", nargs="*", choices=PARTS, help="metrics to measure")
     given = parser.parse_args(arguments)
     quick, wanted = given.quick, given.only or PARTS
     logging.disable(logging.WARNING)  # a flipped bit is worth one
     torch.set_num_threads(1)
     parts = {
-        "3": lambda: _move_speed.figures(64 if quick else 512, 7, install=not quick),
-        "4": lambda: _move_memory.figures((64, 128) if quick else (128, 512)),
-        "5": lambda: _move_proof.figures(200 if quick else 1000, 20 if quick else 200),
-        "6": lambda: _move_faults.figures(10 if quick else 200),
-        "7": lambda: _move_pauses.figures(64 if quick else 512, 7),
+        "3": lambda: _move_speed.metrics(64 if quick else 512, 7, install=not quick),
+        "4": lambda: _move_memory.metrics((64, 128) if quick else (128, 512)),
+        "5": lambda: _move_proof.metrics(200 if quick else 1000, 20 if quick else 200),
+        "6": lambda: _move_faults.metrics(10 if quick else 200),
+        "7": lambda: _move_pauses.metrics(64 if quick else 512, 7),
     }
-    figures = [figure for number in wanted for figure in parts[number]()]
-    cores = Figure(figure="cores", value=len(os.sched_getaffinity(0)), unit="")
-    report("transfer_move", [cores, *figures])
+    metrics = [metric for number in wanted for metric in parts[number]()]
+    cores = Figure(metric="cores", value=len(os.sched_getaffinity(0)), unit="")
+    report("transfer_move", [cores, *metrics])
 
 
 if __name__ == "__main__":

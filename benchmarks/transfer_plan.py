@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import _support  # noqa: F401  (makes transfer_* importable)
-from _figures import Figure, report
+from _metrics import Figure, report
 from transfer_oracle import bytes_held, random_case, wrong_parts
 
 from cosmos_rl_transfer.layout import spread
@@ -121,8 +121,8 @@ def bytes_figures(count: int) -> Iterator[Figure]:
     note = (
         f"{count} layout pairs of small models, direct and relayed; every target part compared with the whole tensor's"
     )
-    yield Figure(figure="planned bytes / lower bound, worst", value=worst, unit="x", target="<= 1.000", note=note)
-    yield Figure(figure="parts that differ from a brute-force reshard", value=wrong, unit="parts", target="<= 0")
+    yield Figure(metric="planned bytes / lower bound, worst", value=worst, unit="x", target="<= 1.000", note=note)
+    yield Figure(metric="parts that differ from a brute-force reshard", value=wrong, unit="parts", target="<= 0")
 
 
 def balance_figures(model: Model) -> Iterator[Figure]:
@@ -130,7 +130,7 @@ def balance_figures(model: Model) -> Iterator[Figure]:
     for pair in LLAMA_PAIRS:
         made = _direct(model.source(pair), model.fleet(pair))
         name = f"busiest NIC / bound, {model.name}, {pair}"
-        yield Figure(figure=name, value=made.ratio, unit="x", target="<= 1.01")
+        yield Figure(metric=name, value=made.ratio, unit="x", target="<= 1.01")
         if pair in SECTION_2_3:
             for rule, choose in RULES.items():
                 note = (
@@ -138,7 +138,7 @@ def balance_figures(model: Model) -> Iterator[Figure]:
                 )
                 note += "replica modulo: replica i reads from owner i modulo the owners"
                 value = _busiest(made, choose) / made.egress_bound
-                yield Figure(figure=f"  the same, {rule}", value=value, unit="x", note=note)
+                yield Figure(metric=f"  the same, {rule}", value=value, unit="x", note=note)
 
 
 def relay_figures(model: Model) -> Iterator[Figure]:
@@ -151,7 +151,7 @@ def relay_figures(model: Model) -> Iterator[Figure]:
         value = sum(made.bytes_out.values()) / alone.total_bytes
         target = "<= 1.000" if relay == "auto" else ""
         name = f"trainer bytes / one copy, {pair}, relay {relay}"
-        yield Figure(figure=name, value=value, unit="x", target=target)
+        yield Figure(metric=name, value=value, unit="x", target=target)
 
 
 def _direct(source: Manifest, target: Manifest) -> Plan:
@@ -184,8 +184,8 @@ def time_figures(model: Model, pairs: Sequence[Pair], *, rounds: int, target: st
     for pair in pairs:
         seconds, ratios = zip(*(_planned(model, pair) for _ in range(rounds)))
         worst = max(worst, *ratios)
-        yield Figure(figure=f"plan {pair}", value=statistics.median(seconds), unit="s", target=target, note=note)
-    yield Figure(figure="busiest NIC / bound, the worst of these", value=worst, unit="x", target="<= 1.01")
+        yield Figure(metric=f"plan {pair}", value=statistics.median(seconds), unit="s", target=target, note=note)
+    yield Figure(metric="busiest NIC / bound, the worst of these", value=worst, unit="x", target="<= 1.01")
 
 
 def _planned(model: Model, pair: Pair) -> tuple[float, float]:
@@ -214,7 +214,7 @@ def join_figures(model: Model, pairs: Sequence[Pair], *, rounds: int) -> Iterato
             assert made.join(newcomer).digest
             joins.append(1e3 * (time.process_time() - started))
         name = f"re-plan after a join, {pair}"
-        yield Figure(figure=name, value=statistics.median(joins), unit="ms", target="<= 50", note=note)
+        yield Figure(metric=name, value=statistics.median(joins), unit="ms", target="<= 50", note=note)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -222,16 +222,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="200 generated pairs instead of 2,000, fewer layouts")
     quick = parser.parse_args(arguments).quick
-    figures = list(bytes_figures(NUM_PAIRS_QUICK if quick else NUM_PAIRS))
+    metrics = list(bytes_figures(NUM_PAIRS_QUICK if quick else NUM_PAIRS))
     llama = Model("llama-8b")
-    figures += [*balance_figures(llama), *relay_figures(llama)]
+    metrics += [*balance_figures(llama), *relay_figures(llama)]
     moe, pairs = Model("qwen3-30b-a3b"), MOE_PAIRS[:4] if quick else MOE_PAIRS
-    figures += join_figures(moe, pairs, rounds=JOIN_ROUNDS)
-    figures += time_figures(moe, pairs, rounds=ROUNDS, target="<= 1")
+    metrics += join_figures(moe, pairs, rounds=JOIN_ROUNDS)
+    metrics += time_figures(moe, pairs, rounds=ROUNDS, target="<= 1")
     if not quick:
         large = Pair(source={"pp": 4, "dp_shard": 64, "ep": 8}, target={"tp": 16, "ep": 16}, replicas=8)
-        figures += time_figures(Model("kimi-k2"), [large], rounds=ROUNDS, target="<= 10")
-    if not report("transfer_plan", figures):
+        metrics += time_figures(Model("kimi-k2"), [large], rounds=ROUNDS, target="<= 10")
+    if not report("transfer_plan", metrics):
         sys.exit(1)
 
 

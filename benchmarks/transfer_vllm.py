@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from _figures import Figure, report
+from _metrics import Figure, report
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -186,17 +186,17 @@ def _tokens(prompt: Prompt) -> np.ndarray:
     return np.array(prompt.row["tokens"], np.int32)
 
 
-def figures(times: Mapping[str, Sequence[Taken]], *, differ: int, size: int) -> list[Figure]:
+def metrics(times: Mapping[str, Sequence[Taken]], *, differ: int, size: int) -> list[Figure]:
     """Medians of every way, and how ours compares in the same round."""
-    found = [Figure(figure="model in bfloat16", value=size / 2**20, unit="MiB")]
+    found = [Figure(metric="model in bfloat16", value=size / 2**20, unit="MiB")]
     for way, taken in times.items():
         for name, part in zip(("sync", "pause"), zip(*taken)):
-            found.append(Figure(figure=f"{way}: {name}", value=median(part), unit="s", note=NOTES.get((way, name), "")))
+            found.append(Figure(metric=f"{way}: {name}", value=median(part), unit="s", note=NOTES.get((way, name), "")))
     for way in (SAFETENSORS, LOAD_WEIGHTS):
         for i, name in enumerate(("sync", "pause")):
             ratio = median(mine[i] / other[i] for mine, other in zip(times[OURS], times[way]))
-            found.append(Figure(figure=f"ours / {way}: {name}", value=ratio, unit="x", target="<= 1"))
-    found.append(Figure(figure="parameters that differ between the ways", value=differ, unit="", target="<= 0"))
+            found.append(Figure(metric=f"ours / {way}: {name}", value=ratio, unit="x", target="<= 1"))
+    found.append(Figure(metric="parameters that differ between the ways", value=differ, unit="", target="<= 0"))
     return found
 
 
@@ -218,7 +218,7 @@ def main() -> None:
             subprocess.run([ROOT / "scripts" / "fetch_smollm2", SMOLLM2], check=True)
         times, differ, size = asyncio.run(measure(model, rounds=5 if given.quick else 7))
     gc.collect()  # vLLM's client complains when the end of the interpreter collects it
-    report("transfer_vllm", figures(times, differ=differ, size=size))
+    report("transfer_vllm", metrics(times, differ=differ, size=size))
 
 
 if __name__ == "__main__":

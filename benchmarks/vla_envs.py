@@ -19,7 +19,7 @@ from collections.abc import Callable
 from statistics import median
 
 import numpy as np
-from _figures import Figure, report
+from _metrics import Figure, report
 from _vla_overlap import measure_overlap
 from _vla_peer import CAMERA, SIZE, vectorise
 from gymnasium.vector import AsyncVectorEnv
@@ -71,21 +71,21 @@ def main() -> None:
     report(
         "vla_envs",
         [
-            Figure(figure="our pool", value=median(rates["ours"]), unit="chunk-steps/s", note=note),
-            Figure(figure="AsyncVectorEnv, drawn as ours", value=median(rates["light"]), unit="chunk-steps/s"),
-            Figure(figure="AsyncVectorEnv, drawn as it comes", value=median(rates["stock"]), unit="chunk-steps/s"),
+            Figure(metric="our pool", value=median(rates["ours"]), unit="chunk-steps/s", note=note),
+            Figure(metric="AsyncVectorEnv, drawn as ours", value=median(rates["light"]), unit="chunk-steps/s"),
+            Figure(metric="AsyncVectorEnv, drawn as it comes", value=median(rates["stock"]), unit="chunk-steps/s"),
             ratio(rates, "light", "our pool / drawn as ours", target=">= 3"),
             ratio(rates, "stock", "our pool / drawn as it comes"),
             *overlap_figures(overlap, slots=PHASE_SLOTS),
-            Figure(figure="observation of a decision", value=decision, unit="bytes"),
-            Figure(figure="cosmos-rl's", value=COSMOS_BYTES, unit="bytes", note="as its source has it, not run here"),
+            Figure(metric="observation of a decision", value=decision, unit="bytes"),
+            Figure(metric="cosmos-rl's", value=COSMOS_BYTES, unit="bytes", note="as its source has it, not run here"),
         ],
     )
 
 
-def ratio(rates: dict[str, list[float]], peer: str, figure: str, *, target: str = "") -> Figure:
+def ratio(rates: dict[str, list[float]], peer: str, metric: str, *, target: str = "") -> Figure:
     value = median(a / b for a, b in zip(rates["ours"], rates[peer]))
-    return Figure(figure=figure, value=value, unit="times", target=target, note="ratios are within a round")
+    return Figure(metric=metric, value=value, unit="times", target=target, note="ratios are within a round")
 
 
 def overlap_figures(overlap: dict[str, float], *, slots: int) -> list[Figure]:
@@ -94,10 +94,10 @@ def overlap_figures(overlap: dict[str, float], *, slots: int) -> list[Figure]:
         "simulators have the others; on a machine that others use as well it comes out lower"
     )
     halves = [
-        Figure(figure=f"rollout phase, {name}", value=overlap[name], unit="s", note=note)
+        Figure(metric=f"rollout phase, {name}", value=overlap[name], unit="s", note=note)
         for name in ("simulation", "inference", "both")
     ]
-    return [*halves, Figure(figure="overlap", value=overlap["overlap"], unit="times", target=">= 0.9", note=note)]
+    return [*halves, Figure(metric="overlap", value=overlap["overlap"], unit="times", target=">= 0.9", note=note)]
 
 
 def measure(sides: dict[str, tuple[int, Callable[[int], float]]], *, rounds: int, slots: int) -> dict[str, list[float]]:

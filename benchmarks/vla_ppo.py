@@ -23,7 +23,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-from _figures import Figure, report
+from _metrics import Figure, report
 from _peer_env import SB3, peer_python
 
 from cosmos_rl_core import run
@@ -51,13 +51,13 @@ def main() -> None:
         if isinstance(python, Path):
             theirs.append(level(their_returns(python, seed, steps=steps * EPISODES_A_STEP * EPISODE_STEPS)))
     note = f"{TASK}, {seeds} seeds, {steps * EPISODES_A_STEP} episodes each; mean return of the last fifth"
-    figures = [Figure(figure="ours", value=fmean(ours), unit="return", note=note)]
+    metrics = [Figure(metric="ours", value=fmean(ours), unit="return", note=note)]
     if theirs:
         error = math.hypot(standard_error(ours), standard_error(theirs))
-        figures += [
-            Figure(figure="Stable-Baselines3", value=fmean(theirs), unit="return"),
+        metrics += [
+            Figure(metric="Stable-Baselines3", value=fmean(theirs), unit="return"),
             Figure(
-                figure="ours - theirs, in standard errors",
+                metric="ours - theirs, in standard errors",
                 value=(fmean(ours) - fmean(theirs)) / error if error else math.nan,
                 unit="",
                 target="" if quick else ">= -2",
@@ -65,8 +65,8 @@ def main() -> None:
             ),
         ]
     else:
-        figures.append(Figure(figure="Stable-Baselines3", value=math.nan, unit="return", note=str(python)))
-    report("vla_ppo", figures)
+        metrics.append(Figure(metric="Stable-Baselines3", value=math.nan, unit="return", note=str(python)))
+    report("vla_ppo", metrics)
 
 
 def level(returns: Sequence[float]) -> float:

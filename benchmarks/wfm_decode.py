@@ -23,10 +23,10 @@ from statistics import median
 
 import av
 import numpy as np
-from _figures import Figure, report
+from _metrics import Figure, report
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from cosmos_rl_core.observe.media.album import write_video
+from cosmos_rl_core.observe.media.gallery import write_video
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader
@@ -60,10 +60,10 @@ def main() -> None:
     report(
         "wfm_decode",
         [
-            Figure(figure="plain PyAV loop", value=1 / median(walls["plain"]), unit="clips/s", note=note),
-            Figure(figure="careful PyAV loop", value=1 / median(walls["careful"]), unit="clips/s"),
-            Figure(figure="our loader, folder", value=1 / median(walls["folder"]), unit="clips/s"),
-            Figure(figure="our loader, tar shard", value=1 / median(walls["shard"]), unit="clips/s"),
+            Figure(metric="plain PyAV loop", value=1 / median(walls["plain"]), unit="clips/s", note=note),
+            Figure(metric="careful PyAV loop", value=1 / median(walls["careful"]), unit="clips/s"),
+            Figure(metric="our loader, folder", value=1 / median(walls["folder"]), unit="clips/s"),
+            Figure(metric="our loader, tar shard", value=1 / median(walls["shard"]), unit="clips/s"),
             *(
                 ratio(seconds, ours, theirs, unit=unit, target=target)
                 for seconds, unit, target in ((walls, "by the clock", ""), (processor, "by processor time", ">= 0.9"))
@@ -75,7 +75,7 @@ def main() -> None:
 
 def ratio(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str, *, unit: str, target: str = "") -> Figure:
     value = median(b / a for a, b in zip(seconds[ours], seconds[theirs]))
-    return Figure(figure=f"{ours} / {theirs} loop", value=value, unit=unit, target=target)
+    return Figure(metric=f"{ours} / {theirs} loop", value=value, unit=unit, target=target)
 
 
 def measure(

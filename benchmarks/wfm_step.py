@@ -4,10 +4,10 @@
 
 The plain loop (_wfm_peer.py) is one process in the order of flow_grpo's scripts. Both sides draw as many rollouts, of
 the same prompts, with the same network, text encoder, codec and reward; train the same steps against the same
-reference; and take turns, on one thread. Ours copies the weights to its engine too. A figure is a median over rounds, a
+reference; and take turns, on one thread. Ours copies the weights to its engine too. A metric is a median over rounds, a
 ratio the median of the rounds' ratios.
 
-The last figures are of runs in processes (_wfm_overlap.py), one core each for rollouts and training: first beside the
+The last metrics are of runs in processes (_wfm_overlap.py), one core each for rollouts and training: first beside the
 plain loop, with one thread or two, whichever is faster; then with a reward that takes as long as the rollouts.
 """
 
@@ -25,7 +25,7 @@ from statistics import median
 
 import _wfm_overlap
 import torch
-from _figures import Figure, report
+from _metrics import Figure, report
 from _wfm_ours import OurLoop, recipe
 from _wfm_overlap import Phases
 from _wfm_parity import gradient_difference, plain_loop
@@ -57,14 +57,14 @@ def main() -> int:
     tiny = Work(num_prompts=2, terms=16) if quick else Work()
     small = Work(num_prompts=2, terms=16, num_steps=5, trained=(0, 2)) if quick else Work()
     rounds = 2 if quick else 9
-    figures = [
+    metrics = [
         *asyncio.run(step_figures(TINY, "words", work=tiny, rounds=rounds)),
         *asyncio.run(step_figures(TINY, "umt5", work=tiny, rounds=rounds, variants=not quick)),
         *asyncio.run(step_figures(SMALL, "umt5", work=small, rounds=rounds, variants=not quick)),
         *run_figures(TINY, quick=quick, waits=True),
         *([] if quick else run_figures(SMALL, quick=quick)),
     ]
-    report("wfm_step", figures)
+    report("wfm_step", metrics)
     return 0
 
 
@@ -91,14 +91,14 @@ async def step_figures(
         await loop.close()
     title = f"{model.name}, {text}"
     return [
-        Figure(figure=f"{title}: ours", value=work.num_samples / _middle(taken["ours"]), unit="samples/s"),
+        Figure(metric=f"{title}: ours", value=work.num_samples / _middle(taken["ours"]), unit="samples/s"),
         *(_ratio(title, "ours", side, taken) for side in sides if side.startswith("plain")),
         *(_ratio(title, "ours", side, taken, by="cpu_s") for side in sides if side.startswith("plain")),
         *(_ratio(title, side, "plain loop", taken) for side in sides if side.startswith("ours,")),
-        Figure(figure=f"{title}: of that, rollouts", value=_faster(taken, "rollout_s"), unit="x"),
-        Figure(figure=f"{title}: of that, training", value=_faster(taken, "train_s"), unit="x"),
+        Figure(metric=f"{title}: of that, rollouts", value=_faster(taken, "rollout_s"), unit="x"),
+        Figure(metric=f"{title}: of that, training", value=_faster(taken, "train_s"), unit="x"),
         Figure(
-            figure=f"{title}: gradients, |ours - plain| / |ours|",
+            metric=f"{title}: gradients, |ours - plain| / |ours|",
             value=await gradient_difference(model, folder, text=text, work=work),
             unit="",
             target="<= 1e-5",
@@ -128,32 +128,32 @@ def run_figures(model: Model, *, quick: bool, waits: bool = False) -> list[Figur
     free = _wfm_overlap.measure(model, folder, work=work, steps=steps, reward_s=0.0, out=CACHE / "run_free")
     fastest = min(median(taken + _seconds(plain, model, threads, rounds)) for threads, taken in alone.items())
     title = f"{model.name}, run"
-    figures = [
-        Figure(figure=f"{title}: plain loop, 1 or 2 threads", value=work.num_samples / fastest, unit="samples/s"),
-        Figure(figure=f"{title}: ours, 2 processes", value=work.num_samples / free.step, unit="samples/s"),
-        Figure(figure=f"{title}: ours / plain loop", value=fastest / free.step, unit="x", target=">= 1.3", note=RUN),
+    metrics = [
+        Figure(metric=f"{title}: plain loop, 1 or 2 threads", value=work.num_samples / fastest, unit="samples/s"),
+        Figure(metric=f"{title}: ours, 2 processes", value=work.num_samples / free.step, unit="samples/s"),
+        Figure(metric=f"{title}: ours / plain loop", value=fastest / free.step, unit="x", target=">= 1.3", note=RUN),
     ]
     if waits:
         out = CACHE / "run_waits"
-        figures += _overlap(_wfm_overlap.measure(model, folder, work=work, steps=steps, reward_s=free.rollout, out=out))
-    return figures
+        metrics += _overlap(_wfm_overlap.measure(model, folder, work=work, steps=steps, reward_s=free.rollout, out=out))
+    return metrics
 
 
 def _overlap(phases: Phases) -> list[Figure]:
     without_reward = max(phases.rollout, phases.train)
     return [
-        Figure(figure="overlap: rollouts of a step", value=phases.rollout, unit="s"),
-        Figure(figure="overlap: reward of each group", value=phases.reward, unit="s", note=WAITS),
-        Figure(figure="overlap: training of a step", value=phases.train, unit="s"),
-        Figure(figure="overlap: step", value=phases.step, unit="s"),
+        Figure(metric="overlap: rollouts of a step", value=phases.rollout, unit="s"),
+        Figure(metric="overlap: reward of each group", value=phases.reward, unit="s", note=WAITS),
+        Figure(metric="overlap: training of a step", value=phases.train, unit="s"),
+        Figure(metric="overlap: step", value=phases.step, unit="s"),
         Figure(
-            figure="overlap: step / max(rollout, reward, train)",
+            metric="overlap: step / max(rollout, reward, train)",
             value=phases.step / phases.longest,
             unit="x",
             target="<= 1.15",
         ),
         Figure(
-            figure="overlap: step / max(rollout, train)",
+            metric="overlap: step / max(rollout, train)",
             value=phases.step / without_reward,
             unit="x",
             note="rewards of several groups are waited for side by side: a step may be shorter than one of them",
@@ -190,7 +190,7 @@ def _ratio(title: str, faster: str, slower: str, taken: Rounds, *, by: str = "st
     plainest = (faster, slower) == ("ours", "plain loop")
     note = NOTE if plainest else CHECKPOINTED if "recomputed" in slower else ""
     name = f"{title}: {faster} / {slower}" + (", time of the CPU" if by == "cpu_s" else "")
-    return Figure(figure=name, value=median(ratios), unit="x", target=">= 1.3" if plainest else "", note=note)
+    return Figure(metric=name, value=median(ratios), unit="x", target=">= 1.3" if plainest else "", note=note)
 
 
 def _faster(taken: Rounds, phase: str) -> float:

@@ -5,7 +5,7 @@
 Each round starts a server process for one channel and opens 1,000 connections from this process. It sends
 2,000 heartbeats a second on a fixed timetable (open loop), then as many as will go (one outstanding a
 connection), then rollout groups of 8 x 512 terms from 16 of the connections. The channels alternate;
-figures are medians over the rounds. Latency counts from the moment a request was due, so a late client or a
+metrics are medians over the rounds. Latency counts from the moment a request was due, so a late client or a
 slow answer cannot hide; the event loop's timers, which have millisecond steps, are in it.
 """
 
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from _channels import CHANNELS, SERVERS, Channel, Heartbeat, Reply
-from _figures import Figure, report
+from _metrics import Figure, report
 
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
@@ -49,7 +49,7 @@ HEARTBEAT = Heartbeat(worker="rollout-000", progress=123_456, busy_s=98.25, leas
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """One channel's figures of one round."""
+    """One channel's metrics of one round."""
 
     p50_ms: float
     p99_ms: float
@@ -183,13 +183,13 @@ async def serve_until_stdin_closes(kind: str) -> None:
     await asyncio.to_thread(sys.stdin.read)
 
 
-def figures(rounds: dict[str, list[Round]]) -> list[Figure]:
+def metrics(rounds: dict[str, list[Round]]) -> list[Figure]:
     def median(kind: str, field: str) -> float:
         return statistics.median(getattr(one, field) for one in rounds[kind])
 
     rows = [
         Figure(
-            figure=f"{text}: {title}",
+            metric=f"{text}: {title}",
             value=median(kind, field),
             unit=unit,
             target=target if kind == "wire" else "",
@@ -202,7 +202,7 @@ def figures(rounds: dict[str, list[Round]]) -> list[Figure]:
         ratio = median("http", field) / median("wire", field)
         rows.append(
             Figure(
-                figure=f"server CPU a {text}: JSON/HTTP over wire",
+                metric=f"server CPU a {text}: JSON/HTTP over wire",
                 value=ratio,
                 unit="times",
                 note=NOTES["http"],
@@ -224,7 +224,7 @@ def main(arguments: list[str]) -> int:
             print(f"round {number + 1}: {PEERS[kind]} ...", flush=True)
             one = run_round(kind, open_s=2 if quick else 10, saturated_s=1.5 if quick else 5)
             rounds[kind].append(asyncio.run(one))
-    report("wire", figures(rounds))
+    report("wire", metrics(rounds))
     return 0
 
 

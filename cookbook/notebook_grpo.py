@@ -45,7 +45,7 @@ result = run(
 # %% The curve
 import matplotlib.pyplot as plt  # noqa: E402
 
-figure, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
+metric, axes = plt.subplots(figsize=(6, 3.5), layout="constrained")
 axes.plot([line["step"] for line in result.metrics], [line["reward_mean"] for line in result.metrics])
 axes.set(xlabel="step", ylabel="closeness", title="mean reward of 16 prompts x 8 answers", xticks=range(0, 21, 5))
-figure.savefig(result.run_dir / "reward.png", dpi=150)
+metric.savefig(result.run_dir / "reward.png", dpi=150)

@@ -86,7 +86,7 @@ def table(before: Evaluated, after: Sequence[Evaluated], *, first_seed: int) -> 
     }
     lines = [f"{'':34}" + "".join(f"{title:>26}" for title in columns)]
     for title, name in rows.items():
-        shares = [result.figures[f"reward/success {name}"] for result in columns.values()]
+        shares = [result.metrics[f"reward/success {name}"] for result in columns.values()]
         cells = (f"{share.mean:.2f} ({share.low:.2f} .. {share.high:.2f})" for share in shares)
         lines.append(f"{title:34}" + "".join(f"{cell:>26}" for cell in cells))
     return "\n".join(lines)

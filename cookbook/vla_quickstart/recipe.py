@@ -67,7 +67,7 @@ def table(before: Evaluated, after: Evaluated) -> str:
     """Success with and without what the policy ought to need."""
     lines = [f"{'':34} {'after imitation':>22} {'after PPO':>22}"]
     for name, title in SHOWN.items():
-        shares = [result.figures[f"reward/success perturb={name}"] for result in (before, after)]
+        shares = [result.metrics[f"reward/success perturb={name}"] for result in (before, after)]
         cells = [f"{share.mean:.2f} ({share.low:.2f} .. {share.high:.2f})" for share in shares]
         lines.append(f"{title:34} {cells[0]:>22} {cells[1]:>22}")
     return "\n".join(lines)

@@ -81,7 +81,7 @@ def result_of(arm: Arm, directory: Path) -> Result:
     steps = (run / "metrics.jsonl").read_text().splitlines()
 
     def both(name: str) -> tuple[float, float]:
-        """A figure of the first and of the last evaluation that has it."""
+        """A metric of the first and of the last evaluation that has it."""
         found = [evaluation[name] for evaluation in evaluations if name in evaluation]
         return found[0], found[-1]
 
@@ -95,5 +95,5 @@ def result_of(arm: Arm, directory: Path) -> Result:
 
 
 def base_of(results: list[Result]) -> dict[str, float]:
-    """Return the base model's figures, by reward."""
+    """Return the base model's metrics, by reward."""
     return {result.arm.reward: result.reward[0] for result in results}

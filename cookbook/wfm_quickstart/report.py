@@ -1,4 +1,4 @@
-"""The closing table, and a page with contact sheets."""
+"""The closing table, and a page with grids."""
 
 from __future__ import annotations
 
@@ -45,17 +45,17 @@ def write_report(directory: Path, base: dict[str, float], results: list[Result])
     }
     lines = [list(columns), ["---"] * len(columns), *zip(*columns.values())]
     table = "\n".join(f"| {' | '.join(line)} |" for line in lines)
-    sheets = [
-        f"- {r.arm.name}: " + ", ".join(str(path.relative_to(directory)) for path in _sheets(directory / r.arm.name))
+    grids = [
+        f"- {r.arm.name}: " + ", ".join(str(path.relative_to(directory)) for path in _grids(directory / r.arm.name))
         for r in results
     ]
     notes = f"The judge is right by chance in {CHANCE:.2f}. {NOT_SHOWN}"
-    text = "\n".join([table, "", notes, "", "Sheets:", *sheets, ""])
+    text = "\n".join([table, "", notes, "", "Grids:", *grids, ""])
     (directory / "report.md").write_text(f"# Quickstart of world models\n\n{text}", encoding="utf-8")
     return text
 
 
-def _sheets(run: Path) -> list[Path]:
-    """Contact sheets of the first and the last evaluation."""
-    found = sorted((run / "media" / "eval").glob("step_*/sheet*.png"))
+def _grids(run: Path) -> list[Path]:
+    """Contact grids of the first and the last evaluation."""
+    found = sorted((run / "media" / "eval").glob("step_*/grid*.png"))
     return [found[0], found[-1]] if found else []

@@ -102,7 +102,7 @@ def num_lines(path: Path):
 
 
 def must_have_trained_each_sample_once(run_dir, *, steps, lost_lines=0):
-    """`lost_lines`: steps whose figures the controller may have died before it heard of them."""
+    """`lost_lines`: steps whose metrics the controller may have died before it heard of them."""
     told = [line["step"] for line in rows_of(run_dir / "metrics.jsonl")]
     assert told == sorted(set(told)) and set(told) <= set(range(steps))
     assert len(told) >= steps - lost_lines

@@ -28,10 +28,10 @@ def lines(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def before_and_after(run_dir, *, figure="eval/reward_mean"):
-    """A figure on the held-out rows before the first step and after the last."""
+def before_and_after(run_dir, *, metric="eval/reward_mean"):
+    """A metric on the held-out rows before the first step and after the last."""
     evaluations = lines(run_dir / "eval.jsonl")
-    return evaluations[0][figure], evaluations[-1][figure]
+    return evaluations[0][metric], evaluations[-1][metric]
 
 
 def test_one_file_grpo():
@@ -77,14 +77,14 @@ def test_llm_quickstart_shortened(tmp_path):
 
 def test_sft_on_chats(tmp_path):
     python("llm_sft_chat/recipe.py", "--dir", tmp_path, "run.max_steps=60", "run.placement=inline")
-    before, after = before_and_after(tmp_path / "sft", figure="eval/loss")
+    before, after = before_and_after(tmp_path / "sft", metric="eval/loss")
     assert before > 2.5
     assert after < 1.2
     assert {line["rows_dropped"] for line in lines(tmp_path / "sft/metrics.jsonl")} == {0.0}
 
 
 def test_vla_quickstart_shortened(tmp_path):
-    """All its ways in seconds: so few steps teach it nothing, but the loss falls and every figure is there."""
+    """All its ways in seconds: so few steps teach it nothing, but the loss falls and every metric is there."""
     short = ["--sft-steps", 40, "--rl-steps", 2, "--episodes", 6, "--inits", 3]
     python("vla_quickstart/recipe.py", "--dir", tmp_path / "run", *short)
     losses = [line["loss"] for line in lines(tmp_path / "run/sft/metrics.jsonl")]
@@ -93,5 +93,5 @@ def test_vla_quickstart_shortened(tmp_path):
     assert [line["step"] for line in trained] == [0, 1]
     assert abs(trained[0]["ratio_mean"] - 1) < 1e-3
     for evaluated in ("before", "after"):
-        figures = json.loads((tmp_path / "run" / evaluated / "eval.json").read_text())["figures"]
-        assert figures["reward/success perturb=grey_images"]["count"] == 6
+        metrics = json.loads((tmp_path / "run" / evaluated / "eval.json").read_text())["metrics"]
+        assert metrics["reward/success perturb=grey_images"]["count"] == 6

@@ -45,11 +45,11 @@ def test_a_run_over_epochs_that_was_stopped_goes_on_to_the_same_bits(tmp_path, s
     result = run(stopped, resume="auto")
     assert result.steps == 7
     for name in ("metrics.jsonl", "eval.jsonl"):
-        figures = [
+        metrics = [
             [(line["step"], line.get("loss"), line.get("eval/loss")) for line in rows_of(tmp_path / part / name)]
             for part in ("whole", "stopped")
         ]
-        assert figures[0] == figures[1]
+        assert metrics[0] == metrics[1]
     weights = [
         load_file(tmp_path / part / "checkpoints" / "step_7" / "policy" / "model.safetensors")
         for part in ("whole", "stopped")

@@ -1,4 +1,4 @@
-"""Groups of a step: their figures by hand, and the bound on their age."""
+"""Groups of a step: their metrics by hand, and the bound on their age."""
 
 import numpy as np
 import pytest

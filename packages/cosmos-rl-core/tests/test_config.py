@@ -167,7 +167,7 @@ def test_reinforcement_learning_needs_a_reward():
 def test_the_best_are_chosen_by_a_figure_that_is_measured():
     problem = only_problem(recipe(checkpoint={"keep_best": 1}))
     assert problem.key == "checkpoint.best_metric"
-    assert problem.wrong == "is a figure that this run does not have, with eval.data (not set)"
+    assert problem.wrong == "is a metric that this run does not have, with eval.data (not set)"
     sft = {"algorithm": {"name": "sft"}, "reward": None, "eval": {"data": {"rows": 2}}}
     assert only_problem(recipe(**sft, checkpoint={"keep_best": 1})).key == "checkpoint.best_metric"
     assert load_config(recipe(**sft, checkpoint={"keep_best": 1, "best_metric": "-eval/loss"}))

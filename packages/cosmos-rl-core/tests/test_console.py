@@ -55,13 +55,13 @@ def test_the_whole_log_of_a_short_run_reads_well():
     console.note("sample 17 dropped: the prompt has 900 tokens")
     console.summary({"reward": "0.100 -> 0.870", "dropped: prompt too long": 1, "files": "outputs/demo"})
     console.close()
-    figures = "reward 0.482  loss 0.0123  staleness 0.61 (max 2)  terms/s 3,412  sync 0.21 s  members 3"
+    metrics = "reward 0.482  loss 0.0123  staleness 0.61 (max 2)  terms/s 3,412  sync 0.21 s  members 3"
     assert stream.getvalue().splitlines() == [
         "demo: files in outputs/demo",
         "demo: loading the model",
         "demo: training",
-        f"step  1/12  {figures}",
-        f"step  2/12  {figures}  left 3 min 20 s",
+        f"step  1/12  {metrics}",
+        f"step  2/12  {metrics}  left 3 min 20 s",
         "sample 17 dropped: the prompt has 900 tokens",
         "",
         "demo: done",

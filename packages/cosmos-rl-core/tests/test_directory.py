@@ -174,14 +174,14 @@ def test_each_removal_is_told_once(tmp_path):
     (tmp_path / "journal" / "0.log").write_text("records")
     (tmp_path / "metrics.jsonl").write_text("")
     removals = Removals(tmp_path, lock=directory.lock)
-    assert removals.look() == []
+    assert removals.check() == []
     (tmp_path / "journal" / "0.log").unlink()
     (tmp_path / "metrics.jsonl").unlink()
-    assert [text.partition(" was removed")[0] for text in removals.look()] == [
+    assert [text.partition(" was removed")[0] for text in removals.check()] == [
         str(tmp_path / "journal"),
         str(tmp_path / "metrics.jsonl"),
     ]
-    assert (removals.look(), removals.lost) == ([], False)
+    assert (removals.check(), removals.lost) == ([], False)
     directory.close()
 
 
@@ -192,8 +192,8 @@ def test_a_lost_directory_is_told_once_even_where_another_is_in_its_place(tmp_pa
     shutil.rmtree(tmp_path / "run")
     if made_again:
         open_directory(tmp_path / "run").close()
-    assert "was removed or renamed while the run is going on" in removals.look()[0]
-    assert (removals.look(), removals.lost) == ([], True)
+    assert "was removed or renamed while the run is going on" in removals.check()[0]
+    assert (removals.check(), removals.lost) == ([], True)
     assert "go on from there by --resume auto" in removals.explain(step=3, checkpoint="step_3")
     assert "no weights are left" in removals.explain(step=3, checkpoint="")
     directory.close()

@@ -120,13 +120,13 @@ def test_figures_are_those_of_the_runs_own_evaluation(finished, tmp_path):
     means = {line["policy_version"]: line["eval/reward_mean"] for line in in_run}
     last = Request(checkpoint=str(run_dir), out=tmp_path / "last", instances=TWO)
     measured = evaluate(recipe, request=last)
-    assert measured.figures["reward"].mean == pytest.approx(means[3], rel=1e-12)
+    assert measured.metrics["reward"].mean == pytest.approx(means[3], rel=1e-12)
     untrained = evaluate(recipe, request=Request(out=tmp_path / "untrained"))
-    assert untrained.figures["reward"].mean == pytest.approx(means[0], rel=1e-12)
-    assert measured.figures["reward"].mean > untrained.figures["reward"].mean
+    assert untrained.metrics["reward"].mean == pytest.approx(means[0], rel=1e-12)
+    assert measured.metrics["reward"].mean > untrained.metrics["reward"].mean
     written = json.loads((tmp_path / "last" / "eval.json").read_text())
     assert (written["step"], written["rows"], written["failed"]) == (3, 7, 0)
-    assert written["figures"]["reward/hits"]["low"] < means[3] < written["figures"]["reward/hits"]["high"]
+    assert written["metrics"]["reward/hits"]["low"] < means[3] < written["metrics"]["reward/hits"]["high"]
 
 
 def test_the_step_can_be_chosen(finished, tmp_path):
@@ -210,7 +210,7 @@ def test_an_instance_that_dies_is_told_with_the_end_of_its_log(recipe, tmp_path)
 
 def test_rewards_that_fail_leave_their_rows_out(recipe, tmp_path):
     measured = evaluate(recipe, ['reward.functions.0.name="nan"'], request=Request(out=tmp_path))
-    assert (measured.rows, len(measured.failed), measured.figures) == (0, 7, {})
+    assert (measured.rows, len(measured.failed), measured.metrics) == (0, 7, {})
 
 
 # Supervised recipes
@@ -233,9 +233,9 @@ def test_the_loss_of_a_supervised_checkpoint_is_that_of_its_run(supervised, tmp_
     in_run = [json.loads(line) for line in (run_dir / "eval.jsonl").read_text().splitlines()]
     losses = {line["policy_version"]: line["eval/loss"] for line in in_run}
     measured = evaluate(recipe, request=Request(checkpoint=str(run_dir), out=tmp_path))
-    assert measured.figures["loss"].mean == pytest.approx(losses[3], rel=1e-6)
-    assert measured.figures["loss"].mean < losses[0]
-    assert json.loads((tmp_path / "eval.json").read_text())["figures"]["loss"]["standard_error"] is None
+    assert measured.metrics["loss"].mean == pytest.approx(losses[3], rel=1e-6)
+    assert measured.metrics["loss"].mean < losses[0]
+    assert json.loads((tmp_path / "eval.json").read_text())["metrics"]["loss"]["standard_error"] is None
     with pytest.raises(UserError, match="by one process: leave out"):
         evaluate(recipe, request=Request(out=tmp_path, instances=TWO))
 
@@ -275,7 +275,7 @@ def test_eval_prints_a_table(finished, tmp_path, capsys):
     code, out, _ = command(capsys, "eval", recipe, "--checkpoint", run_dir, "--out", tmp_path)
     assert code == 0
     assert out.splitlines()[0] == "step_3 on 7 rows"
-    assert out.splitlines()[1].split("  ")[0] == "FIGURE"
+    assert out.splitlines()[1].split("  ")[0] == "METRIC"
     assert "reward/hits" in out
 
 

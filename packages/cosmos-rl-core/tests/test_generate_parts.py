@@ -230,7 +230,7 @@ def test_a_share_of_successes_has_wilsons_interval():
 def test_rows_are_told_apart_by_their_label():
     lines = [{"sample": i, "reward": float(i), "rewards": {}} for i in range(4)]
     found = estimates(lines, labels={0: ["task=a"], 1: ["task=b"], 2: ["task=a"], 3: ["task=b"]})
-    assert {name: figure.mean for name, figure in found.items()} == {
+    assert {name: metric.mean for name, metric in found.items()} == {
         "reward": 1.5,
         "reward task=a": 1.0,
         "reward task=b": 2.0,

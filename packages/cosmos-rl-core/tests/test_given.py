@@ -285,4 +285,4 @@ def test_generate_and_evaluate_take_rows_and_rewards(tmp_path, rowed):
     request = Request(out=tmp_path / "measured")
     measured = evaluate(tables, rows=CONTEXTS[:4], rewards=[zeros, "hits"], request=request, python_path=[rowed])
     assert measured.rows == 4
-    assert measured.figures["reward/zeros"].mean == 0.0 < measured.figures["reward/hits"].mean
+    assert measured.metrics["reward/zeros"].mean == 0.0 < measured.metrics["reward/hits"].mean

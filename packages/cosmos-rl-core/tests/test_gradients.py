@@ -70,20 +70,20 @@ def test_all_ranks_hear_of_a_gradient_that_is_not_finite():
     assert [bool(found["finite"]) for found in run_ranks(stages, 2, bad=True)] == [False, False]
 
 
-def figures(rank, world_size, *, pp, cp, dp_shard):
+def metrics(rank, world_size, *, pp, cp, dp_shard):
     from cosmos_rl_core.parallel.dims import ParallelDims
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
-    from cosmos_rl_core.parallel.metrics import sum_figures
+    from cosmos_rl_core.parallel.metrics import sum_metrics
 
     mesh = ReplicaMesh.build(ParallelDims(pp=pp, cp=cp, dp_shard=dp_shard), device=torch.device("cpu"))
     mine = {} if mesh.stage < pp - 1 else {"loss": torch.tensor(10.0**mesh.share.index), "kl": torch.tensor(0.5)}
-    return sum_figures(mine, mesh)
+    return sum_metrics(mine, mesh)
 
 
 @pytest.mark.parametrize("dims", [(1, 1, 4), (2, 1, 2), (2, 2, 1), (1, 2, 2)])
 def test_figures_are_summed_over_the_terms_once_and_told_to_all(dims):
     pp, cp, dp_shard = dims
-    for found in run_ranks(figures, 4, pp=pp, cp=cp, dp_shard=dp_shard):
+    for found in run_ranks(metrics, 4, pp=pp, cp=cp, dp_shard=dp_shard):
         assert found == {"loss": sum(10.0**i for i in range(dp_shard)), "kl": 0.5 * dp_shard}
 
 

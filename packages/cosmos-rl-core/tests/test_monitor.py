@@ -1,4 +1,4 @@
-"""The hack monitor, look by look; the figures of the first tests are those of cookbook/wfm_quickstart."""
+"""The hack monitor, look by look; the metrics of the first tests are those of cookbook/wfm_quickstart."""
 
 import json
 
@@ -8,14 +8,14 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.monitor import Figures, HackMonitor, MonitorConfig, Rule, State, beyond
+from cosmos_rl_core.monitor import HackMonitor, Metrics, MonitorConfig, Rule, State, beyond
 
-BASE = Figures(step=0, reward=0.080, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
+BASE = Metrics(step=0, reward=0.080, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
 
 
-def watch(*looks: Figures, config: MonitorConfig | None = None) -> list:
+def watch(*looks: Metrics, config: MonitorConfig | None = None) -> list:
     monitor = HackMonitor(config or MonitorConfig())
-    return [monitor.observe(figures) for figures in looks]
+    return [monitor.observe(metrics) for metrics in looks]
 
 
 def one_rule(**rule) -> MonitorConfig:
@@ -23,7 +23,7 @@ def one_rule(**rule) -> MonitorConfig:
 
 
 def losses(*values: float, **rule) -> list:
-    looks = [Figures(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate(values)]
+    looks = [Metrics(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate(values)]
     return watch(*looks, config=one_rule(watch="held_out_loss", **rule))
 
 
@@ -31,7 +31,7 @@ def losses(*values: float, **rule) -> list:
 
 
 def test_unregularised_flow_grpo_is_stopped_with_a_sentence_that_says_why():
-    hacked = Figures(step=60, reward=0.679, judges={"prompt_ok": 0.05}, held_out_loss=1.73, beyond=1.0)
+    hacked = Metrics(step=60, reward=0.679, judges={"prompt_ok": 0.05}, held_out_loss=1.73, beyond=1.0)
     first, last = watch(BASE, hacked)
     assert first.action is None
     assert last.action == "stop"
@@ -44,26 +44,26 @@ def test_unregularised_flow_grpo_is_stopped_with_a_sentence_that_says_why():
 
 @pytest.mark.parametrize(("reward", "judge", "loss"), [(0.097, 0.71, 0.08), (0.086, 0.71, 0.08)])
 def test_ddrl_and_its_control_raise_no_alarm(reward, judge, loss):
-    after = Figures(step=60, reward=reward, judges={"prompt_ok": judge}, held_out_loss=loss)
+    after = Metrics(step=60, reward=reward, judges={"prompt_ok": judge}, held_out_loss=loss)
     verdicts = watch(BASE, after)
     assert [(verdict.action, verdict.standing) for verdict in verdicts] == [(None, 0), (None, 0)]
 
 
 def test_a_reward_that_is_earned_raises_no_alarm():
-    base = Figures(step=0, reward=0.424, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
-    _, after = watch(base, Figures(step=60, reward=0.880, judges={"prompt_ok": 0.62}, held_out_loss=0.11))
+    base = Metrics(step=0, reward=0.424, judges={"prompt_ok": 0.67}, held_out_loss=0.08)
+    _, after = watch(base, Metrics(step=60, reward=0.880, judges={"prompt_ok": 0.62}, held_out_loss=0.11))
     assert after.action is None
 
 
 def test_a_data_term_that_is_too_weak_is_found_out_by_the_judge():
-    _, after = watch(BASE, Figures(step=60, reward=0.177, judges={"prompt_ok": 0.39}, held_out_loss=0.09))
+    _, after = watch(BASE, Metrics(step=60, reward=0.177, judges={"prompt_ok": 0.39}, held_out_loss=0.09))
     assert after.action == "warn"
     assert "while judge 'prompt_ok' fell from 0.67 to 0.39" in after.text
 
 
 def test_the_loss_alone_stops_a_run_without_judges():
     _, after = watch(
-        Figures(step=0, reward=0.080, held_out_loss=0.08), Figures(step=60, reward=0.679, held_out_loss=1.73)
+        Metrics(step=0, reward=0.080, held_out_loss=0.08), Metrics(step=60, reward=0.679, held_out_loss=1.73)
     )
     assert (after.action, after.text) == ("stop", "step 60: held-out loss 0.08 -> 1.73; the run stops")
 
@@ -72,16 +72,16 @@ def test_the_loss_alone_stops_a_run_without_judges():
 
 
 def test_a_judge_that_falls_with_the_reward_is_no_hack():
-    _, after = watch(BASE, Figures(step=9, reward=0.05, judges={"prompt_ok": 0.08}))
+    _, after = watch(BASE, Metrics(step=9, reward=0.05, judges={"prompt_ok": 0.08}))
     assert after.action is None
 
 
 def test_several_judges_are_watched_one_by_one():
     _, after = watch(
-        Figures(step=0, reward=0.1, judges={"a": 0.5, "b": 0.5}),
-        Figures(step=1, reward=0.2, judges={"a": 0.6, "b": 0.1}),
+        Metrics(step=0, reward=0.1, judges={"a": 0.5, "b": 0.5}),
+        Metrics(step=1, reward=0.2, judges={"a": 0.6, "b": 0.1}),
     )
-    assert {alarm.figure for alarm in after.alarms} == {"judge/b"}
+    assert {alarm.metric for alarm in after.alarms} == {"judge/b"}
 
 
 def test_a_bound_is_exclusive_and_a_multiple_of_the_first_value():
@@ -105,7 +105,7 @@ def test_an_alarm_stands_until_the_figure_is_well_inside():
 
 
 def test_a_lower_bound_releases_upwards():
-    looks = [Figures(step=step, reward=0.0, diversity=value) for step, value in enumerate([1.0, 0.4, 0.52, 0.56])]
+    looks = [Metrics(step=step, reward=0.0, diversity=value) for step, value in enumerate([1.0, 0.4, 0.52, 0.56])]
     verdicts = watch(*looks, config=one_rule(watch="diversity", below=0.5))
     assert [v.standing for v in verdicts] == [0, 1, 1, 0]
     assert verdicts[1].text == "step 1: diversity 1 -> 0.4"
@@ -113,7 +113,7 @@ def test_a_lower_bound_releases_upwards():
 
 def test_an_alarm_about_a_judge_is_over_when_the_reward_is_back_at_its_start():
     fallen = {"prompt_ok": 0.4}
-    verdicts = watch(BASE, Figures(step=1, reward=0.2, judges=fallen), Figures(step=2, reward=0.08, judges=fallen))
+    verdicts = watch(BASE, Metrics(step=1, reward=0.2, judges=fallen), Metrics(step=2, reward=0.08, judges=fallen))
     assert [v.standing for v in verdicts] == [0, 1, 0]
 
 
@@ -130,13 +130,13 @@ def test_a_start_that_is_no_number_is_not_taken_for_one():
 
 
 def test_a_start_of_zero_has_no_multiples():
-    looks = [Figures(step=step, reward=0.1 * step, judges={"ocr": value}) for step, value in enumerate([0.0, -1.0])]
+    looks = [Metrics(step=step, reward=0.1 * step, judges={"ocr": value}) for step, value in enumerate([0.0, -1.0])]
     assert [v.action for v in watch(*looks)] == [None, None]
 
 
 def test_a_figure_that_is_not_measured_keeps_its_alarm_and_its_count():
     looks = [
-        Figures(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate([1.0, 3.0, None, 3.0, None])
+        Metrics(step=step, reward=0.0, held_out_loss=value) for step, value in enumerate([1.0, 3.0, None, 3.0, None])
     ]
     verdicts = watch(*looks, config=one_rule(watch="held_out_loss", above=2.0, patience=2))
     assert [v.action for v in verdicts] == [None, None, None, "warn", None]
@@ -147,7 +147,7 @@ def test_the_strongest_of_several_actions_is_taken():
     rules = tuple(
         Rule(watch="held_out_loss", above=x, action=a) for x, a in ((2, "warn"), (3, "stop"), (4, "rollback"))
     )
-    looks = (Figures(step=0, reward=0, held_out_loss=1.0), Figures(step=5, reward=0, held_out_loss=9.0))
+    looks = (Metrics(step=0, reward=0, held_out_loss=1.0), Metrics(step=5, reward=0, held_out_loss=9.0))
     assert watch(*looks, config=MonitorConfig(rules=rules))[1].action == "rollback"
     assert watch(*looks, config=MonitorConfig(rules=rules[:2]))[1].action == "stop"
 
@@ -163,7 +163,7 @@ def test_a_rollback_names_the_last_step_at_which_all_was_well():
 
 def test_a_look_at_which_a_warning_is_due_is_no_good_one():
     rules = (Rule(watch="held_out_loss", above=2.0), Rule(watch="held_out_loss", above=4.0, action="rollback"))
-    looks = [Figures(step=i, reward=0, held_out_loss=value) for i, value in enumerate([1.0, 1.5, 3.0, 5.0])]
+    looks = [Metrics(step=i, reward=0, held_out_loss=value) for i, value in enumerate([1.0, 1.5, 3.0, 5.0])]
     assert watch(*looks, config=MonitorConfig(rules=rules))[-1].rollback_to == 1
 
 
@@ -176,19 +176,19 @@ def test_with_no_good_step_to_go_back_to_the_run_stops():
 
 
 def test_a_monitor_goes_on_from_its_journaled_state():
-    looks = [Figures(step=i, reward=i / 10, judges={"j": j}) for i, j in enumerate([0.5, 0.3, 0.3, 0.2, 0.5, 0.1])]
+    looks = [Metrics(step=i, reward=i / 10, judges={"j": j}) for i, j in enumerate([0.5, 0.3, 0.3, 0.2, 0.5, 0.1])]
     whole = HackMonitor(MonitorConfig())
     state = State()
-    for figures in looks:
+    for metrics in looks:
         resumed = HackMonitor(MonitorConfig(), state=State.from_json(json.loads(json.dumps(state.as_json()))))
-        assert resumed.observe(figures) == whole.observe(figures)
+        assert resumed.observe(metrics) == whole.observe(metrics)
         state = resumed.state
     assert state == whole.state
 
 
 @given(st.lists(st.tuples(st.floats(0, 2), st.floats(0, 2)), min_size=1, max_size=12))
 def test_alarms_raised_less_those_over_are_those_that_stand(looks):
-    verdicts = watch(*(Figures(step=i, reward=r, judges={"j": j}) for i, (r, j) in enumerate(looks)))
+    verdicts = watch(*(Metrics(step=i, reward=r, judges={"j": j}) for i, (r, j) in enumerate(looks)))
     standing = 0
     for verdict in verdicts:
         standing += len(verdict.alarms) - len(verdict.over)
@@ -199,7 +199,7 @@ def test_alarms_raised_less_those_over_are_those_that_stand(looks):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"watch": "loss", "above": 2}, "is no figure; known: reward, held_out_loss"),
+        ({"watch": "loss", "above": 2}, "is no metric; known: reward, held_out_loss"),
         ({"watch": "beyond"}, "one of above and below"),
         ({"watch": "beyond", "above": 1, "below": 0}, "one of above and below"),
         ({"watch": "reward", "below": -1}, "of_start = false"),
@@ -223,14 +223,14 @@ def test_a_rule_for_an_absent_judge_names_those_there_are():
         watch(BASE, config=one_rule(watch="judge/shape", below=0.5))
 
 
-# Figures.
+# Metrics.
 
 
 def test_a_first_value_may_be_measured_before_the_first_look():
     monitor = HackMonitor(one_rule(watch="diversity", below=0.5))
     monitor.begin(diversity=0.8)
     monitor.begin(diversity=0.3)
-    assert monitor.observe(Figures(step=20, reward=0.0, diversity=0.35)).action == "warn"
+    assert monitor.observe(Metrics(step=20, reward=0.0, diversity=0.35)).action == "warn"
 
 
 def test_beyond_is_the_share_above_the_best():

@@ -40,7 +40,7 @@ class Linear:
     def second_copies(self):
         return ()
 
-    def figures(self):
+    def metrics(self):
         return {}
 
 

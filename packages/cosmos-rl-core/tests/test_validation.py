@@ -42,10 +42,10 @@ def test_the_loss_by_hand():
         for place in range(3):
             logits = network(torch.tensor([row["context"]]), torch.tensor([place]))[0]
             losses.append(-logits.log_softmax(-1)[wanted(row["context"], place, actions=MODEL.actions)].item())
-    figures = validation().measure()
-    assert figures["eval/loss"] == pytest.approx(sum(losses) / 21, rel=1e-6)
-    assert figures["eval/perplexity"] == pytest.approx(math.exp(sum(losses) / 21), rel=1e-6)
-    assert (figures["eval/rows"], figures["eval/terms"]) == (7, 21)
+    metrics = validation().measure()
+    assert metrics["eval/loss"] == pytest.approx(sum(losses) / 21, rel=1e-6)
+    assert metrics["eval/perplexity"] == pytest.approx(math.exp(sum(losses) / 21), rel=1e-6)
+    assert (metrics["eval/rows"], metrics["eval/terms"]) == (7, 21)
 
 
 def test_nothing_is_left_on_the_weights():
@@ -61,8 +61,8 @@ def measure(rank, world_size):
 
 def test_ranks_with_a_share_each_find_the_same_loss_together():
     alone = validation().measure()
-    for figures in run_ranks(measure, 2):
-        assert {name: float(value) for name, value in figures.items()} == pytest.approx(alone, rel=1e-9)
+    for metrics in run_ranks(measure, 2):
+        assert {name: float(value) for name, value in metrics.items()} == pytest.approx(alone, rel=1e-9)
 
 
 class FourSteps:
@@ -85,14 +85,14 @@ class FourSteps:
 def test_a_due_version_is_measured_before_the_next_batch():
     inner = FourSteps()
 
-    async def figures():
+    async def metrics():
         return {"eval/loss": 1.0}
 
-    async def tell(version, figures):
-        inner.calls.append(f"told {version}: {figures['eval/loss']}")
+    async def tell(version, metrics):
+        inner.calls.append(f"told {version}: {metrics['eval/loss']}")
 
     async def work():
-        steps = ValidatedSteps(inner, due=lambda version: version in (0, 2), measure=figures, report=tell)
+        steps = ValidatedSteps(inner, due=lambda version: version in (0, 2), measure=metrics, report=tell)
         for step in range(3):
             await steps.next_batch(step)
         await steps.commit(2)

@@ -11,7 +11,7 @@ from cosmos_rl_core.checkpoint.manifest import list_steps, write_manifest
 from cosmos_rl_core.checkpoint.resume import roll_back
 from cosmos_rl_core.checkpoint.retention import surplus
 from cosmos_rl_core.launch.watch import Watch
-from cosmos_rl_core.monitor.history import Looks, read_healthy
+from cosmos_rl_core.monitor.history import History, read_healthy
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.storage.folder import Folder
@@ -46,7 +46,7 @@ class Told:
 
     def evaluated(self, version, metrics, groups):
         self.versions.append(version)
-        self.figures = dict(metrics)
+        self.metrics = dict(metrics)
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def watch(tmp_path):
     def make(**changes):
         told, stops = Told(), []
         config = load_config({**RECIPE, **changes})
-        return Watch(told, config, looks=Looks(tmp_path, first_step=0), stop=stops.append), told, stops
+        return Watch(told, config, history=History(tmp_path, first_step=0), stop=stops.append), told, stops
 
     return make
 
@@ -118,9 +118,9 @@ def test_diversity_comes_from_training_and_is_compared_with_that_of_the_first_st
 def test_rewards_beyond_the_bound_of_the_recipe_are_counted_and_warned_about(watch):
     watched, told, _ = watch(monitor={"best_of_data": 0.5})
     watched.evaluated(0, {"eval/reward_mean": 0.4}, [group(0.3), group(0.5)])
-    assert told.figures["eval/beyond"] == 0.0
+    assert told.metrics["eval/beyond"] == 0.0
     watched.evaluated(1, {"eval/reward_mean": 0.7}, [group(0.4), group(0.9), group(0.8)])
-    assert told.figures["eval/beyond"] == pytest.approx(2 / 3)
+    assert told.metrics["eval/beyond"] == pytest.approx(2 / 3)
     assert told.notes == ["monitor: step 1: 67% of the rewards lie beyond the best of the data"]
 
 
@@ -129,7 +129,7 @@ def test_the_best_of_real_rows_is_the_bound_once_it_is_known(watch):
     watched.evaluated(0, {"data/reward_mean": 0.1, "data/reward_max": 0.5, "data/rows": 8.0}, [])
     assert (told.versions, told.notes) == ([], ["monitor: the best of 8 real rows earns 0.5"])
     watched.evaluated(1, {"eval/reward_mean": 0.7}, [group(0.4), group(0.9)])
-    assert told.figures["eval/beyond"] == 0.5
+    assert told.metrics["eval/beyond"] == 0.5
 
 
 def test_a_resumed_run_remembers_its_start_and_its_last_healthy_step(tmp_path, watch):
@@ -137,9 +137,9 @@ def test_a_resumed_run_remembers_its_start_and_its_last_healthy_step(tmp_path, w
     for version, (reward, judge) in enumerate([(0.1, 0.4), (0.2, 0.4), (0.9, 0.25)]):
         watched.evaluated(version, evaluation(reward, judge), [])
     assert read_healthy(tmp_path) == 1
-    looks = Looks(tmp_path, first_step=2)
-    assert looks.state.start == {"reward": 0.1, "judge/judge": 0.4}
-    resumed = Watch(told, load_config(RECIPE), looks=looks, stop=stops.append)
+    history = History(tmp_path, first_step=2)
+    assert history.state.start == {"reward": 0.1, "judge/judge": 0.4}
+    resumed = Watch(told, load_config(RECIPE), history=history, stop=stops.append)
     resumed.evaluated(2, evaluation(0.9, 0.1), [])
     assert "fell from 0.4 to 0.1" in stops[0]
     lines = [json.loads(line) for line in (tmp_path / "monitor.jsonl").read_text().splitlines()]

@@ -129,8 +129,8 @@ def name_of(dims):
 )
 def test_training_goes_on_under_another_layout(tmp_path, family, saved_under, loaded_under):
     expected = {}
-    for figures in in_ranks(save_and_go_on, saved_under, family=family, root=str(tmp_path)):
-        expected |= figures
+    for metrics in in_ranks(save_and_go_on, saved_under, family=family, root=str(tmp_path)):
+        expected |= metrics
     found = in_ranks(load_and_go_on, loaded_under, family=family, root=str(tmp_path))
     parity.assert_equal(expected, found, tolerance=1e-5)
 

@@ -86,32 +86,32 @@ def rollout_of(prompt, tokens):
     )
 
 
-def figures_of(family, setup):
+def metrics_of(family, setup):
     """Log-probabilities, entropies and whole gradients of one microbatch."""
     policy = CausalLMPolicy(tiny(family), setup=setup)
     outputs = policy.forward(ragged_microbatch(), with_entropy=True)
     slopes = torch.linspace(-1, 1, len(outputs.logprobs))
     assert outputs.entropy is not None
     (outputs.logprobs * slopes + 0.1 * outputs.entropy * slopes.flip(0)).sum().backward()
-    figures = {"logprobs": outputs.logprobs, "entropy": outputs.entropy}
+    metrics = {"logprobs": outputs.logprobs, "entropy": outputs.entropy}
     for name, parameter in policy.module.named_parameters():
         assert parameter.grad is not None, name
-        figures[name] = whole(parameter.grad)
-    return {name: tensor.detach().numpy() for name, tensor in figures.items()}
+        metrics[name] = whole(parameter.grad)
+    return {name: tensor.detach().numpy() for name, tensor in metrics.items()}
 
 
 def all_figures(rank, world_size, **sizes):
     mesh = ReplicaMesh.build(ParallelDims(**sizes), device=torch.device("cpu"))
     found = {}
     for family in FAMILIES:
-        found |= {f"{family}/{name}": value for name, value in figures_of(family, ModelSetup(mesh=mesh)).items()}
+        found |= {f"{family}/{name}": value for name, value in metrics_of(family, ModelSetup(mesh=mesh)).items()}
     return found
 
 
 @pytest.fixture(scope="module")
 def alone():
     return {
-        f"{family}/{name}": value for family in FAMILIES for name, value in figures_of(family, ModelSetup()).items()
+        f"{family}/{name}": value for family in FAMILIES for name, value in metrics_of(family, ModelSetup()).items()
     }
 
 

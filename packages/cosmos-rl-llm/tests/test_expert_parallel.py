@@ -1,4 +1,4 @@
-"""Spread experts give what one process gives: losses, gradients of every parameter, and load figures."""
+"""Spread experts give what one process gives: losses, gradients of every parameter, and load metrics."""
 
 from typing import Any
 
@@ -102,7 +102,7 @@ def spread(rank, world_size, *, family, replayed, memory, sequence_parallel, siz
         tiny(family), setup=ModelSetup(mesh=mesh, parallel=parallel, memory=MemorySection(**memory))
     )
     loss = train(policy, mesh.share.index, replayed=replayed)
-    return {"loss": loss, "share": mesh.share.index, **gradients(policy), **policy.figures()}
+    return {"loss": loss, "share": mesh.share.index, **gradients(policy), **policy.metrics()}
 
 
 def check(
@@ -125,7 +125,7 @@ def check(
     )
     policy = CausalLMPolicy(tiny(family))
     losses = [train(policy, share, replayed=replayed) for share in range(dims.num_shares)]
-    expected = {**gradients(policy), **policy.figures()}
+    expected = {**gradients(policy), **policy.metrics()}
     for rank in ranks:
         assert rank["loss"] == pytest.approx(losses[int(rank["share"])], abs=1e-4)
         assert rank.keys() - {"loss", "share"} == expected.keys()

@@ -73,8 +73,8 @@ def cut_over_ranks(rank, world_size, *, size):
         hidden, weight, bias, labels = problem(size)
         head = Head(weight[own].clone(), bias[own].clone(), softcap)
         with Widths() as widths:
-            figures = evaluate(hidden, head, labels, size=part.stop - part.start, vocabulary=part, **options)
-        found |= {f"{number}/{name}": array for name, array in figures.items()}
+            metrics = evaluate(hidden, head, labels, size=part.stop - part.start, vocabulary=part, **options)
+        found |= {f"{number}/{name}": array for name, array in metrics.items()}
         found[f"{number}/beyond"] = max(widths.seen) - max(TERMS, part.stop - part.start)
     return found
 
@@ -86,14 +86,14 @@ def test_a_cut_vocabulary_changes_nothing_and_is_never_gathered(world_size):
     for number, (softcap, options) in enumerate(CASES):
         hidden, weight, bias, labels = problem(size)
         expected = evaluate(hidden, Head(weight, bias, softcap), labels, size=size, **options)
-        figures = {name: [rank[f"{number}/{name}"] for rank in ranks] for name in (*expected, "beyond")}
+        metrics = {name: [rank[f"{number}/{name}"] for rank in ranks] for name in (*expected, "beyond")}
         for name in ("logprobs", "entropy"):
-            for found in figures[name]:
+            for found in metrics[name]:
                 np.testing.assert_allclose(found, expected[name], rtol=1e-5, atol=1e-5)
-        np.testing.assert_allclose(sum(figures["hidden"]), expected["hidden"], rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(sum(metrics["hidden"]), expected["hidden"], rtol=1e-4, atol=1e-5)
         for name in ("weight", "bias"):
-            np.testing.assert_allclose(np.concatenate(figures[name]), expected[name], rtol=1e-4, atol=1e-5)
-        assert max(figures["beyond"]) == 0
+            np.testing.assert_allclose(np.concatenate(metrics[name]), expected[name], rtol=1e-4, atol=1e-5)
+        assert max(metrics["beyond"]) == 0
 
 
 def test_no_terms_give_no_logprobs_and_a_gradient_of_zeros():

@@ -42,7 +42,7 @@ def test_a_difference_is_found_and_named():
     wrong = {**expected, "weight/model.norm.weight": expected["weight/model.norm.weight"] + 3e-3}
     with pytest.raises(AssertionError, match=r"^weight/model\.norm\.weight: 2\.9"):
         parity.assert_equal(expected, [wrong])
-    broken = {name: np.full_like(figure, np.nan) for name, figure in expected.items()}
+    broken = {name: np.full_like(metric, np.nan) for name, metric in expected.items()}
     with pytest.raises(AssertionError, match=r": inf"):
         parity.assert_equal(expected, [expected, broken])
 

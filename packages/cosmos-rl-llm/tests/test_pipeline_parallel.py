@@ -65,7 +65,7 @@ def observed(rank, world_size, *, family, num_layers, **section):
     torch.optim.SGD(policy.module.parameters(), lr=0.1).step()
     weights = {name: whole(tensor).numpy() for name, tensor in policy.weights().items()}
     shown = {"logprobs": outputs.logprobs.numpy(), "entropy": outputs.entropy.numpy()}
-    return weights | shown | policy.figures() | {"copies": len(policy.second_copies())}
+    return weights | shown | policy.metrics() | {"copies": len(policy.second_copies())}
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_the_load_of_experts_is_that_of_all_stages():
     ranks = run_ranks(observed, 2, family="qwen3-moe", num_layers=4, **INTERLEAVED)
     policy = CausalLMPolicy(make_tiny("qwen3-moe", num_layers=4))
     policy.forward_backward(first_batch(), loss=loss_of, with_entropy=False)
-    wanted = policy.figures()
+    wanted = policy.metrics()
     for rank in ranks:
         assert {name: rank[name] for name in wanted} == pytest.approx(wanted)
 

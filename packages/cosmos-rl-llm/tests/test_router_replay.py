@@ -169,7 +169,7 @@ def test_training_replays_what_an_engine_recorded_although_its_routers_differ_ne
         inputs={name: value for name, value in microbatch.inputs.items() if name != "routes"}, terms=microbatch.terms
     )
     assert (policy.forward(free).logprobs.detach() - recorded).abs().max() > 0.1
-    assert policy.figures()["expert_load_max"] > 1.0
+    assert policy.metrics()["expert_load_max"] > 1.0
 
 
 def test_equal_rollouts_with_other_routes_are_computed_apart():

@@ -64,11 +64,11 @@ def test_a_checkpoint_is_read_into_ranks(tmp_path, family, dims):
     expected = {name: tensor.detach().numpy() for name, tensor in whole.named_parameters()}
     ranks = run_ranks(built, ParallelDims(**dims).world_size, path=str(tmp_path), dims=dims)
     for name, array in expected.items():
-        found = [figures[name] for figures in ranks if name in figures]
+        found = [metrics[name] for metrics in ranks if name in metrics]
         assert found and all(np.array_equal(array, other) for other in found), name
     with torch.no_grad():
         logprobs = CausalLMPolicy(whole).forward(microbatch()).logprobs
-    last = [figures["logprobs"] for figures in ranks if figures["logprobs"].any()]
+    last = [metrics["logprobs"] for metrics in ranks if metrics["logprobs"].any()]
     assert all(np.allclose(found, logprobs.numpy(), rtol=1e-5, atol=1e-5) for found in last) and last
 
 

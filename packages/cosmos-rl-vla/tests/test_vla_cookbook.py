@@ -144,7 +144,7 @@ def assert_evaluates(name, overrides, folder):
     request = Request(checkpoint=str(folder / "run"), out=folder / "held_out", media=False)
     found = evaluate(load_config(recipe(name), overrides), request=request)
     assert found.rows == 10 and not found.failed
-    assert found.figures["reward/success task=libero_10/3"].count == 1
+    assert found.metrics["reward/success task=libero_10/3"].count == 1
 
 
 @pytest.fixture(scope="module")

@@ -13,11 +13,11 @@ from vla_parity import (
     LOGPROBS,
     MODULES,
     config_of,
-    figures_of,
-    figures_of_case,
     largest_error,
     loaded_model,
-    rank_figures,
+    metrics_of,
+    metrics_of_case,
+    rank_metrics,
     save_model,
     setup_of,
 )
@@ -46,7 +46,7 @@ def saved(tmp_path_factory):
 
 @cache
 def alone(variant, kind, saved="", parameters="float32"):
-    return figures_of(variant, setup_of({}, {"parameters": parameters}, None), kind=kind, saved=saved)
+    return metrics_of(variant, setup_of({}, {"parameters": parameters}, None), kind=kind, saved=saved)
 
 
 NO, FULL, SOME = {}, {"checkpointing": "full"}, {"checkpointing": "selective"}
@@ -86,11 +86,11 @@ NO, FULL, SOME = {}, {"checkpointing": "full"}, {"checkpointing": "selective"}
     ids=["dp_shard 2", "dp_shard 4", "dp_replicate 2 x dp_shard 2"],
 )
 def test_gradients_are_those_of_one_process(saved, dims, cases):
-    found = run_ranks(rank_figures, ParallelDims(**dims).world_size, dims=dims, saved=saved, cases=cases)
+    found = run_ranks(rank_metrics, ParallelDims(**dims).world_size, dims=dims, saved=saved, cases=cases)
     for number, (variant, kind, options) in enumerate(cases):
         expected = alone(variant, kind, saved)
-        assert any(np.abs(figure).max() > 1e-4 for name, figure in expected.items() if not name.startswith(LOGPROBS))
-        error, where = largest_error(expected, figures_of_case(found, number))
+        assert any(np.abs(metric).max() > 1e-4 for name, metric in expected.items() if not name.startswith(LOGPROBS))
+        error, where = largest_error(expected, metrics_of_case(found, number))
         assert error < TOLERANCE, f"{variant} {kind} {options}: {where} is off by {error:.1e}"
 
 
@@ -130,13 +130,13 @@ def test_products_in_bfloat16_are_close_in_one_process_and_in_two(saved, paramet
     """Rounding to 8 bits is off by 0.4 % an element; what is exact keeps log-probs far closer than that."""
     exact = alone("pi05", "ppo", saved)
     case = ("bfloat16", "ppo", {"parameters": parameters})
-    found = run_ranks(rank_figures, 2, dims={"dp_shard": 2}, saved=saved, cases=[case])
-    shared, _ = figures_of_case(found, 0)
-    for name, figures in {"one": alone("bfloat16", "ppo", saved, parameters), "two": shared}.items():
-        drawn = {place: figures[place] - exact[place] for place in figures if place.startswith(LOGPROBS)}
+    found = run_ranks(rank_metrics, 2, dims={"dp_shard": 2}, saved=saved, cases=[case])
+    shared, _ = metrics_of_case(found, 0)
+    for name, metrics in {"one": alone("bfloat16", "ppo", saved, parameters), "two": shared}.items():
+        drawn = {place: metrics[place] - exact[place] for place in metrics if place.startswith(LOGPROBS)}
         assert max(np.abs(error).max() for error in drawn.values()) < 0.05, name
         gradients = [place for place in exact if not place.startswith(LOGPROBS)]
-        error = np.linalg.norm([np.linalg.norm(figures[place] - exact[place]) for place in gradients])
+        error = np.linalg.norm([np.linalg.norm(metrics[place] - exact[place]) for place in gradients])
         assert 1e-4 < error / np.linalg.norm([np.linalg.norm(exact[place]) for place in gradients]) < 0.05, name
 
 

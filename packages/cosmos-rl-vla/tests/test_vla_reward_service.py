@@ -1,4 +1,4 @@
-"""Episodes judged by a reward server in a process of its own: films of different lengths, and what goes along."""
+"""Episodes judged by a reward server in a process of its own: videos of different lengths, and what goes along."""
 
 from __future__ import annotations
 
@@ -118,11 +118,11 @@ def test_every_episode_is_judged_by_its_own_frames(tmp_path, served, monkeypatch
 
 
 def test_a_film_that_ended_early_ends_with_its_own_last_frame(served):
-    films = [np.full((length, 4, 4, 3), level, np.uint8) for length, level in ((2, 10), (5, 20))]
-    films[0][-1] = 200
+    videos = [np.full((length, 4, 4, 3), level, np.uint8) for length, level in ((2, 10), (5, 20))]
+    videos[0][-1] = 200
     group = RolloutGroup(
         prompt=Prompt(sample_id=0, row={"task": "red", "instruction": "reach the red square"}),
-        rollouts=tuple(judged(film) for film in films),
+        rollouts=tuple(judged(video) for video in videos),
         prompt_text="",
     )
     rewards = [
@@ -136,11 +136,11 @@ def test_a_film_that_ended_early_ends_with_its_own_last_frame(served):
     ]
 
 
-def judged(film):
+def judged(video):
     return Rollout(
         arrays={},
         rollout_logprobs=np.zeros(1, np.float32),
         versions=np.zeros(1, np.int32),
         loss_mask=np.ones(1, bool),
-        media={"video": film, "success": np.array([True])},
+        media={"video": video, "success": np.array([True])},
     )

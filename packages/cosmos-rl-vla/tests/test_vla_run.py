@@ -84,7 +84,7 @@ def laid_over(below, above):
 
 
 def ran(directory, recipe, *overrides, **keys):
-    """The figures of a run's steps."""
+    """The metrics of a run's steps."""
     run(recipe, [f"run.output_dir={directory}", *overrides], **keys)
     return rows_of(directory / "metrics.jsonl")
 
@@ -228,10 +228,10 @@ def test_evaluation_by_task_in_two_processes(tmp_path, stats):
     config = load_config(recipe, [f"run.output_dir={tmp_path / 'run'}"])
     found = evaluate(config, request=Request(instances=Instances(num_gpus=2)))
     assert found.rows == 18 and not found.failed
-    names = set(found.figures)
+    names = set(found.metrics)
     for label in ("red", "green", "none", "swap_instruction", "grey_images"):
         (name,) = (each for each in names if each.startswith("reward/success") and label in each)
-        estimate = found.figures[name]
+        estimate = found.metrics[name]
         assert 0 <= estimate.low <= estimate.mean <= estimate.high <= 1
         assert estimate.count == (9 if label in ("red", "green") else 6)
     assert list(found.directory.rglob("*.mp4"))

@@ -106,7 +106,7 @@ def test_the_forward_pass_is_minus_the_loss_with_that_of_the_auxiliary_targets(d
         (microbatch,) = collated(data, policy=policy).microbatches
         outputs = policy.forward(microbatch)
         values[coef] = outputs.logprobs.detach()
-        parts = outputs.figures["loss_actions"] + coef * outputs.figures["loss_aux"]
+        parts = outputs.metrics["loss_actions"] + coef * outputs.metrics["loss_aux"]
         torch.testing.assert_close(parts, -outputs.logprobs)
     assert microbatch.inputs["aux"].shape == (6, 6)
     assert (values[0.0] < 0).all() and (values[1.0] < values[0.0]).all()

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from cosmos_rl_core.observe.media.album import write_video
+from cosmos_rl_core.observe.media.gallery import write_video
 from cosmos_rl_wfm.data.clips import ClipReader, DecodedClips
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.rows import load_rows

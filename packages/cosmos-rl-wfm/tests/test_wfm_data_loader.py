@@ -9,7 +9,7 @@ from safetensors.numpy import save
 
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.media.album import write_video
+from cosmos_rl_core.observe.media.gallery import write_video
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.cache import TensorCache
 from cosmos_rl_wfm.data.config import WFMDataConfig

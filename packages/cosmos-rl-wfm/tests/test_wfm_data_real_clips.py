@@ -40,8 +40,8 @@ def clips(tmp_path_factory):
 @pytest.mark.parametrize("name", ["bigbuckbunny.mp4", "bikes.mp4", "carphone_pristine.mp4", "carphone_distorted.mp4"])
 def test_clips_anywhere_in_a_film_are_the_frames_of_decoding_all_of_it(clips, name):
     path = clips[name]
-    with av.open(str(path)) as film:
-        every = [frame.to_ndarray(format="rgb24", interpolation="BICUBIC") for frame in film.decode(video=0)]
+    with av.open(str(path)) as video:
+        every = [frame.to_ndarray(format="rgb24", interpolation="BICUBIC") for frame in video.decode(video=0)]
     size = every[0].shape[:2]
     for seed in range(8):
         first = np.random.default_rng(seed).integers(len(every) - 7)

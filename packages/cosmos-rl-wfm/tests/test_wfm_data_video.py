@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from cosmos_rl_core.observe.media.album import write_video
+from cosmos_rl_core.observe.media.gallery import write_video
 from cosmos_rl_wfm.data.video import ClipError, FrameTable, choose_frames, nearest_size, read_clip
 
 SIZE = ((32, 48),)
@@ -28,8 +28,8 @@ def numbers(clip):
 
 
 @pytest.fixture(scope="module")
-def film(tmp_path_factory):
-    path = tmp_path_factory.mktemp("film") / "film.mp4"
+def video(tmp_path_factory):
+    path = tmp_path_factory.mktemp("video") / "video.mp4"
     write_video(path, steps(12), fps=8)
     return path
 
@@ -39,8 +39,8 @@ def table(*seconds):
     return FrameTable(pts=(1000 * times).astype(np.int64), seconds=times, keyframes=[(0, 0)])
 
 
-def test_a_written_video_comes_back(film):
-    clip = read_clip(film, frames=12, sizes=SIZE)
+def test_a_written_video_comes_back(video):
+    clip = read_clip(video, frames=12, sizes=SIZE)
     assert clip.video.shape == (12, 32, 48, 3) and clip.video.dtype == np.uint8
     assert clip.fps == 8
     assert numbers(clip) == list(range(12))
@@ -60,37 +60,39 @@ def test_a_written_video_comes_back(film):
         ({"frames": 1, "start": "centre"}, [5]),
     ],
 )
-def test_the_right_frames_are_taken(film, keys, expected):
+def test_the_right_frames_are_taken(video, keys, expected):
     if expected is None:
-        with pytest.raises(ClipError, match=r"film\.mp4: is too short for 5 frames at 2/s: it has 12 in 1\.5 s"):
-            read_clip(film, sizes=SIZE, **keys)
+        with pytest.raises(ClipError, match=r"video\.mp4: is too short for 5 frames at 2/s: it has 12 in 1\.5 s"):
+            read_clip(video, sizes=SIZE, **keys)
     else:
-        assert numbers(read_clip(film, sizes=SIZE, **keys)) == expected
+        assert numbers(read_clip(video, sizes=SIZE, **keys)) == expected
 
 
-def test_the_rate_of_a_clip_is_that_of_its_frames(film):
-    assert read_clip(film, frames=3, sizes=SIZE, stride=4).fps == 2
-    assert read_clip(film, frames=3, sizes=SIZE, fps=3.0).fps == 3
+def test_the_rate_of_a_clip_is_that_of_its_frames(video):
+    assert read_clip(video, frames=3, sizes=SIZE, stride=4).fps == 2
+    assert read_clip(video, frames=3, sizes=SIZE, fps=3.0).fps == 3
 
 
-def test_a_random_start_reaches_every_frame_and_the_same_generator_the_same_clip(film):
+def test_a_random_start_reaches_every_frame_and_the_same_generator_the_same_clip(video):
     starts = {
-        numbers(read_clip(film, frames=9, sizes=SIZE, start="random", rng=np.random.default_rng(n)))[0]
+        numbers(read_clip(video, frames=9, sizes=SIZE, start="random", rng=np.random.default_rng(n)))[0]
         for n in range(30)
     }
     assert starts == {0, 1, 2, 3}
-    one, other = (read_clip(film, frames=9, sizes=SIZE, start="random", rng=np.random.default_rng(5)) for _ in range(2))
+    one, other = (
+        read_clip(video, frames=9, sizes=SIZE, start="random", rng=np.random.default_rng(5)) for _ in range(2)
+    )
     assert np.array_equal(one.video, other.video)
 
 
 @pytest.mark.parametrize("keys", [{}, {"fps": 8.0}, {"start": "centre"}, {"start": "random", "fps": 8.0}])
-def test_a_video_with_exactly_the_frames_is_a_clip(film, keys):
-    clip = read_clip(film, frames=12, sizes=SIZE, rng=np.random.default_rng(0), **keys)
+def test_a_video_with_exactly_the_frames_is_a_clip(video, keys):
+    clip = read_clip(video, frames=12, sizes=SIZE, rng=np.random.default_rng(0), **keys)
     assert numbers(clip) == list(range(12))
 
 
-def test_bytes_are_a_video_too(film):
-    assert numbers(read_clip(film.read_bytes(), frames=2, sizes=SIZE)) == [0, 1]
+def test_bytes_are_a_video_too(video):
+    assert numbers(read_clip(video.read_bytes(), frames=2, sizes=SIZE)) == [0, 1]
 
 
 def test_frames_behind_later_keyframes_are_those_of_decoding_from_the_start(tmp_path):
@@ -175,8 +177,8 @@ def test_an_image_is_a_clip_of_one_frame(tmp_path, suffix):
         read_clip(path, frames=2, sizes=((8, 8),))
 
 
-def test_a_clip_gets_the_size_nearest_in_shape(film):
-    assert read_clip(film, frames=1, sizes=((16, 16), (16, 24), (24, 16))).video.shape[1:3] == (16, 24)
+def test_a_clip_gets_the_size_nearest_in_shape(video):
+    assert read_clip(video, frames=1, sizes=((16, 16), (16, 24), (24, 16))).video.shape[1:3] == (16, 24)
     assert nearest_size(480, 832, [(64, 64), (48, 80), (80, 48)]) == (48, 80)
     assert nearest_size(832, 480, [(64, 64), (48, 80), (80, 48)]) == (80, 48)
 
@@ -211,17 +213,17 @@ def test_odd_sizes_are_written_too(tmp_path):
         (None, "cannot be decoded: No such file"),
     ],
 )
-def test_what_cannot_be_decoded_is_named(film, tmp_path, content, reason):
+def test_what_cannot_be_decoded_is_named(video, tmp_path, content, reason):
     path = tmp_path / "bad.mp4"
     if content is not None:
-        path.write_bytes(film.read_bytes()[:900] if content == "cut" else content)
+        path.write_bytes(video.read_bytes()[:900] if content == "cut" else content)
     with pytest.raises(ClipError, match=rf"bad\.mp4: {reason}") as caught:
         read_clip(path, frames=2, sizes=SIZE)
     assert caught.value.final
 
 
-def test_a_recording_that_was_ended_before_its_index_says_so(film):
-    data = film.read_bytes()
+def test_a_recording_that_was_ended_before_its_index_says_so(video):
+    data = video.read_bytes()
     with pytest.raises(ClipError, match=r"clip: has no index \(moov\)"):
         read_clip(data[: data.index(b"moov") - 4], frames=2, sizes=SIZE, name="clip")
 

@@ -31,7 +31,7 @@ ADAPTERS = {**RECIPE["model"], "lora": {"rank": 2}}
 
 
 def trained(directory, *overrides, model=RECIPE["model"], **keys):
-    """The figures of a run's steps."""
+    """The metrics of a run's steps."""
     run({**RECIPE, "model": model}, [f"run.output_dir={directory}", *overrides], **keys)
     return lines_of(directory / "metrics.jsonl")
 
@@ -112,7 +112,7 @@ def test_the_average_is_evaluated_unless_the_trained_weights_are_asked_for(whole
     rewards = {}
     for averaged in (True, False):
         request = Request(checkpoint=str(whole[0]), out=tmp_path / str(averaged), averaged=averaged, media=False)
-        rewards[averaged] = evaluate(config, request=request).figures["reward"].mean
+        rewards[averaged] = evaluate(config, request=request).metrics["reward"].mean
     assert rewards[True] != rewards[False]
 
 

@@ -224,15 +224,15 @@ def followed(rank, world_size, *, dims):
         own = trained.forward(microbatch()).logprobs
     held = {name: tensor for name, tensor in trained.weights().items() if name.startswith("average:")}
     local = sum(getattr(tensor, "_local_tensor", tensor).numel() for tensor in held.values())
-    figures = {"own": own, "reference": reference} | {name: whole(tensor) for name, tensor in held.items()}
-    return {"local": local, **{name: tensor.numpy() for name, tensor in figures.items()}}
+    metrics = {"own": own, "reference": reference} | {name: whole(tensor) for name, tensor in held.items()}
+    return {"local": local, **{name: tensor.numpy() for name, tensor in metrics.items()}}
 
 
 def test_each_rank_holds_its_part():
     alone = followed(0, 1, dims={})
-    for figures in run_ranks(followed, 2, dims={"dp_shard": 2}):
-        assert figures["local"] <= 0.55 * alone["local"]  # uneven ones round up
+    for metrics in run_ranks(followed, 2, dims={"dp_shard": 2}):
+        assert metrics["local"] <= 0.55 * alone["local"]  # uneven ones round up
         for name, expected in alone.items():
             if name != "local":
-                np.testing.assert_allclose(figures[name], expected, rtol=1e-5, atol=1e-6)
+                np.testing.assert_allclose(metrics[name], expected, rtol=1e-5, atol=1e-6)
     assert np.abs(alone["own"] - alone["reference"]).min() > 1e-4

@@ -17,7 +17,7 @@ from cosmos_rl_core.inference.generate import generate
 from cosmos_rl_core.inference.layout import Instances
 from cosmos_rl_core.inference.prompts import read_prompts
 from cosmos_rl_core.inference.request import Request
-from cosmos_rl_core.observe.media.album import Album
+from cosmos_rl_core.observe.media.gallery import Gallery
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config, load_domain
@@ -89,7 +89,7 @@ def base(config, tmp_path_factory):
 @pytest.mark.slow
 def test_one_and_two_processes_make_the_same_films(config, base, tmp_path):
     two = evaluate(config, request=Request(out=tmp_path, num_samples=2, instances=Instances(num_gpus=2)))
-    assert (two.rows, two.failed, two.figures) == (5, {}, base.figures)
+    assert (two.rows, two.failed, two.metrics) == (5, {}, base.metrics)
     one = content(base.directory)
     assert one == content(tmp_path)
     assert len(one[1]) == len(set(one[1].values())) == 10
@@ -102,10 +102,10 @@ def test_one_and_two_processes_make_the_same_films(config, base, tmp_path):
 def test_the_weights_of_a_checkpoint_are_measured(config, base, checkpoint, tmp_path):
     trained = evaluate(config, request=Request(checkpoint=checkpoint, out=tmp_path, num_samples=2, media=False))
     assert not (tmp_path / "media").exists()
-    assert trained.figures.keys() == {"reward", "reward/brightness", "reward/motion"}
-    assert trained.figures["reward"].mean != pytest.approx(base.figures["reward"].mean, abs=1e-4)
-    bright, motion = (trained.figures[f"reward/{name}"].mean for name in ("brightness", "motion"))
-    assert trained.figures["reward"].mean == pytest.approx(bright + 0.5 * motion)
+    assert trained.metrics.keys() == {"reward", "reward/brightness", "reward/motion"}
+    assert trained.metrics["reward"].mean != pytest.approx(base.metrics["reward"].mean, abs=1e-4)
+    bright, motion = (trained.metrics[f"reward/{name}"].mean for name in ("brightness", "motion"))
+    assert trained.metrics["reward"].mean == pytest.approx(bright + 0.5 * motion)
 
 
 def test_a_list_of_captions_with_one_that_is_none(config, tmp_path):
@@ -114,13 +114,13 @@ def test_a_list_of_captions_with_one_that_is_none(config, tmp_path):
     made = generate(config, request=Request(prompts=str(prompts), out=tmp_path / "out"))
     assert [line.get("prompt") for line in made.lines] == ["a red disc", "a blue disc", None]
     assert "prompts.jsonl:3: no column 'caption'" in made.failed[2]
-    with av.open(str(tmp_path / "out" / "media" / "000001_0.mp4")) as film:
-        assert film.streams.video[0].average_rate == 4
+    with av.open(str(tmp_path / "out" / "media" / "000001_0.mp4")) as video:
+        assert video.streams.video[0].average_rate == 4
 
 
 def test_a_rollout_is_written_whole_and_an_image_as_one(tmp_path):
     pixels = np.random.default_rng(0).integers(256, size=(1, 200, 150, 3), dtype=np.uint8)
-    path = Album(tmp_path).write(tmp_path / "000000_0", shown(pixels, caption="a square"), 0)
+    path = Gallery(tmp_path).write(tmp_path / "000000_0", shown(pixels, caption="a square"), 0)
     assert path == tmp_path / "000000_0.png"
     assert np.array_equal(np.asarray(Image.open(path)), pixels[0])
 

@@ -72,7 +72,7 @@ def live_to_the_end(sections):
 
 
 def wait_for_step(process, directory):
-    """Return when the figures of the step before the kill are on disk."""
+    """Return when the metrics of the step before the kill are on disk."""
     metrics, deadline = directory / "metrics.jsonl", time.monotonic() + DEADLINE_S
     while not (metrics.exists() and metrics.read_bytes().count(b"\n") >= KILLED_AFTER):
         assert process.is_alive(), f"the run ended by itself (exit code {process.exitcode})"

@@ -11,7 +11,7 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from wfm_parity import FAMILIES, figures_of, largest_error
+from wfm_parity import FAMILIES, largest_error, metrics_of
 
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -36,14 +36,14 @@ def rank_figures(rank, world_size, *, dims, cases):
     for number, (family, mode, sizes) in enumerate(cases):
         memory = MemorySection(activation_checkpointing=mode)
         setup = ModelSetup(mesh=mesh, parallel=ParallelSection(**dims), memory=memory)
-        figures = figures_of(family, setup, share=mesh.share, sizes=sizes)
-        found |= {f"{number}/{name}": figure for name, figure in figures.items()}
+        metrics = metrics_of(family, setup, share=mesh.share, sizes=sizes)
+        found |= {f"{number}/{name}": metric for name, metric in metrics.items()}
     return found
 
 
 @cache
 def alone(family, sizes):
-    return figures_of(family, ModelSetup(), sizes=sizes)
+    return metrics_of(family, ModelSetup(), sizes=sizes)
 
 
 def check(dims, cases):
@@ -118,5 +118,5 @@ def test_a_gradient_that_is_counted_twice_is_found_and_named():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nearly_every_parameter_takes_part(family):
-    still = [name for name, figure in alone(family, EVEN).items() if not np.abs(figure).max() > 1e-4]
+    still = [name for name, metric in alone(family, EVEN).items() if not np.abs(metric).max() > 1e-4]
     assert all(("transformer_blocks.2.attn" in name and "added_q" in name) or "add_q" in name for name in still), still

@@ -18,7 +18,7 @@ from cosmos_rl_wfm.parallel.parallelize import parallelize
 ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.models.build")
 
 
-def figures_of(family, setup):
+def metrics_of(family, setup):
     """The velocity of two samples, the first of which has a frame given, and whole gradients."""
     config = WFMModelConfig.model_validate({"family": family, "tiny": True, "text": {"encoder": "cached"}})
     model = build_model(config, device=torch.device("cpu"))
@@ -46,13 +46,13 @@ def rank_figures(rank, world_size, *, families, cp):
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu"))
     memory = MemorySection(activation_checkpointing="full")
     setup = ModelSetup(mesh=mesh, parallel=ParallelSection(**dims), memory=memory)
-    return {f"{family}/{name}": value for family in families for name, value in figures_of(family, setup).items()}
+    return {f"{family}/{name}": value for family in families for name, value in metrics_of(family, setup).items()}
 
 
 def test_velocity_and_gradients_of_each_family_over_cp():
     families = ("wan", "cosmos", "sd3")
     for rank in run_ranks(rank_figures, 2, families=families, cp=2):
         for family in families:
-            for name, expected in figures_of(family, ModelSetup()).items():
+            for name, expected in metrics_of(family, ModelSetup()).items():
                 scale = np.abs(expected).max() or 1.0
                 np.testing.assert_allclose(rank[f"{family}/{name}"], expected, rtol=0, atol=1e-5 * scale, err_msg=name)

@@ -25,7 +25,7 @@ ARMS = {
 
 
 def trained(directory, changes, *overrides, **keys):
-    """The figures of a run's steps."""
+    """The metrics of a run's steps."""
     run({**RECIPE, **changes}, [f"run.output_dir={directory}", *overrides], **keys)
     return lines_of(directory / "metrics.jsonl")
 
@@ -55,8 +55,8 @@ def test_a_run_that_goes_on_trains_as_if_it_had_never_stopped(tmp_path):
     whole = trained(tmp_path / "whole", ARMS["nft"], "checkpoint.every_steps=1")
     trained(tmp_path / "cut", ARMS["nft"], "run.max_steps=2")
     cut = trained(tmp_path / "cut", ARMS["nft"], "run.max_steps=3", resume="auto")
-    figures = ("loss", "reward_mean", "grad_norm", "old_distance", "preference")
-    assert [cut[-1][name] for name in figures] == [whole[-1][name] for name in figures]
+    metrics = ("loss", "reward_mean", "grad_norm", "old_distance", "preference")
+    assert [cut[-1][name] for name in metrics] == [whole[-1][name] for name in metrics]
 
 
 def test_real_clips_are_learnt(tmp_path):

@@ -53,9 +53,9 @@ def test_tensorboard_shows_the_samples_of_training_and_of_evaluations_as_they_ru
         "samples/eval/rollout-0": [0, 1, 2],
     }
     width, height, gif = found["samples/rollout-0"][1]  # how TensorBoard reads an image summary
-    assert gif == (watched / "media" / "step_000001" / "sheet_rollout-0.gif").read_bytes()
-    with Image.open(io.BytesIO(gif)) as film:
-        assert (film.n_frames, film.size) == (4, (int(width), int(height)))
+    assert gif == (watched / "media" / "step_000001" / "grid_rollout-0.gif").read_bytes()
+    with Image.open(io.BytesIO(gif)) as video:
+        assert (video.n_frames, video.size) == (4, (int(width), int(height)))
 
 
 def test_diversity_goes_from_training_groups_to_metrics_and_to_the_monitor(watched):

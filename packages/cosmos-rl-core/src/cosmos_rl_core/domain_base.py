@@ -59,9 +59,9 @@ class DomainBase:
         """A gallery of images and videos; None where rollouts are but text."""
         if not self.has_media:
             return None
-        from cosmos_rl_core.observe.media.album import Album
+        from cosmos_rl_core.observe.media.gallery import Gallery
 
-        return Album(directory, groups_per_step=groups, every_steps=every, name=name)
+        return Gallery(directory, groups_per_step=groups, every_steps=every, name=name)
 
     def export_weights(
         self, model: Any, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool

@@ -164,8 +164,8 @@ class Policy(Protocol):
         """What a KL term pulls towards, where this policy can be that: adapters off, its average; None: a new model."""
         ...
 
-    def figures(self) -> Mapping[str, float]:
-        """Figures since the last call beside those of the loss, such as experts' load; the same on every rank."""
+    def metrics(self) -> Mapping[str, float]:
+        """Metrics since the last call beside those of the loss, such as experts' load; the same on every rank."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:

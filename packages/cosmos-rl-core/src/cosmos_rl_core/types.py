@@ -229,7 +229,7 @@ class PolicyOutputs:
     """[T, ...] by name: what objectives of the domain's own read beside these. `whitened` [T, D], where a term is a
     Gaussian: its mean divided so that half the squared distance of two of them is the KL divergence; `dt` [T], where it
     is a denoising step: the step's length in time, above 0."""
-    figures: Mapping[str, Tensor] = field(default_factory=dict)
+    metrics: Mapping[str, Tensor] = field(default_factory=dict)
     """[T] by name, to be reported: parts that a loss consists of, such as those of an auxiliary head."""
 
 

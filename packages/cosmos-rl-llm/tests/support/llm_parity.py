@@ -38,7 +38,7 @@ from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
-Figures = dict[str, np.ndarray]
+Results = dict[str, np.ndarray]
 """By name: "loss", "grad_norm" [steps], "grad/<parameter>" of the first step, "weight/<parameter>" after the last."""
 
 VOCABULARY = 61
@@ -106,7 +106,7 @@ def train(
     parallel: ParallelSection | None = None,
     memory: MemorySection | None = None,
     lora: LoraSection | None = None,
-) -> Figures:
+) -> Results:
     """Train `num_steps` steps and return what happened, gathered; with a mesh all of its ranks call this.
 
     Args:
@@ -120,7 +120,7 @@ def train(
     pipelined = mesh is not None and mesh.dims.pp > 1
     policy = PipelinedPolicy(model, setup=setup) if pipelined else CausalLMPolicy(model, setup=setup)
     trainer = _trainer(policy, algorithm, mesh)
-    figures: Figures = {}
+    metrics: Results = {}
     results = []
     share = Share() if mesh is None else replace(mesh.share, multiple=microbatch_multiple(setup.parallel))
     for step in range(num_steps):
@@ -128,10 +128,10 @@ def train(
         trainer.begin(batch)
         trainer.forward_backward(batch.microbatches)
         if step == 0:
-            figures |= {f"grad/{name}": array for name, array in _arrays(_gradients(policy))}
+            metrics |= {f"grad/{name}": array for name, array in _arrays(_gradients(policy))}
         results.append(trainer.optim_step().metrics)
-    figures |= {f"weight/{name}": array for name, array in _arrays(policy.module.named_parameters())}
-    return figures | {key: np.array([result[key] for result in results]) for key in ("loss", "grad_norm")}
+    metrics |= {f"weight/{name}": array for name, array in _arrays(policy.module.named_parameters())}
+    return metrics | {key: np.array([result[key] for result in results]) for key in ("loss", "grad_norm")}
 
 
 def train_rank(
@@ -143,7 +143,7 @@ def train_rank(
     memory: Mapping[str, Any] | None = None,
     lora: Mapping[str, Any] | None = None,
     **options: Any,
-) -> Figures:
+) -> Results:
     """`train` in one of the ranks of `testing.ranks.run_ranks`, with plain values for mesh and sections."""
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu"))
     section = ParallelSection.model_validate({**dims, **(parallel or {})})
@@ -175,14 +175,14 @@ def make_batch(seed: int, *, share: Share, supervised: bool, microbatch_terms: i
     return collate(groups, microbatch_terms=microbatch_terms, share=share)
 
 
-def differences(expected: Figures, ranks: Sequence[Figures]) -> dict[str, float]:
-    """Return the largest absolute difference of each figure over all ranks, relative where values exceed 1.
+def differences(expected: Results, ranks: Sequence[Results]) -> dict[str, float]:
+    """Return the largest absolute difference of each metric over all ranks, relative where values exceed 1.
 
-    Raises AssertionError where no rank has a figure, or one has another shape.
+    Raises AssertionError where no rank has a metric, or one has another shape.
     """
     found: dict[str, float] = {}
     for name, wanted in expected.items():
-        values = [figures[name] for figures in ranks if name in figures]
+        values = [metrics[name] for metrics in ranks if name in metrics]
         assert values, f"no rank has {name}"
         scale = max(1.0, float(np.abs(wanted).max(initial=0.0)))
         for value in values:
@@ -192,8 +192,8 @@ def differences(expected: Figures, ranks: Sequence[Figures]) -> dict[str, float]
     return found
 
 
-def assert_equal(expected: Figures, ranks: Sequence[Figures], *, tolerance: float = 1e-5) -> None:
-    """Raise AssertionError, naming the worst figures, where any rank differs by more than `tolerance`."""
+def assert_equal(expected: Results, ranks: Sequence[Results], *, tolerance: float = 1e-5) -> None:
+    """Raise AssertionError, naming the worst metrics, where any rank differs by more than `tolerance`."""
     worst = sorted(differences(expected, ranks).items(), key=lambda item: -item[1])
     assert worst[0][1] <= tolerance, ", ".join(f"{name}: {error:.2e}" for name, error in worst[:8])
 

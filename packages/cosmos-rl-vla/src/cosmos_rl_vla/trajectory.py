@@ -7,7 +7,7 @@ Rollout.arrays      K decisions of an episode
   token_mask        bool [K, L]
   valid             bool [K, H]                            actions that were executed
   replay/<name>     [K, ...]                               what the model needs to find its draw again
-Rollout.media       for rewards and films
+Rollout.media       for rewards and videos
   video             uint8 [K + 1, height, width, 3]        the first camera, with the last observation
   sim_rewards       float32 [S]                            the simulator's own
   success           bool [1]

@@ -1,9 +1,9 @@
 """Log-probabilities and gradients of tiny policies on fixed samples, so that ranks can be compared with one process.
 
     cases = [("pi05", "ppo", {"checkpointing": "full"}), ("openvla", "sft", {})]
-    found = run_ranks(rank_figures, 2, dims={"dp_shard": 2}, saved="", cases=cases)
-    alone = figures_of("pi05", setup_of({}, {}, None), kind="ppo")          all samples, in one process
-    largest_error(alone, figures_of_case(found, 0))                        relative to the largest element of a tensor
+    found = run_ranks(rank_metrics, 2, dims={"dp_shard": 2}, saved="", cases=cases)
+    alone = metrics_of("pi05", setup_of({}, {}, None), kind="ppo")          all samples, in one process
+    largest_error(alone, metrics_of_case(found, 0))                        relative to the largest element of a tensor
 
 For tests: models are drawn by a seed, and no parameter is zero, as adaptive norms start some.
 """
@@ -65,13 +65,13 @@ MODULES = (
 LOGPROBS = "logprobs "
 _TOWERS = ("vision_backbone.", "backbone.paligemma.vision_tower.")
 
-Figures = dict[str, np.ndarray]
+Results = dict[str, np.ndarray]
 """By name: "logprobs <sample>" of this rank's samples; whole gradients, zeros where there is none."""
 Case = tuple[str, str, Mapping[str, Any]]
 """Variant, "ppo" or "sft", and options of `setup_of`."""
 
 
-def figures_of(variant: str, setup: ModelSetup, *, kind: str, share: Share | None = None, saved: str = "") -> Figures:
+def metrics_of(variant: str, setup: ModelSetup, *, kind: str, share: Share | None = None, saved: str = "") -> Results:
     """Return log-probs of this rank's samples, and whole gradients of the loss summed over all of them.
 
     Args:
@@ -99,28 +99,28 @@ def figures_of(variant: str, setup: ModelSetup, *, kind: str, share: Share | Non
         return sum((term.coef * term.values.sum() for term in losses), start=torch.zeros(()))
 
     policy.forward_backward(microbatches, loss=loss, with_entropy=False)
-    figures = {f"{LOGPROBS}{row}": x for row, x in zip(rows, logprobs.reshape(len(rows), -1), strict=True)}
-    figures |= _gradients(loaded, spread=setup.mesh is not None)
-    return {name: tensor.detach().float().numpy() for name, tensor in figures.items()}
+    metrics = {f"{LOGPROBS}{row}": x for row, x in zip(rows, logprobs.reshape(len(rows), -1), strict=True)}
+    metrics |= _gradients(loaded, spread=setup.mesh is not None)
+    return {name: tensor.detach().float().numpy() for name, tensor in metrics.items()}
 
 
-def rank_figures(rank: int, world_size: int, *, dims: Mapping[str, int], saved: str, cases: Sequence[Case]) -> Figures:
-    """`figures_of` each case in one of the ranks of `testing.ranks.run_ranks`; see `figures_of_case`."""
+def rank_metrics(rank: int, world_size: int, *, dims: Mapping[str, int], saved: str, cases: Sequence[Case]) -> Results:
+    """`metrics_of` each case in one of the ranks of `testing.ranks.run_ranks`; see `metrics_of_case`."""
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu"))
-    found: Figures = {}
+    found: Results = {}
     for number, (variant, kind, options) in enumerate(cases):
-        figures = figures_of(variant, setup_of(dims, options, mesh), kind=kind, share=mesh.share, saved=saved)
-        found |= {f"{number}/{name}": figure for name, figure in figures.items()}
+        metrics = metrics_of(variant, setup_of(dims, options, mesh), kind=kind, share=mesh.share, saved=saved)
+        found |= {f"{number}/{name}": metric for name, metric in metrics.items()}
     return found
 
 
-def figures_of_case(ranks: Sequence[Figures], number: int) -> list[Figures]:
+def metrics_of_case(ranks: Sequence[Results], number: int) -> list[Results]:
     """Return what each rank found for one of the cases."""
     before = f"{number}/"
     return [{name.removeprefix(before): x for name, x in rank.items() if name.startswith(before)} for rank in ranks]
 
 
-def largest_error(alone: Figures, ranks: Sequence[Figures]) -> tuple[float, str]:
+def largest_error(alone: Results, ranks: Sequence[Results]) -> tuple[float, str]:
     """Return how far any rank is from one process, relative to a tensor's largest element, and of which tensor.
 
     Raises AssertionError where a rank lacks a gradient, or all of them a sample.
@@ -128,9 +128,9 @@ def largest_error(alone: Figures, ranks: Sequence[Figures]) -> tuple[float, str]
     gradients = {name for name in alone if not name.startswith(LOGPROBS)}
     assert set().union(*ranks) == alone.keys() and all(gradients <= rank.keys() for rank in ranks)
     errors = [
-        (largest_difference(figure, alone[name]) / _scale(alone, name), f"rank {number}: {name}")
+        (largest_difference(metric, alone[name]) / _scale(alone, name), f"rank {number}: {name}")
         for number, rank in enumerate(ranks)
-        for name, figure in rank.items()
+        for name, metric in rank.items()
     ]
     return max(errors)
 
@@ -249,8 +249,8 @@ def _gradients(loaded: Loaded, *, spread: bool) -> dict[str, Tensor]:
     return found
 
 
-def _scale(alone: Figures, name: str) -> float:
-    """What errors of a figure are relative to; next to nothing for one that is all zeros, and has to be in ranks too.
+def _scale(alone: Results, name: str) -> float:
+    """What errors of a metric are relative to; next to nothing for one that is all zeros, and has to be in ranks too.
 
     A bias of keys adds one number to all scores of a query, and softmax is invariant to that: where keys are not
     rotated by their positions, as in vision towers, its gradient is 0. What is found is what rounding leaves of a sum

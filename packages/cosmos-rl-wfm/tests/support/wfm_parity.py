@@ -1,7 +1,7 @@
 """Whether a network spread over ranks computes the velocity and the gradients of one process.
 
-    alone = figures_of("wan", ModelSetup())                                  all samples, in one process
-    found = run_ranks(...)  # in each rank: figures_of("wan", ModelSetup(mesh=mesh, ...), share=mesh.share)
+    alone = metrics_of("wan", ModelSetup())                                  all samples, in one process
+    found = run_ranks(...)  # in each rank: metrics_of("wan", ModelSetup(mesh=mesh, ...), share=mesh.share)
     largest_error(alone, found, dims)                                        relative to the largest element of a tensor
 
 Tiny networks of each class that context parallelism knows, no parameter of which is zero as diffusers starts some.
@@ -29,12 +29,12 @@ HEADS = 4
 TEXT = (5, 16)
 """Tokens and width."""
 
-Figures = dict[str, np.ndarray]
+Results = dict[str, np.ndarray]
 
 
-def figures_of(
+def metrics_of(
     family: str, setup: ModelSetup, *, share: Share | None = None, sizes: Sequence[tuple[int, int, int]] = ((3, 8, 8),)
-) -> Figures:
+) -> Results:
     """Return the velocities of this rank's samples, and whole gradients of a loss summed over all of them.
 
     Args:
@@ -45,22 +45,22 @@ def figures_of(
     network = make_tiny(family)
     parallelize(network, setup)
     mine = slice(None) if share is None else slice(share.index, None, share.count)
-    figures: dict[str, Tensor] = {}
+    metrics: dict[str, Tensor] = {}
     loss = torch.zeros(())
     for frames, height, width in sizes:
         inputs = make_inputs(family, frames=frames, height=height, width=width)
         slopes = torch.linspace(-1, 1, inputs["hidden_states"].numel()).view_as(inputs["hidden_states"])[mine]
         inputs = {name: value[mine] if isinstance(value, Tensor) else value for name, value in inputs.items()}
         velocity = network(**inputs, return_dict=False)[0]
-        figures[f"velocity {frames} {height} {width}"] = velocity
+        metrics[f"velocity {frames} {height} {width}"] = velocity
         loss = loss + (velocity * slopes).sum()
     loss.backward()
     reshard(network)
     for name, parameter in network.named_parameters():
         assert parameter.requires_grad == (parameter.grad is not None), name
         if parameter.grad is not None:
-            figures[name] = whole(parameter.grad)
-    return {name: tensor.detach().numpy() for name, tensor in figures.items()}
+            metrics[name] = whole(parameter.grad)
+    return {name: tensor.detach().numpy() for name, tensor in metrics.items()}
 
 
 def largest_error(
@@ -68,13 +68,13 @@ def largest_error(
 ) -> tuple[float, str]:
     """Return how far any rank is from one process, relative to a tensor's largest element, and of which tensor."""
     errors = [(0.0, "")]
-    for rank, figures in enumerate(ranks):
+    for rank, metrics in enumerate(ranks):
         share = dims.share(rank)
         for name, expected in alone.items():
             expected = expected[share.index :: share.count] if name.startswith("velocity") else expected
-            assert figures[name].shape == expected.shape, name
+            assert metrics[name].shape == expected.shape, name
             scale = float(np.abs(expected).max()) or 1.0  # of what nothing depends on, such as the last text of SD3
-            errors.append((largest_difference(figures[name], expected) / scale, f"rank {rank}: {name}"))
+            errors.append((largest_difference(metrics[name], expected) / scale, f"rank {rank}: {name}"))
     return max(errors)
 
 

@@ -67,7 +67,7 @@ class PolicyObjective:
         self.aggregation = aggregation
         kind = config.entropy_aggregation
         self._entropy_aggregation = None if kind is None else replace(aggregation, kind=kind)
-        self.needs_entropy = True  # always a figure of the run; part of the loss where entropy_coef asks for it
+        self.needs_entropy = True  # always a metric of the run; part of the loss where entropy_coef asks for it
         self.needs_reference = config.kl_coef > 0
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and the best by a figure. No torch."""
+"""Which checkpoints stay: the newest, and the best by a metric. No torch."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def surplus(
 
 
 def read_scores(run_dir: Path, metric: str) -> dict[int, float]:
-    """Return policy version -> figure, higher better, of the run's metrics.jsonl and eval.jsonl.
+    """Return policy version -> metric, higher better, of the run's metrics.jsonl and eval.jsonl.
 
-    A minus before the figure's name says that lower is better. Versions without the figure are absent.
+    A minus before the metric's name says that lower is better. Versions without the metric are absent.
     """
     name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
     scores: dict[int, float] = {}

@@ -57,7 +57,7 @@ class CheckpointSaver:
     ) -> None:
         """Note where the run starts: at `state`, read out of `resumed_from` where that is not empty.
 
-        `scores` returns step -> figure, higher better, for keep_best; `healthy` the last step at which the run was
+        `scores` returns step -> metric, higher better, for keep_best; `healthy` the last step at which the run was
         in order, whose weights are kept. `on_saved` gets the step and the place of each
         checkpoint written on the way, `on_failed` what went wrong; both are called in rank 0, in the writing thread.
         """

@@ -111,11 +111,11 @@ def evaluate(
     )
     with _told():
         measured = measure(file, overrides or (), request=request, python_path=folders, say=_say)
-    if measured.figures:
+    if measured.metrics:
         typer.echo(f"{measured.weights.name} on {measured.rows} rows\n{measured}")
     if not measured.interrupted:
         typer.echo(f"{measured.directory / 'eval.json'}")
-    _end(measured.failed, none_left=not measured.figures, interrupted=measured.interrupted)
+    _end(measured.failed, none_left=not measured.metrics, interrupted=measured.interrupted)
 
 
 @contextmanager

@@ -31,11 +31,11 @@ RESULT = "eval.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """The figures of a checkpoint."""
+    """The metrics of a checkpoint."""
 
     directory: Path
     weights: Weights
-    figures: Mapping[str, Estimate]
+    metrics: Mapping[str, Estimate]
     """`reward` and each of its parts; or `loss` and `perplexity`, which are known without an error of their own."""
     rows: int
     """Rows that are counted."""
@@ -46,8 +46,8 @@ class Evaluated:
 
     def __str__(self) -> str:
         """A table."""
-        header = ("figure", "mean", "std. error", "95 % interval")
-        return table([(name, *_cells(figure)) for name, figure in self.figures.items()], header=header)
+        header = ("metric", "mean", "std. error", "95 % interval")
+        return table([(name, *_cells(metric)) for name, metric in self.metrics.items()], header=header)
 
     def write(self) -> Path:
         """Write eval.json and return its path."""
@@ -58,7 +58,7 @@ class Evaluated:
             "rows": self.rows,
             "failed": len(self.failed),
             "num_samples": self.num_samples,
-            "figures": {name: _json(figure) for name, figure in self.figures.items()},
+            "metrics": {name: _json(metric) for name, metric in self.metrics.items()},
         }
         path.write_text(json.dumps(value, indent=1, allow_nan=False) + "\n", encoding="utf-8")
         return path
@@ -101,11 +101,11 @@ def estimates(lines: Sequence[Line], *, labels: Mapping[int, Sequence[str]] | No
 
     labels: of rows by their place; the rows of each get means of their own after those of all.
     """
-    figures, labels = _estimates(lines), labels or {}
+    metrics, labels = _estimates(lines), labels or {}
     for label in sorted({label for of_row in labels.values() for label in of_row}):
         own = [line for line in lines if label in labels.get(line["sample"], ())]
-        figures |= {f"{name} {label}": estimate for name, estimate in _estimates(own).items()}
-    return figures
+        metrics |= {f"{name} {label}": estimate for name, estimate in _estimates(own).items()}
+    return metrics
 
 
 def _estimates(lines: Sequence[Line]) -> dict[str, Estimate]:
@@ -126,7 +126,7 @@ def _rewards(drawn: Generated, num_samples: int) -> Evaluated:
     return Evaluated(
         directory=drawn.directory,
         weights=drawn.weights,
-        figures=estimates(drawn.lines, labels=drawn.labels),
+        metrics=estimates(drawn.lines, labels=drawn.labels),
         rows=drawn.num_done,
         failed=drawn.failed,
         num_samples=num_samples,
@@ -151,23 +151,23 @@ def _loss(config: RunConfig, request: Request) -> Evaluated:
         load_policy(weights.folder, policy, averaged=request.averaged)
     validation = assemble.build_validation(config, domain, policy, share=Share())
     assert validation is not None
-    figures = validation.measure()
+    metrics = validation.measure()
     directory = folder_of(config, request, weights, command="eval")
     directory.mkdir(parents=True, exist_ok=True)
-    single = Estimate(mean=0.0, standard_error=math.nan, low=math.nan, high=math.nan, count=int(figures["eval/terms"]))
+    single = Estimate(mean=0.0, standard_error=math.nan, low=math.nan, high=math.nan, count=int(metrics["eval/terms"]))
     return Evaluated(
         directory=directory,
         weights=weights,
-        figures={name: replace(single, mean=figures[f"eval/{name}"]) for name in ("loss", "perplexity")},
-        rows=int(figures["eval/rows"]),
+        metrics={name: replace(single, mean=metrics[f"eval/{name}"]) for name in ("loss", "perplexity")},
+        rows=int(metrics["eval/rows"]),
     )
 
 
-def _cells(figure: Estimate) -> tuple[str, str, str]:
-    if math.isnan(figure.standard_error):
-        return f"{figure.mean:.4f}", "", ""
-    return f"{figure.mean:.4f}", f"{figure.standard_error:.4f}", f"{figure.low:.4f} .. {figure.high:.4f}"
+def _cells(metric: Estimate) -> tuple[str, str, str]:
+    if math.isnan(metric.standard_error):
+        return f"{metric.mean:.4f}", "", ""
+    return f"{metric.mean:.4f}", f"{metric.standard_error:.4f}", f"{metric.low:.4f} .. {metric.high:.4f}"
 
 
-def _json(figure: Estimate) -> dict[str, float | int | None]:
-    return {name: None if math.isnan(value) else value for name, value in asdict(figure).items()}
+def _json(metric: Estimate) -> dict[str, float | int | None]:
+    return {name: None if math.isnan(value) else value for name, value in asdict(metric).items()}

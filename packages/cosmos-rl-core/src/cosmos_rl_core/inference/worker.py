@@ -147,9 +147,9 @@ async def load_engine(
     if not checkpoint:
         await engine.switch(version, lambda: None)
     elif isinstance(engine, OwnsSubscriber):
-        from cosmos_rl_core.inference.worker import hand_over
+        from cosmos_rl_core.inference.worker import load_weights
 
-        await hand_over(config, engine, checkpoint, version=version, averaged=averaged)
+        await load_weights(config, engine, checkpoint, version=version, averaged=averaged)
     else:
         await engine.switch(version, partial(load_weights, checkpoint, engine.weights(), averaged=averaged))
 
@@ -237,7 +237,9 @@ if __name__ == "__main__":
     main()
 
 
-async def hand_over(config: RunConfig, engine: RolloutEngine, checkpoint: str, *, version: int, averaged: bool) -> None:
+async def load_weights(
+    config: RunConfig, engine: RolloutEngine, checkpoint: str, *, version: int, averaged: bool
+) -> None:
     """Send the trained weights through [sync] backend. Holds them in memory meanwhile."""
     assert isinstance(engine, OwnsSubscriber)
     weights = await asyncio.to_thread(_weights, config, checkpoint, averaged=averaged)

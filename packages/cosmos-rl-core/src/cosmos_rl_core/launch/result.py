@@ -10,7 +10,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from cosmos_rl_core.observe import dropped_rows
-from cosmos_rl_core.observe.media.sheets import Sheets
+from cosmos_rl_core.observe.media.grids import Grids
 from cosmos_rl_core.observe.rollouts import write_rollouts
 from cosmos_rl_core.observe.sinks import JsonLines, build_sinks, keep_earlier
 from cosmos_rl_core.recipe.run import RunConfig
@@ -40,7 +40,7 @@ class RunResult:
     metrics: tuple[Mapping[str, float], ...]
     """One mapping a step of this run, as in metrics.jsonl."""
     evaluations: Mapping[int, Mapping[str, float]]
-    """Policy version -> figures on the held-out rows."""
+    """Policy version -> metrics on the held-out rows."""
     samples: Mapping[str, int]
     """Groups by state."""
     wall_s: float
@@ -60,7 +60,7 @@ class RunObserver:
         self._evaluations: dict[int, Mapping[str, float]] = {}
         sinks = [name for name in config.logging.sinks if name != "console"]
         self._sinks = build_sinks(sinks, directory, first_step=first_step)
-        self._sheets = Sheets(directory / "media", self._sinks)
+        self._grids = Grids(directory / "media", self._sinks)
         keep_earlier(directory / dropped_rows.FILE, first_step)
         first_evaluated = evaluated_from(config, first_step, max_steps=max_steps)
         self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_evaluated)
@@ -72,7 +72,7 @@ class RunObserver:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._sheets.show_new()
+        self._grids.show_new()
         for sink in [*self._sinks, self._eval_sink]:
             sink.close()
         if self._console is not None:
@@ -103,7 +103,7 @@ class RunObserver:
         self.current_phase = "training"
         for sink in self._sinks:
             sink.log(step, whole)
-        self._sheets.show_new()
+        self._grids.show_new()
         if self._console is not None and (step + 1) % self._config.run.log_every == 0:
             self._console.step(step, whole)
 
@@ -112,9 +112,9 @@ class RunObserver:
         self._eval_sink.log(version, {"policy_version": version, **metrics})
         if groups:
             write_rollouts(self._directory / "rollouts", step=version, groups=groups, name="eval")
-        self._sheets.show_new()
-        figures = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
-        self.note(f"version {version} on held-out rows: {figures}")
+        self._grids.show_new()
+        metrics = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
+        self.note(f"version {version} on held-out rows: {metrics}")
 
     def finish(
         self,

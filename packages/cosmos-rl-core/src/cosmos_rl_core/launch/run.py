@@ -32,7 +32,7 @@ from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.launch.placement import Launch, Workers, start_processes, start_tasks
 from cosmos_rl_core.launch.result import RunObserver, RunResult, evaluated_from
 from cosmos_rl_core.launch.watch import Watch
-from cosmos_rl_core.monitor.history import Looks
+from cosmos_rl_core.monitor.history import History
 from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.recipe.load import dump_resolved
@@ -110,7 +110,7 @@ class _Run:
         self._resumed = TrainState(step=0) if resumption is None else resumption.state
         first, last = self._resumed.step, self._max_steps
         self._observer = RunObserver(config, directory, first_step=first, max_steps=last)
-        self._looks = Looks(directory, first_step=evaluated_from(config, first, max_steps=last))
+        self._history = History(directory, first_step=evaluated_from(config, first, max_steps=last))
         self._workers: Workers | None = None
         self._interrupts = 0
         self._removals = Removals(directory, lock=lock)
@@ -124,7 +124,9 @@ class _Run:
             text = dump_resolved(self._config)
             (self._directory / "resolved.toml").write_text(text)
             token = make_token(self._directory / "token")
-            watch = Watch(self._observer, self._config, looks=self._looks, stop=lambda reason: controller.stop(reason))
+            watch = Watch(
+                self._observer, self._config, history=self._history, stop=lambda reason: controller.stop(reason)
+            )
             controller = self._controller(text, journal, watch)
             server = await self._serve(controller, token)
             self._listen_for_interrupts(controller)
@@ -185,7 +187,7 @@ class _Run:
         )
 
     def _look_for_removals(self, controller: Controller) -> None:
-        for text in self._removals.look():
+        for text in self._removals.check():
             self._observer.note(text)
             if self._removals.lost:
                 controller.stop("its directory was removed")

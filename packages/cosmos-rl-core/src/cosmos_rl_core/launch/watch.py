@@ -14,8 +14,8 @@ from collections.abc import Callable, Mapping
 from cosmos_rl_core.control.observer import Observer
 from cosmos_rl_core.monitor.config import DIVERSITY
 from cosmos_rl_core.monitor.data_rewards import BEST
-from cosmos_rl_core.monitor.history import Looks
-from cosmos_rl_core.monitor.metrics import Figures, beyond
+from cosmos_rl_core.monitor.history import History
+from cosmos_rl_core.monitor.metrics import Metrics, beyond
 from cosmos_rl_core.monitor.monitor import HackMonitor, Verdict
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import RolloutGroup
@@ -26,15 +26,15 @@ ALONE = f"eval/reward/{DIVERSITY}"
 
 
 class Watch:
-    """An `Observer` that tells another, and looks at evaluations on the way."""
+    """An `Observer` that tells another, and checks evaluations on the way."""
 
-    def __init__(self, observer: Observer, config: RunConfig, *, looks: Looks, stop: Callable[[str], None]) -> None:
-        """looks: where they are written down. stop: ends the run after the step in work, with a reason."""
+    def __init__(self, observer: Observer, config: RunConfig, *, history: History, stop: Callable[[str], None]) -> None:
+        """history: where they are written down. stop: ends the run after the step in work, with a reason."""
         self.rollback: Verdict | None = None
         """What takes the run back, once something does."""
         self._observer = observer
-        self._looks = looks
-        self._monitor = HackMonitor(config.monitor, state=looks.state)
+        self._history = history
+        self._monitor = HackMonitor(config.monitor, state=history.state)
         self._stop = stop
         self._judges = config.monitor.judges
         self._best = config.monitor.best_of_data
@@ -70,7 +70,7 @@ class Watch:
             self._look(version, self._known.pop(version))
 
     def _look(self, version: int, known: Mapping[str, float]) -> None:
-        figures = Figures(
+        metrics = Metrics(
             step=version,
             reward=known[REWARD],
             judges={name: known[f"eval/reward/{name}"] for name in self._judges},
@@ -78,8 +78,8 @@ class Watch:
             diversity=self._diversity,
             beyond=known.get(BEYOND),
         )
-        verdict = self._monitor.observe(figures)
-        self._looks.add(figures, verdict, self._monitor.state)
+        verdict = self._monitor.observe(metrics)
+        self._history.add(metrics, verdict, self._monitor.state)
         if verdict.action is None:
             return
         self._observer.note(f"monitor: {verdict.text}")

@@ -1,18 +1,18 @@
-"""The hack monitor: a few figures of a run in, warnings, rollbacks and stops out."""
+"""The hack monitor: a few metrics of a run in, warnings, rollbacks and stops out."""
 
 from cosmos_rl_core.monitor.config import DEFAULT_RULES, MonitorConfig, Rule
-from cosmos_rl_core.monitor.metrics import Figures, beyond
-from cosmos_rl_core.monitor.monitor import Alarm, HackMonitor, State, Verdict, look
+from cosmos_rl_core.monitor.metrics import Metrics, beyond
+from cosmos_rl_core.monitor.monitor import Alarm, HackMonitor, State, Verdict, check
 
 __all__ = [
     "DEFAULT_RULES",
     "Alarm",
-    "Figures",
+    "Metrics",
     "HackMonitor",
     "MonitorConfig",
     "Rule",
     "State",
     "Verdict",
     "beyond",
-    "look",
+    "check",
 ]

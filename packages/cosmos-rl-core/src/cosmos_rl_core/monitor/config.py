@@ -12,7 +12,7 @@ from cosmos_rl_core.settings.base import Strict
 
 Action = Literal["warn", "rollback", "stop"]
 DIVERSITY = "diversity"
-"""Label of the reward whose mean over training groups is the figure of that name."""
+"""Label of the reward whose mean over training groups is the metric of that name."""
 WATCHED = ("reward", "held_out_loss", "diversity", "beyond", "judges")
 
 
@@ -23,37 +23,37 @@ def strongest(actions: Iterable[Action]) -> Action | None:
 
 
 class Rule(Strict):
-    """One bound on one figure, and what follows when it is crossed.
+    """One bound on one metric, and what follows when it is crossed.
 
     {watch = "held_out_loss", above = 5, action = "stop"}               # five times its start
-    {watch = "judge/prompt_ok", below = 0.3, of_start = false}          # the figure itself
+    {watch = "judge/prompt_ok", below = 0.3, of_start = false}          # the metric itself
     """
 
     watch: str
     """"held_out_loss", "diversity", "beyond", "reward", "judge/NAME" for one judge, or "judges" for each of them."""
     above: float | None = None
-    """Crossed by a figure above this."""
+    """Crossed by a metric above this."""
     below: float | None = None
-    """Crossed by a figure below this. One of `above` and `below` is given."""
+    """Crossed by a metric below this. One of `above` and `below` is given."""
     of_start: bool = True
-    """The bound is a multiple of the figure's first value; false: it is the figure itself."""
+    """The bound is a multiple of the metric's first value; false: it is the metric itself."""
     if_reward_rose: bool = False
     """Crossed only while the reward is above its start: gaming it, and not plain failure to learn."""
     action: Action = "warn"
     """What follows: a warning; the end of the run, with the weights of its last healthy look, or with the newest."""
     patience: int = Field(default=1, ge=1)
-    """Looks in a row that must cross the bound before the alarm is raised."""
+    """Checks in a row that must cross the bound before the alarm is raised."""
     release: float = Field(default=0.1, ge=0, lt=1)
-    """The alarm stands until the figure is back inside the bound by this share of it."""
+    """The alarm stands until the metric is back inside the bound by this share of it."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.watch not in WATCHED and not self.watch.startswith("judge/"):
-            raise ValueError(f"watch = {self.watch!r} is no figure; known: {', '.join(WATCHED)}, judge/NAME")
+            raise ValueError(f"watch = {self.watch!r} is no metric; known: {', '.join(WATCHED)}, judge/NAME")
         if (self.above is None) == (self.below is None):
             raise ValueError("give one of above and below")
         if self.of_start and self.limit <= 0:
-            raise ValueError("a multiple of the start must be above 0; of_start = false bounds the figure itself")
+            raise ValueError("a multiple of the start must be above 0; of_start = false bounds the metric itself")
         return self
 
     @property
@@ -70,24 +70,24 @@ class Rule(Strict):
         return f"{side} {self.limit:g}{' of start' if self.of_start else ''}: {self.action}"
 
     def names(self, measured: Iterable[str]) -> list[str]:
-        """Return the figures it watches among those measured."""
+        """Return the metrics it watches among those measured."""
         if self.watch == "judges":
             return [name for name in measured if name.startswith("judge/")]
         return [name for name in measured if name == self.watch]
 
     def bound(self, start: float) -> float:
-        """Return the bound on a figure that began at `start`."""
+        """Return the bound on a metric that began at `start`."""
         return self.limit * start if self.of_start else self.limit
 
     def crossed(self, value: float, start: float) -> bool:
-        """Whether the figure is outside. What is no finite number is outside every bound."""
+        """Whether the metric is outside. What is no finite number is outside every bound."""
         if not math.isfinite(value):
             return True
         bound = self.bound(start)
         return value > bound if self.above is not None else value < bound
 
     def released(self, value: float, start: float) -> bool:
-        """Whether the figure is back inside by the margin."""
+        """Whether the metric is back inside by the margin."""
         if not math.isfinite(value):
             return False
         bound = self.bound(start)
@@ -111,7 +111,7 @@ class MonitorConfig(Strict):
     judges: tuple[str, ...] = ()
     """Rewards of weight 0 that watch over those that are trained on, by their labels; higher is better."""
     rules: tuple[Rule, ...] = DEFAULT_RULES
-    """Bounds; several on one figure may have different actions. The rules of a recipe take the place of these."""
+    """Bounds; several on one metric may have different actions. The rules of a recipe take the place of these."""
     best_of_data: float | None = None
     """Highest reward that real data earns; the share of held-out rollouts above it is "beyond"."""
     data_rows: int = Field(default=0, ge=0)

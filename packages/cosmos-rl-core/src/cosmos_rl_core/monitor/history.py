@@ -1,4 +1,4 @@
-"""monitor.jsonl: a line a look of the monitor: what it saw, what followed, and what it remembers from there on."""
+"""monitor.jsonl: a line a check of the monitor: what it saw, what followed, and what it remembers from there on."""
 
 from __future__ import annotations
 
@@ -6,33 +6,33 @@ import json
 import math
 from pathlib import Path
 
-from cosmos_rl_core.monitor.metrics import Figures
+from cosmos_rl_core.monitor.metrics import Metrics
 from cosmos_rl_core.monitor.monitor import State, Verdict
 from cosmos_rl_core.observe.sinks import keep_earlier
 
 NAME = "monitor.jsonl"
 
 
-class Looks:
+class History:
     """The file of one run.
 
-    looks = Looks(run_dir, first_step=20)      # a resumed run goes on with what is of before
-    monitor = HackMonitor(config, state=looks.state)
-    looks.add(figures, monitor.observe(figures), monitor.state)
+    history = History(run_dir, first_step=20)      # a resumed run goes on with what is of before
+    monitor = HackMonitor(config, state=history.state)
+    history.add(metrics, monitor.observe(metrics), monitor.state)
     """
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
-        """Drop the looks at `first_step` and later, which are taken again."""
+        """Drop the history at `first_step` and later, which are taken again."""
         self._path = run_dir / NAME
         keep_earlier(self._path, first_step)
         self.state = _last_state(self._path) or State()
-        """What the monitor remembered after the newest look that is kept."""
+        """What the monitor remembered after the newest check that is kept."""
 
-    def add(self, figures: Figures, verdict: Verdict, state: State) -> None:
-        """Write down one look."""
+    def add(self, metrics: Metrics, verdict: Verdict, state: State) -> None:
+        """Write down one check."""
         line = {
-            "step": figures.step,
-            **{name: value if math.isfinite(value) else None for name, value in figures.named().items()},
+            "step": metrics.step,
+            **{name: value if math.isfinite(value) else None for name, value in metrics.named().items()},
             "action": verdict.action,
             "text": verdict.text,
             "state": state.as_json(),
@@ -42,7 +42,7 @@ class Looks:
 
 
 def read_healthy(run_dir: Path) -> int | None:
-    """Return the step of the last look at which no bound was crossed, in a run that may be going on; None before."""
+    """Return the step of the last check at which no bound was crossed, in a run that may be going on; None before."""
     state = _last_state(run_dir / NAME)
     return state.last_good if state else None
 

@@ -9,7 +9,7 @@ import numpy as np
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Figures:
+class Metrics:
     """One look at a run. What was not measured this time is None, or absent."""
 
     step: int

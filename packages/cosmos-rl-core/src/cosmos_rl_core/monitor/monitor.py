@@ -1,6 +1,6 @@
-"""The hack monitor: says when a reward is gamed, from a few figures at each look. No clock, no files, no randomness.
+"""The hack monitor: says when a reward is gamed, from a few metrics at each check. No clock, no files, no randomness.
 
-figures --against start and bounds--> crossed? --patience--> alarm stands --release--> over
+metrics --against start and bounds--> crossed? --patience--> alarm stands --release--> over
                                                     |
                                           warn | rollback | stop, with a sentence for people
 """
@@ -14,7 +14,7 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.monitor.config import Action, MonitorConfig, Rule, strongest
-from cosmos_rl_core.monitor.metrics import Figures
+from cosmos_rl_core.monitor.metrics import Metrics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -22,13 +22,13 @@ class State:
     """All that the monitor remembers: plain values, for a journal or a checkpoint."""
 
     start: Mapping[str, float] = field(default_factory=dict)
-    """First finite value of each figure."""
+    """First finite value of each metric."""
     crossed: Mapping[str, int] = field(default_factory=dict)
-    """Looks in a row at which a bound was crossed, by "figure rule"."""
+    """Checks in a row at which a bound was crossed, by "metric rule"."""
     standing: tuple[str, ...] = ()
-    """Alarms that were raised and are not over, as "figure rule"."""
+    """Alarms that were raised and are not over, as "metric rule"."""
     last_good: int | None = None
-    """Step of the last look at which no bound was crossed; None before the first."""
+    """Step of the last check at which no bound was crossed; None before the first."""
 
     def as_json(self) -> dict[str, Any]:
         """Return plain values that `State.from_json` takes."""
@@ -44,8 +44,8 @@ class State:
 class Alarm:
     """A bound that was crossed for long enough."""
 
-    figure: str
-    """As `Figures.named` calls it."""
+    metric: str
+    """As `Metrics.named` calls it."""
     rule: str
     """`Rule.label`."""
     action: Action
@@ -53,7 +53,7 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What follows from one look."""
+    """What follows from one check."""
 
     action: Action | None
     """The strongest of the new alarms; None where there is none."""
@@ -62,9 +62,9 @@ class Verdict:
     rollback_to: int | None
     """With "rollback": the run ends with the newest weights of this step or an earlier one."""
     alarms: tuple[Alarm, ...]
-    """Raised at this look."""
+    """Raised at this check."""
     over: tuple[str, ...]
-    """Alarms that ended at this look, as "figure rule"."""
+    """Alarms that ended at this check, as "metric rule"."""
     standing: int
     """Alarms that stand after it."""
 
@@ -73,7 +73,7 @@ class HackMonitor:
     """Watches one run.
 
     monitor = HackMonitor(MonitorConfig())
-    verdict = monitor.observe(figures)          # once an evaluation
+    verdict = monitor.observe(metrics)          # once an evaluation
     journal.append(monitor.state.as_json())     # HackMonitor(config, state=State.from_json(...)) goes on from there
     """
 
@@ -81,25 +81,25 @@ class HackMonitor:
         self._config = config
         self.state = state or State()
 
-    def begin(self, **figures: float) -> None:
-        """Note first values that were measured before the first look that has them; known ones stay."""
-        finite = {name: value for name, value in figures.items() if math.isfinite(value)}
+    def begin(self, **metrics: float) -> None:
+        """Note first values that were measured before the first check that has them; known ones stay."""
+        finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.state = replace(self.state, start=finite | dict(self.state.start))
 
-    def observe(self, figures: Figures) -> Verdict:
-        """Take one look, remember it, and say what follows.
+    def observe(self, metrics: Metrics) -> Verdict:
+        """Take one check, remember it, and say what follows.
 
         Raises:
             UserError: a rule watches a judge by name, and there are judges but not that one.
         """
-        self.state, verdict = look(self._config, self.state, figures)
+        self.state, verdict = check(self._config, self.state, metrics)
         return verdict
 
 
-def look(config: MonitorConfig, state: State, figures: Figures) -> tuple[State, Verdict]:
-    """One look as a function of values: the state after it, and the verdict. Raises as `HackMonitor.observe`."""
-    _check_judges(config, figures)
-    values = figures.named()
+def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State, Verdict]:
+    """One check as a function of values: the state after it, and the verdict. Raises as `HackMonitor.observe`."""
+    _check_judges(config, metrics)
+    values = metrics.named()
     start = {name: value for name, value in values.items() if math.isfinite(value)} | dict(state.start)
     rose = "reward" in start and values["reward"] > start["reward"]
     crossed, standing = dict(state.crossed), list(state.standing)
@@ -117,7 +117,7 @@ def look(config: MonitorConfig, state: State, figures: Figures) -> tuple[State, 
         )
         if stands and key not in standing:
             standing.append(key)
-            alarms.append(Alarm(figure=name, rule=rule.label, action=rule.action))
+            alarms.append(Alarm(metric=name, rule=rule.label, action=rule.action))
         elif not stands and key in standing:
             standing.remove(key)
             over.append(key)
@@ -125,15 +125,15 @@ def look(config: MonitorConfig, state: State, figures: Figures) -> tuple[State, 
         start=start,
         crossed={key: count for key, count in crossed.items() if count},
         standing=tuple(standing),
-        last_good=state.last_good if any(crossed.values()) else figures.step,
+        last_good=state.last_good if any(crossed.values()) else metrics.step,
     )
-    return after, _verdict(after, figures, tuple(alarms), tuple(over))
+    return after, _verdict(after, metrics, tuple(alarms), tuple(over))
 
 
 def _watched(config: MonitorConfig, values: Mapping[str, float], start: Mapping[str, float]) -> list[tuple[Rule, str]]:
-    """Return each rule with each figure it bounds now.
+    """Return each rule with each metric it bounds now.
 
-    A multiple of a start at or below 0 means nothing and bounds nothing; a figure that is not finite always counts.
+    A multiple of a start at or below 0 means nothing and bounds nothing; a metric that is not finite always counts.
     """
     return [
         (rule, name)
@@ -144,31 +144,31 @@ def _watched(config: MonitorConfig, values: Mapping[str, float], start: Mapping[
 
 
 def _follow(rule: Rule, value: float, start: float, *, applies: bool, count: int, stood: bool) -> tuple[int, bool]:
-    """Return the looks in a row at which the bound is crossed, and whether the alarm stands, after one more value."""
+    """Return the checks in a row at which the bound is crossed, and whether the alarm stands, after one more value."""
     count = count + 1 if applies and rule.crossed(value, start) else 0
     if stood:
         return count, applies and not rule.released(value, start)
     return count, count >= rule.patience
 
 
-def _verdict(state: State, figures: Figures, alarms: tuple[Alarm, ...], over: tuple[str, ...]) -> Verdict:
+def _verdict(state: State, metrics: Metrics, alarms: tuple[Alarm, ...], over: tuple[str, ...]) -> Verdict:
     action = strongest(alarm.action for alarm in alarms)
     if action == "rollback" and state.last_good is None:
         action = "stop"
     back_to = state.last_good if action == "rollback" else None
-    figures_in_alarm = [key.partition(" ")[0] for key in state.standing]
-    text = sentence(figures, state.start, figures_in_alarm, action=action, back_to=back_to) if action else ""
+    metrics_in_alarm = [key.partition(" ")[0] for key in state.standing]
+    text = sentence(metrics, state.start, metrics_in_alarm, action=action, back_to=back_to) if action else ""
     return Verdict(
         action=action, text=text, rollback_to=back_to, alarms=alarms, over=over, standing=len(state.standing)
     )
 
 
-def _check_judges(config: MonitorConfig, figures: Figures) -> None:
+def _check_judges(config: MonitorConfig, metrics: Metrics) -> None:
     named = {rule.watch.removeprefix("judge/") for rule in config.rules if rule.watch.startswith("judge/")}
-    if figures.judges and (absent := sorted(named - set(figures.judges))):
+    if metrics.judges and (absent := sorted(named - set(metrics.judges))):
         raise UserError(
             f"a rule of the monitor watches judge/{absent[0]}, which is not measured; "
-            f"the judges are: {', '.join(figures.judges)}"
+            f"the judges are: {', '.join(metrics.judges)}"
         )
 
 
@@ -176,21 +176,21 @@ _NAMES = {"held_out_loss": "held-out loss", "diversity": "diversity", "reward": 
 
 
 def sentence(
-    figures: Figures, start: Mapping[str, float], alarmed: Sequence[str], *, action: Action, back_to: int | None
+    metrics: Metrics, start: Mapping[str, float], alarmed: Sequence[str], *, action: Action, back_to: int | None
 ) -> str:
-    """Return what happened to the figures in `alarmed`, and what follows.
+    """Return what happened to the metrics in `alarmed`, and what follows.
 
     "step 60: the reward rose from 0.089 to 0.994 while judge 'prompt_ok' fell from 0.394 to 0.083: the model games the
     reward; held-out loss 0.16 -> 6.7; the run stops"
     """
-    values = figures.named()
+    values = metrics.named()
     judges = [name for name in dict.fromkeys(alarmed) if name.startswith("judge/") and name in values]
     others = [name for name in dict.fromkeys(alarmed) if not name.startswith("judge/") and name in values]
     parts = [_judged(judges, values, start)] if judges else []
     parts += [_moved(name, values[name], start) for name in others]
     if action != "warn":
         parts.append("the run stops" if back_to is None else f"the run stops and goes back to step {back_to}")
-    return f"step {figures.step}: {'; '.join(parts)}"
+    return f"step {metrics.step}: {'; '.join(parts)}"
 
 
 def _judged(judges: Sequence[str], values: Mapping[str, float], start: Mapping[str, float]) -> str:

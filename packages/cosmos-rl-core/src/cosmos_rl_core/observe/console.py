@@ -32,7 +32,7 @@ class Console:
         console.summary({"reward": "0.12 -> 0.93", "files": "outputs/demo"})
         console.close()
 
-    Figures it knows: reward_mean, loss, staleness_mean, staleness_max, terms_per_s, sync_s, members; one that
+    Metrics it shows: reward_mean, loss, staleness_mean, staleness_max, terms_per_s, sync_s, members; one that
     is absent is not shown. Where the stream is no terminal it writes at most one line a second, and always
     the last.
     """
@@ -126,7 +126,7 @@ class Console:
     def _line(self) -> str:
         width = len(str(self._max_steps))
         parts = [f"step {self._num_done:>{width}}/{self._max_steps}"]
-        parts += [f"{label} {value}" for label, value in self._figures().items()]
+        parts += [f"{label} {value}" for label, value in self._labelled().items()]
         return "  ".join(parts)
 
     def _release(self) -> None:
@@ -147,36 +147,36 @@ class Console:
         progress.add_column(no_wrap=True)
         progress.add_column(ratio=1)
         progress.add_row(counter, ProgressBar(total=max(self._max_steps, 1), completed=self._num_done))
-        figures = Table.grid(padding=(0, 2))
-        for label, value in self._figures().items():
+        metrics = Table.grid(padding=(0, 2))
+        for label, value in self._labelled().items():
             curve = sparkline(list(self._rewards), bars=self._bars) if label == "reward" else ""
-            figures.add_row(Text(label, style="dim"), Text(value), Text(curve, style="green"))
+            metrics.add_row(Text(label, style="dim"), Text(value), Text(curve, style="green"))
         title = Text(f"{self._run_name}: {self._phase}")
-        return Panel(Group(progress, figures), title=title, title_align="left", subtitle=Text(str(self._output_dir)))
+        return Panel(Group(progress, metrics), title=title, title_align="left", subtitle=Text(str(self._output_dir)))
 
     # -- both
 
-    def _figures(self) -> dict[str, str]:
-        """Return label -> text of the figures that are known, in reading order."""
+    def _labelled(self) -> dict[str, str]:
+        """Return label -> text of the metrics that are known, in reading order."""
         m = self._metrics
-        figures = {}
+        metrics = {}
         if "reward_mean" in m:
-            figures["reward"] = f"{m['reward_mean']:.3f}"
+            metrics["reward"] = f"{m['reward_mean']:.3f}"
         if "loss" in m:
-            figures["loss"] = f"{m['loss']:.4f}"
+            metrics["loss"] = f"{m['loss']:.4f}"
         if "staleness_mean" in m:
             most = f" (max {m['staleness_max']:.0f})" if "staleness_max" in m else ""
-            figures["staleness"] = f"{m['staleness_mean']:.2f}{most}"
+            metrics["staleness"] = f"{m['staleness_mean']:.2f}{most}"
         if "terms_per_s" in m:
-            figures["terms/s"] = f"{m['terms_per_s']:,.0f}"
+            metrics["terms/s"] = f"{m['terms_per_s']:,.0f}"
         if "sync_s" in m:
-            figures["sync"] = f"{m['sync_s']:.2f} s"
+            metrics["sync"] = f"{m['sync_s']:.2f} s"
         if "members" in m:
-            figures["members"] = f"{m['members']:.0f}"
+            metrics["members"] = f"{m['members']:.0f}"
         remaining_s = self._remaining_s()
         if remaining_s is not None:
-            figures["left"] = duration(remaining_s)
-        return figures
+            metrics["left"] = duration(remaining_s)
+        return metrics
 
     def _remaining_s(self) -> float | None:
         """Extrapolate the remembered steps; None before there are two, and at the end."""

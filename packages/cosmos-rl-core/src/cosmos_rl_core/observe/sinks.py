@@ -22,7 +22,7 @@ class Sink(Protocol):
 
     for sink in sinks:
         sink.log(step, metrics)
-        sink.show(step, "samples/rollout-0", run_dir / "media/step_000012/sheet_rollout-0.gif")
+        sink.show(step, "samples/rollout-0", run_dir / "media/step_000012/grid_rollout-0.gif")
     """
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -108,7 +108,7 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
         yield Conflict(
             key="checkpoint.best_metric",
             other="eval.data" if config.eval.data is None else "algorithm.name",
-            wrong="is a figure that this run does not have, with",
+            wrong="is a metric that this run does not have, with",
             suggestion='name one of metrics.jsonl or eval.jsonl, such as "-loss"',
         )
 

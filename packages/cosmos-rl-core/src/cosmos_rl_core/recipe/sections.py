@@ -141,7 +141,7 @@ class RewardFunctionSection(Strict):
     name: str = Field(min_length=1)
     """A reward of the domain, of an installed plug-in, or "module:attribute"."""
     label: str = ""
-    """What figures call it; by default the last part of its name."""
+    """What metrics call it; by default the last part of its name."""
     weight: float = 1.0
     """Factor in the sum; 0 records the value without training on it."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -229,9 +229,9 @@ class CheckpointSection(Strict):
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that are kept."""
     keep_best: int = Field(default=0, ge=0)
-    """Checkpoints kept beside those for the best figures."""
+    """Checkpoints kept beside those for the best metrics."""
     best_metric: str = Field(default="eval/reward_mean", min_length=1)
-    """The figure, of eval.jsonl or metrics.jsonl; "-loss" with a minus where lower is better."""
+    """The metric, of eval.jsonl or metrics.jsonl; "-loss" with a minus where lower is better."""
     path: str | None = Field(default=None, min_length=1)
     """Where they lie: a folder that all ranks reach, or "s3://bucket/prefix"; without it the run's own checkpoints/."""
 
@@ -253,7 +253,7 @@ class EvalSection(Strict):
     temperature: float = Field(default=0.0, ge=0)
     """0 is greedy."""
     by: tuple[str, ...] = ()
-    """Columns of the rows whose values get figures of their own beside those of all, such as ["task"]."""
+    """Columns of the rows whose values get metrics of their own beside those of all, such as ["task"]."""
     data: Any = None
     """The rows to evaluate on, with the keys of [data]; without it nothing is evaluated."""
     loss_data: Any = None
@@ -268,10 +268,10 @@ class EvalSection(Strict):
 
 
 class LoggingSection(Strict):
-    """[logging]: where figures and rollouts are written."""
+    """[logging]: where metrics and rollouts are written."""
 
     sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
-    """Where metrics go; "tensorboard" and "wandb" also show sheets of samples, where those are images or videos."""
+    """Where metrics go; "tensorboard" and "wandb" also show grids of samples, where those are images or videos."""
     rollouts_every: int = Field(default=1, ge=0)
     """Steps between two files of rollouts; 0 writes none."""
     media_every: int = Field(default=10, ge=0)

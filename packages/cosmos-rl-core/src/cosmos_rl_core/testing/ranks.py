@@ -33,7 +33,7 @@ import numpy as np
 TIMEOUT_S = 120.0
 _PRELOADED = ["torch", "torch.distributed.fsdp", "torch.distributed.tensor.parallel", "torch.distributed.pipelining"]
 
-Figures = Mapping[str, np.ndarray | float | int]
+Results = Mapping[str, np.ndarray | float | int]
 
 
 class RankFailed(AssertionError):
@@ -46,7 +46,7 @@ def preload(*modules: str) -> None:
 
 
 def run_ranks(
-    function: Callable[..., Figures | None],
+    function: Callable[..., Results | None],
     num_ranks: int,
     *,
     timeout_s: float = TIMEOUT_S,
@@ -113,8 +113,8 @@ def _run(
     store = dist.FileStore(f"{folder}/store", num_ranks)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=num_ranks, timeout=timedelta(seconds=timeout_s))
     try:
-        figures = _load_function(file, name)(rank, num_ranks, **arguments) or {}
-        np.savez(f"{folder}/{rank}.npz", **{key: np.asarray(value) for key, value in figures.items()})  # type: ignore[arg-type]
+        metrics = _load_function(file, name)(rank, num_ranks, **arguments) or {}
+        np.savez(f"{folder}/{rank}.npz", **{key: np.asarray(value) for key, value in metrics.items()})  # type: ignore[arg-type]
         dist.barrier()
         dist.destroy_process_group()
     except BaseException:

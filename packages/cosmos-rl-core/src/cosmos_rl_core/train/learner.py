@@ -137,7 +137,7 @@ class PolicyLearner:
 
 
 def _as_one(results: Sequence[StepResult]) -> StepResult:
-    """The updates of a step as one result: figures of all on average, a batch's own where only it has them."""
+    """The updates of a step as one result: metrics of all on average, a batch's own where only it has them."""
     names = dict.fromkeys(name for result in results for name in result.metrics)
     columns = {name: [r.metrics[name] for r in results if name in r.metrics] for name in names}
     return StepResult(

@@ -53,7 +53,7 @@ class PolicyBase(ABC, Generic[M]):
         """The model under the adapters, where adapters are trained; else None: a copy has to be built."""
         return reference_of(self)
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """None beside those of the loss."""
         return {}
 

@@ -16,7 +16,7 @@ from cosmos_rl_core.algorithms.aggregation import aggregated
 from cosmos_rl_core.interfaces import Objective, Policy
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
-from cosmos_rl_core.parallel.metrics import sum_figures
+from cosmos_rl_core.parallel.metrics import sum_metrics
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBatch
 
 
@@ -106,7 +106,7 @@ class Trainer:
             self._add(f"loss_{loss.name}", value)
         self._add("loss", total)
         mask = terms.loss_mask
-        for name, values in {**metrics, **outputs.figures}.items():
+        for name, values in {**metrics, **outputs.metrics}.items():
             trained = values.detach().masked_fill(mask == 0, 0.0)
             self._add(name, (mask * trained).sum() / max(1, self._batch.num_terms))
         return total
@@ -132,14 +132,14 @@ class Trainer:
         self.version += last
         if finite and last:
             self.policy.stepped(self.version)
-        metrics = {**self._batch.metrics, **self._figures(), **self.policy.figures()}
+        metrics = {**self._batch.metrics, **self._metrics(), **self.policy.metrics()}
         metrics |= {"grad_norm": norm, "learning_rate": self._base_rates[0] * scale}
         self._batch = None
         return StepResult(policy_version=self.version, metrics=metrics, skipped=not finite)
 
-    def _figures(self) -> dict[str, float]:
+    def _metrics(self) -> dict[str, float]:
         if self._mesh is not None:
-            return sum_figures(self._sums, self._mesh)
+            return sum_metrics(self._sums, self._mesh)
         return {name: value.item() for name, value in self._sums.items()}
 
     def _add(self, name: str, value: torch.Tensor) -> None:

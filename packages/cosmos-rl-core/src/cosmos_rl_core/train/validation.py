@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cosmos_rl_core.interfaces import Policy, PromptStream
-from cosmos_rl_core.parallel.metrics import sum_figures
+from cosmos_rl_core.parallel.metrics import sum_metrics
 from cosmos_rl_core.types import Prompt, TrainBatch
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Validation:
     """Mean negative log-likelihood of the wanted terms over all held-out rows.
 
-    figures = validation.measure()      # {"eval/loss": 1.25, "eval/perplexity": 3.49, ...}
+    metrics = validation.measure()      # {"eval/loss": 1.25, "eval/perplexity": 3.49, ...}
     """
 
     def __init__(
@@ -58,8 +58,8 @@ class Validation:
                 logprobs = self._policy.forward(microbatch).logprobs
                 mask = microbatch.terms.loss_mask.to(logprobs.device)
                 total -= logprobs.masked_fill(mask == 0, 0.0).sum(dtype=torch.float64).cpu()
-        self._policy.figures()  # what was counted so far is not the next step's
-        summed = float(total) if self._mesh is None else sum_figures({"nll": total}, self._mesh)["nll"]
+        self._policy.metrics()  # what was counted so far is not the next step's
+        summed = float(total) if self._mesh is None else sum_metrics({"nll": total}, self._mesh)["nll"]
         loss = summed / num_terms if num_terms else math.nan
         return {
             "eval/loss": loss,

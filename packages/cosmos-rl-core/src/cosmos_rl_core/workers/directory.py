@@ -131,7 +131,7 @@ class Removals:
     """Notices what somebody removes from the directory of a live run.
 
     removals = Removals(path, lock=directory.lock)
-    for text in removals.look(): ...        # now and then; each loss once
+    for text in removals.check(): ...        # now and then; each loss once
     """
 
     def __init__(self, path: Path, *, lock: int) -> None:
@@ -141,7 +141,7 @@ class Removals:
         self._lock = os.fstat(lock)
         self._seen: set[str] = set()
 
-    def look(self) -> list[str]:
+    def check(self) -> list[str]:
         """Return what was removed since the last look, for people."""
         if self.lost:
             return []

@@ -84,13 +84,13 @@ class RolloutRole:
             )
         rows, _ = domain.load_rows(config.eval.loss_data)
         try:
-            figures = await score_real_rows(
+            metrics = await score_real_rows(
                 domain, config.eval.loss_data, rows[: monitor.data_rows], score=rollouter.score
             )
         except SampleError as error:
             await send(p.Alarm(message=f"not one real row could be scored for the monitor: {error.reason}"))
         else:
-            await send(p.Validated(version=0, metrics=figures))
+            await send(p.Validated(version=0, metrics=metrics))
 
     def _spool(self) -> Spool | None:
         """Where large groups stay; in one process with the controller nothing is gained by that."""

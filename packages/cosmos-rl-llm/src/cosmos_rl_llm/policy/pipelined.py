@@ -128,7 +128,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         """The embedding's matrix on the last stage, where it is the head; the first stage counts its gradient."""
         return self._tied_parameters() if self._pipeline.is_last else ()
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Load of the experts since the last call, over the layers of all stages, where there are any."""
         return self._load.take(self._mesh)
 

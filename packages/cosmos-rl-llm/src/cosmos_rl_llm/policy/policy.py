@@ -79,7 +79,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         logprobs, entropy = self.module(None, self.module.row(inputs), with_entropy)
         return PolicyOutputs(logprobs=logprobs, entropy=entropy)
 
-    def figures(self) -> Mapping[str, float]:
+    def metrics(self) -> Mapping[str, float]:
         """Load of the experts since the last call, where there are any."""
         return self._load.take(self.module.mesh)
 

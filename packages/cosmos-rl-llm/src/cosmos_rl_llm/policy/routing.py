@@ -93,7 +93,7 @@ class ExpertLoad:
             router.register_forward_hook(partial(self._count, layer))
 
     def take(self, mesh: ReplicaMesh | None) -> dict[str, float]:
-        """Return the figures of the step and start again; all ranks call it together.
+        """Return the metrics of the step and start again; all ranks call it together.
 
         `expert_load_max` is the load of the fullest expert over the mean load, `expert_load_entropy` the entropy of the
         load over that of an even one; both are means over the layers with experts. Empty where nothing was counted.

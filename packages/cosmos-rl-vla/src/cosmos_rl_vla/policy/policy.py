@@ -142,5 +142,5 @@ class VLAPolicy(PolicyBase[nn.Module]):
             return PolicyOutputs(logprobs=-losses.loss)
         return PolicyOutputs(
             logprobs=-(losses.loss + self._aux_coef * losses.aux),
-            figures={"loss_actions": losses.loss, "loss_aux": losses.aux},
+            metrics={"loss_actions": losses.loss, "loss_aux": losses.aux},
         )

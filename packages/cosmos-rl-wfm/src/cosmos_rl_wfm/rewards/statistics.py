@@ -1,4 +1,4 @@
-"""Figures of the pixels alone: cheap, verifiable, and easy to game. Each is a function of a clip, and a reward.
+"""Metrics of the pixels alone: cheap, verifiable, and easy to game. Each is a function of a clip, and a reward.
 
 A clip is uint8 [F, H, W, 3]; brightness is luma in [0, 1].
 """

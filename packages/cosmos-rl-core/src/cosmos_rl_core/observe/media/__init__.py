@@ -1,1 +1,1 @@
-"""Samples as pictures and clips: grids, films, a page for each step."""
+"""Samples as pictures and clips: grids, videos, a page for each step."""

@@ -1,6 +1,6 @@
-"""Pictures of samples for people: contact sheets and animations, with captions and rewards in Pillow's own font.
+"""Pictures of samples for people: grids and animations, with captions and rewards in Pillow's own font.
 
-    Row (a caption, clips, labels) -- contact_sheet --> one image: a line a clip, a column a frame
+    Row (a caption, clips, labels) -- contact_grid --> one image: a line a clip, a column a frame
                                    -- animation -----> pages:     a line a Row, a column a clip, all clips running
 
 Small clips are enlarged by whole factors without smoothing, so that a pixel of the model stays a square.
@@ -71,7 +71,7 @@ def as_gif(pages: Sequence[Image.Image], *, fps: float) -> bytes:
     return buffer.getvalue()
 
 
-def contact_sheet(rows: Sequence[Row], *, heading: str = "", columns: int = 8) -> Image.Image:
+def contact_grid(rows: Sequence[Row], *, heading: str = "", columns: int = 8) -> Image.Image:
     """Return one picture: for each Row its title, and a line for each clip: its label and at most `columns` frames."""
     label_width = max(_text_width(text, size) for row in rows for lines in row.labels for text, size in _sized(lines))
     lines = [_still_lines(row, columns=columns, label_width=label_width) for row in rows]
@@ -79,7 +79,7 @@ def contact_sheet(rows: Sequence[Row], *, heading: str = "", columns: int = 8) -
 
 
 def animation(rows: Sequence[Row], *, heading: str = "") -> list[Image.Image]:
-    """Return the pages of a film: for each Row its title, and its clips side by side with their labels below.
+    """Return the pages of a video: for each Row its title, and its clips side by side with their labels below.
 
     As many as the longest clip has; the shorter ones stay at their last.
     """
@@ -177,7 +177,7 @@ def _sized(lines: Sequence[str]) -> list[tuple[str, int]]:
     return [(text, SMALL if place else LABEL) for place, text in enumerate(lines)]
 
 
-@lru_cache(maxsize=256)  # each page of a film asks again
+@lru_cache(maxsize=256)  # each page of a video asks again
 def _wrapped(text: str, size: int, *, width: int, most: int) -> list[str]:
     """Break a text into at most `most` lines; the last one is cut."""
     lines: list[str] = []

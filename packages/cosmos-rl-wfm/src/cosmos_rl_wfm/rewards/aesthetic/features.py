@@ -1,4 +1,4 @@
-"""What an aesthetic head is fed: figures of a clip's pixels, or its frames in the space of a CLIP model."""
+"""What an aesthetic head is fed: metrics of a clip's pixels, or its frames in the space of a CLIP model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BINS = 8
 
 def pixel_features(videos: Sequence[np.ndarray]) -> np.ndarray:
     """N clips, uint8 [F, H, W, 3] each -> float32 [N, D]: brightness, colour, edges and movement."""
-    return np.stack([_figures(video) for video in videos])
+    return np.stack([_metrics(video) for video in videos])
 
 
 def clip_features(encoder: ClipEncoder, videos: Sequence[np.ndarray], *, num_frames: int) -> np.ndarray:
@@ -30,11 +30,11 @@ def clip_features(encoder: ClipEncoder, videos: Sequence[np.ndarray], *, num_fra
     return np.stack([part.mean(axis=0) for part in np.split(vectors, ends)])
 
 
-def _figures(video: np.ndarray) -> np.ndarray:
+def _metrics(video: np.ndarray) -> np.ndarray:
     y = luma(video)
     histogram = np.histogram(y, bins=BINS, range=(0.0, 1.0))[0] / y.size
     edges = [float(np.abs(np.diff(y, axis=axis)).mean()) if y.shape[axis] > 1 else 0.0 for axis in (1, 2)]
-    figures = [
+    metrics = [
         *video.mean(axis=(0, 1, 2)) / 255,
         float(y.std(axis=(1, 2)).mean()),
         saturation(video),
@@ -43,4 +43,4 @@ def _figures(video: np.ndarray) -> np.ndarray:
         flicker(video) if len(video) > 2 else 0.0,
         *histogram,
     ]
-    return np.asarray(figures, np.float32)
+    return np.asarray(metrics, np.float32)

@@ -18,9 +18,9 @@ class Head:
     """10 sigmoid(f((x - mean) / scale)), with f one linear layer or several with ReLU between."""
 
     features: Features
-    """What x is: figures of the pixels, or the mean vector of the frames in the space of a CLIP model."""
+    """What x is: metrics of the pixels, or the mean vector of the frames in the space of a CLIP model."""
     model: str
-    """The CLIP model, by name or folder; empty for figures of the pixels."""
+    """The CLIP model, by name or folder; empty for metrics of the pixels."""
     num_frames: int
     """Frames of a clip the CLIP model is shown."""
     mean: np.ndarray

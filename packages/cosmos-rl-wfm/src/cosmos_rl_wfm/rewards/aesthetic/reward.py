@@ -22,7 +22,7 @@ Describe = Callable[[Sequence[np.ndarray]], np.ndarray]
 
 
 class AestheticReward(Strict):
-    """Score of a head over figures of the pixels or CLIP vectors, in [0, 10]."""
+    """Score of a head over metrics of the pixels or CLIP vectors, in [0, 10]."""
 
     head: str
     """Safetensors file made by `cosmos_rl_wfm.train_aesthetic`; it names its features and CLIP model."""

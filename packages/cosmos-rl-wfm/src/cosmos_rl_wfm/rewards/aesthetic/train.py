@@ -47,7 +47,7 @@ def train_aesthetic(
 ) -> Trained:
     """Fit a head to rows of `video` (uint8 [F, H, W, 3]) and `score` (0 to 10), by the squared error of the score.
 
-    With `clip`, its features are the model's vectors of `clip.num_frames` frames; else figures of the pixels. `hidden`
+    With `clip`, its features are the model's vectors of `clip.num_frames` frames; else metrics of the pixels. `hidden`
     are the widths of layers between; none makes it linear.
 
     Raises:

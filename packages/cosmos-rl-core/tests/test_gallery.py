@@ -1,4 +1,4 @@
-"""The album: files on disk, read back."""
+"""The gallery: files on disk, read back."""
 
 import io
 import json
@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cosmos_rl_core.observe.media.album import Album
-from cosmos_rl_core.observe.media.pages import PAPER, Row, animation, as_gif, contact_sheet, fit_clip
+from cosmos_rl_core.observe.media.gallery import Gallery
+from cosmos_rl_core.observe.media.pages import PAPER, Row, animation, as_gif, contact_grid, fit_clip
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 
@@ -48,17 +48,17 @@ def index(directory: Path, name: str = "index.jsonl") -> list[dict]:
 
 
 def test_a_group_becomes_film_record_sheets_and_a_line_of_the_index(tmp_path):
-    film = Album(tmp_path).save(12, make_group())
+    video = Gallery(tmp_path).save(12, make_group())
     folder = tmp_path / "step_000012"
-    assert film == folder / "sample_17.mp4"
-    assert {path.name for path in folder.iterdir()} == {"sample_17.mp4", "sample_17.json", "sheet.png", "sheet.gif"}
+    assert video == folder / "sample_17.mp4"
+    assert {path.name for path in folder.iterdir()} == {"sample_17.mp4", "sample_17.json", "grid.png", "grid.gif"}
     assert index(tmp_path) == [
         {
             "step": 12,
             "sample": 17,
             "caption": "a disc",
             "file": "step_000012/sample_17.mp4",
-            "sheet": "step_000012/sheet.gif",
+            "grid": "step_000012/grid.gif",
             "reward_mean": 0.5,
             "reward_max": 0.9,
         }
@@ -66,17 +66,17 @@ def test_a_group_becomes_film_record_sheets_and_a_line_of_the_index(tmp_path):
 
 
 def test_the_film_has_the_frames_and_the_rate_of_the_clips(tmp_path):
-    frames, rate = read_film(Album(tmp_path).save(0, make_group(frames=5, fps=4)))
+    frames, rate = read_film(Gallery(tmp_path).save(0, make_group(frames=5, fps=4)))
     assert (len(frames), rate) == (5, 4.0)
 
 
 def test_a_long_clip_is_thinned_and_lasts_as_long(tmp_path):
-    frames, rate = read_film(Album(tmp_path, max_frames=5, fps=8.0).save(0, make_group(frames=20)))
+    frames, rate = read_film(Gallery(tmp_path, max_frames=5, fps=8.0).save(0, make_group(frames=20)))
     assert (len(frames), rate) == (5, 2.0)
 
 
 def test_the_record_holds_what_is_known_of_each_rollout_in_its_own_order(tmp_path):
-    Album(tmp_path).save(3, make_group(rewards=(0.1, float("nan"))))
+    Gallery(tmp_path).save(3, make_group(rewards=(0.1, float("nan"))))
     record = json.loads((tmp_path / "step_000003/sample_17.json").read_text())
     assert record["rollouts"] == [
         {"reward": 0.1, "rewards": {"brightness": 0.1}, "advantage": 0.0, "versions": [3, 4]},
@@ -85,69 +85,69 @@ def test_the_record_holds_what_is_known_of_each_rollout_in_its_own_order(tmp_pat
 
 
 def test_an_image_is_kept_as_png(tmp_path):
-    page = Album(tmp_path, clips=True).save(0, make_group(frames=1))
+    page = Gallery(tmp_path, clips=True).save(0, make_group(frames=1))
     assert page.name == "sample_17.png"
     names = {path.name for path in page.parent.iterdir()}
-    assert names == {"sample_17.png", "sample_17_0.png", "sample_17_1.png", "sample_17.json", "sheet.png"}
-    assert index(tmp_path)[0]["sheet"] == "step_000000/sheet.png"
+    assert names == {"sample_17.png", "sample_17_0.png", "sample_17_1.png", "sample_17.json", "grid.png"}
+    assert index(tmp_path)[0]["grid"] == "step_000000/grid.png"
 
 
 def test_each_clip_alone_is_the_clip_enlarged(tmp_path):
-    Album(tmp_path, clips=True, cell=96).save(0, make_group(rewards=(0.1, 0.9)))
+    Gallery(tmp_path, clips=True, cell=96).save(0, make_group(rewards=(0.1, 0.9)))
     frames, _ = read_film(tmp_path / "step_000000/sample_17_1.mp4")
     assert frames[0].shape == (96, 96, 3)
     assert abs(int(frames[0].mean()) - 20) <= 2
 
 
 def test_a_step_keeps_as_many_groups_as_it_may(tmp_path):
-    album = Album(tmp_path, groups_per_step=2)
-    saved = [album.save(5, make_group(sample)) for sample in (1, 2, 3)]
-    assert [film is not None for film in saved] == [True, True, False]
-    assert album.save(6, make_group(4)) is not None
+    gallery = Gallery(tmp_path, groups_per_step=2)
+    saved = [gallery.save(5, make_group(sample)) for sample in (1, 2, 3)]
+    assert [video is not None for video in saved] == [True, True, False]
+    assert gallery.save(6, make_group(4)) is not None
     assert [line["sample"] for line in index(tmp_path)] == [1, 2, 4]
 
 
 def test_only_some_steps_are_kept(tmp_path):
-    album = Album(tmp_path, every_steps=10)
-    assert [album.wants(step) for step in (0, 1, 9, 10)] == [True, False, False, True]
-    assert album.save(1, make_group()) is None and not any(tmp_path.iterdir())
+    gallery = Gallery(tmp_path, every_steps=10)
+    assert [gallery.wants(step) for step in (0, 1, 9, 10)] == [True, False, False, True]
+    assert gallery.save(1, make_group()) is None and not any(tmp_path.iterdir())
 
 
 def test_a_step_long_past_gets_no_more_groups(tmp_path):
-    album = Album(tmp_path)
+    gallery = Gallery(tmp_path)
     for step in range(4, 10):
-        album.save(step, make_group())
-    assert album.save(6, make_group(18)) is not None
-    assert album.save(5, make_group(18)) is None
+        gallery.save(step, make_group())
+    assert gallery.save(6, make_group(18)) is not None
+    assert gallery.save(5, make_group(18)) is None
 
 
 def test_of_a_large_group_best_and_worst_are_shown(tmp_path):
-    Album(tmp_path, rollouts_per_group=2, cell=16).save(0, make_group(rewards=(0.5, 0.1, 0.9, 0.3)))
-    with Image.open(tmp_path / "step_000000/sheet.png") as sheet:
-        colours = {colour for _, colour in sheet.convert("RGB").getcolors(1 << 20)}
+    Gallery(tmp_path, rollouts_per_group=2, cell=16).save(0, make_group(rewards=(0.5, 0.1, 0.9, 0.3)))
+    with Image.open(tmp_path / "step_000000/grid.png") as grid:
+        colours = {colour for _, colour in grid.convert("RGB").getcolors(1 << 20)}
     assert {(40, 40, 40), (20, 20, 20)} <= colours
     assert not {(0, 0, 0), (60, 60, 60)} & colours
 
 
 def test_two_processes_share_a_directory(tmp_path):
     for number in (0, 1):
-        Album(tmp_path, name=f"rollout-{number}").save(0, make_group(number))
+        Gallery(tmp_path, name=f"rollout-{number}").save(0, make_group(number))
     assert [line["sample"] for line in index(tmp_path, "index_rollout-1.jsonl")] == [1]
-    assert (tmp_path / "step_000000/sheet_rollout-0.png").is_file()
+    assert (tmp_path / "step_000000/grid_rollout-0.png").is_file()
 
 
 def test_a_group_without_clips_is_an_error_and_leaves_nothing(tmp_path):
     group = make_group()
     bare = Rollout(arrays={}, rollout_logprobs=np.zeros(0), versions=np.zeros(0, np.int32), loss_mask=np.zeros(0, bool))
     with pytest.raises(ValueError, match="this rollout has none"):
-        Album(tmp_path).save(0, RolloutGroup(prompt=group.prompt, rollouts=(*group.rollouts, bare)))
+        Gallery(tmp_path).save(0, RolloutGroup(prompt=group.prompt, rollouts=(*group.rollouts, bare)))
     assert not any(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("option", [{"groups_per_step": 0}, {"cell": 0}, {"fps": 0.0}])
 def test_counts_of_nothing_are_refused(tmp_path, option):
     with pytest.raises(ValueError, match="must be above 0"):
-        Album(tmp_path, **option)
+        Gallery(tmp_path, **option)
 
 
 # Pages.
@@ -184,14 +184,14 @@ def test_frames_of_all_rows_of_a_sheet_stand_under_one_another():
     short, long = make_row(), Row(title="b", clips=make_row().clips, labels=(("0.1", "a much longer label"),) * 3)
     edges = []
     for rows in ([short, long], [long, short]):
-        pixels = np.asarray(contact_sheet(rows))
+        pixels = np.asarray(contact_grid(rows))
         edges.append((pixels[:, :, 0] == 208).sum(axis=0).nonzero()[0][0])
     assert edges[0] == edges[1]
 
 
 def test_a_gif_keeps_pages_and_paper():
     pages = animation([make_row(frames=4)])
-    with Image.open(io.BytesIO(as_gif(pages, fps=10))) as film:
-        assert (film.n_frames, film.size, film.info["duration"]) == (4, pages[0].size, 100)
-        film.seek(2)
-        assert film.convert("RGB").getpixel((1, 1)) == PAPER
+    with Image.open(io.BytesIO(as_gif(pages, fps=10))) as video:
+        assert (video.n_frames, video.size, video.info["duration"]) == (4, pages[0].size, 100)
+        video.seek(2)
+        assert video.convert("RGB").getpixel((1, 1)) == PAPER

@@ -1,8 +1,8 @@
-"""Sheets of samples, which rollout replicas leave on disk, shown where the curves of a run are.
+"""Grids of samples, which rollout replicas leave on disk, shown where the curves of a run are.
 
-rollout replica   writes media/step_000012/sheet_rollout-0.gif, then a line in media/index_rollout-0.jsonl:
-                  {"step": 12, "sheet": "step_000012/sheet_rollout-0.gif", ...}
-controller        reads the new lines of every index, and shows each sheet they name
+rollout replica   writes media/step_000012/grid_rollout-0.gif, then a line in media/index_rollout-0.jsonl:
+                  {"step": 12, "grid": "step_000012/grid_rollout-0.gif", ...}
+controller        reads the new lines of every index, and shows each grid they name
 
 Any `interfaces.Recorder` that writes such lines has its .gif or .png shown.
 """
@@ -17,11 +17,11 @@ from pathlib import Path
 from cosmos_rl_core.observe.sinks import Sink
 
 
-class Sheets:
+class Grids:
     """Shows what is new.
 
-    sheets = Sheets(run_dir / "media", sinks)       # what is there already was shown by an earlier life of the run
-    sheets.show_new()                               # now and then
+    grids = Grids(run_dir / "media", sinks)       # what is there already was shown by an earlier life of the run
+    grids.show_new()                               # now and then
     """
 
     def __init__(self, directory: Path, sinks: Sequence[Sink]) -> None:
@@ -31,13 +31,13 @@ class Sheets:
         """Bytes of each index that were dealt with."""
 
     def show_new(self) -> None:
-        """Show each sheet that has grown since the last call, once."""
+        """Show each grid that has grown since the last call, once."""
         for index in self._indices():
             grown = dict(filter(None, map(_sheet, self._new_lines(index))))
-            for sheet, step in grown.items():
+            for grid, step in grown.items():
                 with contextlib.suppress(FileNotFoundError):  # cleaned away by the user: nothing is lost by it
                     for sink in self._sinks:
-                        sink.show(step, self._name(index), index.parent / sheet)
+                        sink.show(step, self._name(index), index.parent / grid)
 
     def _indices(self) -> list[Path]:
         """Those of training and of evaluations."""
@@ -58,12 +58,12 @@ class Sheets:
 
 
 def _sheet(line: bytes) -> tuple[str, int] | None:
-    """The sheet that a line of an index names, and its step; None for a line that names none, or is damaged."""
+    """The grid that a line of an index names, and its step; None for a line that names none, or is damaged."""
     try:
         held = json.loads(line)
     except (ValueError, RecursionError):
         return None
     match held:
-        case {"sheet": str(sheet), "step": int(step)}:
-            return sheet, step
+        case {"grid": str(grid), "step": int(step)}:
+            return grid, step
     return None

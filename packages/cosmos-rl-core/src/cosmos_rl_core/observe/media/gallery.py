@@ -1,8 +1,8 @@
 """Samples for people: what the model made, its rewards, on a page.
 
-media/index.jsonl                       a line a group; the latest of a step and sample counts; core shows its sheet
-media/step_000012/sheet.png             all groups of the step: a line a rollout, a column a frame
-media/step_000012/sheet.gif             the same groups, running: a line a group, a column a rollout
+media/index.jsonl                       a line a group; the latest of a step and sample counts; core shows its grid
+media/step_000012/grid.png             all groups of the step: a line a rollout, a column a frame
+media/step_000012/grid.gif             the same groups, running: a line a group, a column a rollout
 media/step_000012/sample_17.mp4         one group, running (sample_17.png for images)
 media/step_000012/sample_17.json        caption, rewards by name, advantages, policy versions
 media/step_000012/sample_17_0.mp4       rollout 0 alone, with `clips = True`
@@ -21,21 +21,21 @@ import av
 import numpy as np
 from PIL import Image
 
-from cosmos_rl_core.observe.media.pages import Row, animation, as_gif, contact_sheet, enlarge, fit_clip
+from cosmos_rl_core.observe.media.pages import Row, animation, as_gif, contact_grid, enlarge, fit_clip
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
 KEPT_STEPS = 4
-"""Steps whose sheets can still grow: groups of an asynchronous run come out of order."""
+"""Steps whose grids can still grow: groups of an asynchronous run come out of order."""
 
 
-class Album:
-    """Keeps a bounded number of groups a step as films, sheets and an index.
+class Gallery:
+    """Keeps a bounded number of groups a step as videos, grids and an index.
 
-    album = Album(run_dir / "media", groups_per_step=2)
+    gallery = Gallery(run_dir / "media", groups_per_step=2)
     for group in scored_groups:
-        album.save(step, group)         # None once the step has its groups
+        gallery.save(step, group)         # None once the step has its groups
 
-    Several processes may share a directory when each has a `name` of its own, which index and sheets then carry.
+    Several processes may share a directory when each has a `name` of its own, which index and grids then carry.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class Album:
     ) -> None:
         """`cell` is the longer side of a clip on a page, in pixels; a row's own column `fps` goes before `fps`."""
         if min(groups_per_step, rollouts_per_group, every_steps, cell, max_frames) < 1 or fps <= 0:
-            raise ValueError("an album's counts, cell and fps must be above 0")
+            raise ValueError("a gallery's counts, cell and fps must be above 0")
         self._directory = directory
         self._groups_per_step = groups_per_step
         self._rollouts_per_group = rollouts_per_group
@@ -72,7 +72,7 @@ class Album:
         return step % self._every_steps == 0 and len(self._rows.get(step, ())) < self._groups_per_step
 
     def save(self, step: int, group: RolloutGroup) -> Path | None:
-        """Write a scored group and return its film or picture; None where the step has enough groups, or shows none.
+        """Write a scored group and return its video or picture; None where the step has enough groups, or shows none.
 
         Raises:
             ValueError: a rollout has no `media["video"]`.
@@ -91,13 +91,13 @@ class Album:
         fps = _fps(group, self._fps)
         if self._clips:
             for place, rollout in shown:
-                _write_film(folder / f"sample_{group.prompt.sample_id}_{place}", self._alone(rollout), fps=fps)
+                _write_video(folder / f"sample_{group.prompt.sample_id}_{place}", self._alone(rollout), fps=fps)
         frames = max(len(_video(rollout)) for _, rollout in shown)
         page_fps = fps * max(len(clip) for clip in row.clips) / frames  # as long as the clips, with fewer frames
-        film = self._write_group(step, folder, group, row, fps=page_fps)
-        sheet = self._write_sheets(step, folder, fps=page_fps)
-        self._append_index(step, group, film=film, sheet=sheet)
-        return film
+        video = self._write_group(step, folder, group, row, fps=page_fps)
+        grid = self._write_grids(step, folder, fps=page_fps)
+        self._append_index(step, group, video=video, grid=grid)
+        return video
 
     def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
         """Write one clip whole, pixel by pixel, to `stem`.mp4 or for an image `stem`.png, and return the file.
@@ -105,7 +105,7 @@ class Album:
         Raises:
             ValueError: the rollout has no `media["video"]`.
         """
-        return _write_film(stem, _video(group.rollouts[place]), fps=_fps(group, self._fps))
+        return _write_video(stem, _video(group.rollouts[place]), fps=_fps(group, self._fps))
 
     def close(self) -> None:
         """Do nothing: each group is on disk once `save` returns."""
@@ -113,9 +113,9 @@ class Album:
     def _write_group(self, step: int, folder: Path, group: RolloutGroup, row: Row, *, fps: float) -> Path:
         sample = group.prompt.sample_id
         pages = animation([row], heading=f"step {step} · sample {sample}")
-        film = _write_film(folder / f"sample_{sample}", np.stack([np.asarray(page) for page in pages]), fps=fps)
+        video = _write_video(folder / f"sample_{sample}", np.stack([np.asarray(page) for page in pages]), fps=fps)
         _write_json(folder / f"sample_{sample}.json", _record(step, group))
-        return film
+        return video
 
     def _alone(self, rollout: Rollout) -> np.ndarray:
         video = _video(rollout)
@@ -126,24 +126,24 @@ class Album:
         for old in sorted(self._rows)[:-KEPT_STEPS]:
             del self._rows[old]
 
-    def _write_sheets(self, step: int, folder: Path, *, fps: float) -> Path:
+    def _write_grids(self, step: int, folder: Path, *, fps: float) -> Path:
         """Return the running one; of images there is only the other."""
         rows, heading = list(self._rows[step].values()), f"step {step}"
-        still, sheet = folder / f"sheet{self._suffix}.png", contact_sheet(rows, heading=heading)
-        _replace(still, lambda path: sheet.save(path, format="PNG"))
+        still, grid = folder / f"grid{self._suffix}.png", contact_grid(rows, heading=heading)
+        _replace(still, lambda path: grid.save(path, format="PNG"))
         if max(len(clip) for row in rows for clip in row.clips) == 1:
             return still
-        running, film = still.with_suffix(".gif"), as_gif(animation(rows, heading=heading), fps=fps)
-        _replace(running, lambda path: path.write_bytes(film))
+        running, video = still.with_suffix(".gif"), as_gif(animation(rows, heading=heading), fps=fps)
+        _replace(running, lambda path: path.write_bytes(video))
         return running
 
-    def _append_index(self, step: int, group: RolloutGroup, *, film: Path, sheet: Path) -> None:
+    def _append_index(self, step: int, group: RolloutGroup, *, video: Path, grid: Path) -> None:
         line = {
             "step": step,
             "sample": group.prompt.sample_id,
             "caption": _caption(group),
-            "file": film.relative_to(self._directory).as_posix(),
-            "sheet": sheet.relative_to(self._directory).as_posix(),
+            "file": video.relative_to(self._directory).as_posix(),
+            "grid": grid.relative_to(self._directory).as_posix(),
             "reward_mean": _finite(float(np.mean([rollout.reward for rollout in group.rollouts]))),
             "reward_max": _finite(max(rollout.reward for rollout in group.rollouts)),
         }
@@ -161,7 +161,7 @@ def _best_to_worst(rollouts: Sequence[Rollout], *, most: int) -> list[tuple[int,
 def _video(rollout: Rollout) -> np.ndarray:
     video = rollout.media.get("video")
     if video is None or video.dtype != np.uint8 or video.ndim != 4 or video.shape[-1] != 3 or 0 in video.shape:
-        raise ValueError('an album shows rollout.media["video"], uint8 [F, H, W, 3]; this rollout has none')
+        raise ValueError('a gallery shows rollout.media["video"], uint8 [F, H, W, 3]; this rollout has none')
     return video
 
 
@@ -199,7 +199,7 @@ def _record(step: int, group: RolloutGroup) -> dict[str, Any]:
     return {"step": step, "sample": group.prompt.sample_id, "caption": _caption(group), "rollouts": rollouts}
 
 
-def _write_film(stem: Path, frames: np.ndarray, *, fps: float) -> Path:
+def _write_video(stem: Path, frames: np.ndarray, *, fps: float) -> Path:
     """Write `stem`.mp4, or `stem`.png where there is one frame."""
     if len(frames) == 1:
         path = stem.with_suffix(".png")
@@ -216,7 +216,7 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path` and put it in place: who looks at a running album sees whole files."""
+    """Write beside `path` and put it in place: who looks at a running gallery sees whole files."""
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     write(temporary)
     temporary.replace(path)
