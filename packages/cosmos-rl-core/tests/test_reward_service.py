@@ -401,7 +401,7 @@ def test_metrics_count_by_reward(http):
     assert float(lines[f'{name}_queue_depth{{reward="odd"}}']) == 0
     assert float(lines[f"{name}_requests_open"]) == float(lines[f"{name}_open_bytes"]) == 0
     counted = float(lines[f'{name}_requests_total{{reward="odd"}}'])
-    assert float(lines[f'{name}_seconds_bucket{{reward="odd",le="+Inf"}}']) == counted
+    assert float(lines[f'{name}_seconds_bucket{{le="+Inf",reward="odd"}}']) == counted
     assert float(lines[f'{name}_http_answers_total{{status="401"}}']) >= 1
 
 

@@ -116,11 +116,9 @@ async def send_raw(*pieces):
 # -- peers that hold the token
 
 
-@pytest.mark.parametrize("kind", ["tcp", "unix"])
-def test_a_message_comes_back_over_both_kinds_of_address(kind, tmp_path):
+def test_a_message_comes_back():
     async def scenario():
-        address = LOOPBACK if kind == "tcp" else f"unix://{tmp_path}/control.sock"
-        server = await serve(address, token=TOKEN, decode=Message, on_connect=echo)
+        server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
         connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
         await connection.send(Say(7, b"\x00\xff"))
         assert await connection.receive() == Say(7, b"\x00\xff")
@@ -325,15 +323,15 @@ def test_a_closed_connection_takes_no_message():
     run(scenario())
 
 
-def test_closing_the_server_ends_handlers_and_connections_and_frees_the_address(tmp_path):
+def test_closing_the_server_ends_handlers_and_connections_and_frees_the_address():
     async def scenario():
-        path = tmp_path / "control.sock"
+        address = LOOPBACK
         for _ in range(2):
-            server = await serve(f"unix://{path}", token=TOKEN, decode=Message, on_connect=echo)
+            server = await serve(address, token=TOKEN, decode=Message, on_connect=echo)
             connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
+            address = server.address
             await server.close()
             await connection.closed.wait()
-            assert not path.exists()
 
     run(scenario())
 
@@ -773,28 +771,6 @@ def test_a_busy_port_is_named():
     run(scenario())
 
 
-def test_a_unix_socket_that_is_served_is_not_taken_over_but_a_dead_one_is_replaced(tmp_path):
-    async def scenario():
-        path = tmp_path / "control.sock"
-        with socket.socket(socket.AF_UNIX) as dead:
-            dead.bind(str(path))
-        server = await serve(f"unix://{path}", token=TOKEN, decode=Message, on_connect=echo)
-        with pytest.raises(UserError, match="is in use"):
-            await serve(f"unix://{path}", token=TOKEN, decode=Message, on_connect=echo)
-        assert path.stat().st_mode & 0o777 == 0o600
-        await server.close()
-
-    run(scenario())
-
-
-def test_a_file_in_the_sockets_place_is_left_alone(tmp_path):
-    path = tmp_path / "notes.txt"
-    path.write_text("keep me")
-    with pytest.raises(UserError, match="is not a socket"):
-        run(serve(f"unix://{path}", token=TOKEN, decode=Message, on_connect=echo))
-    assert path.read_text() == "keep me"
-
-
 def test_other_machines_are_let_in_only_when_asked_for():
     async def scenario():
         with pytest.raises(UserError, match="allow_remote"):
@@ -813,8 +789,7 @@ def test_other_machines_are_let_in_only_when_asked_for():
         "tcp://:80",
         "tcp://h:99999",
         "http://h:80",
-        "unix://relative",
-        "unix:///" + "x" * 200,
+        "unix:///run/control.sock",
     ],
 )
 def test_an_address_that_cannot_be_meant_is_explained(address):

@@ -34,6 +34,7 @@ from cosmos_rl_core.wire.handshake import (
 
 _SHORTEST_S = 1e-3
 """Least time-out of a receive before a deadline: 0 would mean not to wait at all."""
+_PIECE_BYTES = 2**20
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
@@ -124,8 +125,12 @@ class BlockingConnection:
             done += count
 
     def _exactly(self, num_bytes: int, *, deadline: float | None = None) -> bytearray:
-        data = bytearray(num_bytes)
-        self._read_into(memoryview(data), deadline=deadline)
+        """Receive bytes; memory is set aside piece by piece as they come, whatever was announced."""
+        data = bytearray()
+        while len(data) < num_bytes:
+            piece = bytearray(min(num_bytes - len(data), _PIECE_BYTES))
+            self._read_into(memoryview(piece), deadline=deadline)
+            data += piece
         return data
 
     def _receive_body(self, *, max_bytes: int, deadline: float | None = None) -> bytearray:

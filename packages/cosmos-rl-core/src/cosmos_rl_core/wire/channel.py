@@ -17,7 +17,6 @@ import asyncio
 import logging
 import socket
 from collections.abc import Awaitable, Callable
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -57,7 +56,6 @@ class Server:
 
     def __init__(self, address: Address, *, on_connect: OnConnect) -> None:
         self.address = str(address)
-        self._path = address.path
         self._on_connect = on_connect
         self._protocols: set[WireProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
@@ -76,8 +74,6 @@ class Server:
         self._accepting.cancel()
         await asyncio.gather(self._accepting, return_exceptions=True)
         self._listener.close()
-        if self._path:
-            Path(self._path).unlink(missing_ok=True)
         for protocol in list(self._protocols):
             protocol.close("the server was closed")
         tasks = self._tasks - {asyncio.current_task()}
@@ -209,10 +205,7 @@ async def connect(
     made: WireProtocol | None = None
     try:
         async with asyncio.timeout(timeout_s):
-            if target.path:
-                _, made = await loop.create_unix_connection(protocol, target.path)
-            else:
-                _, made = await loop.create_connection(protocol, target.host, target.port)
+            _, made = await loop.create_connection(protocol, target.host, target.port)
             return await opened
     except TimeoutError as error:
         raise ConnectionClosed(f"{target} did not answer within {timeout_s:g} s") from error
@@ -234,9 +227,7 @@ async def adopt(
         decoder=_decoder(decode),
         client=False,
         max_frame_bytes=max_frame_bytes,
-        handshake_s=HANDSHAKE_S,
         on_open=opened.set_result,
-        on_lost=lambda _: None,
     )
     await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
     return await opened

@@ -11,14 +11,16 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import msgspec
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.frames import UNDECODABLE, ConnectionClosed, FrameReader, FrameSealer
+from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES, UNDECODABLE, ConnectionClosed, FrameReader, FrameSealer
 from cosmos_rl_core.wire.handshake import (
     HANDSHAKE_BYTES,
+    HANDSHAKE_S,
     PREAMBLE_BYTES,
     Hello,
     Violation,
@@ -109,43 +111,35 @@ class Connection:
             self._reader.set_result(None)
 
 
+@dataclass(eq=False, kw_only=True)
 class WireProtocol(asyncio.BufferedProtocol):
     """What the event loop calls: the handshake first, then frames to and from the `Connection`.
 
     Without a token there is no handshake and no tag, and `hello` is the peer's name.
     """
 
-    def __init__(
-        self,
-        *,
-        token: bytes | None,
-        hello: Hello,
-        decoder: msgspec.msgpack.Decoder[Any],
-        client: bool,
-        max_frame_bytes: int,
-        handshake_s: float,
-        on_open: Callable[[Connection], None],
-        on_lost: Callable[[WireProtocol], None],
-    ) -> None:
+    token: bytes | None
+    hello: Hello
+    decoder: msgspec.msgpack.Decoder[Any]
+    client: bool
+    on_open: Callable[[Connection], None]
+    on_lost: Callable[[WireProtocol], None] = field(default=lambda _: None)
+    max_frame_bytes: int = MAX_FRAME_BYTES
+    handshake_s: float = HANDSHAKE_S
+
+    def __post_init__(self) -> None:
         self.failure: Exception | None = None
         """Why the protocol gave up, where it did."""
+        self.reason = ""
+        """Why it ended; empty while it is open."""
         self.writable = asyncio.Event()
         """Set while the write buffer is below its high-water mark, and after the end."""
         self.writable.set()
-        self._token = token
-        self._hello = hello
-        self._decode = decoder.decode
-        self._client = client
-        self._max_frame_bytes = max_frame_bytes
-        self._handshake_s = handshake_s
-        self._on_open = on_open
-        self._on_lost = on_lost
         self._preamble = make_preamble()
         self._reader = FrameReader(max_frame_bytes=HANDSHAKE_BYTES - PREAMBLE_BYTES)
         self._sealer: FrameSealer | None = None
         self._connection: Connection | None = None
         self._reading_paused = False
-        self._reason = ""
 
     # -- called by the event loop
 
@@ -153,13 +147,13 @@ class WireProtocol(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
         loop = asyncio.get_running_loop()
-        late = Violation(f"the handshake took longer than {self._handshake_s:g} s")
-        self._deadline = loop.call_later(self._handshake_s, self._fail, late)
-        if self._token is None:
+        late = Violation(f"the handshake took longer than {self.handshake_s:g} s")
+        self._deadline = loop.call_later(self.handshake_s, self._fail, late)
+        if self.token is None:
             self._reader.use_key(None)
-            self._sealer = FrameSealer(None, max_frame_bytes=self._max_frame_bytes)
-            self._open(self._hello)
-        elif self._client:
+            self._sealer = FrameSealer(None, max_frame_bytes=self.max_frame_bytes)
+            self._open(self.hello)
+        elif self.client:
             self._transport.write(self._preamble)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -177,11 +171,11 @@ class WireProtocol(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
         self.writable.set()
-        if not self._reason:
-            self._reason = f"the connection broke: {exc}" if exc else "closed by the peer"
+        if not self.reason:
+            self.reason = f"the connection broke: {exc}" if exc else "closed by the peer"
         if self._connection is not None:
-            self._connection.end(self._reason)
-        self._on_lost(self)
+            self._connection.end(self.reason)
+        self.on_lost(self)
 
     def pause_writing(self) -> None:
         self.writable.clear()
@@ -191,17 +185,12 @@ class WireProtocol(asyncio.BufferedProtocol):
 
     # -- called by the connection and its owner
 
-    @property
-    def reason(self) -> str:
-        """Why it ended; empty while it is open."""
-        return self._reason
-
     def write(self, message: Any) -> None:
         assert self._sealer is not None
-        if not self.writable.is_set() and self._transport.get_write_buffer_size() > 2 * self._max_frame_bytes:
+        if not self.writable.is_set() and self._transport.get_write_buffer_size() > 2 * self.max_frame_bytes:
             self._fail(Violation("the peer reads too slowly: unsent messages fill two frames"))
         if self._transport.is_closing():
-            raise ConnectionClosed(self._reason or "closed by the peer")
+            raise ConnectionClosed(self.reason or "closed by the peer")
         self._transport.write(self._sealer.seal(message))
 
     def pause_reading(self) -> None:
@@ -216,12 +205,12 @@ class WireProtocol(asyncio.BufferedProtocol):
 
     def close(self, reason: str) -> None:
         """End after the unsent bytes have gone."""
-        self._reason = self._reason or reason
+        self.reason = self.reason or reason
         self._transport.close()
 
     def abort(self, reason: str) -> None:
         """End now."""
-        self._reason = self._reason or reason
+        self.reason = self.reason or reason
         self._transport.abort()
 
     # -- the handshake, then frames
@@ -233,30 +222,30 @@ class WireProtocol(asyncio.BufferedProtocol):
             if self._connection is None:
                 self._open(_hello_decoder.decode(body))
             else:
-                self._connection.deliver(self._decode(body), num_bytes=len(body))
+                self._connection.deliver(self.decoder.decode(body), num_bytes=len(body))
 
     def _exchange_keys(self) -> bool:
         theirs = self._reader.take(PREAMBLE_BYTES)
         if theirs is None:
             return False
-        if not self._client:
+        if not self.client:
             self._transport.write(self._preamble)  # before any check, so that a client of another version learns ours
-        assert self._token is not None
-        keys = session_keys(self._token, ours=self._preamble, theirs=theirs, client=self._client)
+        assert self.token is not None
+        keys = session_keys(self.token, ours=self._preamble, theirs=theirs, client=self.client)
         self._reader.use_key(keys.receive)
-        self._sealer = FrameSealer(keys.send, max_frame_bytes=self._max_frame_bytes)
-        self._transport.write(self._sealer.seal(self._hello))
+        self._sealer = FrameSealer(keys.send, max_frame_bytes=self.max_frame_bytes)
+        self._transport.write(self._sealer.seal(self.hello))
         return True
 
     def _open(self, peer: Hello) -> None:
         self._deadline.cancel()
-        self._reader.max_frame_bytes = self._max_frame_bytes
+        self._reader.max_frame_bytes = self.max_frame_bytes
         self._connection = Connection(self, peer=peer)
-        self._on_open(self._connection)
+        self.on_open(self._connection)
 
     def _fail(self, error: Exception) -> None:
         self.failure = error
-        self._reason = self._reason or str(error)
+        self.reason = self.reason or str(error)
         if isinstance(error, UserError):
             self._transport.close()  # our preamble must still reach a peer of another version
         else:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import asyncio
 import functools
 import hmac
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Annotated
 from urllib.parse import parse_qs
@@ -67,7 +66,6 @@ class RewardApp:
         self._backend = backend
         self._settings = backend.settings
         self._expected = f"Bearer {token}".encode()
-        self._answers: Counter[int] = Counter()
         post = {
             "/api/reward/enqueue": self._enqueue,
             "/api/reward/fetch": self._fetch,
@@ -98,7 +96,7 @@ class RewardApp:
                 response.headers.update(refusal.headers)
             except ClientDisconnect:
                 response = Response(status_code=499)  # nobody reads it
-            self._answers[response.status_code] += 1
+            self._backend.metrics.answers.labels(response.status_code).inc()
             return response
 
         return guarded
@@ -176,7 +174,7 @@ class RewardApp:
         return _json({"message": "pong", "rewards": list(self._backend.pools)})
 
     async def _metrics(self, request: Request) -> Response:
-        return PlainTextResponse(self._backend.metrics(self._answers), media_type="text/plain; version=0.0.4")
+        return PlainTextResponse(self._backend.metrics.page(), media_type="text/plain; version=0.0.4")
 
     async def _health(self, request: Request) -> Response:
         down = self._backend.down()

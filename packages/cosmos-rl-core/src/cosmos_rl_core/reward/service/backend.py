@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+
+from prometheus_client import Gauge
 
 from cosmos_rl_core.reward.request import Header, RewardSpec
 from cosmos_rl_core.reward.service.jobs import Job, Jobs
 from cosmos_rl_core.reward.service.messages import Result
-from cosmos_rl_core.reward.service.metrics import RewardCounters, render
+from cosmos_rl_core.reward.service.metrics import Metrics, RewardMetrics
 from cosmos_rl_core.reward.service.pool import RewardPool, Task
 from cosmos_rl_core.reward.service.settings import ServerSettings
 from cosmos_rl_core.reward.service.spool import Spool
@@ -48,12 +50,21 @@ class Backend:
             fetched_ttl_s=settings.fetched_ttl_s,
             clock=clock,
         )
+        self.metrics = Metrics(clock=clock)
         self.pools = {
-            served.called: RewardPool(
-                served, self._take, RewardCounters(clock=clock), log=log, python_path=tuple(python_path)
+            name: RewardPool(
+                served, self._take, RewardMetrics(self.metrics, name), log=log, python_path=tuple(python_path)
             )
             for served in settings.rewards
+            for name in [served.called]
         }
+        for name, pool in self.pools.items():
+            self.metrics.depths.labels(name).set_function(lambda pool=pool: pool.depth)
+            self.metrics.workers.labels(name).set_function(lambda pool=pool: len(pool.pids))
+        is_open = self.metrics.add(Gauge, "requests_open", "Requests that are arriving or not done.", ())
+        is_open.set_function(lambda: self.jobs.num_open)
+        open_bytes = self.metrics.add(Gauge, "open_bytes", "Size of their bodies.", ())
+        open_bytes.set_function(lambda: self.jobs.open_bytes)
 
     async def __aenter__(self) -> Backend:
         async with AsyncExitStack() as stack:
@@ -85,17 +96,6 @@ class Backend:
     def down(self) -> list[str]:
         """Rewards without a worker."""
         return [name for name, pool in self.pools.items() if not pool.pids]
-
-    def metrics(self, answers: Mapping[int, int]) -> str:
-        """Return the page of metrics."""
-        return render(
-            {name: pool.counters for name, pool in self.pools.items()},
-            depths={name: pool.depth for name, pool in self.pools.items()},
-            workers={name: len(pool.pids) for name, pool in self.pools.items()},
-            num_open=self.jobs.num_open,
-            open_bytes=self.jobs.open_bytes,
-            answers=answers,
-        )
 
     def _take(self, task: Task, result: Result) -> None:
         if result.error:

@@ -1,95 +1,63 @@
-"""What a server counts, in the text format of Prometheus."""
+"""The metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
+Kind = TypeVar("Kind", Counter, Gauge)
 
-@dataclass(slots=True, kw_only=True)
-class RewardCounters:
-    """One reward's."""
 
-    clock: Callable[[], float]
-    requests: int = 0
-    failures: int = 0
-    batches: int = 0
-    restarts: int = 0
-    """Workers that died."""
-    busy_s: float = 0.0
-    """Time workers spent on scoring."""
-    seconds: float = 0.0
-    """Time requests took from the queue to their result, added up."""
-    within: list[int] = field(default_factory=lambda: [0] * len(BUCKETS_S))
-    """Requests that took at most as long as each of the buckets."""
+class Metrics:
+    """Those of one server, in a registry of their own."""
+
+    def __init__(self, *, clock: Callable[[], float]) -> None:
+        disable_created_metrics()  # one more line for each counter, which nobody reads
+        self.clock = clock
+        self.registry = CollectorRegistry()
+        self.answers = self.add(Counter, "http_answers", "HTTP answers by status.", ["status"])
+        self.depths = self.add(Gauge, "queue_depth", "Requests that wait for a worker.")
+        self.workers = self.add(Gauge, "workers", "Workers that are up.")
+        self.requests = self.add(Counter, "requests", "Requests with a result.")
+        self.failures = self.add(Counter, "failures", "Those that failed.")
+        self.batches = self.add(Counter, "batches", "Batches scored.")
+        self.restarts = self.add(Counter, "worker_restarts", "Workers that died.")
+        self.busy = self.add(Counter, "busy_seconds", "Time spent on scoring.")
+        self.seconds = Histogram(
+            "cosmos_rl_reward_seconds",
+            "Time from the queue to the result.",
+            ["reward"],
+            registry=self.registry,
+            buckets=BUCKETS_S,
+        )
+
+    def add(self, kind: type[Kind], name: str, text: str, labels: Sequence[str] = ("reward",)) -> Kind:
+        """Return a new metric."""
+        return kind(name, text, labels, namespace="cosmos_rl_reward", registry=self.registry)
+
+    def page(self) -> bytes:
+        """Return the page in the text format."""
+        return generate_latest(self.registry)
+
+
+class RewardMetrics:
+    """Those of one reward."""
+
+    def __init__(self, metrics: Metrics, name: str) -> None:
+        self._clock = metrics.clock
+        self.batches = metrics.batches.labels(name)
+        self.restarts = metrics.restarts.labels(name)
+        self.busy = metrics.busy.labels(name)
+        self._requests = metrics.requests.labels(name)
+        self._failures = metrics.failures.labels(name)
+        self._seconds = metrics.seconds.labels(name)
 
     def settled(self, *, since: float, failed: bool) -> None:
         """Count a request that has its result."""
-        taken = self.clock() - since
-        self.requests += 1
-        self.failures += failed
-        self.seconds += taken
-        for i, bound in enumerate(BUCKETS_S):
-            self.within[i] += taken <= bound
-
-
-def render(
-    rewards: Mapping[str, RewardCounters],
-    *,
-    depths: Mapping[str, int],
-    workers: Mapping[str, int],
-    num_open: int,
-    open_bytes: int,
-    answers: Mapping[int, int],
-) -> str:
-    """Return the page. `answers` counts HTTP answers by status."""
-    lines = [
-        *_family("requests_open", "gauge", "Requests that are arriving or not done.", [("", num_open)]),
-        *_family("open_bytes", "gauge", "Size of their bodies.", [("", open_bytes)]),
-        *_family(
-            "http_answers_total",
-            "counter",
-            "HTTP answers by status.",
-            [(f'status="{status}"', count) for status, count in sorted(answers.items())],
-        ),
-        *_family("queue_depth", "gauge", "Requests that wait for a worker.", _each(depths)),
-        *_family("workers", "gauge", "Workers that are up.", _each(workers)),
-    ]
-    columns: dict[str, tuple[str, dict[str, float]]] = {
-        "requests_total": ("Requests with a result.", {name: one.requests for name, one in rewards.items()}),
-        "failures_total": ("Those that failed.", {name: one.failures for name, one in rewards.items()}),
-        "batches_total": ("Batches scored.", {name: one.batches for name, one in rewards.items()}),
-        "worker_restarts_total": ("Workers that died.", {name: one.restarts for name, one in rewards.items()}),
-        "busy_seconds_total": ("Time spent on scoring.", {name: one.busy_s for name, one in rewards.items()}),
-    }
-    for name, (text, values) in columns.items():
-        lines += _family(name, "counter", text, _each(values))
-    lines += _histogram(rewards)
-    return "\n".join(lines) + "\n"
-
-
-def _each(values: Mapping[str, float]) -> list[tuple[str, float]]:
-    return [(f'reward="{_escaped(name)}"', value) for name, value in values.items()]
-
-
-def _family(name: str, kind: str, text: str, samples: Iterable[tuple[str, float]]) -> list[str]:
-    full = f"cosmos_rl_reward_{name}"
-    rows = [f"{full}{{{labels}}} {value}" if labels else f"{full} {value}" for labels, value in samples]
-    return [f"# HELP {full} {text}", f"# TYPE {full} {kind}", *rows]
-
-
-def _histogram(rewards: Mapping[str, RewardCounters]) -> list[str]:
-    name = "cosmos_rl_reward_seconds"
-    lines = [f"# HELP {name} Time from the queue to the result.", f"# TYPE {name} histogram"]
-    for reward, one in rewards.items():
-        label = f'reward="{_escaped(reward)}"'
-        for bound, count in zip((*map(str, BUCKETS_S), "+Inf"), (*one.within, one.requests), strict=True):
-            lines.append(f'{name}_bucket{{{label},le="{bound}"}} {count}')
-        lines += [f"{name}_sum{{{label}}} {one.seconds}", f"{name}_count{{{label}}} {one.requests}"]
-    return lines
-
-
-def _escaped(name: str) -> str:
-    return name.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+        self._requests.inc()
+        self._failures.inc(failed)
+        self._seconds.observe(self._clock() - since)

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.service.jobs import Job
 from cosmos_rl_core.reward.service.messages import Ask, Item, Result
-from cosmos_rl_core.reward.service.metrics import RewardCounters
+from cosmos_rl_core.reward.service.metrics import RewardMetrics
 from cosmos_rl_core.reward.service.process import WorkerDied, WorkerProcess
 from cosmos_rl_core.reward.service.settings import ServedReward
 
@@ -49,7 +49,7 @@ class RewardPool:
 
     settings: ServedReward
     on_result: Callable[[Task, Result], None]
-    counters: RewardCounters
+    metrics: RewardMetrics
     log: Callable[[str], None]
     """Hears of workers that die."""
     python_path: Sequence[str] = ()
@@ -110,39 +110,35 @@ class RewardPool:
             except WorkerDied as death:
                 del self._workers[slot]
                 self.log(f"{self.settings.called}: {death}; starting another")
-            self.counters.restarts += 1
+            self.metrics.restarts.inc()
             try:
                 self._workers[slot] = await self._restart()
             except WorkerDied as death:
                 return f"{self.settings.called}: its worker cannot be started again: {death}"
 
     async def _feed(self, worker: WorkerProcess) -> None:
-        """Give a worker one batch after the other. Raises WorkerDied."""
+        """Give a worker one batch after the other. Raises WorkerDied, also for one that dies while nothing waits."""
         ended = asyncio.create_task(worker.process.ended())
+        ended.add_done_callback(lambda _: self._arrived.set())
         try:
             while True:
-                taking = asyncio.create_task(self._take())
-                try:
-                    await asyncio.wait({taking, ended}, return_when=asyncio.FIRST_COMPLETED)
-                finally:
-                    taking.cancel()
-                    await asyncio.wait({taking})
-                batch = [] if taking.cancelled() else taking.result()
-                if ended.done():
-                    self._put_back(batch)
+                batch = await self._take(ended)
+                if not batch:
                     raise WorkerDied(f"the worker died ({await worker.kill()})")
                 await self._score(worker, batch)
         finally:
             ended.cancel()
 
-    async def _take(self) -> list[Task]:
-        """Wait for requests and return up to batch_size, or one that is to run alone. Cancelling it takes none."""
-        await self._wait_for(1)
-        if self.settings.batch_wait_s and not self._queue[0].attempts:
+    async def _take(self, ended: asyncio.Task[str]) -> list[Task]:
+        """Wait for requests and return up to batch_size, or one that is to run alone; none once `ended` is done."""
+        await self._wait_for(1, ended)
+        if self.settings.batch_wait_s and self._queue and not self._queue[0].attempts:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self.settings.batch_wait_s):
-                    await self._wait_for(self.settings.batch_size)
-            await self._wait_for(1)  # another worker may have taken them
+                    await self._wait_for(self.settings.batch_size, ended)
+            await self._wait_for(1, ended)  # another worker may have taken them
+        if ended.done():
+            return []
         batch = [self._queue.popleft()]
         while self._queue and len(batch) < self.settings.batch_size and not batch[0].attempts:
             if self._queue[0].attempts:
@@ -152,8 +148,8 @@ class RewardPool:
             self._arrived.set()
         return batch
 
-    async def _wait_for(self, count: int) -> None:
-        while len(self._queue) < count:
+    async def _wait_for(self, count: int, ended: asyncio.Task[str]) -> None:
+        while len(self._queue) < count and not ended.done():
             self._arrived.clear()
             await self._arrived.wait()
 
@@ -174,13 +170,13 @@ class RewardPool:
                 self._settle(task, Result(error=f"{self.settings.called} was tried {times}: {death}"))
             self._put_back([task for task in batch if task not in spent])
             raise
-        self.counters.busy_s += answer.seconds
-        self.counters.batches += 1
+        self.metrics.busy.inc(answer.seconds)
+        self.metrics.batches.inc()
         for task, result in zip(batch, answer.results, strict=True):
             self._settle(task, result)
 
     def _settle(self, task: Task, result: Result) -> None:
-        self.counters.settled(since=task.since, failed=bool(result.error))
+        self.metrics.settled(since=task.since, failed=bool(result.error))
         self.on_result(task, result)
 
     def _put_back(self, batch: Sequence[Task]) -> None:
