@@ -116,6 +116,18 @@ def test_check_tells_of_missing_rows_and_rewards_at_once(recipe, cosmos_rl):
     assert "reward.functions.0.name = \"hit\": no reward is called 'hit'" in message
 
 
+def test_check_names_the_reward_whose_file_is_missing(recipe, cosmos_rl):
+    (recipe.parent / "judging.py").write_text(
+        "class Judge:\n"
+        "    def __init__(self):\n"
+        "        open('judge.safetensors')\n"
+        "    def __call__(self, group):\n"
+        "        return []\n"
+    )
+    message = refused(cosmos_rl("check", recipe, "reward.functions.0.name=judging:Judge"))
+    assert "[reward] judging:Judge cannot be built: [Errno 2] No such file or directory: 'judge.safetensors'" in message
+
+
 def test_a_missing_recipe_is_a_users_error(cosmos_rl):
     assert "nothing.toml: no such file" in refused(cosmos_rl("check", "nothing.toml"))
 

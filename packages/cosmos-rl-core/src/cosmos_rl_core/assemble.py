@@ -133,6 +133,8 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any], given
         raise UserError(f"[reward] {name}: {', and '.join(map(str, found))}") from error
     except (TypeError, ValueError) as error:
         raise UserError(f"[reward] {name} does not take options {dict(options)}: {error}") from error
+    except OSError as error:  # a file it loads
+        raise UserError(f"[reward] {name} cannot be built: {error}") from error
 
 
 def build_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
