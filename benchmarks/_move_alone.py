@@ -15,7 +15,7 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.doctor import Measurement, Speed, measure
 from cosmos_rl_transfer.testing.sample_exchange import WINDOW
 

@@ -21,7 +21,7 @@ PUBLIC = {
     ),
     "cosmos_rl_transfer": (
         "AuthenticationError Box LayoutError Manifest PeerLost Plan Publisher ReplicaMember ReplicaSubscriber "
-        "Replicate Shard Subscriber Topology TransferError WeightMismatch plan"
+        "Replicate Shard Subscriber TensorLayout Topology TransferError WeightMismatch plan published_specs whole_box"
     ),
     "cosmos_rl_llm": "Chat LLM LLMDomain write_sums write_tiny_model",
     "cosmos_rl_vla": (

@@ -5,9 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_rl_transfer.content import digest, passes
-from cosmos_rl_transfer.content.digest import add, bucket_hash, copy_sum, tensor_sum
-from cosmos_rl_transfer.content.passes import run_sum
+from cosmos_rl_transfer.content import digest
+from cosmos_rl_transfer.content.digest import add, bucket_hash, copy_sum, run_sum, tensor_sum
 from cosmos_rl_transfer.layout.manifest import Box, whole_box
 
 WIDTHS = [np.uint8, np.uint16, np.uint32, np.uint64]
@@ -143,7 +142,7 @@ def test_compiled_passes_equal_those_of_numpy_and_copy_every_element(case, width
         return
     source, target = random_tensor(held, width), np.zeros(held, width)
     part, out = source[(*inside.slices(), ...)], target[(*inside.slices(), ...)]
-    wanted = passes.box_sum(part, box, shape)
+    wanted = digest.box_sum(part, box, shape)
     assert tensor_sum(part, box, shape) == wanted
     assert copy_sum(part, out, box, shape) == wanted
     assert np.array_equal(out, part)
@@ -155,7 +154,7 @@ def test_rows_of_whole_words_are_passed_over_by_compiled_code():
     assert digest.compiled() is compiled
     shape, box = (64, 4096), Box((3, 1024), (50, 2048))
     source = random_tensor(shape, np.uint16)
-    wanted = passes.box_sum(source[box.slices()], box, shape)
+    wanted = digest.box_sum(source[box.slices()], box, shape)
     source.flags.writeable = False
     out = np.zeros(box.shape, np.uint16)
     assert copy_sum(source[box.slices()], out, box, shape) == wanted == tensor_sum(source[box.slices()], box, shape)

@@ -24,12 +24,13 @@ if TYPE_CHECKING:
         TransferError,
         WeightMismatch,
     )
-    from cosmos_rl_transfer.layout.box import Box
-    from cosmos_rl_transfer.layout.manifest import Manifest
+    from cosmos_rl_transfer.layout.box import Box, whole_box
+    from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
     from cosmos_rl_transfer.layout.placement import Replicate, Shard
     from cosmos_rl_transfer.planning.plan import Plan, plan
     from cosmos_rl_transfer.planning.topology import Topology
     from cosmos_rl_transfer.publish.publisher import Publisher
+    from cosmos_rl_transfer.pull.sources import published_specs
     from cosmos_rl_transfer.pull.subscriber import Subscriber
     from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
 
@@ -40,13 +41,16 @@ _HOME = {
     "TransferError": "errors",
     "WeightMismatch": "errors",
     "Box": "layout.box",
+    "whole_box": "layout.box",
     "Manifest": "layout.manifest",
+    "TensorLayout": "layout.manifest",
     "Replicate": "layout.placement",
     "Shard": "layout.placement",
     "Plan": "planning.plan",
     "Topology": "planning.topology",
     "plan": "planning.plan",
     "Publisher": "publish.publisher",
+    "published_specs": "pull.sources",
     "Subscriber": "pull.subscriber",
     "ReplicaMember": "pull.two_phase",
     "ReplicaSubscriber": "pull.two_phase",
@@ -65,10 +69,13 @@ __all__ = [
     "Replicate",
     "Shard",
     "Subscriber",
+    "TensorLayout",
     "Topology",
     "TransferError",
     "WeightMismatch",
     "plan",
+    "published_specs",
+    "whole_box",
 ]
 
 

@@ -46,11 +46,10 @@ class TransferSync:
 
     def subscriber(self, address: str, weights: Mapping[str, Tensor], *, settings: SyncSettings) -> Subscriber:
         """Make the subscriber that keeps these live weights up to date from `address`, of one rank or of several."""
-        from cosmos_rl_transfer.publish.replica import SEPARATOR
         from cosmos_rl_transfer.pull.subscriber import Subscriber
 
         return Subscriber(
-            address.split(SEPARATOR),
+            address,
             weights,
             token=settings.token,
             transport=settings.transport,

@@ -27,7 +27,7 @@ import numpy as np
 from cosmos_rl_core import plugins
 from cosmos_rl_core.observe.tables import table
 from cosmos_rl_transfer.content import digest
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.testing.sample_exchange import WINDOW, PublisherProcess, SampleReader, Serve
 from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Staging, Subscriber
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport

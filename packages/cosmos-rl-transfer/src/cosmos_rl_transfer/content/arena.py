@@ -9,19 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-import numpy as np
-
 from cosmos_rl_transfer.content.digest import copy_sum, tensor_sum
-from cosmos_rl_transfer.content.rows import Raw
+from cosmos_rl_transfer.content.raw import Raw, raw_view
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece, aligned
-
-_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
-
-
-def raw_view(memory: Raw, at: int, shape: tuple[int, ...], item_bytes: int) -> Raw:
-    """View bytes [at, ...) of `memory` as an array of `shape`."""
-    return np.ndarray(shape, _UINT[item_bytes], memory.data, at)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from numba import njit, types, uint64
 
-from cosmos_rl_transfer.content.mixing import BLOCK, FIRST, SECOND, STEP, TABLE
+from cosmos_rl_transfer.content.digest import BLOCK, FIRST, SECOND, STEP, TABLE
 
 _READ = types.Array(uint64, 1, "C", readonly=True)
 _WRITE = types.Array(uint64, 1, "C")
@@ -20,7 +20,7 @@ _compile: dict[str, Any] = {"nogil": True, "cache": True, "error_model": "numpy"
 
 @njit(uint64(uint64), **_compile)
 def _factor(block: Any) -> Any:
-    """R(block); see mixing.odd."""
+    """R(block); see digest.odd."""
     z = (block + uint64(1)) * uint64(STEP)
     z = (z ^ (z >> uint64(30))) * uint64(FIRST)
     z = (z ^ (z >> uint64(27))) * uint64(SECOND)

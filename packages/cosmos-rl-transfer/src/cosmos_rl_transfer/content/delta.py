@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
 
 BLOCK = 1 << 16

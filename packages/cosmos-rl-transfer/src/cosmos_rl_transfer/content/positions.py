@@ -12,7 +12,7 @@ from operator import mul
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.layout.manifest import Box
 
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
-from cosmos_rl_transfer.content.digest import Raw, sum_change, tensor_sum
+from cosmos_rl_transfer.content.digest import sum_change, tensor_sum
 from cosmos_rl_transfer.content.positions import outward, row_strides
+from cosmos_rl_transfer.content.raw import Raw, raw_view
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
-
-_UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +43,13 @@ class Proof:
 def packed_pieces(bucket: Bucket, data: Raw, forms: Mapping[str, Form]) -> Iterable[tuple[Piece, Raw]]:
     """Yield each piece with its elements [*box.shape] in packed bytes uint8 [bucket.num_bytes]."""
     for piece in bucket.pieces:
-        item = forms[piece.name].item_bytes
-        yield piece, np.ndarray(piece.box.shape, _UINT[item], data.data, piece.at)
+        yield piece, raw_view(data, piece.at, piece.box.shape, forms[piece.name].item_bytes)
 
 
 def run_pieces(bucket: Bucket, runs: Iterable[Raw], forms: Mapping[str, Form]) -> Iterable[tuple[Piece, Raw]]:
     """Yield each piece with its elements [*box.shape] out of its own bytes uint8 [n]."""
     for piece, run in zip(bucket.pieces, runs):
-        yield piece, run.view(_UINT[forms[piece.name].item_bytes]).reshape(piece.box.shape)
+        yield piece, raw_view(run, 0, piece.box.shape, forms[piece.name].item_bytes)
 
 
 def prove(pieces: Iterable[tuple[Piece, Raw]], forms: Mapping[str, Form]) -> Proof:

@@ -1,6 +1,6 @@
-"""Boxes of live torch tensors. The only file that knows DTensor.
+"""Boxes of live torch tensors. The only file that uses DTensor.
 
-Its module takes seconds to import and no DTensor can exist before that, so it is looked up, not imported.
+DTensor's module takes seconds to import, and no DTensor exists before: it is looked up in `sys.modules`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from torch import Tensor
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.box import Box, whole_box
-from cosmos_rl_transfer.layout.manifest import TensorLayout
 from cosmos_rl_transfer.layout.placement import Placement, Replicate, Shard, StridedShard, shard_box
 
 if TYPE_CHECKING:
@@ -61,14 +60,14 @@ def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
 
 
-def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
-    """Return the layout of a tensor over all ranks of its mesh; a plain tensor lies whole on `rank`.
+def describe(name: str, tensor: Tensor, *, rank: int) -> tuple[WeightSpec, dict[int, Box]]:
+    """Return a tensor's spec and its boxes by rank over the mesh; a plain tensor is whole on `rank`.
 
     Raises LayoutError for a tensor that holds partial sums, and for cuts that give a rank several boxes.
     """
     spec = WeightSpec(name=name, shape=tuple(tensor.shape), dtype=dtype_name(tensor))
     if not _is_dtensor(tensor):
-        return TensorLayout(spec, {rank: whole_box(spec.shape)})
+        return spec, {rank: whole_box(spec.shape)}
     placements = tuple(_placement(name, placement) for placement in tensor.placements)
     mesh = tensor.device_mesh.mesh
     try:
@@ -76,7 +75,7 @@ def describe(name: str, tensor: Tensor, *, rank: int) -> TensorLayout:
     except LayoutError as error:
         raise LayoutError(f"{name}: {error}") from error
     _check_local(name, tensor, boxes, placements)
-    return TensorLayout(spec, boxes)
+    return spec, boxes
 
 
 @lru_cache(maxsize=1024)

@@ -127,7 +127,8 @@ class Manifest:
         from cosmos_rl_transfer.layout.dtensor import describe, ties
 
         tied = ties(weights)
-        return cls(tuple(describe(n, t, rank=rank) for n, t in weights.items() if n not in tied), tied)
+        layouts = (TensorLayout(*describe(n, t, rank=rank)) for n, t in weights.items() if n not in tied)
+        return cls(tuple(layouts), tied)
 
     @classmethod
     def merge(cls, parts: Iterable[Manifest]) -> Manifest:
@@ -227,16 +228,20 @@ class Manifest:
 
     def encode(self) -> bytes:
         """Return the manifest as msgpack, each distinct cut once; equal manifests give equal bytes."""
-        from cosmos_rl_transfer.layout.manifest import encode
-
-        return encode(self)
+        tensors = [(layout.spec, number) for layout, number in zip(self.layouts, self.cut_numbers)]
+        return msgspec.msgpack.encode(_Wire(self.cuts, tensors, sorted(self.tied.items()), self.replicas))
 
     @classmethod
     def decode(cls, data: bytes) -> Manifest:
         """Read what `encode` wrote. Raises LayoutError on anything else."""
-        from cosmos_rl_transfer.layout.manifest import decode
-
-        return decode(data)
+        try:
+            wire = msgspec.msgpack.decode(data, type=_Wire)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise LayoutError(f"these bytes are no manifest: {error}") from error
+        if not all(0 <= number < len(wire.cuts) for _, number in wire.tensors):
+            raise LayoutError("a tensor names a cut that the manifest does not hold")
+        layouts = tuple(TensorLayout(spec, wire.cuts[number]) for spec, number in wire.tensors)
+        return cls(layouts, dict(wire.tied), wire.replicas)
 
     @cached_property
     def digest(self) -> str:
@@ -259,21 +264,3 @@ class _Wire(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """With the place of its cut in `cuts`."""
     tied: list[tuple[str, str]]
     replicas: tuple[tuple[int, ...], ...]
-
-
-def encode(manifest: Manifest) -> bytes:
-    """Return the manifest as msgpack; equal manifests give equal bytes."""
-    tensors = [(layout.spec, number) for layout, number in zip(manifest.layouts, manifest.cut_numbers)]
-    return msgspec.msgpack.encode(_Wire(manifest.cuts, tensors, sorted(manifest.tied.items()), manifest.replicas))
-
-
-def decode(data: bytes) -> Manifest:
-    """Read what `encode` wrote. Raises LayoutError on anything else."""
-    try:
-        wire = msgspec.msgpack.decode(data, type=_Wire)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise LayoutError(f"these bytes are no manifest: {error}") from error
-    if not all(0 <= number < len(wire.cuts) for _, number in wire.tensors):
-        raise LayoutError("a tensor names a cut that the manifest does not hold")
-    layouts = tuple(TensorLayout(spec, wire.cuts[number]) for spec, number in wire.tensors)
-    return Manifest(layouts, dict(wire.tied), wire.replicas)

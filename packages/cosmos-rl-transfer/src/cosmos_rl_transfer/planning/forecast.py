@@ -12,8 +12,7 @@ from cosmos_rl_transfer.layout import spread
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.layout.shapes import Shapes
 from cosmos_rl_transfer.layout.text import Side
-from cosmos_rl_transfer.planning.explain import readable
-from cosmos_rl_transfer.planning.plan import Plan, plan
+from cosmos_rl_transfer.planning.plan import Plan, plan, readable
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.planning.topology import Topology
 

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_transfer.content.digest import Raw
-from cosmos_rl_transfer.content.raw import same_width, torch_view
+from cosmos_rl_transfer.content.raw import Raw, same_width, torch_view
 
 CHUNK_BYTES = 512 << 10
 """Of the copy, for one comparison: with its counterpart and the mask, what a core's own cache holds."""

@@ -18,8 +18,9 @@ from contextlib import ExitStack
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw, bucket_hash
+from cosmos_rl_transfer.content.digest import bucket_hash
 from cosmos_rl_transfer.content.proof import Proof, packed_pieces, run_pieces
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 from cosmos_rl_transfer.publish.outgoing import Delta

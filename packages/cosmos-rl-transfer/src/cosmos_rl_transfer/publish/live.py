@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 import torch
 
 from cosmos_rl_transfer.content.arena import Arena
-from cosmos_rl_transfer.content.digest import Raw, copy_sum, tensor_sum
-from cosmos_rl_transfer.content.raw import raw_bytes, same_width, torch_view
+from cosmos_rl_transfer.content.digest import copy_sum, tensor_sum
+from cosmos_rl_transfer.content.raw import Raw, raw_bytes, same_width, torch_view
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
 from cosmos_rl_transfer.layout.manifest import Box, Manifest

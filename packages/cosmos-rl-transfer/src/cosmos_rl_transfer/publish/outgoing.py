@@ -20,11 +20,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from cosmos_rl_transfer.content.arena import Arena, raw_view
+from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, widen
-from cosmos_rl_transfer.content.digest import Raw, add
+from cosmos_rl_transfer.content.digest import add
 from cosmos_rl_transfer.content.positions import inward, outward, row_strides
 from cosmos_rl_transfer.content.proof import Form, gain
+from cosmos_rl_transfer.content.raw import Raw, raw_view
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout.dtensor import local
 from cosmos_rl_transfer.layout.manifest import Manifest

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 
 
 @dataclass(slots=True, eq=False)

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw
 from cosmos_rl_transfer.content.proof import Proof, Proofs, forms_of, pieces_hash, prove
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece, Plan, plan
 from cosmos_rl_transfer.planning.relay import Relay

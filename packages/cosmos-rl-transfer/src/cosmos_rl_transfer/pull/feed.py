@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
@@ -30,7 +30,7 @@ class Feed:
     buckets: tuple[Bucket, ...] = ()
     """What this publisher sends us."""
     ring: tuple[str, ...] = ()
-    """Who passes the announced version on, by address (chain.py)."""
+    """Who passes the announced version on, by address (peers.py)."""
     _source: Manifest | None = None
     _sending: threading.Lock = field(default_factory=threading.Lock)
     """Buckets are asked for by one thread and let go by others."""

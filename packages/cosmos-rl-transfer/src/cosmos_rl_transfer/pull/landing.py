@@ -18,12 +18,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_transfer.content.arena import Arena, raw_view
+from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change
-from cosmos_rl_transfer.content.digest import Raw, add, copy_sum, tensor_sum
+from cosmos_rl_transfer.content.digest import add, copy_sum, tensor_sum
 from cosmos_rl_transfer.content.positions import outward, row_strides
 from cosmos_rl_transfer.content.proof import Form, gain
-from cosmos_rl_transfer.content.raw import same_width, torch_view
+from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width, torch_view
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
@@ -340,9 +340,6 @@ class Pending:
         list(pool.map(copy, self._whole.values()))
 
 
-_SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
 @dataclass(frozen=True, slots=True)
 class Patch:
     """New values for some elements."""
@@ -362,7 +359,7 @@ class Patch:
         """
         strides = live.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, strides))
-        width = _SAME_WIDTH[live.element_size()]
+        width = SAME_WIDTH[live.element_size()]
         at = outward(change.positions, live.shape, strides)
         values = torch.from_numpy(np.array(change.values)).view(getattr(torch, dtype))
         return cls(

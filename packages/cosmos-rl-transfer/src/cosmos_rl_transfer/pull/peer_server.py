@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import replace
 
 from cosmos_rl_transfer.content.arena import Arena
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import Bucket

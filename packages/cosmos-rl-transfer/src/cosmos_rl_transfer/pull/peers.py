@@ -15,19 +15,28 @@ The trainers send nothing for a joiner, not even while they write and nobody cou
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
-from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.errors import LayoutError, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.planning.plan import Plan
+from cosmos_rl_transfer.planning.plan import Bucket, Plan
+from cosmos_rl_transfer.planning.relay import predecessor
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.sources import Sources, planned
+from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.messages import Holders
+
+log = logging.getLogger(__name__)
 
 SILENCE_S = 5.0
 """A peer that sends nothing for so long is given up: there are others."""
+RING_SILENCE_S = 1.0
+"""How long the member before in a ring may send nothing."""
 MOST_TRIES = 4
 """Peers, or sets of them, that a joiner tries before it turns to the publishers."""
 
@@ -69,3 +78,65 @@ def open_peers(
     made = planned(first, target, sources=ranks, position=position)
     needed = [peer for peer in ranks if made.stream(peer, rank)]
     return [first if peer == ranks[0] else connect(peer) for peer in needed], made
+
+
+@dataclass(frozen=True, slots=True)
+class RingPlace:
+    """A member of a ring whose subscribers relay buckets (planning/relay.py), and what it reads from whom.
+
+    from the publishers           every R-th bucket of each stream
+    from the member before        the others, as they land there
+    what does not come that way   from the publishers too: no member waits for one that is slow or gone
+    """
+
+    members: tuple[str, ...]
+    """Addresses, in the order of the ring."""
+    position: int
+
+    @classmethod
+    def find(cls, members: tuple[str, ...], own: str | None) -> RingPlace | None:
+        """Return the place of address `own`; None if it is not in the ring."""
+        return cls(members, members.index(own)) if own is not None and own in members else None
+
+    @property
+    def before(self) -> str:
+        """Address of the member before."""
+        return self.members[self.position - 1]
+
+    @property
+    def share(self) -> tuple[int, int]:
+        """Position and size, as in `Borrow`."""
+        return self.position, len(self.members)
+
+    def passed(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
+        """Return those that the member before passes on."""
+        return tuple(b for b in buckets if predecessor(b.index, self.position, len(self.members)) is not None)
+
+    def join(
+        self,
+        feeds: Sequence[Feed],
+        version: int,
+        *,
+        sources: Sources,
+        plan_digest: str,
+        transport: str | Transport,
+        memory: Sequence[Raw],
+        opened: ExitStack,
+    ) -> list[tuple[Feed, int]]:
+        """Borrow from the member before what it passes on of each publisher's stream; `opened` closes the connections.
+
+        Returns fewer, or none, where that member does not answer or has not begun with the version.
+        """
+        passed: list[tuple[Feed, int]] = []
+        try:
+            for source, buckets in ((feed.welcome.rank, self.passed(feed.buckets)) for feed in feeds):
+                if buckets:
+                    feed = sources.open(self.before, timeout_s=RING_SILENCE_S)
+                    opened.callback(sources.drop, feed)
+                    feed.join_ring(plan_digest, source=source, buckets=buckets, transport=transport, memory=memory)
+                    passed.append((feed, feed.borrow(version, keep=False, held=-1)))
+        except (TransferError, LayoutError, TransportUnavailable) as error:
+            if sources.stopped:
+                raise
+            log.info("version %d is not passed on by %s: %s", version, self.before, error)
+        return passed

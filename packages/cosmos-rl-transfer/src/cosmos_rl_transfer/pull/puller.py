@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from cosmos_rl_transfer.content.delta import Extent, decode
-from cosmos_rl_transfer.content.digest import Raw, bucket_hash
+from cosmos_rl_transfer.content.digest import bucket_hash
 from cosmos_rl_transfer.content.proof import Form, packed_pieces, pieces_hash
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
@@ -110,7 +111,7 @@ class Puller:
     ) -> Pulled:
         """Fetch every bucket of every feed and add to `done`. Returns or raises after the last thread has stopped.
 
-        passed: feeds of a subscriber that passes on buckets of `leased` (chain.py); what does not come from there is
+        passed: feeds of a subscriber that passes on buckets of `leased` (peers.py); what does not come from there is
         read from `leased` after all. Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong
         twice, and what `leased` raise.
         """

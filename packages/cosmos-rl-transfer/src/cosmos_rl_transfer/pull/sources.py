@@ -5,13 +5,17 @@ Ranks that are gone are left out as long as one answers: whoever holds copies of
 
 from __future__ import annotations
 
+import asyncio
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Executor
 from typing import TypeVar
 
+from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Plan, plan
+from cosmos_rl_transfer.publish.replica import SEPARATOR
 from cosmos_rl_transfer.pull.feed import Feed
 
 T = TypeVar("T")
@@ -28,8 +32,8 @@ class Sources:
         timeout_s: float,
         joined: Callable[[Sequence[Feed]], None] | None = None,
     ) -> None:
-        """Remember where publishers are. `joined` is called with new connections and may refuse them by raising."""
-        self.addresses = [addresses] if isinstance(addresses, str) else list(addresses)
+        """Store the addresses, one string or several. `joined` gets new connections and may refuse them by raising."""
+        self.addresses = addresses.split(SEPARATOR) if isinstance(addresses, str) else list(addresses)
         self.lost: list[str] = []
         """Why publishers were left out when the connections were made."""
         self._token, self._timeout_s, self._joined = token, timeout_s, joined
@@ -41,7 +45,7 @@ class Sources:
 
     @property
     def stopped(self) -> bool:
-        """Whether whoever waits here was told to give up."""
+        """Whether the work was cancelled or the connections were closed."""
         return self._stopped or self._closed
 
     @property
@@ -111,14 +115,18 @@ class Sources:
         for feed in feeds:
             feed.close()
 
-    def stop(self) -> None:
-        """Make whoever works here give up, until `resume`. Any thread may call."""
-        self._stopped = True
-        self.disconnect()
-
-    def resume(self) -> None:
-        """Allow to connect again."""
+    async def run(self, executor: Executor, work: Callable[[], T]) -> T:
+        """Return the result of blocking `work` in a thread. Cancelling stops the work and waits for its end."""
         self._stopped = False
+        future = asyncio.get_running_loop().run_in_executor(executor, work)
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            self._stopped = True
+            self.disconnect()
+            await asyncio.wait([future])
+            future.exception()  # retrieved, so that asyncio does not log it
+            raise
 
     def close(self) -> None:
         """Disconnect for good. Any thread may call, twice."""
@@ -178,3 +186,15 @@ def agree(feeds: Sequence[Feed], after: int) -> int:
     while min(versions) < (newest := max(versions)):
         versions = [v if v == newest else feed.newer(newest - 1) for feed, v in zip(feeds, versions)]
     return newest
+
+
+def published_specs(address: str, *, token: bytes, timeout_s: float) -> list[WeightSpec]:
+    """Return the tensors that the publishers at `address`, of one rank or of several, hold together.
+
+    Raises PeerLost or AuthenticationError.
+    """
+    feed = Feed.open(address.split(SEPARATOR)[0], token=token, timeout_s=timeout_s)
+    try:
+        return list(feed.source.specs.values())
+    finally:
+        feed.close()

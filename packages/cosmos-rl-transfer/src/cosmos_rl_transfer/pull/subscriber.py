@@ -26,12 +26,10 @@ from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Plan
-from cosmos_rl_transfer.pull.chain import Place
 from cosmos_rl_transfer.pull.feed import Feed
-from cosmos_rl_transfer.pull.in_thread import in_thread
 from cosmos_rl_transfer.pull.landing import Shadow
 from cosmos_rl_transfer.pull.peer_server import Offer
-from cosmos_rl_transfer.pull.peers import MOST_TRIES, choices, open_peers
+from cosmos_rl_transfer.pull.peers import MOST_TRIES, RingPlace, choices, open_peers
 from cosmos_rl_transfer.pull.puller import Pulled, Puller, Staging, make_puller
 from cosmos_rl_transfer.pull.sources import Sources, agree
 from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
@@ -110,8 +108,7 @@ class Subscriber:
         are done without, as long as the others hold everything. Raises PeerLost, WeightMismatch, LayoutError or
         AuthenticationError; the live tensors are untouched and the next call connects anew.
         """
-        self._sources.resume()
-        return await in_thread(self._thread, lambda: self.stage_now(after), wake=self._sources.stop)
+        return await self._sources.run(self._thread, lambda: self.stage_now(after))
 
     def stage_now(self, after: int) -> int:
         """Do what `stage` does, in this thread. One thread at a time."""
@@ -187,7 +184,7 @@ class Subscriber:
         for feed, lease in leased:  # staged and never applied
             feed.give_back(lease)
         leased.clear()
-        place = None if self._offer is None else Place.find(feeds[0].ring, self._offer.address)
+        place = None if self._offer is None else RingPlace.find(feeds[0].ring, self._offer.address)
         try:
             for feed in feeds:
                 held = self._puller.base if self._puller is not None else -1
@@ -220,7 +217,7 @@ class Subscriber:
         self._end(leased, version, None)
         return True
 
-    def _pull(self, leased: Sequence[tuple[Feed, int]], version: int, place: Place | None = None) -> None:
+    def _pull(self, leased: Sequence[tuple[Feed, int]], version: int, place: RingPlace | None = None) -> None:
         """Fetch, verify and land a borrowed version, and end the leases."""
         assert self._puller is not None, "made when it was connected"
         self._staged = None  # what was staged before is written over

@@ -25,7 +25,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from cosmos_rl_transfer.errors import PeerLost, TransferError
-from cosmos_rl_transfer.pull.in_thread import in_thread
 from cosmos_rl_transfer.pull.sources import Sources, agree
 from cosmos_rl_transfer.pull.subscriber import Subscriber
 from cosmos_rl_transfer.wire import messages as m
@@ -72,8 +71,7 @@ class ReplicaSubscriber:
         Raises PeerLost when a publisher is gone and TransferError, naming rank and reason, when a rank could not
         stage or has ended; nothing that is served was touched.
         """
-        self._sources.resume()
-        return await in_thread(self._thread, lambda: self._stage(after), wake=self._sources.stop)
+        return await self._sources.run(self._thread, lambda: self._stage(after))
 
     def apply(self) -> None:
         """Write the staged version into every rank's live tensors. An error means: do not serve any more."""

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.testing.sample_exchange import (
     WINDOW,

@@ -20,7 +20,7 @@ from itertools import count
 import numpy as np
 
 from cosmos_rl_core import plugins
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.transports.base import Inlet, Run, Transport, TransportUnavailable

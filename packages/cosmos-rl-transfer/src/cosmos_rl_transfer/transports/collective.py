@@ -17,7 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link

@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import xxhash
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 from cosmos_rl_transfer.transports.nixl_agent import Agent, Move, Peer, Region, agent_of

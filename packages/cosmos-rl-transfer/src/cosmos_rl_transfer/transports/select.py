@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cosmos_rl_core import plugins
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
 

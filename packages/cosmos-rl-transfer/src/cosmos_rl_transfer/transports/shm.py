@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link

@@ -21,7 +21,7 @@ import msgspec
 from torch import Tensor
 from transfer_samples import TOKEN, Watched
 
-from cosmos_rl_transfer.content.digest import Raw
+from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber

@@ -29,9 +29,8 @@ if TYPE_CHECKING:
     from torch import Tensor
     from vllm.v1.engine.async_llm import AsyncLLM
 
-    from cosmos_rl_core.types import WeightSpec
     from cosmos_rl_core.weight_sync import SyncSettings
-    from cosmos_rl_transfer.pull.two_phase import ReplicaSubscriber
+    from cosmos_rl_transfer import ReplicaSubscriber
 
 T = TypeVar("T")
 
@@ -142,18 +141,16 @@ class VllmEngine:
         """
         from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
 
-        from cosmos_rl_transfer.publish.replica import SEPARATOR
-        from cosmos_rl_transfer.pull.two_phase import ReplicaSubscriber
+        from cosmos_rl_transfer import ReplicaSubscriber, published_specs
 
         if backend != "transfer":
             raise UserError(f'[sync] backend = {backend!r}: the vllm engine reads from "transfer" alone')
-        addresses = address.split(SEPARATOR)
         token, timeout_s = settings.token, settings.timeout_s
-        specs = await asyncio.to_thread(published_specs, addresses[0], token=token, timeout_s=timeout_s)
+        specs = await asyncio.to_thread(published_specs, address, token=token, timeout_s=timeout_s)
         num_ranks = self._llm.vllm_config.parallel_config.world_size
-        replica = ReplicaSubscriber(addresses, token=token, num_ranks=num_ranks, timeout_s=timeout_s)
+        replica = ReplicaSubscriber(address, token=token, num_ranks=num_ranks, timeout_s=timeout_s)
         connection = {
-            "publishers": addresses,
+            "publishers": address,
             "replica": replica.address,
             "token": token,
             "specs": [(spec.name, list(spec.shape), spec.dtype) for spec in specs],
@@ -235,14 +232,3 @@ def _cancelled() -> bool:
     """Whether the running task itself was cancelled, and not one it waits for."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
-
-
-def published_specs(address: str, *, token: bytes, timeout_s: float) -> list[WeightSpec]:
-    """Return what the publisher at `address`, and those beside it, publish."""
-    from cosmos_rl_transfer.pull.feed import Feed
-
-    feed = Feed.open(address, token=token, timeout_s=timeout_s)
-    try:
-        return list(feed.source.specs.values())
-    finally:
-        feed.close()

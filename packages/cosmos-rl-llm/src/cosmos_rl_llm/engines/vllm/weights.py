@@ -25,9 +25,7 @@ from vllm.distributed.weight_transfer.base import (
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
 from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, landing_of, replica_manifest
-from cosmos_rl_transfer.layout.manifest import Manifest
-from cosmos_rl_transfer.pull.subscriber import Subscriber
-from cosmos_rl_transfer.pull.two_phase import ReplicaMember
+from cosmos_rl_transfer import Manifest, ReplicaMember, Subscriber
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ ACCEPTED = b"+"
 class Connection(WeightTransferInitInfo):
     """What a worker needs to take part. Travels to it as a dict of plain values."""
 
-    publishers: list[str]
+    publishers: str
     """Address of every rank that publishes."""
     replica: str
     """Address of the replica's own process, which orders what happens when."""

@@ -14,7 +14,7 @@ from cosmos_rl_llm.engines.vllm.weight_map.place import Place
 from cosmos_rl_llm.engines.vllm.weight_map.replay import is_repeatable, lands
 from cosmos_rl_llm.engines.vllm.weight_map.table import place
 from cosmos_rl_llm.engines.vllm.weight_map.trace import Trace, touched, trace
-from cosmos_rl_transfer.layout.manifest import Box, TensorLayout, whole_box
+from cosmos_rl_transfer import Box, TensorLayout, whole_box
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
 """What may be cast into one another without a scale."""

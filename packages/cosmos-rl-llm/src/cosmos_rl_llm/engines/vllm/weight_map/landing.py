@@ -28,7 +28,7 @@ from cosmos_rl_llm.engines.vllm.weight_map.names import is_a
 from cosmos_rl_llm.engines.vllm.weight_map.place import Place
 from cosmos_rl_llm.engines.vllm.weight_map.reload import load_whole, reload_layers
 from cosmos_rl_llm.engines.vllm.weight_map.twin import acting_as, twin
-from cosmos_rl_transfer.layout.manifest import Box, Manifest, TensorLayout
+from cosmos_rl_transfer import Box, Manifest, TensorLayout
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

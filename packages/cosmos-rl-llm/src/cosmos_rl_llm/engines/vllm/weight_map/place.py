@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cosmos_rl_transfer.layout.manifest import Box
+from cosmos_rl_transfer import Box
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from torch import Tensor
 
-from cosmos_rl_transfer.layout.manifest import Box
+from cosmos_rl_transfer import Box
 
 
 @dataclass(frozen=True, slots=True)

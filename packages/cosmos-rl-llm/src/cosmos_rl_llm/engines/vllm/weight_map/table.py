@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_llm.engines.vllm.weight_map.names import Names, Target
 from cosmos_rl_llm.engines.vllm.weight_map.place import Place
-from cosmos_rl_transfer.layout.manifest import Box, whole_box
+from cosmos_rl_transfer import Box, whole_box
 
 Shape = tuple[int, ...]
 Rule = Callable[[Any, Target, Shape], tuple[Box, Tensor] | None]
