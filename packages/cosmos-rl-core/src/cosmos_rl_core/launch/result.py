@@ -113,8 +113,8 @@ class RunObserver:
         if groups:
             write_rollouts(self._directory / "rollouts", step=version, groups=groups, name="eval")
         self._grids.show_new()
-        metrics = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
-        self.note(f"version {version} on held-out rows: {metrics}")
+        shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
+        self.note(f"version {version} on held-out rows: {shown}")
 
     def finish(
         self,

@@ -20,8 +20,9 @@ from cosmos_rl_core.checkpoint.resume import Resumption, checkpoint_root, claim_
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.job import Job
 from cosmos_rl_core.control.journal.journal import Journal
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.data.source import PromptSource

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.ledger import Ledger, LedgerConfig
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from ledger_simulation.invariants import Invariants
 
 if TYPE_CHECKING:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from cosmos_rl_core.control.ledger.leasing import is_generated
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.samples import PENDING, READY
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerState
 
 
-def lines(ledger: Ledger) -> list[str]:
+def lines(ledger: LedgerState) -> list[str]:
     """Return one line a wait: "policy-0 waits for batch 7: 3 of 8 groups ready, 5 leased to rollout-0"."""
     found = [f"the run has halted: {ledger.halted}"] if ledger.halted is not None else []
     return [*found, *_mesh(ledger), *_batches(ledger), *_votes(ledger), *_leases(ledger), *_suspects(ledger)]
 
 
-def _mesh(ledger: Ledger) -> list[str]:
+def _mesh(ledger: LedgerState) -> list[str]:
     members = ledger.members
     if ledger.is_orphaned:
         version = ledger.checkpoint_version
@@ -29,7 +25,7 @@ def _mesh(ledger: Ledger) -> list[str]:
     return [f"the run waits for policy replicas: {len(ready)} of {wanted} ready"]
 
 
-def _batches(ledger: Ledger) -> list[str]:
+def _batches(ledger: LedgerState) -> list[str]:
     samples = ledger.samples
     why = f"{samples.count(READY)} of {ledger.config.groups_per_step} groups ready"
     for name, held in sorted(samples.held.items()):
@@ -39,14 +35,14 @@ def _batches(ledger: Ledger) -> list[str]:
     return [f"{name} waits for batch {ledger.version}: {why}" for name in ledger.sessions.batch_requests]
 
 
-def _votes(ledger: Ledger) -> list[str]:
+def _votes(ledger: LedgerState) -> list[str]:
     missing = [name for name in ledger.members.mesh if name not in ledger.votes]
     if ledger.assignment is None or not ledger.votes or not missing:
         return []
     return [f"{name} waits for the votes of {', '.join(missing)} on step {ledger.version}" for name in ledger.votes]
 
 
-def _leases(ledger: Ledger) -> list[str]:
+def _leases(ledger: LedgerState) -> list[str]:
     found = []
     for (lineage, version), capacities in ledger.sessions.lease_requests.items():
         if lineage != ledger.lineage:
@@ -61,7 +57,7 @@ def _leases(ledger: Ledger) -> list[str]:
     return found
 
 
-def _suspects(ledger: Ledger) -> list[str]:
+def _suspects(ledger: LedgerState) -> list[str]:
     return [
         f"the run waits for {name} to come back: {'connection closed' if session.is_closed else 'silent'}"
         for name, session in ledger.sessions.by_name.items()

@@ -7,18 +7,15 @@ is ever evicted. The first result of a sample wins, whoever brings it.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, Sample
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerState
 
 
-def request_leases(ledger: Ledger, replica: str, message: p.RequestLeases) -> None:
+def request_leases(ledger: LedgerState, replica: str, message: p.RequestLeases) -> None:
     """Queue the request; `answer_lease_requests`, right after, grants what can be granted."""
     member = ledger.members.by_name[replica]
     if member.role != "rollout" or member.state is not MemberState.READY or message.capacity < 1:
@@ -32,7 +29,7 @@ def request_leases(ledger: Ledger, replica: str, message: p.RequestLeases) -> No
     )
 
 
-def answer_lease_requests(ledger: Ledger) -> None:
+def answer_lease_requests(ledger: LedgerState) -> None:
     """Grant what the window admits, newest weights first, in turns among the replicas that wait."""
     requests = ledger.sessions.lease_requests
     if not requests:
@@ -50,7 +47,7 @@ def answer_lease_requests(ledger: Ledger) -> None:
                 _grant_in_turns(ledger, requests[lineage, version], ledger.window.deadline(version), room)
 
 
-def leases_to_grant(ledger: Ledger, version: int) -> int:
+def leases_to_grant(ledger: LedgerState, version: int) -> int:
     """Return how many leases may be granted now to replicas with weights of `version`."""
     deadline = ledger.window.deadline(version)
     room = ledger.window.room(ledger.samples.outstanding, deadline, next_step=ledger.next_step)
@@ -58,14 +55,14 @@ def leases_to_grant(ledger: Ledger, version: int) -> int:
     return min(room, supply, ledger.places_left())
 
 
-def is_generated(ledger: Ledger) -> bool:
+def is_generated(ledger: LedgerState) -> bool:
     """Return whether no lease is out and none is needed, unless a group turns out to be unreadable."""
     if ledger.samples.count(LEASED):
         return False
     return ledger.places_left() <= 0 or not (ledger.samples.count(PENDING) or ledger.stream_left())
 
 
-def _grant_in_turns(ledger: Ledger, waiting: dict[str, int], deadline: int, room: int) -> None:
+def _grant_in_turns(ledger: LedgerState, waiting: dict[str, int], deadline: int, room: int) -> None:
     """One lease each in every turn, up to a replica's capacity and its fair share of the window.
 
     The share keeps the first to ask from taking a whole small window; a replica that has finished its part asks again.
@@ -83,7 +80,7 @@ def _grant_in_turns(ledger: Ledger, waiting: dict[str, int], deadline: int, room
         ledger.send(name, p.Grant(tuple(leases)))
 
 
-def _lease(ledger: Ledger, replica: str, deadline: int) -> p.LeasedPrompt:
+def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt:
     """Lease the lowest pending sample, or the next of the stream."""
     sample = ledger.samples.first_pending()
     attempt = 1 if sample is None else ledger.samples.active[sample].attempt + 1
@@ -93,7 +90,7 @@ def _lease(ledger: Ledger, replica: str, deadline: int) -> p.LeasedPrompt:
     return lease
 
 
-def deliver(ledger: Ledger, replica: str, group: p.Deliver) -> None:
+def deliver(ledger: LedgerState, replica: str, group: p.Deliver) -> None:
     """Take the first result of a sample, late ones included as far as the window has room for their age."""
     sample = group.sample
     if not (ledger.samples.is_issued(sample) and 0 <= group.min_version <= group.max_version):
@@ -118,7 +115,7 @@ def deliver(ledger: Ledger, replica: str, group: p.Deliver) -> None:
     ledger.send(replica, p.Ack(sample))
 
 
-def _admits_late(ledger: Ledger, entry: Sample, deadline: int) -> bool:
+def _admits_late(ledger: LedgerState, entry: Sample, deadline: int) -> bool:
     """Return whether a group of `deadline` fits the window in place of the sample's present lease, if any."""
     others = dict(ledger.samples.outstanding)
     if entry.state is LEASED:
@@ -126,7 +123,7 @@ def _admits_late(ledger: Ledger, entry: Sample, deadline: int) -> bool:
     return ledger.window.admits(others, deadline, next_step=ledger.next_step)
 
 
-def fail(ledger: Ledger, replica: str, message: p.Failed) -> None:
+def fail(ledger: LedgerState, replica: str, message: p.Failed) -> None:
     """Try again or drop the sample; only its holder can fail it."""
     entry = ledger.samples.active.get(message.sample)
     if entry is not None and _is_holder(entry, replica, message):
@@ -134,7 +131,7 @@ def fail(ledger: Ledger, replica: str, message: p.Failed) -> None:
     ledger.send(replica, p.Ack(message.sample))
 
 
-def _fail(ledger: Ledger, sample: int, entry: Sample, reason: str, *, final: bool) -> None:
+def _fail(ledger: LedgerState, sample: int, entry: Sample, reason: str, *, final: bool) -> None:
     ledger.sessions.end_lease(sample)
     if final or entry.failures + 1 >= ledger.config.max_attempts:
         ledger.decide(records.Dropped(sample, reason))
@@ -143,7 +140,7 @@ def _fail(ledger: Ledger, sample: int, entry: Sample, reason: str, *, final: boo
         ledger.decide(records.Returned(sample, reason, failed=True))
 
 
-def _check_budgets(ledger: Ledger, reason: str) -> None:
+def _check_budgets(ledger: LedgerState, reason: str) -> None:
     """Halt when nothing but drops come: the run would read its stream to the end without training."""
     config = ledger.config
     if ledger.halted is not None:

@@ -8,17 +8,14 @@ steps unless a member is lost.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.membership import MemberState
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerState
 
 
-def is_current(ledger: Ledger, event: events.From) -> bool:
+def is_current(ledger: LedgerState, event: events.From) -> bool:
     """Return whether to act on a message; reject one of a process that was replaced or given up.
 
     A message is a sign of life: its sender is no longer suspect for silence.
@@ -38,12 +35,12 @@ def is_current(ledger: Ledger, event: events.From) -> bool:
     return True
 
 
-def _fence(ledger: Ledger, replica: str, incarnation: int, sample: int = -1) -> None:
+def _fence(ledger: LedgerState, replica: str, incarnation: int, sample: int = -1) -> None:
     reason = f"{replica} incarnation {incarnation} was replaced or given up; join anew"
     ledger.send(replica, p.Reject(incarnation, reason, sample, fenced=True))
 
 
-def join(ledger: Ledger, event: events.Join) -> None:
+def join(ledger: LedgerState, event: events.Join) -> None:
     """Welcome a new process under a new incarnation, or a known one on its new connection."""
     member = ledger.members.by_name.get(event.replica)
     if event.incarnation:
@@ -66,14 +63,14 @@ def join(ledger: Ledger, event: events.Join) -> None:
         send_mesh(ledger, event.replica)
 
 
-def ready(ledger: Ledger, replica: str, message: p.Ready) -> None:
+def ready(ledger: LedgerState, replica: str, message: p.Ready) -> None:
     """A joined replica has loaded its weights and can work."""
     if ledger.members.by_name[replica].state is MemberState.JOINING:
         ledger.decide(records.Moved(replica, MemberState.READY))
         form_mesh(ledger)
 
 
-def heartbeat(ledger: Ledger, replica: str, message: p.Heartbeat) -> None:
+def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
     """Renew the leases a replica names, if it made progress since its last heartbeat."""
     session = ledger.sessions.by_name.get(replica)
     if session is None or message.progress <= session.progress:
@@ -85,7 +82,7 @@ def heartbeat(ledger: Ledger, replica: str, message: p.Heartbeat) -> None:
             ledger.sessions.renew(sample, ledger.now)
 
 
-def disconnected(ledger: Ledger, event: events.Disconnected) -> None:
+def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
     """Suspect a replica at once."""
     session = ledger.sessions.by_name.get(event.replica)
     if session is None or not ledger.members.is_current(event.replica, event.incarnation):
@@ -94,11 +91,11 @@ def disconnected(ledger: Ledger, event: events.Disconnected) -> None:
     _suspect(ledger, event.replica)
 
 
-def leave(ledger: Ledger, replica: str, message: p.Goodbye) -> None:
+def leave(ledger: LedgerState, replica: str, message: p.Goodbye) -> None:
     lose(ledger, replica, reason="left", in_good_order=True)
 
 
-def restart(ledger: Ledger, event: events.Restart) -> None:
+def restart(ledger: LedgerState, event: events.Restart) -> None:
     """Suspect everybody until they connect again; leases live anew from now.
 
     The journal may end between two records of one event, so what would have followed is made up for.
@@ -117,7 +114,7 @@ def restart(ledger: Ledger, event: events.Restart) -> None:
         form_mesh(ledger)
 
 
-def tick(ledger: Ledger, event: events.Tick) -> None:
+def tick(ledger: LedgerState, event: events.Tick) -> None:
     """Give up suspects whose grace is over, suspect the silent, and take back expired leases."""
     config, now, members = ledger.config, ledger.now, ledger.members.by_name
     for name, session in list(ledger.sessions.by_name.items()):
@@ -132,7 +129,7 @@ def tick(ledger: Ledger, event: events.Tick) -> None:
         ledger.send(replica, p.Cancel(sample))
 
 
-def lose(ledger: Ledger, replica: str, *, reason: str, in_good_order: bool = False) -> None:
+def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool = False) -> None:
     """Give a replica up: its leases return, and the mesh goes on without it."""
     _return_leases(ledger, replica, reason=reason)
     ledger.sessions.close(replica)
@@ -141,7 +138,7 @@ def lose(ledger: Ledger, replica: str, *, reason: str, in_good_order: bool = Fal
         form_mesh(ledger)
 
 
-def form_mesh(ledger: Ledger) -> None:
+def form_mesh(ledger: LedgerState) -> None:
     """Let the policy replicas that can train do so together; called when who can, or the step, has changed.
 
     A loss changes the mesh at once. Newcomers wait for the end of the step, and at first for one another.
@@ -158,7 +155,7 @@ def form_mesh(ledger: Ledger) -> None:
         remesh(ledger, ready)
 
 
-def remesh(ledger: Ledger, members: tuple[str, ...]) -> None:
+def remesh(ledger: LedgerState, members: tuple[str, ...]) -> None:
     ledger.decide(records.Meshed(ledger.members.epoch + 1, members))
     ledger.sessions.batch_requests.clear()
     for name in members:
@@ -167,12 +164,12 @@ def remesh(ledger: Ledger, members: tuple[str, ...]) -> None:
         ledger.output(events.PoliciesLost(ledger.checkpoint_version))
 
 
-def send_mesh(ledger: Ledger, replica: str) -> None:
+def send_mesh(ledger: LedgerState, replica: str) -> None:
     members = ledger.members
     ledger.send(replica, p.Remesh(members.epoch, members.mesh, ledger.version, ledger.lineage))
 
 
-def _suspect(ledger: Ledger, replica: str) -> None:
+def _suspect(ledger: LedgerState, replica: str) -> None:
     session = ledger.sessions.by_name[replica]
     ledger.sessions.withdraw(replica)
     if session.suspect_since is None:
@@ -181,13 +178,13 @@ def _suspect(ledger: Ledger, replica: str) -> None:
             ledger.decide(records.Moved(replica, MemberState.SUSPECT))
 
 
-def _clear(ledger: Ledger, replica: str) -> None:
+def _clear(ledger: LedgerState, replica: str) -> None:
     was_ready = ledger.members.by_name[replica].was_ready
     ledger.decide(records.Moved(replica, MemberState.READY if was_ready else MemberState.JOINING))
     form_mesh(ledger)
 
 
-def _return_leases(ledger: Ledger, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
+def _return_leases(ledger: LedgerState, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
     for sample in sorted(ledger.samples.held.get(replica, set()).difference(but)):
         ledger.sessions.end_lease(sample)
         ledger.decide(records.Returned(sample, reason))

@@ -7,18 +7,15 @@ harmless.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.liveness import form_mesh, send_mesh
-from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, READY
-
-if TYPE_CHECKING:
-    from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.samples import READY
+from cosmos_rl_core.control.ledger.state import LedgerState
 
 
-def request_batch(ledger: Ledger, replica: str, message: p.RequestBatch) -> None:
+def request_batch(ledger: LedgerState, replica: str, message: p.RequestBatch) -> None:
     """Queue the request; `answer_batch_requests` follows right after."""
     if _is_of_mesh(ledger, replica, message.epoch):
         if message.step == ledger.version:
@@ -27,7 +24,7 @@ def request_batch(ledger: Ledger, replica: str, message: p.RequestBatch) -> None
             _answer_other_step(ledger, replica, message.step)
 
 
-def answer_batch_requests(ledger: Ledger) -> None:
+def answer_batch_requests(ledger: LedgerState) -> None:
     """Assign the next batch if it can be made up, and send it to all members that wait."""
     waiting = ledger.sessions.batch_requests
     if not waiting:
@@ -48,7 +45,7 @@ def answer_batch_requests(ledger: Ledger) -> None:
         waiting.clear()
 
 
-def pick(ledger: Ledger) -> tuple[int, ...] | None:
+def pick(ledger: LedgerState) -> tuple[int, ...] | None:
     """Choose the samples of the next step, or None while it must wait."""
     samples = ledger.samples
     if not ledger.config.rollouts:
@@ -58,7 +55,7 @@ def pick(ledger: Ledger) -> tuple[int, ...] | None:
     return ledger.window.select(samples.ready, samples.outstanding, next_step=ledger.next_step)
 
 
-def _supply(ledger: Ledger) -> None:
+def _supply(ledger: LedgerState) -> None:
     """Make up a supervised batch: pending samples first, then the stream."""
     samples, missing = ledger.samples, ledger.config.groups_per_step - ledger.samples.count(READY)
     if missing <= 0:
@@ -68,20 +65,7 @@ def _supply(ledger: Ledger) -> None:
     ledger.decide(records.Supplied((*pending, *fresh)))
 
 
-def why_finished(ledger: Ledger) -> str | None:
-    """Return why there will never be another batch, or None."""
-    config, samples = ledger.config, ledger.samples
-    if config.max_steps is not None and ledger.version >= config.max_steps:
-        return f"all {config.max_steps} steps are done"
-    if ledger.assignment is not None:
-        return None
-    left = samples.count(PENDING) + samples.count(LEASED) + ledger.stream_left()
-    if samples.count(READY) + left < config.groups_per_step:
-        return f"the stream of {config.total_samples} samples has ended"
-    return None
-
-
-def payloads_lost(ledger: Ledger, replica: str, message: p.PayloadsLost) -> None:
+def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) -> None:
     """Take the batch in work apart: unreadable groups are generated again, the others wait for the next batch."""
     if not _is_of_mesh(ledger, replica, message.epoch):
         return
@@ -99,7 +83,7 @@ def payloads_lost(ledger: Ledger, replica: str, message: p.PayloadsLost) -> None
     _check_losses(ledger, message.reason)
 
 
-def _check_losses(ledger: Ledger, reason: str) -> None:
+def _check_losses(ledger: LedgerState, reason: str) -> None:
     """Halt when no batch can be read: generating more of the kind would not help."""
     if ledger.losses_in_a_row > ledger.config.max_losses:
         ledger.halt(
@@ -108,7 +92,7 @@ def _check_losses(ledger: Ledger, reason: str) -> None:
         )
 
 
-def vote(ledger: Ledger, replica: str, message: p.Vote) -> None:
+def vote(ledger: LedgerState, replica: str, message: p.Vote) -> None:
     """Count a vote, and commit with the last one."""
     if not _is_of_mesh(ledger, replica, message.epoch):
         return
@@ -121,29 +105,29 @@ def vote(ledger: Ledger, replica: str, message: p.Vote) -> None:
         commit(ledger, batch)
 
 
-def is_unanimous(ledger: Ledger) -> bool:
+def is_unanimous(ledger: LedgerState) -> bool:
     return set(ledger.members.mesh) <= set(ledger.votes)
 
 
-def commit(ledger: Ledger, batch: records.Assigned) -> None:
+def commit(ledger: LedgerState, batch: records.Assigned) -> None:
     ledger.decide(records.Commit(batch.step, batch.epoch, ledger.lineage, tuple(sorted(ledger.votes))))
     for name in ledger.members.mesh:
         _send_committed(ledger, name, batch.step)
     form_mesh(ledger)
 
 
-def _send_committed(ledger: Ledger, replica: str, step: int) -> None:
+def _send_committed(ledger: LedgerState, replica: str, step: int) -> None:
     position = ledger.position()
     ledger.send(replica, p.Committed(step, position.next_sample, position.unfinished))
 
 
-def checkpointed(ledger: Ledger, replica: str, message: p.CheckpointDone) -> None:
+def checkpointed(ledger: LedgerState, replica: str, message: p.CheckpointDone) -> None:
     """Forget the samples the checkpoint contains; one of an abandoned lineage contains others."""
     if message.lineage == ledger.lineage and ledger.checkpoint_version < message.step <= ledger.version:
         ledger.decide(records.Covered(message.step))
 
 
-def rollback(ledger: Ledger, event: events.Rollback) -> None:
+def rollback(ledger: LedgerState, event: events.Rollback) -> None:
     """Begin a new lineage at `version`; raises ValueError for a version that no checkpoint or policy has."""
     if not ledger.checkpoint_version <= event.version <= ledger.version:
         raise ValueError(
@@ -159,7 +143,7 @@ def rollback(ledger: Ledger, event: events.Rollback) -> None:
     form_mesh(ledger)
 
 
-def _is_of_mesh(ledger: Ledger, replica: str, epoch: int) -> bool:
+def _is_of_mesh(ledger: LedgerState, replica: str, epoch: int) -> bool:
     """Return whether a message comes from the present mesh; a member that is behind gets the mesh."""
     members = ledger.members
     if replica in members.mesh:
@@ -170,7 +154,7 @@ def _is_of_mesh(ledger: Ledger, replica: str, epoch: int) -> bool:
     return False
 
 
-def _answer_other_step(ledger: Ledger, replica: str, step: int) -> None:
+def _answer_other_step(ledger: LedgerState, replica: str, step: int) -> None:
     if step < ledger.version:
         _send_committed(ledger, replica, step)
     else:

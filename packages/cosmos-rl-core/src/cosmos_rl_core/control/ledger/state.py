@@ -1,0 +1,336 @@
+"""The ledger's state, and how each record changes it. No rule is decided here.
+
+`LedgerState` is the base of `Ledger` (ledger.py); the rules in liveness.py, stepping.py and leasing.py work on it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Self
+
+import msgspec
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events, records
+from cosmos_rl_core.control.ledger.membership import Members, MemberTable
+from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, READY, Samples, SampleTable
+from cosmos_rl_core.control.ledger.sessions import Sessions
+from cosmos_rl_core.rollout.staleness import StalenessWindow
+
+UNBOUNDED = 2**62
+FILTERED = "filtered:"
+"""Beginning of the reasons of groups that were left out on purpose."""
+NO_DEADLINE = 2**62
+"""Deadline of supervised samples, which do not age."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LedgerConfig:
+    """The rules' numbers."""
+
+    groups_per_step: int
+    """Samples a step trains on."""
+    max_staleness: int = 0
+    """Most versions between the weights that drew a term and the weights trained on it."""
+    total_samples: int | None = None
+    """Length of the prompt stream; None: endless."""
+    max_steps: int | None = None
+    """Steps of the run; None: until the stream ends."""
+    rollouts: bool = True
+    """False: supervised; samples are ready when a batch is asked for, without leases."""
+    policy_members: int = 1
+    """Policy replicas that must be ready before the first step, and after all were lost."""
+    lease_ttl_s: float = 60.0
+    """A lease not renewed for so long returns."""
+    silence_s: float = 120.0
+    """A ready replica not heard of for so long is suspect."""
+    suspect_grace_s: float = 2.0
+    """A suspect replica that does not come back for so long is gone."""
+    max_attempts: int = 3
+    """Errors after which a sample is dropped. Deaths of replicas do not count."""
+    max_failed: int = 16
+    """Most samples dropped for errors in a row, with no group completed in between, before the run halts."""
+    max_filtered: int = 1024
+    """Most samples filtered in a row before the run halts."""
+    max_losses: int = 8
+    """Times in a row that groups of a batch may turn out to be unreadable before the run halts."""
+
+
+class LedgerState:
+    """Durable state, with what the rules need to change it: `decide` and `send`. The attributes are for reading."""
+
+    def __init__(self, config: LedgerConfig) -> None:
+        self.config = config
+        self.window = StalenessWindow(config.max_staleness, config.groups_per_step)
+        self.samples = Samples()
+        self.members = Members()
+        self.version = 0
+        """Committed steps on the lineage."""
+        self.lineage = 0
+        self.checkpoint_version = 0
+        """Version of the last durable checkpoint."""
+        self.assignment: records.Assigned | None = None
+        """The batch in work, under its present epoch."""
+        self.votes: tuple[str, ...] = ()
+        self.is_orphaned = False
+        """All policy replicas were lost and the server has not rolled back yet."""
+        self.staleness: tuple[float, int] = (0.0, 0)
+        """Mean and maximum, over the groups of the last assigned batch, of step - oldest version."""
+        self.failed_in_a_row = 0
+        self.filtered_in_a_row = 0
+        self.num_lost = 0
+        """Groups that were generated and could not be read by the policy."""
+        self.losses_in_a_row = 0
+        """Batches taken apart for such groups since the last commit."""
+        self.halted: str | None = None
+        self.generation = 0
+        self.sessions = Sessions()
+        self.now = 0.0
+        self._records: list[records.Record] = []
+        self._outputs: list[events.Output] = []
+
+    @classmethod
+    def resume(cls, config: LedgerConfig, position: records.Position) -> tuple[Self, records.Resumed]:
+        """Return a ledger that stands at a checkpoint, and the record that must open its journal."""
+        ledger, record = cls(config), records.Resumed(position)
+        ledger.apply(record)
+        return ledger, record
+
+    @classmethod
+    def replay(cls, config: LedgerConfig, journal: Iterable[records.Record]) -> Self:
+        """Return the ledger a journal describes. Follow it with the event `Restart`."""
+        return cls.restore(config, None, journal)
+
+    def decide(self, record: records.Record) -> None:
+        """Apply a record and hand it to the caller of `on`."""
+        self.apply(record)
+        self._records.append(record)
+
+    def output(self, output: events.Output) -> None:
+        self._outputs.append(output)
+
+    def send(self, replica: str, message: p.FromLedger) -> None:
+        self.output(events.To(replica, message))
+
+    def reject(self, replica: str, reason: str, sample: int = -1) -> None:
+        """Answer a message of the replica's present process that changed nothing."""
+        self.send(replica, p.Reject(self.members.by_name[replica].incarnation, reason, sample))
+
+    def halt(self, message: str) -> None:
+        """End the run with an error."""
+        self.decide(records.Halted(message))
+        self.output(events.Halt(message))
+
+    @property
+    def next_step(self) -> int:
+        """First step without a batch."""
+        return self.version + (self.assignment is not None)
+
+    def stream_left(self) -> int:
+        """Return how many samples were never issued."""
+        total = self.config.total_samples
+        return UNBOUNDED if total is None else max(total - self.samples.next_sample, 0)
+
+    def places_left(self) -> int:
+        """Return how many groups the remaining steps need beyond the outstanding ones."""
+        if self.config.max_steps is None:
+            return UNBOUNDED
+        steps = self.config.max_steps - self.next_step
+        return steps * self.config.groups_per_step - self.samples.num_outstanding
+
+    def why_finished(self) -> str | None:
+        """Return why there will never be another batch, or None while the run goes on."""
+        config, samples = self.config, self.samples
+        if config.max_steps is not None and self.version >= config.max_steps:
+            return f"all {config.max_steps} steps are done"
+        if self.assignment is not None:
+            return None
+        left = samples.count(PENDING) + samples.count(LEASED) + self.stream_left()
+        if samples.count(READY) + left < config.groups_per_step:
+            return f"the stream of {config.total_samples} samples has ended"
+        return None
+
+    def counts(self) -> dict[str, int]:
+        """Return the samples issued and in each state; `issued` is the sum of the others at every instant."""
+        return self.samples.counts()
+
+    def position(self) -> records.Position:
+        """Return where the stream stands for a checkpoint of the present version."""
+        return self.samples.position(self.version)
+
+    def snapshot(self) -> bytes:
+        """Return the durable state, for `restore`; the same bytes for equal ledgers."""
+        return msgspec.msgpack.encode(self._table())
+
+    @classmethod
+    def restore(cls, config: LedgerConfig, snapshot: bytes | None, journal: Iterable[records.Record] = ()) -> Self:
+        """Return the ledger of a snapshot (or a new one) and the records since. `Restart` comes next."""
+        ledger = cls(config)
+        if snapshot is not None:
+            state = msgspec.msgpack.decode(snapshot, type=LedgerTable)
+            ledger.samples, ledger.members = Samples.load(state.samples), Members.load(state.members)
+            for name in _SCALARS:
+                setattr(ledger, name, getattr(state, name))
+        for record in journal:
+            ledger.apply(record)
+        return ledger
+
+    def state_digest(self) -> str:
+        """Return a digest of the durable state; equal ledgers have equal digests."""
+        return hashlib.blake2b(self.snapshot(), digest_size=16).hexdigest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, LedgerState) and self._table() == other._table()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def _table(self) -> LedgerTable:
+        scalars = {name: getattr(self, name) for name in _SCALARS}
+        return LedgerTable(samples=self.samples.dump(), members=self.members.dump(), **scalars)
+
+    def apply(self, record: records.Record) -> None:
+        """Change the durable state by one fact. The only place that does."""
+        APPLY[type(record)](self, record)
+
+
+class LedgerTable(msgspec.Struct, array_like=True, kw_only=True):
+    """The durable state as one value; the fields are the attributes of `LedgerState` of the same names."""
+
+    samples: SampleTable
+    members: MemberTable
+    version: int
+    lineage: int
+    checkpoint_version: int
+    assignment: records.Assigned | None
+    votes: tuple[str, ...]
+    is_orphaned: bool
+    staleness: tuple[float, int]
+    failed_in_a_row: int
+    filtered_in_a_row: int
+    halted: str | None
+    generation: int
+    num_lost: int
+    losses_in_a_row: int
+
+
+_SCALARS = LedgerTable.__struct_fields__[2:]
+
+
+def _resumed(ledger: LedgerState, record: records.Resumed) -> None:
+    ledger.samples.resume(record.position)
+    ledger.version = ledger.checkpoint_version = record.position.version
+
+
+def _meshed(ledger: LedgerState, record: records.Meshed) -> None:
+    ledger.members.epoch, ledger.members.mesh = record.epoch, record.members
+    ledger.is_orphaned = not record.members
+    ledger.votes = ()
+    if ledger.assignment is not None:
+        ledger.assignment = msgspec.structs.replace(ledger.assignment, epoch=record.epoch)
+
+
+def _leased(ledger: LedgerState, record: records.Leased) -> None:
+    ledger.samples.lease(record.sample, record.replica, record.attempt, record.deadline)
+
+
+def _returned(ledger: LedgerState, record: records.Returned) -> None:
+    ledger.samples.return_lease(record.sample, record.failed)
+
+
+def _delivered(ledger: LedgerState, record: records.Delivered) -> None:
+    ledger.samples.deliver(
+        record.sample,
+        record.replica,
+        deadline=record.deadline,
+        min_version=record.min_version,
+        max_version=record.max_version,
+        num_terms=record.num_terms,
+    )
+    ledger.failed_in_a_row = ledger.filtered_in_a_row = 0
+
+
+def _dropped(ledger: LedgerState, record: records.Dropped) -> None:
+    ledger.samples.drop(record.sample, record.reason)
+    if record.reason.startswith(FILTERED):
+        ledger.filtered_in_a_row += 1
+    else:
+        ledger.failed_in_a_row += 1
+
+
+def _supplied(ledger: LedgerState, record: records.Supplied) -> None:
+    ledger.samples.supply(record.samples, NO_DEADLINE)
+
+
+def _assigned(ledger: LedgerState, record: records.Assigned) -> None:
+    ledger.samples.assign(record.samples)
+    ledger.assignment = record
+    ledger.votes = ()
+    if ledger.config.rollouts:
+        ages = [record.step - ledger.samples.active[s].min_version for s in record.samples]
+        ledger.staleness = (sum(ages) / len(ages), max(ages))
+
+
+def _payloads_lost(ledger: LedgerState, record: records.PayloadsLost) -> None:
+    assert ledger.assignment is not None and ledger.assignment.step == record.step
+    ledger.samples.unassign(ledger.assignment.samples, lost=record.samples)
+    ledger.assignment, ledger.votes = None, ()
+    ledger.members.epoch += 1  # gradients of the batch are void
+    ledger.num_lost += len(record.samples)
+    ledger.losses_in_a_row += 1
+
+
+def _voted(ledger: LedgerState, record: records.Voted) -> None:
+    ledger.votes = (*ledger.votes, record.replica)
+
+
+def _commit(ledger: LedgerState, record: records.Commit) -> None:
+    assert ledger.assignment is not None and ledger.assignment.step == record.step == ledger.version
+    ledger.samples.commit(record.step, ledger.assignment.samples)
+    ledger.version += 1
+    ledger.assignment, ledger.votes = None, ()
+    ledger.losses_in_a_row = 0
+
+
+def _covered(ledger: LedgerState, record: records.Covered) -> None:
+    ledger.samples.cover(record.version)
+    ledger.checkpoint_version = record.version
+
+
+def _rolled_back(ledger: LedgerState, record: records.RolledBack) -> None:
+    assigned = ledger.assignment.samples if ledger.assignment is not None else ()
+    ledger.samples.undo(record.version, assigned, record.payloads_kept)
+    ledger.version, ledger.lineage = record.version, record.lineage
+    ledger.members.epoch += 1  # gradients of the undone steps are void
+    ledger.assignment, ledger.votes = None, ()
+    ledger.is_orphaned = False
+
+
+def _restarted(ledger: LedgerState, record: records.Restarted) -> None:
+    ledger.generation = record.generation
+
+
+def _halted(ledger: LedgerState, record: records.Halted) -> None:
+    ledger.halted = record.message
+
+
+APPLY: dict[type[records.Record], Callable[..., None]] = {
+    records.Resumed: _resumed,
+    records.Joined: lambda ledger, r: ledger.members.join(r.replica, r.role, r.incarnation),
+    records.Moved: lambda ledger, r: ledger.members.move(r.replica, r.state),
+    records.Meshed: _meshed,
+    records.Leased: _leased,
+    records.Returned: _returned,
+    records.Delivered: _delivered,
+    records.Dropped: _dropped,
+    records.Supplied: _supplied,
+    records.Assigned: _assigned,
+    records.PayloadsLost: _payloads_lost,
+    records.Voted: _voted,
+    records.Commit: _commit,
+    records.Covered: _covered,
+    records.RolledBack: _rolled_back,
+    records.Restarted: _restarted,
+    records.Halted: _halted,
+}
