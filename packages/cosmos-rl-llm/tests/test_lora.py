@@ -14,7 +14,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, merge
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm.config import LLMModelConfig, LoraSection
+from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
 from cosmos_rl_llm.policy.lora import add_adapters, read_tensors
@@ -23,7 +23,7 @@ from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 
 pytest.importorskip("peft")
 
-SECTION = LoraSection(rank=4, alpha=6.0)
+SECTION = LLMLoraSection(rank=4, alpha=6.0)
 
 
 def model(family="qwen3"):
@@ -92,7 +92,7 @@ def test_weights_are_the_live_adapters():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_merged_weights_give_the_same_logprobs(family):
     network, base = adapted(family, trained=True), model(family)
-    merged = dict(merge(base.state_dict().items(), adapter_weights(network), scaling=6.0 / 4))
+    merged = dict(merge(base.state_dict().items(), adapter_weights(network).items(), scaling=6.0 / 4))
     expected = logprobs(network)
     assert not torch.allclose(expected, logprobs(model(family)), atol=1e-3)
     base.load_state_dict(merged)
@@ -107,13 +107,13 @@ def test_routers_and_experts_have_no_adapters(family):
 
 def test_target_modules_choose_layers():
     network = model()
-    add_adapters(network, LoraSection(target_modules=("q_proj", "v_proj")), base="some/base")
+    add_adapters(network, LLMLoraSection(target_modules=("q_proj", "v_proj")), base="some/base")
     assert len(adapter_weights(network)) == 2 * 2 * 2
 
 
 def test_an_unknown_layer_is_told_with_the_known_ones():
-    with pytest.raises(UserError, match=r"no linear layer called qproj; it has down_proj, .*q_proj"):
-        add_adapters(model(), LoraSection(target_modules=("qproj",)), base="some/base")
+    with pytest.raises(UserError, match=r"no linear layer whose name ends in qproj; it has mlp.down_proj, .*q_proj"):
+        add_adapters(model(), LLMLoraSection(target_modules=("qproj",)), base="some/base")
 
 
 def test_without_peft_the_message_says_what_to_install(monkeypatch):
@@ -126,7 +126,7 @@ def test_adapters_of_another_model_are_told():
     name = "base_model.model.model.layers.9.mlp.up_proj.lora_{}.weight"
     adapters = {name.format("A"): torch.zeros(4, 64), name.format("B"): torch.zeros(96, 4)}
     with pytest.raises(UserError, match=r"no weight model\.layers\.9\.mlp\.up_proj\.weight"):
-        dict(merge(model().state_dict().items(), adapters, scaling=1.0))
+        dict(merge(model().state_dict().items(), adapters.items(), scaling=1.0))
 
 
 def test_a_policy_without_adapters_is_no_reference():
@@ -172,7 +172,7 @@ def test_transformers_loads_what_is_written(tmp_path):
     assert found.keys() == policy.weights().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in policy.weights().items())
     tokens = torch.arange(12)[None]
-    merged = dict(merge(read_tensors(base), found, scaling=6.0 / 4))
+    merged = dict(merge(read_tensors(base), found.items(), scaling=6.0 / 4))
     whole = load_model(base, dtype=torch.float32)
     whole.load_state_dict(merged, strict=False)  # without the tied head
     torch.testing.assert_close(loaded.double()(tokens).logits, whole.double()(tokens).logits, rtol=1e-6, atol=1e-6)
@@ -230,7 +230,7 @@ def test_a_grpo_run_trains_and_sends_adapters_alone(tmp_path):
 )
 def test_ranks_train_the_same_adapters(dims):
     lora = {"rank": 4, "alpha": 6.0}
-    one = train("qwen3", lora=LoraSection.model_validate(lora), num_steps=3)
+    one = train("qwen3", lora=LLMLoraSection.model_validate(lora), num_steps=3)
     num_ranks = torch.tensor(list(dims.values())).prod().item()
     ranks = run_ranks(train_rank, num_ranks, family="qwen3", dims=dims, lora=lora, num_steps=3)
     assert_equal(one, ranks)

@@ -10,7 +10,7 @@ from cosmos_rl_core.parallel.config import MemorySection, PrecisionSection
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm.config import LoraSection
+from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
@@ -66,7 +66,7 @@ def test_float8_stays_near_float32(recipe, lora):
     for fp8 in ("none", recipe):
         network = model()
         if lora:
-            add_adapters(network, LoraSection(), base="some/base")
+            add_adapters(network, LLMLoraSection(), base="some/base")
         policy = CausalLMPolicy(network, setup=ModelSetup(precision=PrecisionSection(fp8=fp8)))
         found[fp8] = policy.forward(microbatch()).logprobs
         found[fp8].sum().backward()

@@ -21,7 +21,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
-from cosmos_rl_llm.config import LLMModelConfig, LoraSection
+from cosmos_rl_llm.config import LLMLoraSection, LLMModelConfig
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.model.shape import read_shape
 from cosmos_rl_llm.policy.lora import add_adapters
@@ -101,7 +101,7 @@ def measure(
     setup = ModelSetup(mesh=mesh, parallel=section, memory=MemorySection.model_validate(memory or {}))
     model = make_tiny(family, num_layers=LAYERS)
     if lora:
-        add_adapters(model, LoraSection(rank=4), base=family)
+        add_adapters(model, LLMLoraSection(rank=4), base=family)
     kind = PipelinedPolicy if section.pp > 1 else CausalLMPolicy
     policy = kind(model, setup=setup, compute_dtype=torch.bfloat16 if dtype == "bfloat16" else None)
     optimizer = build_optimizer(

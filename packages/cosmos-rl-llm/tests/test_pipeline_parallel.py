@@ -13,7 +13,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm.config import LoraSection
+from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
@@ -43,7 +43,7 @@ def test_stages_train_as_one_process_does(family, parallel, options):
 
 def plain(options):
     """What `train` takes for the plain values that `train_rank` takes."""
-    lora = {"lora": LoraSection.model_validate(options["lora"])} if "lora" in options else {}
+    lora = {"lora": LLMLoraSection.model_validate(options["lora"])} if "lora" in options else {}
     return {**options, **lora}
 
 

@@ -17,7 +17,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSettings
-from cosmos_rl_llm.config import LoraSection
+from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine, refusal
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
@@ -57,7 +57,7 @@ def test_options_it_does_not_take(options, found):
 
 
 def test_adapters_are_refused():
-    model = LLM.Model(path="x", lora=LoraSection(rank=2))
+    model = LLM.Model(path="x", lora=LLMLoraSection(rank=2))
     with pytest.raises(UserError, match=r"model\.lora"):
         LLM.build_engine(model, data=LLM.Data(path="x"), name="vllm", options={})
 

@@ -8,11 +8,11 @@ from wfm_fixtures import FAMILIES, noise, tiny_model
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, merge, without_adapters
 from cosmos_rl_wfm.build import export_weights
-from cosmos_rl_wfm.models.config import LoraSection, TextSection, WFMModelConfig
+from cosmos_rl_wfm.models.config import TextSection, WFMLoraSection, WFMModelConfig
 
 pytest.importorskip("peft", reason="an extra of the package")
 
-LORA = LoraSection(rank=4, alpha=6.0)
+LORA = WFMLoraSection(rank=4, alpha=6.0)
 
 
 def model(family="wan", *, lora=LORA, seed=0):
@@ -56,11 +56,11 @@ def test_the_family_says_which_layers_are_adapted():
 
 
 def test_layers_can_be_named_and_unknown_ones_are_refused():
-    chosen = adapter_weights(model(lora=LoraSection(target_modules=("ffn.net.2", "attn1.to_q"))).network)
+    chosen = adapter_weights(model(lora=WFMLoraSection(target_modules=("ffn.net.2", "attn1.to_q"))).network)
     assert len(chosen) == 2 * 2 * 2
     with pytest.raises(UserError, match=r"no linear layer whose name ends in q_proj; it has .*attn1.to_q"):
-        model(lora=LoraSection(target_modules=("q_proj",)))
-    assert len(adapter_weights(model(lora=LoraSection(target_modules="all-linear")).network)) > 32
+        model(lora=WFMLoraSection(target_modules=("q_proj",)))
+    assert len(adapter_weights(model(lora=WFMLoraSection(target_modules="all-linear")).network)) > 32
 
 
 def test_weights_for_the_engines_are_the_adapters_alone():
@@ -114,11 +114,11 @@ def test_merging_by_hand():
         "base_model.model.layer.lora_A.weight": torch.tensor([[1.0, 2.0]]),
         "base_model.model.layer.lora_B.weight": torch.tensor([[3.0], [4.0]]),
     }
-    merged = dict(merge(base.items(), adapters, scaling=0.5))
+    merged = dict(merge(base.items(), adapters.items(), scaling=0.5))
     assert merged["layer.weight"].tolist() == [[2.5, 3.0], [2.0, 5.0]]
     assert merged["layer.bias"].tolist() == [5.0, 6.0]
     with pytest.raises(UserError, match=r"no weight layer.weight for an adapter"):
-        dict(merge({}, adapters, scaling=1.0))
+        dict(merge({}, adapters.items(), scaling=1.0))
 
 
 @torch.no_grad()

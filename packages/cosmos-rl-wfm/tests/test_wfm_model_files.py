@@ -11,7 +11,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing import ranks
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model, fill_network, load_parts
-from cosmos_rl_wfm.models.config import LoraSection, TextSection, WFMModelConfig
+from cosmos_rl_wfm.models.config import TextSection, WFMLoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.folder import open_folder
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.models.weights import empty_network, random_network
@@ -230,7 +230,7 @@ def test_several_sets_of_weights_are_refused(tmp_path):
 
 def test_adapters_alone_are_no_model(tmp_path):
     pytest.importorskip("peft", reason="an extra of the package")
-    built = build_model(WFMModelConfig(family="wan", tiny=True, codec="pixels", text=WORDS, lora=LoraSection()))
+    built = build_model(WFMModelConfig(family="wan", tiny=True, codec="pixels", text=WORDS, lora=WFMLoraSection()))
     built.save(tmp_path)
     with pytest.raises(UserError, match="holds adapters of another model"):
         build(tmp_path, codec="pixels")

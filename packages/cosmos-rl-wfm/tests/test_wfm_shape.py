@@ -13,7 +13,7 @@ from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.domain import WFM
 from cosmos_rl_wfm.models.classes import compression
-from cosmos_rl_wfm.models.config import LoraSection, WFMModelConfig
+from cosmos_rl_wfm.models.config import WFMLoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
 from cosmos_rl_wfm.shape import read_shape
 
@@ -103,7 +103,7 @@ def test_adapters_are_counted_on_the_layers_that_get_them(tmp_path, targets):
     config = {"family": "cosmos", "network": {**tiny_network("cosmos", codec="pixels")}, "codec": "pixels"}
     policy = build_policy(pixel_model(**config), data=mock_data(), sampling=None, seed=0, setup=ModelSetup())
     policy.save_config(folder)
-    model = model_at(folder).model_copy(update={"lora": LoraSection(rank=2, target_modules=targets)})
+    model = model_at(folder).model_copy(update={"lora": WFMLoraSection(rank=2, target_modules=targets)})
     shape = read_shape(model, mock_data())
     built = build_policy(
         pixel_model(**config, lora=model.lora.model_dump()),

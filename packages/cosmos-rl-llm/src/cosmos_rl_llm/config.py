@@ -8,6 +8,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.settings.base import Strict
 
 PLAIN_TEXT = "none"
@@ -16,15 +17,11 @@ PLAIN_TEXT = "none"
 Overlong = Literal["error", "truncate", "drop"]
 
 
-class LoraSection(Strict):
+class LLMLoraSection(LoraSection):
     """[model.lora]: train low-rank adapters on linear layers and leave the model itself as it is."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the update of a layer's weight."""
-    alpha: float = Field(default=32.0, gt=0)
-    """The update is scaled by alpha / rank."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get an adapter, by the last part of their names, such as ["q_proj", "v_proj"]."""
 
 
 class LLMModelConfig(Strict):
@@ -38,7 +35,7 @@ class LLMModelConfig(Strict):
     """Context limit in tokens, prompt and response together; without it the model's own."""
     revision: str | None = None
     """Branch, tag or commit on the hub; only for a model id."""
-    lora: LoraSection | None = None
+    lora: LLMLoraSection | None = None
     """Train adapters of the model, and send them alone to the engines."""
 
 

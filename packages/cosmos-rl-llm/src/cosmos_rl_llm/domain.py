@@ -147,7 +147,7 @@ class LLMDomain(DomainBase):
         from cosmos_rl_llm.policy.lora import read_tensors
 
         base = read_tensors(_directory(model))
-        return merge(base, dict(tensors), scaling=model.lora.alpha / model.lora.rank)
+        return merge(base, tensors, scaling=model.lora.scaling)
 
 
 def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngineOptions) -> RolloutEngine:

@@ -31,7 +31,7 @@ from cosmos_rl_core.testing.ranks import largest_difference
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share, TrainBatch
-from cosmos_rl_llm.config import LoraSection
+from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.lora import add_adapters
@@ -105,7 +105,7 @@ def train(
     mesh: ReplicaMesh | None = None,
     parallel: ParallelSection | None = None,
     memory: MemorySection | None = None,
-    lora: LoraSection | None = None,
+    lora: LLMLoraSection | None = None,
 ) -> Results:
     """Train `num_steps` steps and return what happened, gathered; with a mesh all of its ranks call this.
 
@@ -147,7 +147,7 @@ def train_rank(
     """`train` in one of the ranks of `testing.ranks.run_ranks`, with plain values for mesh and sections."""
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu"))
     section = ParallelSection.model_validate({**dims, **(parallel or {})})
-    adapters = None if lora is None else LoraSection.model_validate(lora)
+    adapters = None if lora is None else LLMLoraSection.model_validate(lora)
     held = MemorySection.model_validate(memory or {})
     return train(**options, mesh=mesh, parallel=section, memory=held, lora=adapters)
 

@@ -11,12 +11,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.estimate import layer_of
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_vla.models.config import LoraSection, VLAModelConfig
+from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.pi.config import full
 from cosmos_rl_vla.sampling import VLASampling
 
@@ -138,7 +139,7 @@ def _llama(held: Mapping[str, Any]) -> _Decoder:
 def _is_adapted(spec: WeightSpec, lora: LoraSection) -> bool:
     if len(spec.shape) != 2 or layer_of(spec.name) is None:
         return False
-    return lora.target_modules == "all-linear" or spec.name.removesuffix(".weight").endswith(lora.target_modules)
+    return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)
 
 
 def _weights(directory: Path) -> tuple[WeightSpec, ...]:

@@ -111,7 +111,7 @@ def export_weights(
     if config.lora is None or not merge_adapters:
         return tensors
     base = build_model(config.model_copy(update={"lora": None}), seed=config.seed, device=torch.device("cpu"))
-    return merge(base.weights().items(), dict(tensors), scaling=config.lora.alpha / config.lora.rank)
+    return merge(base.weights().items(), tensors, scaling=config.lora.scaling)
 
 
 def size_of(data: WFMDataConfig) -> Size:

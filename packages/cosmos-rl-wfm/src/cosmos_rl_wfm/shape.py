@@ -7,7 +7,7 @@ from dataclasses import replace
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class
-from cosmos_rl_wfm.models.config import LoraSection, WFMModelConfig
+from cosmos_rl_wfm.models.config import WFMLoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.source import is_here, network_of, open_source, vae_of
 from cosmos_rl_wfm.parallel.shape import model_shape, num_tokens
 
@@ -35,10 +35,9 @@ def read_shape(model: WFMModelConfig, data: WFMDataConfig) -> ModelShape | None:
     return replace(found, tokens_per_term=num_tokens(config, latents), axes=frozenset({"cp"}))
 
 
-def _lora_targets(lora: LoraSection | None, class_name: str) -> tuple[str, ...] | None:
+def _lora_targets(lora: WFMLoraSection | None, class_name: str) -> tuple[str, ...] | None:
     """Ends of the names of adapted layers; None for all linear ones."""
     row = network_class(class_name)
     family = ATTENTION if row is None else row.lora_targets
-    if lora is None or lora.target_modules == "family":
-        return family
-    return None if lora.target_modules == "all-linear" else lora.target_modules
+    wanted = family if lora is None else lora.targets(family)
+    return None if wanted == "all-linear" else wanted

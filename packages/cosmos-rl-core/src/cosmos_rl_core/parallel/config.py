@@ -1,7 +1,8 @@
-"""The sections of [policy]: optimizer, schedule, parallelism, memory, precision."""
+"""The sections of [policy]: optimizer, schedule, parallelism, memory, precision; and [model.lora]."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
@@ -144,3 +145,24 @@ class PolicySection(Strict):
         if replicas != 1:
             raise ValueError("only one policy replica is supported; set it to 1")
         return replicas
+
+
+class LoraSection(Strict):
+    """[model.lora]: train low-rank adapters on linear layers and leave the model itself as it is."""
+
+    rank: int = Field(default=32, ge=1)
+    """Rank of the update of a layer's weight."""
+    alpha: float = Field(default=32.0, gt=0)
+    """The update is scaled by alpha / rank."""
+    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
+    """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "mlp.up_proj"]."""
+
+    @property
+    def scaling(self) -> float:
+        """Of the product B A."""
+        return self.alpha / self.rank
+
+
+def ends_in(layer: str, ends: Sequence[str]) -> bool:
+    """Whether the dotted name of a layer ends in whole parts with one of `ends`."""
+    return any(f".{layer}".endswith(f".{end}") for end in ends)

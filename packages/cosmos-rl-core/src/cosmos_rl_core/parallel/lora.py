@@ -1,4 +1,4 @@
-"""Low-rank adapters as peft puts them into a module: their names, first values, scales, and how they are merged.
+"""Low-rank adapters (LoRA) as peft puts them into a module: layers, names, first values, scales, merging.
 
 y = W x + (alpha / rank) B A x, where A and B are trained and W stays as it is.
 
@@ -16,43 +16,103 @@ from __future__ import annotations
 import math
 import re
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy, Reference
+from cosmos_rl_core.parallel.config import LoraSection, ends_in
+from cosmos_rl_core.parallel.device import lent_random_state
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
-if TYPE_CHECKING:
-    from peft import LoraConfig
-
+ADAPTER = "default"
+"""peft's name of a model's one adapter; it is part of the parameters' names and not of the files'."""
 _PREFIX = "base_model.model."
 """Before every name in peft's files."""
 _PARAMETER = re.compile(r"(?P<layer>.+)\.(?P<matrix>lora_[AB])\.default\.weight")
 _FILED = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.(?P<matrix>lora_[AB])\.weight")
 
 
-def peft_config(*, rank: int, alpha: float, target_modules: Sequence[str], package: str, **further: Any) -> LoraConfig:
-    """Return what peft makes adapters by; `further` are keys of its LoraConfig.
+def pick_layers(
+    module: nn.Module,
+    wanted: Literal["all-linear"] | Sequence[str],
+    *,
+    leave_out: Callable[[str], bool] = lambda name: False,
+) -> list[str]:
+    """Return the full names of the linear layers to adapt, with or without adapters on them already.
 
-    Raises UserError without peft, with the line that installs it beside `package`.
+    Args:
+        wanted: ends of their names, each in whole parts.
+        leave_out: whether the layer of this full name never gets one.
+
+    Raises UserError for ends that no layer has.
+    """
+    names = {
+        name.removesuffix(".base_layer")
+        for name, layer in module.named_modules()
+        if isinstance(layer, nn.Linear) and ".lora_" not in name
+    }
+    linear = sorted(name for name in names if not leave_out(name))
+    if wanted == "all-linear" and linear:
+        return linear
+    ends = () if wanted == "all-linear" else wanted
+    unknown = sorted(end for end in ends if not any(ends_in(name, [end]) for name in linear))
+    if unknown or not ends:
+        known = sorted({re.sub(r"^.*\.\d+\.(?=.*[a-z])", "", name) for name in linear})
+        raise UserError(
+            f"[model.lora] target_modules: {type(module).__name__} has no linear layer whose name ends in "
+            f"{', '.join(unknown) or 'anything'}; it has {', '.join(known) or 'none'}"
+        )
+    return [name for name in linear if ends_in(name, ends)]
+
+
+def add_adapters(
+    module: nn.Module,
+    section: LoraSection,
+    *,
+    layers: Sequence[str],
+    package: str,
+    base: str = "",
+    task_type: str | None = None,
+    seed: int = 0,
+) -> None:
+    """Put adapters on `layers` of `module`, in place, and freeze the rest.
+
+    Args:
+        layers: their full names, see `pick_layers`.
+        package: whose extra "lora" installs peft.
+        base: path or id of the model, for those who load the adapters later.
+        task_type: peft's name of the model's kind.
+        seed: of the values of A, which depend on nothing else but the layer's name.
+
+    Raises UserError without peft.
     """
     try:
-        from peft import LoraConfig
+        from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise UserError(f"[model.lora] needs peft ({error}); pip install '{package}[lora]'") from error
-    return LoraConfig(
-        r=rank,
-        lora_alpha=alpha,  # pyright: ignore[reportArgumentType]  # peft divides it by the rank
+    config = LoraConfig(
+        r=section.rank,
+        lora_alpha=section.alpha,  # pyright: ignore[reportArgumentType]  # peft divides it by the rank
         lora_dropout=0.0,
         bias="none",
-        target_modules=list(target_modules),
-        **further,
+        target_modules=list(layers),
+        task_type=task_type,
+        base_model_name_or_path=base,
     )
+    with lent_random_state(seed=seed):  # peft draws values of its own
+        inject_adapter_in_model(config, module, adapter_name=ADAPTER)
+    fill_adapters(module, seed=seed)
+
+
+def write_adapter_config(module: nn.Module, directory: Path) -> None:
+    """Write the adapter_config.json that peft looks for beside adapter_model.safetensors."""
+    cast(Any, module).peft_config[ADAPTER].save_pretrained(str(directory))  # peft keeps it there
 
 
 def initial_adapter(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
@@ -94,28 +154,39 @@ def base_name(parameter: str) -> str | None:
 
 
 def merge(
-    weights: Iterable[tuple[str, Tensor]], adapters: Mapping[str, Tensor], *, scaling: float
+    weights: Iterable[tuple[str, Tensor]],
+    trained: Iterable[tuple[str, Tensor]],
+    *,
+    scaling: float,
+    public_name: Callable[[str], str] = str,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the base's `weights` with W + scaling * B A where there is an adapter, in the type of W.
+    """Yield the base's `weights` with W + scaling * B A where there is an adapter, in the type of W, by public name.
 
     Args:
         weights: name and tensor of the base's checkpoint.
-        adapters: by their names in peft's files.
+        trained: adapters by their names in peft's files; whole weights by public name, which replace the base's.
         scaling: alpha / rank.
+        public_name: name of a weight of the base -> that in the result.
 
     Raises UserError when adapters are left over: they belong to another model.
     """
     pairs: dict[str, dict[str, Tensor]] = {}
-    for name, tensor in adapters.items():
+    whole: dict[str, Tensor] = {}
+    for name, tensor in trained:
+        if not name.startswith(_PREFIX):
+            whole[name] = tensor
+            continue
         found = _FILED.fullmatch(name)
         if found is None:
             raise UserError(f"{name} is no weight of a LoRA adapter")
         pairs.setdefault(f"{found['layer']}.weight", {})[found["matrix"]] = tensor
     for name, weight in weights:
         pair = pairs.pop(name, None)
-        yield name, weight if pair is None else _merged(weight, pair["lora_A"], pair["lora_B"], scaling)
+        if (public := public_name(name)) not in whole:
+            yield public, weight if pair is None else _merged(weight, pair["lora_A"], pair["lora_B"], scaling)
     if pairs:
         raise UserError(f"the base model has no weight {min(pairs)} for an adapter: another model?")
+    yield from whole.items()
 
 
 @contextmanager
@@ -126,12 +197,12 @@ def without_adapters(module: nn.Module) -> Iterator[None]:
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]
     assert layers, "the module has no adapters"
     for layer in layers:
-        layer.set_scale("default", 0.0)
+        layer.set_scale(ADAPTER, 0.0)
     try:
         yield
     finally:
         for layer in layers:
-            layer.set_scale("default", 1.0)
+            layer.set_scale(ADAPTER, 1.0)
 
 
 def reference_of(policy: Policy) -> Reference | None:

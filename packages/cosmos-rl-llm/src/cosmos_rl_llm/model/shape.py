@@ -6,11 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.estimate import is_expert, layer_of
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.config import LLMModelConfig, LoraSection
+from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.model.checkpoint import read_specs
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
@@ -83,4 +84,4 @@ def _adapter_parameters(weights: Iterable[WeightSpec], lora: LoraSection | None,
 def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
     if len(spec.shape) != 2 or layer_of(spec.name) is None or is_expert(spec.name) or spec.shape[0] == experts:
         return False
-    return lora.target_modules == "all-linear" or spec.name.split(".")[-2] in lora.target_modules
+    return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.settings.base import Strict
 
 FamilyName = Literal["pi0", "pi05", "openvla", "openvla_oft", "mlp"]
@@ -45,17 +46,6 @@ class CriticSection(Strict):
     """Widths of its layers."""
     detach: bool = True
     """Keep its gradient from what it reads: a trunk that it moves moves the policy too."""
-
-
-class LoraSection(Strict):
-    """[model.lora]: train low-rank adapters on linear layers, and heads; leave the model itself as it is."""
-
-    rank: int = Field(default=32, ge=1)
-    """Rank of the update of a layer's weight."""
-    alpha: float = Field(default=32.0, gt=0)
-    """The update is scaled by alpha / rank."""
-    target_modules: Literal["all-linear"] | tuple[str, ...] = "all-linear"
-    """Linear layers that get an adapter, by the end of their names, such as ["q_proj", "mlp.up_proj"]."""
 
 
 class VLAModelConfig(Strict):

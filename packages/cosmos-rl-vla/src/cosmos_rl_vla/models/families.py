@@ -6,12 +6,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from cosmos_rl_core.parallel import lora
+from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.adapters import add_adapters, merged
-from cosmos_rl_vla.models.checkpoint import Names, SameNames
+from cosmos_rl_vla.models.checkpoint import Names, SameNames, read, weight_files
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.loaded import Loaded
 from cosmos_rl_vla.models.openvla.checkpoint import joined
@@ -21,6 +22,10 @@ from cosmos_rl_vla.models.pi.checkpoint import PiNames
 UNIT = "unit"
 """Statistics of actions that lie in [-1, 1] already."""
 _OPENVLA = ("openvla", "openvla_oft")
+_HEADS = ("value_head.", "aux_head.", "denoiser.noise_head.")
+"""Beginnings of the names of heads that reinforcement learning adds."""
+_OUTPUT = "lm_head"
+"""No adapter reaches it: OpenVLA reads rows of its weight, and pi models have none."""
 
 
 def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = ()) -> Loaded:
@@ -56,8 +61,8 @@ def make(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Seq
     if config.train == "expert":
         _freeze_trunk(loaded)
     if config.lora is not None:
-        loaded = replace(loaded, lora=config.lora, base=config.path)
-        add_adapters(loaded.module, config.lora, seed=config.seed)
+        loaded = replace(loaded, lora=config.lora)
+        _add_adapters(loaded.module, config.lora, base=config.path, seed=config.seed)
     return loaded
 
 
@@ -69,8 +74,32 @@ def export_weights(
         if not merge_adapters:
             return tensors
         directory = Path(config.path).expanduser()
-        tensors = merged(tensors, directory, names=_names_in(directory), section=config.lora)
+        names = _names_in(directory)
+        base = read(weight_files(directory), names=names)
+        tensors = lora.merge(base, tensors, scaling=config.lora.scaling, public_name=names.public_name)
     return joined(tensors)
+
+
+def _add_adapters(module: nn.Module, section: LoraSection, *, base: str, seed: int) -> None:
+    """Put adapters on linear layers of `module`, in place, and freeze all but them and the heads.
+
+    Heads that reinforcement learning adds have no base to adapt: they are trained, sent and saved whole.
+
+    Args:
+        base: directory of the model, for those who load the adapters later.
+        seed: of the values of A, which depend on nothing else but the layer's name.
+
+    Raises UserError for layers that the module does not have, and where peft is not installed.
+    """
+
+    def leave_out(name: str) -> bool:
+        return name.startswith(_HEADS) or name.rpartition(".")[2] == _OUTPUT
+
+    layers = lora.pick_layers(module, section.target_modules, leave_out=leave_out)
+    lora.add_adapters(module, section, layers=layers, package="cosmos-rl-vla", base=base, seed=seed)
+    for name, parameter in module.named_parameters():
+        if name.startswith(_HEADS):
+            parameter.requires_grad_(True)
 
 
 def _names_in(directory: Path) -> Names:

@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor, nn
 
-from cosmos_rl_core.parallel.lora import adapter_weights, base_name
+from cosmos_rl_core.parallel.config import LoraSection
+from cosmos_rl_core.parallel.lora import adapter_weights, base_name, write_adapter_config
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.adapters import write_adapter_config
-from cosmos_rl_vla.models.config import LoraSection
 from cosmos_rl_vla.models.held import hold
 from cosmos_rl_vla.models.instructions import Instructions
 
@@ -49,8 +48,6 @@ class Loaded:
     """What computes in float32 where the rest is in bfloat16, in groups: a pass that runs one of a group runs all."""
     lora: LoraSection | None = None
     """What its adapters are; None without."""
-    base: str = ""
-    """Directory whose weights are under the adapters."""
 
     @property
     def module(self) -> nn.Module:
@@ -79,7 +76,7 @@ class Loaded:
         directory.mkdir(parents=True, exist_ok=True)
         self.write_config(directory)
         if self.lora is not None:
-            write_adapter_config(self.module, self.lora, directory, base=self.base)
+            write_adapter_config(self.module, directory)
         self.stats.save(directory)
         self.instructions.save(directory)
 

@@ -10,16 +10,17 @@ from importlib import import_module
 from typing import Literal
 
 import torch
+from torch import nn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import own_device
+from cosmos_rl_core.parallel.lora import add_adapters, pick_layers
 from cosmos_rl_core.quiet import quiet_torchao
-from cosmos_rl_wfm.models.adapters import add_adapters
 from cosmos_rl_wfm.models.captions.cached import CachedCaptions, WordEncoder
 from cosmos_rl_wfm.models.captions.encoder import CaptionEncoder, EncodeImages, load_captions, load_images
 from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class
 from cosmos_rl_wfm.models.codec import Codec, PixelCodec, make_codec
-from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.models.config import WFMLoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
 from cosmos_rl_wfm.models.model import DiffusersModel, Traits
 from cosmos_rl_wfm.models.networks.families import make_family
@@ -72,9 +73,8 @@ def build_model(
             fill(network, folder.weights(NETWORK))
     family = make_family(class_name, network.config)
     if config.lora is not None:
-        add_adapters(
-            network, config.lora, targets=ATTENTION if row is None else row.lora_targets, base=config.path, seed=seed
-        )
+        family_targets = ATTENTION if row is None else row.lora_targets
+        _add_adapters(network, config.lora, family=family_targets, base=config.path, seed=seed)
     torch.nn.Module.to(network, device)
     traits = _traits(config, family, folder)
     return DiffusersModel(
@@ -88,6 +88,18 @@ def build_model(
         source=folder,
         compute_dtype=None if held == dtype else dtype,
     )
+
+
+def _add_adapters(
+    network: nn.Module, section: WFMLoraSection, *, family: tuple[str, ...], base: str, seed: int
+) -> None:
+    """Put adapters on the network. Raises UserError for layers that it does not have, and without peft."""
+    from diffusers.loaders import PeftAdapterMixin
+
+    if not isinstance(network, PeftAdapterMixin):
+        raise UserError(f"[model.lora] {type(network).__name__} takes no adapters in diffusers; remove the section")
+    layers = pick_layers(network, section.targets(family))
+    add_adapters(network, section, layers=layers, package="cosmos-rl-wfm", base=base, seed=seed)
 
 
 def load_parts(model: DiffusersModel, config: WFMModelConfig, parts: Collection[Part], *, seed: int = 0) -> None:

@@ -6,21 +6,24 @@ from typing import Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.settings.base import Strict
 
 FamilyName = Literal["wan", "cosmos", "sd3", "sana", "sana_video", "flow"]
 Guidance = Literal["from_unconditional", "beyond_conditional"]
 
 
-class LoraSection(Strict):
+class WFMLoraSection(LoraSection):
     """[model.lora]: train low-rank adapters on linear layers and leave the network itself as it is."""
 
-    rank: int = Field(default=32, ge=1)
-    """Rank of the update of a layer's weight."""
     alpha: float = Field(default=64.0, gt=0)
     """The update is scaled by alpha / rank."""
-    target_modules: Literal["family", "all-linear"] | tuple[str, ...] = "family"
+    target_modules: Literal["family", "all-linear"] | tuple[str, ...] = "family"  # pyright: ignore[reportIncompatibleVariableOverride] one more
     """Layers that get an adapter, by the end of their names, such as ["to_q", "to_out.0"]; "family": its attention."""
+
+    def targets(self, family: tuple[str, ...]) -> Literal["all-linear"] | tuple[str, ...]:
+        """`target_modules` with the ends of names that "family" means for this one."""
+        return family if self.target_modules == "family" else self.target_modules
 
 
 class EmaSection(Strict):
@@ -115,7 +118,7 @@ class WFMModelConfig(Strict):
     """v_u + g (v_c - v_u), off at g = 1, or v_c + g (v_c - v_u), off at g = 0; "auto": the family's own."""
     text: TextSection = TextSection()
     given: GivenSection = GivenSection()
-    lora: LoraSection | None = None
+    lora: WFMLoraSection | None = None
     """Train adapters of the network, and send them alone to the engines."""
     ema: EmaSection | None = None
     """Keep an average of the trained weights."""

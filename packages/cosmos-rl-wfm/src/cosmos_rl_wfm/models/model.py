@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.parallel.lora import adapter_weights
-from cosmos_rl_wfm.models.adapters import write_adapter_config
+from cosmos_rl_core.parallel.lora import adapter_weights, write_adapter_config
 from cosmos_rl_wfm.models.base import Condition, Size
 from cosmos_rl_wfm.models.captions.cached import pad_text
 from cosmos_rl_wfm.models.captions.encoder import CaptionEncoder, EncodeImages
