@@ -17,7 +17,7 @@ PUBLIC = {
         "LossTerm Microbatch ModelSetup Objective Options Policy PolicyBase PolicyOutputs Prompt PromptError Recorder "
         "Request RewardFn Rollout RolloutEngine RolloutGroup RunConfig RunResult SampleError Sampling SamplingSection "
         "Share TermBatch ThreadedEngine TrainBatch UserError WeightSpec WeightSync WorkerFailed accumulate "
-        "check_reward evaluate generate load_config run"
+        "check_reward engine_options evaluate generate load_config run"
     ),
     "cosmos_rl_transfer": (
         "AuthenticationError Box LayoutError Manifest PeerLost Plan Publisher ReplicaMember ReplicaSubscriber "

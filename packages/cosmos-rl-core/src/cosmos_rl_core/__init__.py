@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.recipe.sections import SamplingSection
     from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
     from cosmos_rl_core.settings.base import Options
+    from cosmos_rl_core.settings.problems import engine_options
     from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, check_reward
     from cosmos_rl_core.train.policy_base import PolicyBase
     from cosmos_rl_core.types import (
@@ -57,6 +58,7 @@ _HOMES = {
     "recipe.run": ("RunConfig",),
     "recipe.sections": ("SamplingSection",),
     "settings.base": ("Options",),
+    "settings.problems": ("engine_options",),
     "errors": ("PromptError", "SampleError", "UserError", "WorkerFailed"),
     "types": (
         *("Episode", "LossTerm", "Microbatch", "PolicyOutputs", "Prompt", "Rollout", "RolloutGroup", "Sampling"),
@@ -118,6 +120,7 @@ __all__ = [
     "WorkerFailed",
     "accumulate",
     "check_reward",
+    "engine_options",
     "evaluate",
     "generate",
     "load_config",

@@ -146,11 +146,7 @@ def build_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
     name, options = config.rollout.engine, config.rollout.options
     if name in domain.engines:
         return domain.build_engine(config.model, data=config.data, name=name, options=options)
-    try:
-        return cast(RolloutEngine, load_engine(name)(config.model, data=config.data, options=options))
-    except ValidationError as error:
-        found = problems(error, tables={}, at="rollout.options")
-        raise UserError(f"[rollout] engine = {name!r}: {', and '.join(map(str, found))}") from error
+    return cast(RolloutEngine, load_engine(name)(config.model, data=config.data, options=options))
 
 
 def load_engine(name: str) -> Callable[..., Any]:

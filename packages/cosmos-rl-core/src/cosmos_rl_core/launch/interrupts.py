@@ -22,9 +22,7 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
 
     A notebook's kernel runs a loop. An interrupt of the kernel counts as Ctrl-C.
     """
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+    if not _is_in_a_loop():
         return asyncio.run(main)
     context, listeners = copy_context(), []
     context.run(_listeners.set, listeners)
@@ -38,6 +36,14 @@ def run_to_end(main: Coroutine[Any, Any, T]) -> T:
                     raise
                 for listener in listeners:
                     listener()
+
+
+def _is_in_a_loop() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True
 
 
 def on_interrupt(call: Callable[[], None]) -> None:
