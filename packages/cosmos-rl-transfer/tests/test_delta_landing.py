@@ -149,8 +149,8 @@ def test_what_changes_everywhere_is_copied_less_and_less_often_until_it_changes_
     copied = []
     for version in range(200):
         whole["w"] += version < 150
-        if wire.outgoing.wants_rest:
-            wire.outgoing.rest(version)
+        if wire.outgoing.wants_bypass:
+            wire.outgoing.start_bypass(version)
         else:
             wire.outgoing.begin(version)
             wire.outgoing.refresh(whole)

@@ -16,7 +16,7 @@ from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_transfer import PeerLost, Publisher, ReplicaSubscriber, Subscriber, TransferError
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.listener import MOST_STRANGERS, Listener
-from cosmos_rl_transfer.wire.messages import Enlist, Hello
+from cosmos_rl_transfer.wire.messages import Hello, Register
 
 BROKEN_TEXT = b"\x82\xa4type\xa4Join\xa6target\xa2\xff\xfe"
 """msgpack whose text is no UTF-8: msgspec raises UnicodeDecodeError, which is none of its DecodeErrors."""
@@ -130,7 +130,7 @@ def test_a_stranger_who_says_nothing_does_not_keep_the_ranks_of_a_replica_away()
         replica = ReplicaSubscriber("127.0.0.1:1", token=TOKEN, num_ranks=1)
         with idle_connections(replica.address, 1):
             link = Link.connect(replica.address, token=TOKEN, timeout_s=2)
-            link.send(Enlist(0))
+            link.send(Register(0))
             await asyncio.to_thread(replica._wait_for_members)
             link.close()
         await replica.close()

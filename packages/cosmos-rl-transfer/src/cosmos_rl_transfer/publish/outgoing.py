@@ -6,7 +6,7 @@ owner     begin(version)       what was read until now may change: a fence of th
 reader    runs, pack, delta    wait until the bucket's tensors are up to date
 
 Where most of the bytes changed too much to be listed, twice in a row, the next versions are read out of live memory
-as without deltas (`rest`): for 1, 2, 4 ... 32 versions, until a comparison finds less.
+as without deltas (`bypass`): for 1, 2, 4 ... 32 versions, until a comparison finds less.
 
 The copy costs the rank's parts once in memory; what changed, at most once more.
 """
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 MOST_BYTES = 1 / 2
 """Of a bucket's bytes; a delta that takes more is not worth its coding."""
-MOST_RESTS = 32
+MOST_BYPASSED = 32
 """Versions between two comparisons where most changes: two of 34 are copied for nothing."""
 
 
@@ -85,9 +85,9 @@ class Outgoing:
         self.memory.fill(0)  # takes the page faults now
         self.version = self.base = -1
         """What it holds, and the version that deltas start from: -1 for none."""
-        self.resting = False
+        self.bypass = False
         """Whether the newest version is read out of live memory."""
-        self._rests_left, self._next_rests = 0, 0
+        self._bypass_left, self._next_bypass = 0, 0
         self._live = live
         self._canonical = manifest.canonical
         self._full_every, self._since_full = full_every, 0
@@ -101,22 +101,22 @@ class Outgoing:
         """By pieces: a version and their additive hashes in it."""
 
     @property
-    def wants_rest(self) -> bool:
+    def wants_bypass(self) -> bool:
         """Whether the next version should not be copied."""
-        return self._rests_left > 0
+        return self._bypass_left > 0
 
-    def rest(self, version: int) -> None:
-        """Let everybody who reads from now on read live memory."""
+    def start_bypass(self, version: int) -> None:
+        """Serve readers out of live memory from now on, without a copy."""
         with self._changed:
-            self.version, self.base, self.resting, self._broken = version, -1, True, False
+            self.version, self.base, self.bypass, self._broken = version, -1, True, False
             self._behind.clear()
-            self._rests_left -= 1
+            self._bypass_left -= 1
 
     def begin(self, version: int) -> None:
-        """Let everybody who reads from now on wait for `version`."""
+        """Make readers wait for `version` from now on."""
         with self._changed:
-            full = self.version < 0 or self.resting or self._broken or self._since_full + 1 >= self._full_every
-            self.resting = False
+            full = self.version < 0 or self.bypass or self._broken or self._since_full + 1 >= self._full_every
+            self.bypass = False
             self._since_full = 0 if full else self._since_full + 1
             self.version, self.base = version, -1 if full else self.version
             self._behind, self._broken = set(self._names), False
@@ -138,29 +138,29 @@ class Outgoing:
                     self._behind.discard(name)
                     self._changed.notify_all()
             if self.base >= 0:
-                self._consider_rest()
+                self._consider_bypass()
         finally:
             with self._changed:
                 self._broken = bool(self._behind)
                 self._changed.notify_all()
 
-    def _consider_rest(self) -> None:
+    def _consider_bypass(self) -> None:
         """After a comparison."""
         dense = sum(self.arena.places[name].num_bytes for name in self._names if self._found[name] is None)
         if dense > self.arena.num_bytes / 2:
-            self._rests_left, self._next_rests = self._next_rests, min(2 * self._next_rests or 1, MOST_RESTS)
+            self._bypass_left, self._next_bypass = self._next_bypass, min(2 * self._next_bypass or 1, MOST_BYPASSED)
         else:
-            self._next_rests = 0
+            self._next_bypass = 0
 
     def runs(self, bucket: Bucket) -> list[Run] | None:
         """Return the bucket's bytes where they lie, or None where they have to be packed."""
         self._wait(bucket)
-        return self._live.runs(bucket) if self.resting else runs_in(self.arena, self.memory, bucket)
+        return self._live.runs(bucket) if self.bypass else runs_in(self.arena, self.memory, bucket)
 
     def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
         """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
         self._wait(bucket)
-        return self._live.pack(bucket, out) if self.resting else self.arena.gather(self.memory, bucket, out)
+        return self._live.pack(bucket, out) if self.bypass else self.arena.gather(self.memory, bucket, out)
 
     def delta(self, bucket: Bucket, *, base: int, version: int) -> Delta | None:
         """Return what `version` changed in a bucket since `base`; None if that is not known or the bucket is shorter.

@@ -114,12 +114,12 @@ class Publisher:
         self._memory.check(weights)
         self._memory.bind(weights)
         self._newest = version
-        if self._outgoing is not None and not self._outgoing.wants_rest:
+        if self._outgoing is not None and not self._outgoing.wants_bypass:
             self._copying = self._copier.submit(self._copy_out, self._outgoing, version, weights)
         else:
             if self._outgoing is not None:
                 await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
-                self._outgoing.rest(version)
+                self._outgoing.start_bypass(version)
             self._outlet.expose(self._memory.exposable())
             self._versions.publish(version)
         return {"sync_bytes": float(self._num_bytes), "sync_s": time.perf_counter() - started}
@@ -134,7 +134,7 @@ class Publisher:
             started, copying, self._copying = time.perf_counter(), self._copying, None
             done = await asyncio.to_thread(copying.result)
             return {"sync_stall_s": time.perf_counter() - started, "sync_copied_bytes": float(done.copied_bytes)}
-        if not self._versions.is_open or (self._outgoing is not None and not self._outgoing.resting):
+        if not self._versions.is_open or (self._outgoing is not None and not self._outgoing.bypass):
             return {"sync_stall_s": 0.0, "sync_copied_bytes": 0.0}
         done = await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
         if not done.copied_bytes:
@@ -144,7 +144,7 @@ class Publisher:
     def _copy_out(self, outgoing: Outgoing, version: int, weights: Mapping[str, Tensor]) -> Fenced:
         """In a thread: copy a version, while it is read as far as it is copied."""
         done = self._versions.fence(patience_s=self._patience_s)
-        if outgoing.resting:
+        if outgoing.bypass:
             self._outlet.expose([outgoing.memory])
         outgoing.begin(version)
         self._versions.publish(version)

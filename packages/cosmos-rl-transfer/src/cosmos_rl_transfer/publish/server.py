@@ -80,7 +80,7 @@ class Session:
                 self._announce(after)
             case m.Holds(version, address) if self._joined is not None:
                 self._supply.holders.enter(self, version, m.Holder.of(self._joined, address))
-                self._link.send(m.Noted())
+                self._link.send(m.Registered())
             case m.WhoHolds(after):
                 self._link.send(self._supply.holders.find(after))
             case m.Borrow():

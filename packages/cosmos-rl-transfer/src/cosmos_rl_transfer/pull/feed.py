@@ -102,7 +102,7 @@ class Feed:
     def holds(self, version: int, address: str) -> None:
         """Tell that this subscriber serves a version at `address`; whoever asks after this returned is told."""
         self.link.send(m.Holds(version, address))
-        _expect(self.link.receive(), m.Noted)
+        _expect(self.link.receive(), m.Registered)
 
     def who_holds(self, after: int) -> m.Holders:
         """Ask who serves a version newer than `after` beside the publishers."""

@@ -3,7 +3,7 @@
     holder                                        publisher                        joiner
     staged and verified v
     Holds(v, address)                    ------>  remembers
-                                         <------  Noted
+                                         <------  Registered
                                                   <------  WhoHolds
                                                   ------>  Holders: addresses, least asked first
          <------------------------------------------------  Borrow(v), ReadBucket ...   as from a publisher

@@ -61,7 +61,7 @@ class ReplicaSubscriber:
         """Whether nothing was staged yet: the ranks may then read from other replicas."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-stage")
         self._talk = ThreadPoolExecutor(max_workers=num_ranks, thread_name_prefix="replica-talk")
-        self._listener = Listener(bind, token=token, name="replica", talk=self._enlist)
+        self._listener = Listener(bind, token=token, name="replica", talk=self._register)
         self.address = self._listener.address
         """Where the ranks' members connect."""
 
@@ -123,10 +123,10 @@ class ReplicaSubscriber:
         if gone:
             raise TransferError(f"ranks {gone} of the replica have ended")
 
-    def _enlist(self, link: Link, _: object) -> None:
+    def _register(self, link: Link, _: object) -> None:
         """In a thread: let a rank in."""
         word = link.receive()
-        if not isinstance(word, m.Enlist) or not 0 <= word.rank < self._num_ranks:
+        if not isinstance(word, m.Register) or not 0 <= word.rank < self._num_ranks:
             raise TransferError(f"a rank introduced itself as {word}")
         link.set_deadlines(timeout_s=self._timeout_s, idle_s=self._timeout_s)
         with self._came:
@@ -186,7 +186,7 @@ class ReplicaMember:
         self._subscriber = subscriber
         self._commit = commit or subscriber.apply
         self._link = Link.connect(address, token=token, timeout_s=timeout_s)
-        self._link.send(m.Enlist(rank))
+        self._link.send(m.Register(rank))
         self._link.set_deadlines(timeout_s=timeout_s, idle_s=None)
         self._served = threading.Thread(target=self._serve, name=f"replica-member-{rank}", daemon=True)
         self._served.start()

@@ -11,7 +11,7 @@ ReadBucket(lease, bucket)                 -> Data, and what the transport sends 
 Taken(bucket)                                its slot may be used again; no answer
 WasRevoked(bucket)                        -> Revoked          its hash was wrong: was its memory written meanwhile?
 Return(lease)                             -> Returned         was the lease valid all the time?
-Holds(version, address)                   -> Noted            it serves this version itself (peers.py)
+Holds(version, address)                   -> Registered       it serves this version itself (peers.py)
 WhoHolds(after)                           -> Holders          of the newest version, if newer than `after`
 JoinRing(plan digest, source)             -> Joined           instead of Join, to a subscriber that passes on (chain.py)
 """
@@ -174,7 +174,7 @@ class Holds(msgspec.Struct, tag=True, frozen=True):
     address: str
 
 
-class Noted(msgspec.Struct, tag=True, frozen=True):
+class Registered(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
@@ -189,7 +189,7 @@ class Holders(msgspec.Struct, tag=True, frozen=True):
     """Least asked first."""
 
 
-class Enlist(msgspec.Struct, tag=True, frozen=True):
+class Register(msgspec.Struct, tag=True, frozen=True):
     """A rank of a replica, to the replica's own process (two_phase.py); its answers are Staged, Committed, Failed."""
 
     rank: int
@@ -232,7 +232,7 @@ Request = (
     | Return
     | Holds
     | WhoHolds
-    | Enlist
+    | Register
     | Staged
     | Committed
     | Failed
@@ -248,7 +248,7 @@ Reply = (
     | Data
     | Revoked
     | Returned
-    | Noted
+    | Registered
     | Holders
     | Stage
     | Commit
