@@ -37,7 +37,7 @@ def test_unregularised_flow_grpo_is_stopped_with_a_sentence_that_says_why():
     assert last.action == "stop"
     assert last.text == (
         "step 60: the reward rose from 0.08 to 0.679 while judge 'prompt_ok' fell from 0.67 to 0.05: the model "
-        "games the reward; held-out loss 0.08 -> 1.73; 100% of the rewards lie beyond the best of the data; "
+        "games the reward; held-out loss 0.08 -> 1.73; 100% of the rewards are above the best of the data; "
         "the run stops"
     )
 
@@ -199,7 +199,7 @@ def test_alarms_raised_less_those_over_are_those_that_stand(looks):
 @pytest.mark.parametrize(
     ("rule", "message"),
     [
-        ({"watch": "loss", "above": 2}, "is no metric; known: reward, held_out_loss"),
+        ({"watch": "loss", "above": 2}, "is not a metric; known: reward, held_out_loss"),
         ({"watch": "beyond"}, "one of above and below"),
         ({"watch": "beyond", "above": 1, "below": 0}, "one of above and below"),
         ({"watch": "reward", "below": -1}, "of_start = false"),
@@ -219,7 +219,7 @@ def test_the_same_rule_twice_is_refused():
 
 
 def test_a_rule_for_an_absent_judge_names_those_there_are():
-    with pytest.raises(UserError, match="watches judge/shape, which is not measured; the judges are: prompt_ok"):
+    with pytest.raises(UserError, match="watches judge/shape, which is not measured; measured judges: prompt_ok"):
         watch(BASE, config=one_rule(watch="judge/shape", below=0.5))
 
 

@@ -121,7 +121,7 @@ def test_rewards_beyond_the_bound_of_the_recipe_are_counted_and_warned_about(wat
     assert told.metrics["eval/beyond"] == 0.0
     watched.evaluated(1, {"eval/reward_mean": 0.7}, [group(0.4), group(0.9), group(0.8)])
     assert told.metrics["eval/beyond"] == pytest.approx(2 / 3)
-    assert told.notes == ["monitor: step 1: 67% of the rewards lie beyond the best of the data"]
+    assert told.notes == ["monitor: step 1: 67% of the rewards are above the best of the data"]
 
 
 def test_the_best_of_real_rows_is_the_bound_once_it_is_known(watch):
@@ -254,14 +254,14 @@ def test_the_closing_table_is_about_the_weights_that_are_left(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checkpoint": {}}, "checkpoint.every_steps.*weights to go back to"),
+        ({"checkpoint": {}}, "checkpoint.every_steps.*checkpoint to roll back to"),
         ({"monitor": {"data_rows": 4}, "eval": {"data": {"rows": 2}}}, r"monitor.data_rows.*\[eval.loss_data\]"),
         (
             {
                 "reward": {"functions": [{"name": "hits"}, {"name": "hits", "label": "diversity", "weight": 0.0}]},
                 "monitor": {"judges": ["diversity"]},
             },
-            "monitor.judges.*reads it from training",
+            "monitor.judges.*uses the value from training",
         ),
     ],
 )

@@ -1,4 +1,7 @@
-"""The hack monitor: a few metrics of a run in, warnings, rollbacks and stops out."""
+"""The reward-hacking monitor: takes metrics of a run, returns warnings, rollbacks and stops.
+
+Used by `recipe`, `workers` and `launch`; imports `settings`, `observe.sinks` and core's types.
+"""
 
 from cosmos_rl_core.monitor.config import DEFAULT_RULES, MonitorConfig, Rule
 from cosmos_rl_core.monitor.metrics import Metrics, beyond

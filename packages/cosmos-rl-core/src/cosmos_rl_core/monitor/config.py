@@ -1,4 +1,4 @@
-"""The rules of the monitor, as they stand in a recipe."""
+"""[monitor]: the rules of the monitor."""
 
 from __future__ import annotations
 
@@ -12,82 +12,82 @@ from cosmos_rl_core.settings.base import Strict
 
 Action = Literal["warn", "rollback", "stop"]
 DIVERSITY = "diversity"
-"""Label of the reward whose mean over training groups is the metric of that name."""
+"""Label of the reward whose mean over training groups is the metric `diversity`."""
 WATCHED = ("reward", "held_out_loss", "diversity", "beyond", "judges")
 
 
 def strongest(actions: Iterable[Action]) -> Action | None:
-    """Return the one that matters: a rollback, which is a stop with better weights, a stop, a warning; None of none."""
+    """Return the strongest action: rollback (a stop with better weights), then stop, then warn; None for none."""
     given = set(actions)
     return "rollback" if "rollback" in given else "stop" if "stop" in given else "warn" if given else None
 
 
 class Rule(Strict):
-    """One bound on one metric, and what follows when it is crossed.
+    """A bound on a metric, and the action taken when the metric crosses it.
 
-    {watch = "held_out_loss", above = 5, action = "stop"}               # five times its start
+    {watch = "held_out_loss", above = 5, action = "stop"}               # 5 times its first value
     {watch = "judge/prompt_ok", below = 0.3, of_start = false}          # the metric itself
     """
 
     watch: str
-    """"held_out_loss", "diversity", "beyond", "reward", "judge/NAME" for one judge, or "judges" for each of them."""
+    """"held_out_loss", "diversity", "beyond", "reward", "judge/NAME" for one judge, or "judges" for every judge."""
     above: float | None = None
-    """Crossed by a metric above this."""
+    """Upper bound of the metric. Set exactly one of `above` and `below`."""
     below: float | None = None
-    """Crossed by a metric below this. One of `above` and `below` is given."""
+    """Lower bound of the metric."""
     of_start: bool = True
-    """The bound is a multiple of the metric's first value; false: it is the metric itself."""
+    """Whether the bound is a multiple of the metric's first value; false: an absolute value."""
     if_reward_rose: bool = False
-    """Crossed only while the reward is above its start: gaming it, and not plain failure to learn."""
+    """Apply the rule only while the reward is above its first value: detects gaming, not failure to learn."""
     action: Action = "warn"
-    """What follows: a warning; the end of the run, with the weights of its last healthy look, or with the newest."""
+    """"warn"; "stop" ends the run with the newest weights; "rollback" ends it with those of the last healthy check."""
     patience: int = Field(default=1, ge=1)
-    """Checks in a row that must cross the bound before the alarm is raised."""
+    """Consecutive checks beyond the bound before the alarm is raised."""
     release: float = Field(default=0.1, ge=0, lt=1)
-    """The alarm stands until the metric is back inside the bound by this share of it."""
+    """The alarm ends when the metric is back inside the bound by this fraction of the bound."""
 
     @model_validator(mode="after")
     def _is_whole(self) -> Self:
         if self.watch not in WATCHED and not self.watch.startswith("judge/"):
-            raise ValueError(f"watch = {self.watch!r} is no metric; known: {', '.join(WATCHED)}, judge/NAME")
+            raise ValueError(f"watch = {self.watch!r} is not a metric; known: {', '.join(WATCHED)}, judge/NAME")
         if (self.above is None) == (self.below is None):
-            raise ValueError("give one of above and below")
+            raise ValueError("set exactly one of above and below")
         if self.of_start and self.limit <= 0:
             raise ValueError("a multiple of the start must be above 0; of_start = false bounds the metric itself")
         return self
 
     @property
     def limit(self) -> float:
-        """`above` or `below`, whichever is given."""
+        """`above` or `below`, whichever is set."""
         limit = self.below if self.above is None else self.above
         assert limit is not None, "checked when the rule was made"
         return limit
 
     @property
     def label(self) -> str:
-        """The bound in words, unique among rules that differ."""
+        """The bound as text, unique among different rules of a metric."""
         side = "below" if self.above is None else "above"
         return f"{side} {self.limit:g}{' of start' if self.of_start else ''}: {self.action}"
 
     def names(self, measured: Iterable[str]) -> list[str]:
-        """Return the metrics it watches among those measured."""
+        """Return the measured metrics that the rule watches."""
         if self.watch == "judges":
             return [name for name in measured if name.startswith("judge/")]
         return [name for name in measured if name == self.watch]
 
     def bound(self, start: float) -> float:
-        """Return the bound on a metric that began at `start`."""
+        """Return the absolute bound of a metric whose first value is `start`."""
         return self.limit * start if self.of_start else self.limit
 
     def crossed(self, value: float, start: float) -> bool:
-        """Whether the metric is outside. What is no finite number is outside every bound."""
+        """Whether the metric is beyond the bound. A value that is not finite is beyond every bound."""
         if not math.isfinite(value):
             return True
         bound = self.bound(start)
         return value > bound if self.above is not None else value < bound
 
     def released(self, value: float, start: float) -> bool:
-        """Whether the metric is back inside by the margin."""
+        """Whether the metric is back inside the bound by the margin `release`."""
         if not math.isfinite(value):
             return False
         bound = self.bound(start)
@@ -106,20 +106,20 @@ DEFAULT_RULES = (
 
 
 class MonitorConfig(Strict):
-    """[monitor]: when a run that games its reward is warned about, stopped, or taken back."""
+    """[monitor]: detection of reward hacking, and the action: a warning, a stop or a rollback."""
 
     judges: tuple[str, ...] = ()
-    """Rewards of weight 0 that watch over those that are trained on, by their labels; higher is better."""
+    """Labels of rewards of weight 0 against which the trained reward is checked; higher is better."""
     rules: tuple[Rule, ...] = DEFAULT_RULES
-    """Bounds; several on one metric may have different actions. The rules of a recipe take the place of these."""
+    """Bounds on metrics; a metric may have several with different actions. A recipe's rules replace the defaults."""
     best_of_data: float | None = None
-    """Highest reward that real data earns; the share of held-out rollouts above it is "beyond"."""
+    """Highest reward of real data; the metric "beyond" is the fraction of held-out rollouts above it."""
     data_rows: int = Field(default=0, ge=0)
-    """Without best_of_data: first rows of [eval.loss_data] that are scored at the start, to find it; 0 does not."""
+    """If best_of_data is not set: number of rows of [eval.loss_data] scored at the start to measure it; 0: none."""
 
     @property
     def rolls_back(self) -> bool:
-        """Whether a rule may take the run back."""
+        """Whether a rule has the action "rollback"."""
         return any(rule.action == "rollback" for rule in self.rules)
 
     @model_validator(mode="after")

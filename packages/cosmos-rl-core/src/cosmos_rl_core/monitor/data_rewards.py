@@ -1,4 +1,4 @@
-"""What real data earns: rows of [eval.loss_data], scored as rollouts are, so that the monitor knows their best."""
+"""Rewards of real data: scores rows of [eval.loss_data] like rollouts, to measure the highest reward of data."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 BEST = "data/reward_max"
 AT_ONCE = 8
-"""Rows in work at the same time."""
+"""Rows scored concurrently."""
 
 
 async def score_real_rows(
@@ -24,9 +24,9 @@ async def score_real_rows(
     *,
     score: Callable[[RolloutGroup], Awaitable[RolloutGroup]],
 ) -> dict[str, float]:
-    """Return the mean and the best reward of rows under [data], and their number.
+    """Return the mean and the highest reward of the rows, and the number of scored rows.
 
-    A row that gives no media or no reward is left out. Raises SampleError, for the first of them, where all are.
+    Rows whose media or reward fail are left out. Raises the first row's SampleError if all fail.
     """
     room = asyncio.Semaphore(AT_ONCE)
 
@@ -47,7 +47,7 @@ async def score_real_rows(
 
 
 def _as_group(prompt: Prompt, media: Mapping[str, np.ndarray]) -> RolloutGroup:
-    """A row as if a model had answered with it, in no terms."""
+    """Wrap a row as a rollout without terms."""
     rollout = Rollout(
         arrays={},
         rollout_logprobs=np.zeros(0, np.float32),

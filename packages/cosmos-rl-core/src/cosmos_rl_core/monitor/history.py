@@ -1,4 +1,4 @@
-"""monitor.jsonl: a line a check of the monitor: what it saw, what followed, and what it remembers from there on."""
+"""monitor.jsonl: one line per check of the monitor: metrics, action, and the state after it."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ NAME = "monitor.jsonl"
 class History:
     """The file of one run.
 
-    history = History(run_dir, first_step=20)      # a resumed run goes on with what is of before
+    history = History(run_dir, first_step=20)      # a resumed run keeps the earlier checks
     monitor = HackMonitor(config, state=history.state)
     history.add(metrics, monitor.observe(metrics), monitor.state)
     """
 
     def __init__(self, run_dir: Path, *, first_step: int) -> None:
-        """Drop the history at `first_step` and later, which are taken again."""
+        """Drop the checks at `first_step` and later: they will be repeated."""
         self._path = run_dir / NAME
         keep_earlier(self._path, first_step)
         self.state = _last_state(self._path) or State()
-        """What the monitor remembered after the newest check that is kept."""
+        """State of the monitor after the newest check that is kept."""
 
     def add(self, metrics: Metrics, verdict: Verdict, state: State) -> None:
-        """Write down one check."""
+        """Append one check."""
         line = {
             "step": metrics.step,
             **{name: value if math.isfinite(value) else None for name, value in metrics.named().items()},
@@ -42,13 +42,13 @@ class History:
 
 
 def read_healthy(run_dir: Path) -> int | None:
-    """Return the step of the last check at which no bound was crossed, in a run that may be going on; None before."""
+    """Return the step of the last check without a crossed bound, or None. The run may still be active."""
     state = _last_state(run_dir / NAME)
     return state.last_good if state else None
 
 
 def _last_state(path: Path) -> State | None:
-    """What the newest line remembers; None where there is none. A line that is being written, or damaged, is none."""
+    """State of the newest readable line, or None. Incomplete and damaged lines are skipped."""
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for line in reversed(lines):
         try:

@@ -1,8 +1,8 @@
-"""The hack monitor: says when a reward is gamed, from a few metrics at each check. No clock, no files, no randomness.
+"""The reward-hacking monitor: detects a gamed reward from the metrics of each check. No clock, files or randomness.
 
-metrics --against start and bounds--> crossed? --patience--> alarm stands --release--> over
-                                                    |
-                                          warn | rollback | stop, with a sentence for people
+metrics --compared with first values and bounds--> crossed? --patience--> alarm active --release--> alarm over
+                                                                |
+                                                      warn | rollback | stop, with a sentence for the user
 """
 
 from __future__ import annotations
@@ -19,33 +19,33 @@ from cosmos_rl_core.monitor.metrics import Metrics
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """All that the monitor remembers: plain values, for a journal or a checkpoint."""
+    """State of the monitor between checks, as plain values for a journal or a checkpoint."""
 
     start: Mapping[str, float] = field(default_factory=dict)
     """First finite value of each metric."""
     crossed: Mapping[str, int] = field(default_factory=dict)
-    """Checks in a row at which a bound was crossed, by "metric rule"."""
+    """Consecutive checks at which a bound was crossed, by "metric rule"."""
     standing: tuple[str, ...] = ()
-    """Alarms that were raised and are not over, as "metric rule"."""
+    """Active alarms, as "metric rule"."""
     last_good: int | None = None
-    """Step of the last check at which no bound was crossed; None before the first."""
+    """Step of the last check without a crossed bound; None before the first."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return plain values that `State.from_json` takes."""
+        """Return plain values for `State.from_json`."""
         return asdict(self) | {"standing": list(self.standing)}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> State:
-        """Return the state that `as_json` gave."""
+        """Return the state that `as_json` wrote."""
         return cls(**{**values, "standing": tuple(values["standing"])})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Alarm:
-    """A bound that was crossed for long enough."""
+    """A bound that was crossed at `Rule.patience` consecutive checks."""
 
     metric: str
-    """As `Metrics.named` calls it."""
+    """Its name in `Metrics.named`."""
     rule: str
     """`Rule.label`."""
     action: Action
@@ -53,28 +53,28 @@ class Alarm:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What follows from one check."""
+    """Result of one check."""
 
     action: Action | None
-    """The strongest of the new alarms; None where there is none."""
+    """The strongest action of the new alarms; None without a new alarm."""
     text: str
-    """Why, in a sentence for people; empty without an action."""
+    """The reason, as a sentence for the user; empty without an action."""
     rollback_to: int | None
-    """With "rollback": the run ends with the newest weights of this step or an earlier one."""
+    """With "rollback": the run ends with the newest checkpoint at or before this step."""
     alarms: tuple[Alarm, ...]
-    """Raised at this check."""
+    """Alarms raised at this check."""
     over: tuple[str, ...]
     """Alarms that ended at this check, as "metric rule"."""
     standing: int
-    """Alarms that stand after it."""
+    """Number of active alarms after this check."""
 
 
 class HackMonitor:
-    """Watches one run.
+    """Monitors one run.
 
     monitor = HackMonitor(MonitorConfig())
-    verdict = monitor.observe(metrics)          # once an evaluation
-    journal.append(monitor.state.as_json())     # HackMonitor(config, state=State.from_json(...)) goes on from there
+    verdict = monitor.observe(metrics)          # once per evaluation
+    journal.append(monitor.state.as_json())     # HackMonitor(config, state=State.from_json(...)) continues from it
     """
 
     def __init__(self, config: MonitorConfig, *, state: State | None = None) -> None:
@@ -82,22 +82,22 @@ class HackMonitor:
         self.state = state or State()
 
     def begin(self, **metrics: float) -> None:
-        """Note first values that were measured before the first check that has them; known ones stay."""
+        """Set first values of metrics that were measured before the first check; existing ones are kept."""
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         self.state = replace(self.state, start=finite | dict(self.state.start))
 
     def observe(self, metrics: Metrics) -> Verdict:
-        """Take one check, remember it, and say what follows.
+        """Run one check, update the state and return the verdict.
 
         Raises:
-            UserError: a rule watches a judge by name, and there are judges but not that one.
+            UserError: a rule watches a judge that is not among the measured judges.
         """
         self.state, verdict = check(self._config, self.state, metrics)
         return verdict
 
 
 def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State, Verdict]:
-    """One check as a function of values: the state after it, and the verdict. Raises as `HackMonitor.observe`."""
+    """One check as a pure function: return the next state and the verdict. Raises like `HackMonitor.observe`."""
     _check_judges(config, metrics)
     values = metrics.named()
     start = {name: value for name, value in values.items() if math.isfinite(value)} | dict(state.start)
@@ -131,9 +131,9 @@ def check(config: MonitorConfig, state: State, metrics: Metrics) -> tuple[State,
 
 
 def _watched(config: MonitorConfig, values: Mapping[str, float], start: Mapping[str, float]) -> list[tuple[Rule, str]]:
-    """Return each rule with each metric it bounds now.
+    """Return each rule with each metric that it applies to now.
 
-    A multiple of a start at or below 0 means nothing and bounds nothing; a metric that is not finite always counts.
+    A rule relative to a first value <= 0 does not apply, unless the metric is not finite.
     """
     return [
         (rule, name)
@@ -144,7 +144,7 @@ def _watched(config: MonitorConfig, values: Mapping[str, float], start: Mapping[
 
 
 def _follow(rule: Rule, value: float, start: float, *, applies: bool, count: int, stood: bool) -> tuple[int, bool]:
-    """Return the checks in a row at which the bound is crossed, and whether the alarm stands, after one more value."""
+    """Return the number of consecutive crossings and whether the alarm is active, after one more value."""
     count = count + 1 if applies and rule.crossed(value, start) else 0
     if stood:
         return count, applies and not rule.released(value, start)
@@ -168,7 +168,7 @@ def _check_judges(config: MonitorConfig, metrics: Metrics) -> None:
     if metrics.judges and (absent := sorted(named - set(metrics.judges))):
         raise UserError(
             f"a rule of the monitor watches judge/{absent[0]}, which is not measured; "
-            f"the judges are: {', '.join(metrics.judges)}"
+            f"measured judges: {', '.join(metrics.judges)}"
         )
 
 
@@ -178,7 +178,7 @@ _NAMES = {"held_out_loss": "held-out loss", "diversity": "diversity", "reward": 
 def sentence(
     metrics: Metrics, start: Mapping[str, float], alarmed: Sequence[str], *, action: Action, back_to: int | None
 ) -> str:
-    """Return what happened to the metrics in `alarmed`, and what follows.
+    """Return a sentence with the changes of the metrics in `alarmed` and the action.
 
     "step 60: the reward rose from 0.089 to 0.994 while judge 'prompt_ok' fell from 0.394 to 0.083: the model games the
     reward; held-out loss 0.16 -> 6.7; the run stops"
@@ -204,7 +204,7 @@ def _judged(judges: Sequence[str], values: Mapping[str, float], start: Mapping[s
 
 def _moved(name: str, value: float, start: Mapping[str, float]) -> str:
     if name == "beyond":
-        return f"{value:.0%} of the rewards lie beyond the best of the data"
+        return f"{value:.0%} of the rewards are above the best of the data"
     begun = f"{start[name]:.3g} -> " if name in start else ""
     return f"{_NAMES[name]} {begun}{value:.3g}"
 

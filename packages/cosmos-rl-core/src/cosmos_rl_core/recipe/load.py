@@ -22,7 +22,7 @@ from cosmos_rl_core.settings.base import ConfigError, Problem
 from cosmos_rl_core.settings.problems import as_toml, closest, in_file_order, known_tables, problems, validated
 
 SFT_SAMPLED = tuple(section for section in RL_ONLY if section != "rollout")
-"""Sections that mean nothing where the model of supervised training is sampled."""
+"""Sections without effect when a supervised recipe is only sampled."""
 
 
 def load_config(
@@ -32,12 +32,12 @@ def load_config(
     values: Mapping[str, Any] | None = None,
     generating: bool = False,
 ) -> RunConfig:
-    """Return the validated config of a recipe (a TOML file or its content) with "section.key=value" on top.
+    """Return the validated config of a recipe (a TOML file or its content), with "section.key=value" overrides applied.
 
-    `values` come after the overrides, by dotted key: {"run.max_steps": 10}. [run] domain names the domain, whose own
-    models validate [model], [data] and [eval.data]. With `generating` nothing will be trained: a supervised recipe may
-    then say in [rollout] how it is sampled, and no reward is needed. Raises ConfigError with everything that is wrong,
-    and UserError for a file that cannot be read.
+    `values` are applied after the overrides, by dotted key: {"run.max_steps": 10}. [run] domain names the domain, whose
+    own models validate [model], [data] and [eval.data]. With `generating`, nothing is trained: a supervised recipe may
+    then have [rollout] settings, and no reward is required. Raises ConfigError with every problem of the recipe, and
+    UserError for a file that cannot be read.
     """
     file = "" if isinstance(source, Mapping) else str(source)
     written = dict(source) if isinstance(source, Mapping) else read_toml(Path(source))
@@ -60,7 +60,7 @@ def load_domain(name: str) -> Domain:
     found = plugins.load("cosmos_rl.domains", name)
     domain = found() if isinstance(found, type) else found
     if not isinstance(domain, Domain):
-        raise UserError(f"domain {name!r} is no cosmos_rl_core.Domain, which says what it must have")
+        raise UserError(f"domain {name!r} does not implement cosmos_rl_core.Domain (see its docstring)")
     return domain
 
 
@@ -72,7 +72,7 @@ def dump_resolved(config: RunConfig) -> str:
 
 
 def tables_of(config: RunConfig, *, generating: bool = False) -> dict[str, Any]:
-    """Return a config as JSON that `load_config` reads again, with the keys that are not set."""
+    """Return a config as JSON that `load_config` accepts, including keys without a value."""
     refused = () if not config.is_sft else SFT_SAMPLED if generating else RL_ONLY
     return {name: table for name, table in config.model_dump(mode="json").items() if name not in refused}
 
@@ -89,7 +89,7 @@ def read_toml(path: Path) -> dict[str, Any]:
         raise UserError(f"{path}: {error.strerror}") from error
     except tomllib.TOMLDecodeError as error:
         place = re.search(r" \(at line (\d+), column (\d+)\)$", str(error))
-        where = f"{path}:{place[1]}:{place[2]}" if place else f"{path} (at its end)"
+        where = f"{path}:{place[1]}:{place[2]}" if place else f"{path} (at the end)"
         raise UserError(f"{where}: {str(error).partition(' (at ')[0]}") from error
     except ValueError as error:
         raise UserError(f"{path}: an integer of more than {sys.get_int_max_str_digits()} digits") from error
@@ -104,7 +104,7 @@ def _neighbour(path: Path) -> str:
 
 
 def _name_after_file(raw: dict[str, Any], file: str) -> None:
-    """Call a run without a name after its recipe; a recipe called run.toml is called after its folder."""
+    """Name an unnamed run after its recipe file; after the folder if the file is run.toml."""
     run = raw.setdefault("run", {})
     if file and isinstance(run, dict):
         path = Path(file).resolve()
@@ -144,9 +144,9 @@ def _algorithm_table(raw: Mapping[str, Any]) -> dict[str, list[str]]:
 
 
 _PLACES = ("model", "data", "eval.data", "eval.loss_data", "data_regularization.data", "rollout.sampling")
-"""Sections whose keys belong to the domain."""
+"""Sections whose keys are defined by the domain."""
 _ALWAYS = ("model", "data", "rollout.sampling")
-"""Those that are there whether they are written down or not."""
+"""The ones that always exist, even if the recipe leaves them out."""
 
 
 def _model_at(domain: Domain, at: str) -> type[BaseModel]:
@@ -156,7 +156,7 @@ def _model_at(domain: Domain, at: str) -> type[BaseModel]:
 def _domain_parts(
     raw: Mapping[str, Any], domain: Domain | None, tables: Mapping[str, Sequence[str]]
 ) -> tuple[dict[str, BaseModel], list[Problem]]:
-    """Validate the sections whose keys belong to the domain."""
+    """Validate the sections whose keys are defined by the domain."""
     if domain is None:
         return {}, []
     parts: dict[str, BaseModel] = {}
@@ -173,7 +173,7 @@ def _domain_parts(
 
 
 def _given(raw: Mapping[str, Any], at: str) -> Any:
-    """What is written down at a dotted key, or None."""
+    """The recipe's value at a dotted key, or None."""
     here: Any = raw
     for name in at.split("."):
         here = here.get(name) if isinstance(here, Mapping) else None
@@ -181,7 +181,7 @@ def _given(raw: Mapping[str, Any], at: str) -> Any:
 
 
 def _with_parts(config: RunConfig, parts: Mapping[str, BaseModel]) -> RunConfig:
-    """Put what the domain validated in its places."""
+    """Insert the sections that the domain validated."""
     return config.model_copy(
         update={
             "model": parts.get("model"),
@@ -205,10 +205,10 @@ def _core(
     *,
     generating: bool,
 ) -> tuple[RunConfig, list[Problem]]:
-    """Validate the sections of core, then the rules between those sections that are sound.
+    """Validate the sections of core, then the rules between valid sections.
 
-    `unsound` names sections in which the domain found something wrong. The config holds only the sound sections; it is
-    whole where no problem is returned.
+    `unsound` names sections in which the domain found a problem. The returned config has only the valid sections; it is
+    complete if no problem is returned.
     """
     refused = SFT_SAMPLED if generating else RL_ONLY
     found: list[Problem] = []
@@ -219,7 +219,7 @@ def _core(
         broken = _broken_sections(found)
         sound = {name: section for name, section in raw.items() if name not in broken}
         config = validated(RunConfig, {"run": {"domain": "unknown"}} | sound)
-    if config.is_sft:  # what is wrong inside a section that has to go is not worth mending
+    if config.is_sft:  # such a section must be removed: problems inside it do not matter
         found = [problem for problem in found if problem.section not in refused]
     config = _with_parts(config, parts)
     broken = _broken_sections(found) | set(unsound) | ({"rollout"} - {at.partition(".")[0] for at in parts})
@@ -231,12 +231,12 @@ def _core(
 
 
 def _broken_sections(found: Sequence[Problem]) -> set[str]:
-    """Sections with a problem, and the one that was probably meant by a misspelt one."""
+    """Sections with a problem, and the likely intended section of a misspelt one."""
     broken = {problem.section for problem in found}
     meant = {closest(name, list(RunConfig.model_fields)) for name in broken}
     return broken | {name for name in meant if name}
 
 
 def _each_once(found: Sequence[Problem]) -> list[Problem]:
-    """Drop what two validators said of the same key; the first may know more to suggest."""
+    """Drop duplicates reported by two validators; the first one may have the better suggestion."""
     return list({(problem.key, problem.wrong): problem for problem in reversed(found)}.values())

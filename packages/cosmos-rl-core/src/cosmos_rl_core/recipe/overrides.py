@@ -14,10 +14,10 @@ from cosmos_rl_core.settings.problems import as_toml
 def apply_overrides(
     raw: Mapping[str, Any], overrides: Sequence[str], values: Mapping[str, Any] | None = None
 ) -> tuple[dict[str, Any], list[Problem]]:
-    """Return a copy of a config with each "section.key=value" set in it, and what was wrong with them.
+    """Return a copy of a config with each "section.key=value" applied, and the problems found.
 
-    A value is read as TOML, and as a plain string where it is none. A number in the key counts into an array:
-    reward.functions.0.weight=2. `values` by dotted key come after those, as they are.
+    A value is parsed as TOML; if that fails it is a plain string. A number in the key indexes an array:
+    reward.functions.0.weight=2. `values`, by dotted key, are applied last and unparsed.
     """
     changed = copy.deepcopy(dict(raw))
     found: list[Problem] = []
@@ -25,7 +25,7 @@ def apply_overrides(
         key, equals, text = override.partition("=")
         parts = [part.strip() for part in key.split(".")]
         if not equals or not all(parts):
-            found.append(Problem(key=override, wrong="is no override", suggestion="write section.key=value"))
+            found.append(Problem(key=override, wrong="is not an override", suggestion="write section.key=value"))
         elif problem := _put(changed, parts, _value(text.strip())):
             found.append(problem)
     for key, value in (values or {}).items():
@@ -35,16 +35,16 @@ def apply_overrides(
 
 
 def _value(text: str) -> Any:
-    """A TOML value; a bare word, or anything else that is no TOML, is a string."""
+    """Parse a TOML value; anything that is not TOML, such as a bare word, is a string."""
     try:
         parsed = tomllib.loads(f"value = {text}")
-    except (ValueError, RecursionError):  # no TOML; or an integer, or nesting, that Python does not take
+    except (ValueError, RecursionError):  # not TOML, or an integer or nesting beyond Python's limits
         return text
     return parsed["value"] if parsed.keys() == {"value"} else text
 
 
 def _put(root: dict[str, Any], parts: Sequence[str], value: Any) -> Problem | None:
-    """Set root[a][b][c] = value, making tables on the way."""
+    """Set root[a][b][c] = value, creating missing tables."""
     here: Any = root
     for depth, part in enumerate(parts):
         last = depth == len(parts) - 1

@@ -1,4 +1,4 @@
-"""RunConfig: a whole recipe, and the rules that tie its sections together."""
+"""RunConfig: a whole recipe, and the rules between its sections."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from cosmos_rl_core.settings.base import Problem, Strict
 from cosmos_rl_core.settings.problems import as_toml
 
 RL_ONLY = ("rollout", "reward", "data_regularization", "sync", "monitor")
-"""Sections that mean nothing to supervised fine-tuning."""
+"""Sections that do not apply to supervised fine-tuning."""
 
 
 class RunConfig(Strict):
-    """A recipe. `load_config` makes one; components take their own section and `build` themselves from it."""
+    """A recipe, as `load_config` returns it. Each component is built from its own section."""
 
     run: RunSection
     model: Any = None
@@ -58,44 +58,44 @@ class RunConfig(Strict):
 
     @property
     def policy_sampling(self) -> Any:
-        """How the terms that the policy trains on are drawn; None in supervised fine-tuning."""
+        """Sampling parameters of the rollouts that the policy trains on; None in supervised fine-tuning."""
         return None if self.is_sft else self.rollout.sampling.build()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Conflict:
-    """Two keys that are each in order and cannot stand together."""
+    """Two keys whose values are each valid, but not together."""
 
     key: str
-    """The one to change first."""
+    """The key to change first."""
     other: str
-    """The one it clashes with."""
+    """The key it conflicts with."""
     wrong: str
-    """What is wrong with `key`, ending where `other` is named."""
+    """The problem with `key`, as a phrase that continues with the name of `other`."""
     suggestion: str = ""
 
     @property
     def sections(self) -> frozenset[str]:
-        """The sections that must be valid for this to be worth saying."""
+        """Sections of both keys; the conflict is reported only if both are valid."""
         return frozenset(key.partition(".")[0] for key in (self.key, self.other))
 
     def problem(self, config: RunConfig) -> Problem:
-        """Return it as the user reads it, with both values."""
+        """Return the conflict as a `Problem`, with both values."""
         given, other = _written(config, self.key), _written(config, self.other)
         wrong = f"{self.wrong} {self.other}" + (f" = {other}" if other else " (not set)")
         return Problem(key=self.key, given=given, wrong=wrong, suggestion=self.suggestion)
 
 
 def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict]:
-    """Yield every pair of keys that clash; `given` names the sections that were written down."""
+    """Yield every pair of conflicting keys; `given` names the sections that the recipe contains."""
     yield from _sft_conflicts(given) if config.is_sft else _rl_conflicts(config)
     yield from _length_conflicts(config)
     if config.is_sft and config.eval.loss_data is not None:
         yield Conflict(
             key="eval.loss_data",
             other="algorithm.name",
-            wrong="is measured beside rewards, which there are none of with",
-            suggestion="call it [eval.data]",
+            wrong="is measured beside rewards, but there are no rewards with",
+            suggestion="rename it to [eval.data]",
         )
     if config.eval.every_steps and config.eval.data is None:
         yield Conflict(
@@ -114,7 +114,7 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
 
 
 def _never_measured(config: RunConfig) -> bool:
-    """Whether the best checkpoints are to be chosen by an evaluation that there is none of, or by rewards in SFT."""
+    """Whether `best_metric` needs an evaluation that is not configured, or rewards in supervised fine-tuning."""
     metric = config.checkpoint.best_metric.removeprefix("-")
     if metric.startswith("eval/") and config.eval.data is None:
         return True
@@ -145,7 +145,7 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             key="rollout.group_size",
             other="algorithm.advantage",
-            wrong="must be at least 2, to compare a rollout with others, for",
+            wrong="must be at least 2, to compare rollouts of a prompt, for",
         )
     if config.data_regularization.data is not None and not config.data_regularization.coef:
         yield Conflict(
@@ -160,26 +160,26 @@ def _rl_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """What the monitor is fed with, and where it can go back to."""
+    """Check the inputs of the monitor, and the checkpoints that a rollback needs."""
     if set(config.monitor.judges) - {f.title for f in config.reward.functions if f.weight == 0}:
         yield Conflict(
             key="monitor.judges",
             other="reward.functions",
-            wrong="names what is no reward of weight 0 in",
-            suggestion="add it there with weight = 0, so that it is measured and not trained on",
+            wrong="names a judge that is not a reward of weight 0 in",
+            suggestion="add it there with weight = 0, so that it is measured but not trained on",
         )
     if DIVERSITY in config.monitor.judges:
         yield Conflict(
             key="monitor.judges",
             other="eval.data",
-            wrong=f"names {DIVERSITY}, which compares rollouts of a prompt, and there is one of each of",
-            suggestion=f'remove it: a rule with watch = "{DIVERSITY}" reads it from training',
+            wrong=f"names {DIVERSITY}, which compares rollouts of a prompt, but evaluation generates one per row of",
+            suggestion=f'remove it: a rule with watch = "{DIVERSITY}" uses the value from training',
         )
     if config.monitor.rolls_back and not config.checkpoint.every_steps:
         yield Conflict(
             key="checkpoint.every_steps",
             other="monitor.rules",
-            wrong="must be above 0, to have weights to go back to, with a rollback in",
+            wrong="must be above 0, so that a checkpoint to roll back to exists, with a rollback in",
         )
     if config.monitor.data_rows and config.eval.loss_data is None:
         yield Conflict(
@@ -191,7 +191,7 @@ def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """How long a rollout may be."""
+    """Check the maximum length of a rollout."""
     length_key = f"rollout.sampling.{config.rollout.sampling.length_key}"
     if config.algorithm.overlong_buffer_terms > config.rollout.sampling.max_terms:
         yield Conflict(
@@ -204,7 +204,7 @@ def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
         yield Conflict(
             key="policy.microbatch_terms",
             other=length_key,
-            wrong="must hold a whole rollout: its prompt and up to",
+            wrong="must be large enough for a whole rollout: its prompt and up to",
             suggestion="raise the first or lower the second",
         )
     elif sampling.least_microbatch_terms < sampling.max_terms:
@@ -212,7 +212,7 @@ def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _cut_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """Averages over whole rollouts, where microbatches hold parts of them."""
+    """Reject averages over whole rollouts in a domain that splits rollouts across microbatches."""
     averages = {
         "algorithm.loss": config.algorithm.loss == "sequence_clipped",
         "algorithm.sequence_mask_delta": config.algorithm.sequence_mask_delta is not None,
@@ -222,13 +222,13 @@ def _cut_conflicts(config: RunConfig) -> Iterator[Conflict]:
             yield Conflict(
                 key=key,
                 other="policy.microbatch_terms",
-                wrong="averages over whole rollouts, whose terms this domain cuts into microbatches of",
-                suggestion='take loss = "clipped"' if key == "algorithm.loss" else "remove it",
+                wrong="averages over whole rollouts, but this domain splits them into microbatches of",
+                suggestion='set loss = "clipped"' if key == "algorithm.loss" else "remove it",
             )
 
 
 def _length_conflicts(config: RunConfig) -> Iterator[Conflict]:
-    """How long the run is."""
+    """Check the length of the run."""
     steps, schedule = config.run.max_steps, config.policy.schedule
     if steps is None and config.prompts.epochs is None:
         yield Conflict(
@@ -248,6 +248,6 @@ def _length_conflicts(config: RunConfig) -> Iterator[Conflict]:
 
 
 def _written(config: RunConfig, key: str) -> str:
-    """The value of a dotted key as it stands in the recipe; empty for a section or for no value."""
+    """The value of a dotted key as TOML; empty for a section or an unset key."""
     value = reduce(getattr, key.split("."), config)
     return "" if value is None or value == () or isinstance(value, Strict) else as_toml(value)

@@ -1,4 +1,4 @@
-"""The sections of a recipe. Counts say what they count, durations end in `_s`, sizes in `_bytes`."""
+"""The sections of a recipe. Names of counts end in the counted unit, durations in `_s`, sizes in `_bytes`."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY
 
 
 class RunSection(Strict):
-    """[run]: what this run is and when it ends."""
+    """[run]: name, output directory, seed and length of the run."""
 
     domain: str = Field(min_length=1)
-    """The domain package: "llm", or "module:attribute" for one of your own."""
+    """The domain: an installed one such as "llm", or "module:attribute" for your own."""
     name: str = Field(default="run", min_length=1)
-    """Name of the run; by default the recipe's file name, or its folder's for a recipe called run.toml."""
+    """Name of the run. Default: the recipe's file name without .toml, or its folder's name if the file is run.toml."""
     output_dir: str = Field(default="runs/{name}", min_length=1)
-    """Where the run's files go; {name} stands for the run's name."""
+    """Directory for the run's files; {name} is replaced by the run's name."""
     seed: int = Field(default=0, ge=0)
-    """Seed of everything that draws: data order, initial weights, sampling."""
+    """Seed of all randomness: data order, initial weights, sampling."""
     placement: Literal["local", "inline"] = "local"
-    """"local": processes on this machine; "inline": everything in one process, for debugging."""
+    """"local": worker processes on this machine; "inline": everything in one process, for debugging."""
     bind: str = Field(default="127.0.0.1", min_length=1)
-    """Address that this machine is reached at by the run's other machines; the default is for runs on one machine."""
+    """Address at which the run's other machines reach this one; the default allows only this machine."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Optimizer steps after which the run ends; without it the run ends after [prompts] epochs."""
+    """Number of optimizer steps. Not set: the run ends after [prompts] epochs."""
     log_every: int = Field(default=1, ge=1)
-    """Steps between two lines on the console; files always get every step."""
+    """Steps between lines on the console; metric files contain every step."""
 
     @field_validator("output_dir")
     @classmethod
@@ -45,30 +45,30 @@ class RunSection(Strict):
 
 
 class PromptsSection(Strict):
-    """[prompts]: the order in which the rows of [data] are drawn."""
+    """[prompts]: the order of the rows of [data], and the number of passes over them."""
 
     shuffle: bool = True
-    """Draw the rows of each epoch in a new order, fixed by the seed and the epoch."""
+    """Shuffle the rows in every epoch, in an order determined by the seed and the epoch."""
     epochs: int | None = Field(default=None, ge=1)
-    """Passes over the data; without it the stream is endless and [run] max_steps ends the run."""
+    """Passes over the data. Not set: rows repeat until [run] max_steps ends the run."""
 
 
 class SamplingSection(Strict):
-    """[rollout.sampling]: how tokens are sampled."""
+    """[rollout.sampling]: sampling parameters of the rollouts that are trained on."""
 
     unit: ClassVar[str] = "tokens"
     length_key: ClassVar[str] = "max_tokens"
 
     max_tokens: int = Field(default=256, ge=1)
-    """Most tokens to generate for one rollout."""
+    """Maximum number of tokens generated for one rollout."""
     temperature: float = Field(default=1.0, gt=0)
-    """Above 0, for greedy rollouts of a prompt are all the same; [eval] has its own."""
+    """Sampling temperature; 0 is not allowed, as all rollouts of a prompt would be equal. [eval] has its own."""
     top_p: float = Field(default=1.0, gt=0, le=1)
-    """Sample only from the likeliest tokens that together reach this probability; 1 keeps all."""
+    """Sample from the most likely tokens whose cumulative probability reaches this; 1 keeps all."""
     top_k: int = Field(default=0, ge=0)
-    """Sample only from this many of the likeliest tokens; 0 keeps all."""
+    """Sample from this many most likely tokens; 0 keeps all."""
     stop: tuple[str, ...] = ()
-    """Texts that end a rollout."""
+    """Strings at which generation of a rollout stops."""
 
     @property
     def max_terms(self) -> int:
@@ -77,16 +77,16 @@ class SamplingSection(Strict):
 
     @property
     def least_microbatch_terms(self) -> int:
-        """A whole rollout: its tokens are read together."""
+        """A whole rollout, as its tokens are not split across microbatches."""
         return self.max_terms
 
     def evaluation(self, *, temperature: float, max_terms: int | None) -> Sampling:
-        """Return those of an evaluation, with the two keys of [eval] on top."""
+        """Return the sampling parameters of an evaluation: these, with temperature and length of [eval]."""
         update = {"temperature": temperature, "max_tokens": max_terms or self.max_tokens}
         return self.model_copy(update=update).build()
 
     def build(self) -> Sampling:
-        """Return the sampling parameters an engine takes."""
+        """Return the sampling parameters for an engine."""
         return Sampling(
             max_terms=self.max_terms,
             temperature=self.temperature,
@@ -97,16 +97,16 @@ class SamplingSection(Strict):
 
 
 class SpoolSection(Strict):
-    """[rollout.spool]: large groups stay with the replica that made them, where the policy reads them."""
+    """[rollout.spool]: storage of large groups at the replica that generated them, where the policy reads them."""
 
     threshold_bytes: int = Field(default=2**20, ge=0)
-    """Size from which a group stays there; smaller ones travel through the controller. 0 keeps all."""
+    """Minimum size of a group stored at the replica; smaller ones are sent through the controller. 0 stores all."""
     capacity_bytes: int = Field(default=2**34, ge=1)
-    """Most bytes of groups that one replica holds; while no more fit, it takes no prompts."""
+    """Maximum bytes of groups stored by one replica; while it is full, it requests no prompts."""
     directory: str | None = Field(default=None, min_length=1)
-    """Folder for them, such as one on a local NVMe disk or /dev/shm; without it the run's own spool/."""
+    """Folder of the spool, such as one on a local NVMe disk or in /dev/shm. Not set: spool/ in the run's directory."""
     timeout_s: float = Field(default=30.0, gt=0)
-    """Longest wait for the next bytes from a replica on another machine, before the group is generated again."""
+    """Maximum wait for more bytes from a replica on another machine; after it the group is generated again."""
 
     @field_validator("directory")
     @classmethod
@@ -115,35 +115,35 @@ class SpoolSection(Strict):
 
 
 class RolloutSection(Strict):
-    """[rollout]: generation."""
+    """[rollout]: engine, replicas and group size of generation."""
 
     replicas: int = Field(default=1, ge=1)
-    """Copies of the engine that generate side by side."""
+    """Number of engine copies that generate in parallel."""
     engine: str = Field(default="torch", min_length=1)
-    """An engine of the domain, of an installed plug-in, or "module:attribute"."""
+    """Engine of the domain or of an installed plug-in, or "module:attribute"."""
     group_size: int = Field(default=8, ge=1)
-    """Rollouts of one prompt."""
+    """Number of rollouts generated for each prompt."""
     threads: int | None = Field(default=None, ge=1)
-    """CPU threads of a replica; without it the replicas of all roles share the machine's cores."""
+    """CPU threads of a replica. Not set: the machine's cores are divided among all replicas of all roles."""
     max_attempts: int = Field(default=3, ge=1)
-    """Errors after which a prompt is dropped with its reason; a worker's death is not one."""
+    """Attempts per prompt before it is dropped; the reason is logged. Crashes of a worker do not count."""
     sampling: Any = SamplingSection()
-    """How rollouts are drawn, with the domain's own keys."""
+    """Sampling parameters, with the keys of the domain."""
     spool: SpoolSection = SpoolSection()
-    """Where large groups stay."""
+    """Storage of large groups."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Handed to the engine as they are."""
+    """Options of the engine."""
 
 
 class RewardFunctionSection(Strict):
     """[[reward.functions]]: one reward and its weight."""
 
     name: str = Field(min_length=1)
-    """A reward of the domain, of an installed plug-in, or "module:attribute"."""
+    """Reward of the domain or of an installed plug-in, or "module:attribute"."""
     label: str = ""
-    """What metrics call it; by default the last part of its name."""
+    """Name in metrics. Default: `name`, or the attribute of a "module:attribute"."""
     weight: float = 1.0
-    """Factor in the sum; 0 records the value without training on it."""
+    """Factor in the weighted sum; 0 records the value without training on it."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Keyword arguments for the function."""
 
@@ -153,12 +153,12 @@ class RewardFunctionSection(Strict):
 
 
 class RewardSection(Strict):
-    """[reward]: what is good."""
+    """[reward]: the reward functions and their time limit."""
 
     functions: tuple[RewardFunctionSection, ...] = ()
-    """Their weighted sum is the reward of a rollout."""
+    """The reward functions; their weighted sum is the reward of a rollout."""
     timeout_s: float = Field(default=60.0, gt=0)
-    """Longest that one function may take over one group."""
+    """Time limit of one function for one group."""
 
     @field_validator("functions")
     @classmethod
@@ -171,45 +171,45 @@ class RewardSection(Strict):
 
 
 class DataRegularizationSection(Strict):
-    """[data_regularization]: a supervised loss beside the rollouts' (DDRL's data term, the mix of InstructGPT)."""
+    """[data_regularization]: a supervised loss added to the RL loss (DDRL's data term, InstructGPT's PPO-ptx)."""
 
     coef: float = Field(default=0.0, ge=0)
-    """Coefficient of that loss; 0 switches it off."""
+    """Coefficient of the supervised loss; 0 disables it."""
     rows_per_step: int = Field(default=8, ge=1)
-    """Supervised rows in an optimizer step."""
+    """Supervised rows per optimizer step."""
     shuffle: bool = True
-    """Draw the rows of each epoch in a new order, fixed by the seed and the epoch."""
+    """Shuffle the rows in every epoch, in an order determined by the seed and the epoch."""
     data: Any = None
-    """The rows, with the keys of [data]; without it those of [data] itself."""
+    """The supervised rows, with the keys of [data]. Not set: the rows of [data]."""
 
 
 class SyncSection(Strict):
-    """[sync]: how new weights reach the engines, and how old the ones in use may be."""
+    """[sync]: transfer of new weights to the engines, and the maximum staleness of rollouts."""
 
     max_staleness: int = Field(default=1, ge=0)
-    """Most versions the weights a rollout was drawn with may lie behind those it trains; 0 is on-policy."""
+    """Maximum policy lag of a rollout when it is trained on, in optimizer steps; 0 is on-policy."""
     backend: str = Field(default="transfer", min_length=1)
-    """The package that moves the weights: "transfer" (cosmos-rl-transfer), or "module:attribute"."""
+    """Backend of the weight transfer: "transfer" (cosmos-rl-transfer), or "module:attribute"."""
     interval: int = 1
-    """Optimizer steps between two pushes of the weights."""
+    """Optimizer steps between weight syncs; only 1 is supported."""
     transport: str = Field(default="auto", min_length=1)
-    """"auto" takes what is fastest between two processes; "shm", "tcp" and "nixl" name one."""
+    """"shm", "tcp" or "nixl"; "auto" selects the fastest one available between two processes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type that wider weights travel in; without it their own."""
+    """Data type to which wider weights are cast for the transfer. Not set: no cast."""
     bucket_bytes: int = Field(default=BUCKET_BYTES, ge=4096)
-    """Size of the pieces that weights are hashed and pulled in; each side needs two of them."""
+    """Size of the buckets in which weights are hashed and transferred; each side allocates two."""
     staging: Literal["shadow", "in_place"] = "shadow"
-    """Where engines receive: "shadow", a second copy in host memory, or "in_place", while generation pauses."""
+    """Where engines receive weights: "shadow", a second copy in host memory; or "in_place", with generation paused."""
     delta: bool = False
-    """Send what changed since the version before, where that is less; costs one copy of the weights at the trainer."""
+    """Send only the changes since the last version, if that is smaller; needs a copy of the weights at the trainer."""
     full_every: int = Field(default=FULL_EVERY, ge=1)
-    """With delta: versions from one that is sent whole to the next."""
+    """With delta: every n-th version is sent in full."""
     relay: Literal["auto", "on", "off"] = "auto"
-    """Let engines feed each other: "auto" where they are on more hosts than the trainers."""
+    """Whether engines forward weights to each other; "auto": if engines are on more hosts than trainers."""
     patience_s: float = Field(default=0.5, ge=0)
-    """How long an optimizer step waits for engines that still read, before what they lack is copied for them."""
+    """Time an optimizer step waits for engines that are still reading, before their missing weights are copied."""
     timeout_s: float = Field(default=120.0, gt=0)
-    """Longest wait for the other side before the sync is given up and named."""
+    """Maximum wait for the other side; then the sync fails with an error that names it."""
 
     @field_validator("interval")
     @classmethod
@@ -220,20 +220,20 @@ class SyncSection(Strict):
 
 
 class CheckpointSection(Strict):
-    """[checkpoint]: what survives."""
+    """[checkpoint]: interval, number and location of checkpoints."""
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between checkpoints; 0 saves only at the end and when the run is stopped."""
     asynchronous: bool = True
-    """Copy to the host's memory and write while training goes on; false waits, and needs no memory for the copy."""
+    """Copy to host memory and write in the background; false blocks training, but needs no memory for the copy."""
     keep: int = Field(default=2, ge=1)
-    """Newest checkpoints that are kept."""
+    """Number of newest checkpoints to keep."""
     keep_best: int = Field(default=0, ge=0)
-    """Checkpoints kept beside those for the best metrics."""
+    """Number of additional checkpoints to keep, those with the best `best_metric`."""
     best_metric: str = Field(default="eval/reward_mean", min_length=1)
-    """The metric, of eval.jsonl or metrics.jsonl; "-loss" with a minus where lower is better."""
+    """A metric of eval.jsonl or metrics.jsonl; with a minus, as in "-loss", lower is better."""
     path: str | None = Field(default=None, min_length=1)
-    """Where they lie: a folder that all ranks reach, or "s3://bucket/prefix"; without it the run's own checkpoints/."""
+    """A folder that all ranks can access, or "s3://bucket/prefix". Not set: checkpoints/ in the run's directory."""
 
     @field_validator("path")
     @classmethod
@@ -242,50 +242,50 @@ class CheckpointSection(Strict):
 
 
 class EvalSection(Strict):
-    """[eval]: rewards, or in supervised training the loss, on rows that are not trained on."""
+    """[eval]: rewards (in supervised training: the loss) on held-out rows."""
 
     every_steps: int = Field(default=0, ge=0)
     """Steps between evaluations; 0 evaluates only before the first step and after the last."""
     limit: int | None = Field(default=None, ge=1)
-    """Rows to use, from the start; without it all."""
+    """Evaluate only the first rows. Not set: all."""
     max_length: int | None = Field(default=None, ge=1)
-    """Most tokens of an answer, or simulator steps of an episode; without it the limit of [rollout.sampling]."""
+    """Maximum tokens of a response, or simulator steps of an episode. Not set: the limit of [rollout.sampling]."""
     temperature: float = Field(default=0.0, ge=0)
-    """0 is greedy."""
+    """Sampling temperature; 0 is greedy."""
     by: tuple[str, ...] = ()
-    """Columns of the rows whose values get metrics of their own beside those of all, such as ["task"]."""
+    """Columns to group metrics by, such as ["task"]: each value gets its own metrics, beside those of all rows."""
     data: Any = None
-    """The rows to evaluate on, with the keys of [data]; without it nothing is evaluated."""
+    """The rows to evaluate on, with the keys of [data]. Not set: no evaluation."""
     loss_data: Any = None
-    """Rows with wanted answers whose loss is measured beside the rewards, with the keys of [data]: real data that the
-    model should still find likely."""
+    """Rows with reference responses, with the keys of [data]; the supervised loss on them is measured in each
+    evaluation, to detect a model that drifts away from real data."""
 
     def due(self, version: int, *, last: int | None) -> bool:
-        """Return whether this version is evaluated: the untrained, the last, and those asked for in between."""
+        """Return whether this version is evaluated: the first, the last, and every `every_steps`-th."""
         regular = self.every_steps > 0 and version % self.every_steps == 0
         measured = self.data is not None or self.loss_data is not None
         return measured and (regular or version in (0, last))
 
 
 class LoggingSection(Strict):
-    """[logging]: where metrics and rollouts are written."""
+    """[logging]: destinations of metrics, and intervals at which rollouts and media are written."""
 
     sinks: tuple[Literal["console", "jsonl", "tensorboard", "wandb"], ...] = ("console", "jsonl")
-    """Where metrics go; "tensorboard" and "wandb" also show grids of samples, where those are images or videos."""
+    """Destinations of metrics; "tensorboard" and "wandb" also show grids of samples that are images or videos."""
     rollouts_every: int = Field(default=1, ge=0)
-    """Steps between two files of rollouts; 0 writes none."""
+    """Steps between files of rollouts; 0 writes none."""
     media_every: int = Field(default=10, ge=0)
-    """Versions between two records of samples that are seen, such as videos; 0 keeps none."""
+    """Versions between galleries of images or videos of samples; 0 writes none."""
     media_groups: int = Field(default=4, ge=1)
-    """Groups in such a record."""
+    """Number of groups in a gallery."""
 
 
 class ElasticSection(Strict):
-    """[elastic]: what happens when a worker goes silent or dies."""
+    """[elastic]: time limits and restarts for workers that hang, disconnect or crash."""
 
     lease_ttl_s: float = Field(default=600.0, gt=0)
-    """Longest a rollout worker may hold a prompt without progress before another one gets it."""
+    """Time a rollout worker may keep a prompt without progress before the prompt is given to another worker."""
     suspect_grace_s: float = Field(default=15.0, gt=0)
-    """Time a worker whose connection broke has to come back before it counts as gone."""
+    """Time a disconnected worker has to reconnect before it is removed from the run."""
     restart_workers: int = Field(default=3, ge=0)
-    """Times each rollout worker is started again after its process died."""
+    """Maximum restarts of each rollout worker after its process ends unexpectedly."""

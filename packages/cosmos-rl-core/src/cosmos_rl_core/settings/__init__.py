@@ -1,4 +1,4 @@
-"""Strict pydantic models and the problems of a value: the base that every section of a recipe is built on.
+"""Strict pydantic models and validation problems: the base of every section of a recipe.
 
-Used by all folders; imports errors and plugins alone.
+Used by all folders; imports only errors and plugins.
 """

@@ -1,4 +1,4 @@
-"""Strict: the base of every config section. ConfigError: everything wrong with a config, told at once."""
+"""Strict: the base of every config section. ConfigError: all problems of a config in one error."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ class Strict(BaseModel):
 
 
 Options = Strict
-"""The public name, for the options of a reward, an algorithm or an engine of one's own."""
+"""The public name, for the options of your own reward, algorithm or engine."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
-    """One thing wrong with a config."""
+    """One problem of a config."""
 
     key: str
-    """Dotted: "rollout.sampling.temperature"; empty where the file as a whole is meant."""
+    """Dotted: "rollout.sampling.temperature"; empty if the problem concerns the whole file."""
     wrong: str
-    """What is wrong, as a phrase: "must be greater than 0"."""
+    """The problem as a phrase: "must be greater than 0"."""
     given: str = ""
-    """The value as it was written, in TOML; empty where there is none."""
+    """The given value, as TOML; empty if there is none."""
     suggestion: str = ""
-    """What to do: 'did you mean "temperature"?'."""
+    """The remedy: 'did you mean "temperature"?'."""
 
     @property
     def section(self) -> str:
@@ -52,7 +52,7 @@ class Problem:
 
 
 class ConfigError(UserError):
-    """Everything wrong with a config, one line each, under a header that names the file."""
+    """All problems of a config, one per line, under a header that names the file."""
 
     def __init__(self, problems: Sequence[Problem], *, file: str = "") -> None:
         assert problems, "a ConfigError without a problem"

@@ -1,4 +1,4 @@
-"""What pydantic found wrong, in the words of the recipe: dotted key, given value, what to do."""
+"""Translate pydantic's errors into problems of a recipe: dotted key, given value, suggestion."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ RENAMED = {
     "rollout.sampling.max_terms": "max_tokens",
     "eval.max_terms": "max_length",
 }
-"""Keys of earlier versions by their dotted name, with the name they have now."""
+"""Current names of renamed keys, by the dotted name of earlier versions."""
 
 
 def validated(model: type[AnyModel], given: Any) -> AnyModel:
-    """Validate as strictly as JSON is: no "8" for 8 and no true for 1, but a list for a tuple."""
+    """Validate in pydantic's strict JSON mode: no "8" for 8, no true for 1, but a list for a tuple."""
     return model.model_validate_json(json.dumps(given, default=str), strict=True)
 
 
 def engine_options(model: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
-    """Return [rollout.options] as an engine's model of them. Raises ConfigError with everything that is wrong."""
+    """Return [rollout.options] validated by an engine's model. Raises ConfigError with every problem."""
     at = "rollout.options"
     try:
         return validated(model, given)
@@ -42,7 +42,7 @@ def engine_options(model: type[AnyModel], given: Mapping[str, Any]) -> AnyModel:
 
 
 def known_tables(model: type[BaseModel], *, at: str = "") -> dict[str, list[str]]:
-    """Return the known keys of a model and of every section in it, with `at` as the name of the outermost."""
+    """Return the known keys of a model and of every section inside it; `at` names the outermost table."""
     tables = {at: list(model.model_fields)}
     for name, field in model.model_fields.items():
         for section in _sections(field.annotation):
@@ -52,17 +52,17 @@ def known_tables(model: type[BaseModel], *, at: str = "") -> dict[str, list[str]
 
 
 def problems(error: ValidationError, *, tables: Tables, at: str = "") -> list[Problem]:
-    """Return what is wrong with the part of a config that lies under the dotted key `at`."""
+    """Return the problems of the part of a config under the dotted key `at`."""
     return [_problem(details, tables=tables, at=at) for details in error.errors(include_url=False)]
 
 
 def in_file_order(found: Sequence[Problem], raw: Mapping[str, Any]) -> list[Problem]:
-    """Sort by where the keys stand in the file; a missing key comes after those of its table."""
+    """Sort by the position of the keys in the file; a missing key comes after the others of its table."""
     return sorted(found, key=lambda problem: _position(problem.key, raw))
 
 
 def as_toml(value: Any, *, limit: int = 60) -> str:
-    """Return a value roughly as it stands in the recipe, cut to `limit` characters."""
+    """Return a value as (approximate) TOML, truncated to `limit` characters."""
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
     elif isinstance(value, list | tuple):
@@ -73,12 +73,12 @@ def as_toml(value: Any, *, limit: int = 60) -> str:
 
 
 def closest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:
-    """Return the known word most like `word`, or None if nothing is close."""
+    """Return the known word most similar to `word`, or None if none is close."""
     return next(iter(difflib.get_close_matches(word, known, n=1, cutoff=cutoff)), None)
 
 
 def _sections(annotation: Any) -> list[type[BaseModel]]:
-    """Models named anywhere in an annotation: X, X | None, tuple[X, ...], dict[str, X]."""
+    """Models that occur in an annotation: X, X | None, tuple[X, ...], dict[str, X]."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return [annotation]
     return [section for inner in get_args(annotation) for section in _sections(inner)]
@@ -110,7 +110,7 @@ def _problem(details: ErrorDetails, *, tables: Tables, at: str) -> Problem:
 
 
 def _did_you_mean(key: str, tables: Tables) -> str:
-    """A key of the same table, or one of that name elsewhere, or the table's keys."""
+    """Suggest a similar key of the table, a key of that name in another table, or list the table's keys."""
     path, _, name = key.rpartition(".")
     table = ".".join(part for part in path.split(".") if not part.isdigit())
     here = tables.get(table, ())
