@@ -38,7 +38,7 @@ def make(*, model=MODEL, name="adamw", version=0):
         optimizer=build_optimizer(
             name, policy.module, learning_rate=0.05, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1
         ),
-        rate_factor=lambda step: 1.0 / (1 + step),
+        lr_factor=lambda step: 1.0 / (1 + step),
         max_grad_norm=1.0,
         version=version,
     )

@@ -55,7 +55,7 @@ def make(layout, *, seed, name="adamw"):
         optimizer=build_optimizer(
             name, policy.module, learning_rate=0.05, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.1
         ),
-        rate_factor=lambda step: 1.0 / (1 + step),
+        lr_factor=lambda step: 1.0 / (1 + step),
         max_grad_norm=1.0,
         mesh=mesh,
     )
@@ -200,7 +200,7 @@ def filled_stage(layers):
         parameter.grad = parameter.detach().clone()
     optimizer.step()
     return Trainer(
-        policy, objective=None, optimizer=optimizer, rate_factor=lambda step: 1.0, max_grad_norm=1.0, version=1
+        policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0, version=1
     )
 
 

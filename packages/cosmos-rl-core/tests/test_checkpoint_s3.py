@@ -64,7 +64,7 @@ def make(*, seed=0):
     for parameter in policy.module.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    return Trainer(policy, objective=None, optimizer=optimizer, rate_factor=lambda step: 1.0, max_grad_norm=1.0)
+    return Trainer(policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0)
 
 
 def save(root, *steps, keep=9):

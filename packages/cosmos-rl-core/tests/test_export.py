@@ -93,7 +93,7 @@ def save_sharded(rank, world_size, *, root, recipe):
     mesh = ReplicaMesh.build(ParallelDims(dp_shard=world_size), device=torch.device("cpu"))
     policy = TinyPolicy(TinyModel(actions=3, contexts=5), temperature=1.0, setup=ModelSetup(mesh=mesh))
     optimizer = torch.optim.SGD(policy.module.parameters(), lr=1.0)
-    trainer = Trainer(policy, objective=None, optimizer=optimizer, rate_factor=lambda step: 1.0, max_grad_norm=1.0)
+    trainer = Trainer(policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0)
     saver = CheckpointSaver(
         CheckpointSection(),
         root=Folder.at(root),

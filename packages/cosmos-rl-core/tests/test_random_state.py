@@ -4,11 +4,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 
 
 def drawn(seed):
-    with lent_random_state(seed=seed):
+    with forked_rng(seed=seed):
         return torch.rand(4)
 
 

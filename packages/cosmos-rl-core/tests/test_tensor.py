@@ -13,8 +13,8 @@ from cosmos_rl_core.parallel.axes.tensor import (
     cut_rows,
     cut_vectors,
     cut_vocabulary,
-    hold_in_common,
     region,
+    replicate,
     whole_sequence,
 )
 from cosmos_rl_core.testing.ranks import run_ranks
@@ -71,13 +71,13 @@ SLOPES = torch.linspace(-1, 1, LENGTH)[None, :, None]
 
 def spread(network, axis):
     cut_vocabulary(network.embedding, axis)
-    hold_in_common(network.norm, axis, partial=axis.sequence)
-    hold_in_common(network.part.shared, axis, partial=True)
+    replicate(network.norm, axis, partial=axis.sequence)
+    replicate(network.part.shared, axis, partial=True)
     cut_columns(network.part.up, axis)
     cut_vectors(network.part.gains, axis)
     cut_rows(network.part.down, axis)
     region(network.part, axis)
-    hold_in_common(network.mixer, axis, partial=False)
+    replicate(network.mixer, axis, partial=False)
     whole_sequence(network.mixer, axis)
 
 

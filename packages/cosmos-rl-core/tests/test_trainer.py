@@ -102,7 +102,7 @@ def make(
     *,
     learning_rate=0.1,
     max_grad_norm=0.0,
-    rate_factor=lambda step: 1.0,
+    lr_factor=lambda step: 1.0,
     objective=None,
     version=0,
     name="sgd",
@@ -119,7 +119,7 @@ def make(
         data_term=data_term,
         data_term_coef=data_term_coef,
         optimizer=optimizer,
-        rate_factor=rate_factor,
+        lr_factor=lr_factor,
         max_grad_norm=max_grad_norm,
         version=version,
     )
@@ -180,7 +180,7 @@ def test_entropy_is_computed_where_the_objective_asks_for_it():
 
 
 def test_a_step_follows_the_gradient_at_the_scheduled_rate():
-    trainer = make(rate_factor=lambda step: {7: 0.5}[step], version=7)
+    trainer = make(lr_factor=lambda step: {7: 0.5}[step], version=7)
     before, slope = weights(trainer), gradients(run_all(trainer, batch(2))).clone()
     result = trainer.optim_step()
     torch.testing.assert_close(weights(trainer), before - 0.05 * slope)

@@ -52,7 +52,7 @@ def make(family, dims, *, fresh):
         optimizer=build_optimizer(
             "adamw", policy.module, learning_rate=1e-2, betas=(0.9, 0.99), eps=1e-2, weight_decay=0.01
         ),
-        rate_factor=lambda _: 1.0,
+        lr_factor=lambda _: 1.0,
         max_grad_norm=1.0,
         mesh=mesh,
     ), setup

@@ -104,7 +104,7 @@ def trainer_of(mesh, *, fresh):
         "adamw", policy.module, learning_rate=1e-3, betas=(0.9, 0.99), eps=1e-4, weight_decay=0.01
     )
     objective = build_objective(PPO, max_terms=10)
-    rate = {"rate_factor": lambda _: 1.0, "max_grad_norm": 1.0}
+    rate = {"lr_factor": lambda _: 1.0, "max_grad_norm": 1.0}
     return Trainer(policy, objective=objective, optimizer=optimizer, mesh=mesh, **rate), batch
 
 

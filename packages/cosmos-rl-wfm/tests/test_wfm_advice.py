@@ -13,7 +13,7 @@ MASTER = "model.dtype=bfloat16"
 
 
 def said(*overrides):
-    return check(load_config(RECIPE, overrides)).advice
+    return check(load_config(RECIPE, overrides)).warnings
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def checkpoint(config, tmp_path_factory):
     CheckpointSaver(
         CheckpointSection(),
         root=Folder.at(root),
-        trainer=Trainer(policy, objective=None, optimizer=optimizer, rate_factor=lambda step: 1.0, max_grad_norm=1.0),
+        trainer=Trainer(policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0),
         state=TrainState(step=0),
         ranks=RankGroup(),
         origin=Origin(recipe=recipe_of(config)),

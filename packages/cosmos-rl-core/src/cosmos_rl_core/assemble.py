@@ -222,7 +222,7 @@ def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = 
             weight_decay=optimizer.weight_decay,
             rates=optimizer.rates,
         ),
-        rate_factor=lambda step: factor(
+        lr_factor=lambda step: factor(
             schedule.name,
             step,
             warmup_steps=schedule.warmup_steps,

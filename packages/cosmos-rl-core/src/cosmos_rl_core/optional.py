@@ -38,10 +38,10 @@ class TakesRows(Protocol):
 
 
 @runtime_checkable
-class Advises(Protocol):
+class Warns(Protocol):
     """A domain that knows of recipes which are in order, and yet will not do all that one expects."""
 
-    def advice(self, config: RunConfig) -> Sequence[str]:
+    def warnings(self, config: RunConfig) -> Sequence[str]:
         """Return what to know before the run, a sentence each; told by `cosmos-rl check` and at the run's start."""
         ...
 
@@ -97,7 +97,7 @@ class ShowsRows(Protocol):
 
 
 @runtime_checkable
-class KnowsItsRoom(Protocol):
+class HasCapacity(Protocol):
     """An engine that knows how many rows keep it busy, such as one with a fixed number of simulators."""
 
     @property

@@ -30,7 +30,7 @@ from typing import IO
 from cosmos_rl_core.python_path import child_environment
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
-LAST_MOMENTS_S = 2.0
+GRACE_S = 2.0
 """Longest that a process may go on once its connection to the other was closed."""
 LAST_LINES = 12
 """Lines of a dead process's log that are shown."""
@@ -164,7 +164,7 @@ def inherited_socket() -> socket.socket:
     return socket.socket(fileno=int(sys.argv[-1]))
 
 
-def end_with(inherited: socket.socket, *, grace_s: float = LAST_MOMENTS_S) -> None:
+def end_with(inherited: socket.socket, *, grace_s: float = GRACE_S) -> None:
     """End this process, whatever it is doing, `grace_s` after its parent has closed its end, or has ended."""
 
     def watch() -> None:

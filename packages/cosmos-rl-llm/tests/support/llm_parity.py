@@ -212,7 +212,7 @@ def _trainer(policy: Policy, algorithm: str, mesh: ReplicaMesh | None) -> Traine
             eps=1e-2,
             weight_decay=0.01,
         ),
-        rate_factor=lambda _: 1.0,
+        lr_factor=lambda _: 1.0,
         max_grad_norm=1.0,
         mesh=mesh,
     )

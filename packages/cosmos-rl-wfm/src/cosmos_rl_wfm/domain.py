@@ -43,9 +43,9 @@ class WFMDomain(DomainBase):
 
         return REWARDS
 
-    def advice(self, config: RunConfig) -> Sequence[str]:
-        """Say where ratios cannot be exact. Implements `cosmos_rl_core.optional.Advises`."""
-        return advice(config)
+    def warnings(self, config: RunConfig) -> Sequence[str]:
+        """Say where ratios cannot be exact. Implements `cosmos_rl_core.optional.Warns`."""
+        return recipe_warnings(config)
 
     def check_model(self, model: WFMModelConfig) -> None:
         """Call a network of an unproven class once, without memory. Implements `core.abilities.ChecksModels`."""
@@ -163,7 +163,7 @@ class WFMDomain(DomainBase):
 WFM = WFMDomain()
 
 
-def advice(config: RunConfig) -> Sequence[str]:
+def recipe_warnings(config: RunConfig) -> Sequence[str]:
     """Return a sentence for each thing that will not be as one may expect."""
     if config.is_sft:
         return ()

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.models.base import Size
@@ -161,7 +161,7 @@ def tiny_t5(kind: Literal["T5EncoderModel", "UMT5EncoderModel"]) -> PreTrainedMo
 
     config = getattr(transformers, kind.replace("EncoderModel", "Config"))
     sizes = {"d_model": 32, "d_ff": 16, "d_kv": 8, "num_heads": 2, "num_layers": 2, "vocab_size": len(VOCABULARY)}
-    with lent_random_state(seed=0):
+    with forked_rng(seed=0):
         return getattr(transformers, kind)(config(**sizes)).eval()
 
 

@@ -79,7 +79,7 @@ class SnapshotPlanner:
 
     def _copied(self, boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self._room:
-            self._room = host_room(boxes)
+            self._room = host_buffers(boxes)
         for name, box in boxes.items():
             if box.is_cuda:
                 self._room[name].copy_(box, non_blocking=True)
@@ -90,7 +90,7 @@ class SnapshotPlanner:
         return self._room
 
 
-def host_room(boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def host_buffers(boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return room for copies in one block of host memory; page-locked where the boxes are on a GPU."""
     specs: list[Spec] = by_alignment((name, box.dtype, tuple(box.shape)) for name, box in boxes.items())
     total = sum(num_bytes(dtype, shape) for _, dtype, shape in specs)

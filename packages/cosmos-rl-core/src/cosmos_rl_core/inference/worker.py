@@ -26,7 +26,7 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.inference.messages import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Row, Task
 from cosmos_rl_core.interfaces import Recorder, RolloutEngine
-from cosmos_rl_core.optional import KnowsItsRoom
+from cosmos_rl_core.optional import HasCapacity
 from cosmos_rl_core.processes import inherited_socket
 from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.recipe.run import RunConfig
@@ -102,7 +102,7 @@ async def _answer_all(task: Task, send: Callable[[Reply], None]) -> None:
             recorder=recorder if task.media else None,
         )
         rows = iter(task.rows)
-        room = engine.rows_at_once if isinstance(engine, KnowsItsRoom) else TEXTS_AT_ONCE if recorder is None else 1
+        room = engine.rows_at_once if isinstance(engine, HasCapacity) else TEXTS_AT_ONCE if recorder is None else 1
         at_once = task.rows_at_once or room
         lanes = [asyncio.create_task(_lane(rows, answerer, send)) for _ in range(min(at_once, len(task.rows)))]
         try:

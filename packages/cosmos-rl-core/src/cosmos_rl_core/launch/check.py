@@ -10,7 +10,7 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, load_engine, look_up_parts
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.optional import Advises, ChecksModels
+from cosmos_rl_core.optional import ChecksModels, Warns
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.base import ConfigError, Problem
@@ -37,12 +37,12 @@ class Checked:
     config: RunConfig
     data: Dataset
     evaluation: Dataset | None
-    advice: Sequence[str] = ()
-    """What will not be as one may expect."""
+    warnings: Sequence[str] = ()
+    """Keys that are valid and do not do all that one may expect, a sentence each."""
 
     def __str__(self) -> str:
-        """Five lines on what the run will do, and one for each piece of advice."""
-        lines = [*_resume(self), *(("note", text) for text in self.advice)]
+        """Five lines on what the run will do, and one for each warning."""
+        lines = [*_resume(self), *(("note", text) for text in self.warnings)]
         return "\n".join(f"  {name:<10}{text}" for name, text in lines)
 
 
@@ -62,13 +62,13 @@ def check(config: RunConfig, *, file: str = "") -> Checked:
     evaluation = None if config.eval.data is None else _dataset("eval.data", config.eval.data, domain, found)
     if data is None or found:
         raise ConfigError(found, file=file)
-    return Checked(config=config, data=data, evaluation=evaluation, advice=advice_on(config))
+    return Checked(config=config, data=data, evaluation=evaluation, warnings=warnings_for(config))
 
 
-def advice_on(config: RunConfig) -> Sequence[str]:
-    """Return what the domain has to say of a recipe that is in order."""
+def warnings_for(config: RunConfig) -> Sequence[str]:
+    """Return the domain's warnings about a valid recipe."""
     domain = load_domain(config.run.domain)
-    return domain.advice(config) if isinstance(domain, Advises) else ()
+    return domain.warnings(config) if isinstance(domain, Warns) else ()
 
 
 def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> Dataset | None:

@@ -27,7 +27,7 @@ from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.launch.check import advice_on
+from cosmos_rl_core.launch.check import warnings_for
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.launch.placement import Launch, Workers, start_processes, start_tasks
@@ -120,7 +120,7 @@ class _Run:
         started = time.perf_counter()
         with self._observer, contextlib.closing(Journal(self._directory / "journal")) as journal:
             resumed = self._resumption.notes if self._resumption else ()
-            for text in (*advice_on(self._config), *notes, *resumed):
+            for text in (*warnings_for(self._config), *notes, *resumed):
                 self._observer.note(text)
             text = dump_resolved(self._config)
             (self._directory / "resolved.toml").write_text(text)

@@ -24,7 +24,7 @@ _TURN = threading.Lock()
 
 
 @contextmanager
-def lent_random_state(*, seed: int = 0) -> Iterator[None]:
+def forked_rng(*, seed: int = 0) -> Iterator[None]:
     """Draw from the global state, begun at `seed`, inside; outside it is as it was."""
     with _TURN, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)

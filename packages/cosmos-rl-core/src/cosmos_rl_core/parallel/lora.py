@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy, Reference
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
 ADAPTER = "default"
@@ -105,7 +105,7 @@ def add_adapters(
         task_type=task_type,
         base_model_name_or_path=base,
     )
-    with lent_random_state(seed=seed):  # peft draws values of its own
+    with forked_rng(seed=seed):  # peft draws values of its own
         inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     fill_adapters(module, seed=seed)
 

@@ -40,7 +40,7 @@ async def returns_whole_rollouts(make: MakeEngine, prompt: Prompt, sampling: Sam
         assert np.all(rollout.versions == engine.version)
 
 
-async def draws_by_seed(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+async def is_seeded(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
     """The same seed gives the same rollouts; samples of one request differ from one another somewhere."""
     engine = await _fresh(make)
     _, first = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=1)
@@ -77,7 +77,7 @@ async def switches_between_terms(make: MakeEngine, prompt: Prompt, sampling: Sam
     assert np.all(after[0].versions == 7)
 
 
-async def lets_go_when_cancelled(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+async def ends_when_cancelled(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
     """A cancelled request ends, and the engine serves the next."""
     engine = await _fresh(make)
     running = asyncio.create_task(engine.generate(prompt, num_samples=4, sampling=sampling, seed=1))
@@ -102,10 +102,10 @@ async def counts_its_work(make: MakeEngine, prompt: Prompt, sampling: Sampling) 
 
 ENGINE_CHECKS: Sequence[EngineCheck] = (
     returns_whole_rollouts,
-    draws_by_seed,
+    is_seeded,
     is_greedy_at_zero,
     switches_between_terms,
-    lets_go_when_cancelled,
+    ends_when_cancelled,
     counts_its_work,
 )
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny import TinyModel, wanted
 from cosmos_rl_core.train.balance import deal
@@ -50,7 +50,7 @@ class TinyNetwork(nn.Module):
 
 
 def build_network(model: TinyModel) -> TinyNetwork:
-    with lent_random_state(seed=model.seed):
+    with forked_rng(seed=model.seed):
         return TinyNetwork(contexts=model.contexts, actions=model.actions, hidden=model.hidden)
 
 

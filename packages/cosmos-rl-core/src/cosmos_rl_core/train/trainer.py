@@ -38,7 +38,7 @@ class Trainer:
         data_term: Objective | None = None,
         data_term_coef: float = 0.0,
         optimizer: torch.optim.Optimizer,
-        rate_factor: Callable[[int], float],
+        lr_factor: Callable[[int], float],
         max_grad_norm: float,
         mesh: ReplicaMesh | None = None,
         version: int = 0,
@@ -51,8 +51,8 @@ class Trainer:
         self._objective = objective
         self._data_term, self._data_term_coef = data_term, data_term_coef
         """What is minimised over `TrainBatch.data_term`, and the coefficient of that."""
-        self._rate_factor = rate_factor
-        self._base_rates = [group["lr"] for group in optimizer.param_groups]
+        self._lr_factor = lr_factor
+        self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._max_grad_norm = max_grad_norm
         self._mesh = mesh
         self._batch: TrainBatch | None = None
@@ -123,9 +123,9 @@ class Trainer:
             num_stages=self._mesh.dims.pp if self._mesh else 1,
             elsewhere=self.policy.second_copies(),
         )
-        scale = self._rate_factor(self.version)
+        scale = self._lr_factor(self.version)
         if finite:
-            for group, base in zip(self.optimizer.param_groups, self._base_rates, strict=True):
+            for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
                 group["lr"] = base * scale
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
@@ -133,7 +133,7 @@ class Trainer:
         if finite and last:
             self.policy.stepped(self.version)
         metrics = {**self._batch.metrics, **self._metrics(), **self.policy.metrics()}
-        metrics |= {"grad_norm": norm, "learning_rate": self._base_rates[0] * scale}
+        metrics |= {"grad_norm": norm, "learning_rate": self._base_lrs[0] * scale}
         self._batch = None
         return StepResult(policy_version=self.version, metrics=metrics, skipped=not finite)
 

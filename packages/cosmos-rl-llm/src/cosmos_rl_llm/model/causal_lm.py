@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.linear import product
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.lora import adapter_weights
 from cosmos_rl_llm.model.checkpoint import resolve
 
@@ -105,7 +105,7 @@ def make_model(config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> P
         raise UserError('model config needs the key model_type, for example model_type = "qwen3"')
     try:
         built = AutoConfig.for_model(kind, **values)
-        with LOADING, lent_random_state(seed=seed):
+        with LOADING, forked_rng(seed=seed):
             return AutoModelForCausalLM.from_config(built, dtype=dtype)
     except (ValueError, StrictDataclassError) as error:
         raise UserError(f"model config: {_first_line(error)}") from error

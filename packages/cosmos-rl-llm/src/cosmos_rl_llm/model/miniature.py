@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_llm.model.causal_lm import LOADING
 
 VOCABULARY = 61
@@ -105,7 +105,7 @@ def miniature(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrain
     It attends with transformers' own plain code: its fused attention leaves soft caps and sinks out. The same
     configuration gives the same values; the caller's random state is left alone.
     """
-    with LOADING, lent_random_state(seed=0):
+    with LOADING, forked_rng(seed=0):
         shrunk = type(config).from_dict(shrink(config.to_dict()))
         small = kind._from_config(shrunk, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():

@@ -25,8 +25,8 @@ from cosmos_rl_core.parallel.axes.tensor import (
     cut_rows,
     cut_vectors,
     cut_vocabulary,
-    hold_in_common,
     region,
+    replicate,
     whole_sequence,
 )
 from cosmos_rl_llm.model.causal_lm import decoder_layers
@@ -63,7 +63,7 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
     decoder, embedding = model.base_model, model.get_input_embeddings()
     layers = decoder_layers(model)
     for layer in layers:
-        hold_in_common(layer, axis, partial=axis.sequence)
+        replicate(layer, axis, partial=axis.sequence)
         for part in layer.children():
             _spread_part(part, styles, axis, experts=experts)
     for module in decoder.children():
@@ -114,7 +114,7 @@ def _spread_part(part: nn.Module, styles: Styles, axis: TensorAxis, *, experts: 
             if module in styles:
                 _CUT[styles[module]](module, axis)
             else:
-                hold_in_common(module, axis, partial=True)
+                replicate(module, axis, partial=True)
         region(part, axis)
     elif any(parameter.ndim > 1 for parameter in part.parameters()):
         _hold_all(part, axis, partial=False)
@@ -125,7 +125,7 @@ def _spread_part(part: nn.Module, styles: Styles, axis: TensorAxis, *, experts: 
 
 def _hold_all(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
     for inner in module.modules():
-        hold_in_common(inner, axis, partial=partial)
+        replicate(inner, axis, partial=partial)
 
 
 def _spread_vocabulary(embedding: nn.Module, head: nn.Module | None, axis: TensorAxis) -> None:

@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import Index, fill_own_part
 from cosmos_rl_core.parallel.lora import base_name
 
@@ -104,7 +104,7 @@ def empty(make: Callable[[], M], *, seed: int) -> M:
 
     What the model computes itself is there, such as rotary frequencies.
     """
-    with lent_random_state(seed=seed):
+    with forked_rng(seed=seed):
         from transformers.initialization import no_init_weights  # not in two threads at once: it replaces itself
 
         with no_init_weights():

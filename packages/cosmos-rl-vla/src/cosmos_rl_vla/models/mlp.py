@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.base import Acted, Draw, Evaluated, Inputs, Replay, Supervised
@@ -82,7 +82,7 @@ def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> Loaded:
     sizes: dict[str, Any] = {"state_dim": config.state_dim, "action_dim": config.action_dim}
     if config.path:
         sizes = _read(directory)
-    with lent_random_state(seed=config.seed):
+    with forked_rng(seed=config.seed):
         model = MLPModel(**sizes)
     return Loaded(
         model=model,

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.dtensor import fill_own_part
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name
 
@@ -56,7 +56,7 @@ def random_network(class_name: str, config: Mapping[str, Any], *, dtype: torch.d
 
     Raises UserError as `empty_network`.
     """
-    with lent_random_state(seed=seed):
+    with forked_rng(seed=seed):
         network = _build(class_name, config)
     hold(network, dtype)
     return network

@@ -110,7 +110,7 @@ def _between(module: nn.Module, before: Callable[[Tensor], Tensor], after: Calla
     module.forward = forward
 
 
-def hold_in_common(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
+def replicate(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
     """Keep a module's own parameters whole on every rank; `partial`: their gradients are parts of a sum."""
     _place_all(module, axis, lambda _: Replicate())
     grad = Partial() if partial else Replicate()

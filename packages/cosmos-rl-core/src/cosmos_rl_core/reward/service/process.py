@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.processes import LAST_MOMENTS_S, ChildProcess, all_ended, environment
+from cosmos_rl_core.processes import GRACE_S, ChildProcess, all_ended, environment
 from cosmos_rl_core.reward.service.messages import Answer, Ask, Build, FromWorker, Refused, send_descriptors
 from cosmos_rl_core.reward.service.settings import ServedReward
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
@@ -79,7 +79,7 @@ class WorkerProcess:
 
     async def end(self) -> str:
         """Let a process that closed its end come to its own, and return how; kill it where it does not."""
-        await all_ended([self.process], timeout_s=LAST_MOMENTS_S)
+        await all_ended([self.process], timeout_s=GRACE_S)
         return await self.kill()
 
     async def kill(self) -> str:

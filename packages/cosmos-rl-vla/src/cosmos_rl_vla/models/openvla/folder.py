@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
@@ -35,7 +35,7 @@ _PROPRIO = "proprio_projector.fc1.weight"
 
 def random_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
     """Make a model with first values drawn at random: the same for the same seed."""
-    with lent_random_state(seed=seed):
+    with forked_rng(seed=seed):
         return OpenVLAModel(config)
 
 

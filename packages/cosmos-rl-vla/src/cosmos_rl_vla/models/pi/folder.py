@@ -15,7 +15,7 @@ import msgspec
 from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.parallel.device import lent_random_state
+from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
 from cosmos_rl_vla.models.pi.checkpoint import HEADS, HINT, PiNames, family_of, public_name
@@ -29,7 +29,7 @@ VARIANTS = ("gemma_2b", "gemma_300m")
 
 def random_pi(config: PiConfig, *, seed: int) -> PiModel:
     """Make a model with first values drawn at random: the same for the same seed."""
-    with lent_random_state(seed=seed):
+    with forked_rng(seed=seed):
         return PiModel(config)
 
 

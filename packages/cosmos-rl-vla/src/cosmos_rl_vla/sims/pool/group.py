@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 import cosmos_rl_core
 import cosmos_rl_vla
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.processes import LAST_MOMENTS_S, ChildProcess, last_lines
+from cosmos_rl_core.processes import GRACE_S, ChildProcess, last_lines
 from cosmos_rl_core.python_path import PYTHON
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
@@ -193,7 +193,7 @@ class Group:
         try:
             reply: Reply = self.process.connection.receive()
         except ConnectionClosed:
-            how = self.process.end(grace_s=LAST_MOMENTS_S)
+            how = self.process.end(grace_s=GRACE_S)
             raise Dead(f"the process of the simulators ended ({how})") from None
         self._moved_at = time.monotonic()
         if self._building:

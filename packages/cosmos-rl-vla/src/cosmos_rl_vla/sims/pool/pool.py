@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import WorkerFailed
-from cosmos_rl_core.processes import LAST_MOMENTS_S, unnamed_memory
+from cosmos_rl_core.processes import GRACE_S, unnamed_memory
 from cosmos_rl_vla.sims.base import GROUP, SimSpec
 from cosmos_rl_vla.sims.pool.group import Dead, Group, Limits, Lost, Ready
 from cosmos_rl_vla.sims.pool.memory import ObservationMemory
@@ -208,7 +208,7 @@ class SimulatorPool:
         for group in self._groups:
             group.process.connection.close()  # they close their simulators and end
         for group in self._groups:
-            group.process.end(grace_s=LAST_MOMENTS_S)
+            group.process.end(grace_s=GRACE_S)
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._groups, self._descriptor = [], -1
