@@ -1,4 +1,4 @@
-"""How idle a worker was, from its heartbeats; and a word to one that is leaving."""
+"""The idle fraction of a worker, from its heartbeats; the order of messages to it."""
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.peers import Peer, Peers
@@ -41,3 +41,25 @@ class Closing:
 def test_a_word_to_a_worker_that_has_just_left_disturbs_nobody():
     peer = Peer(name="policy-0", role="policy", connection=Closing(), heard_at=100.0)
     peer.post(p.Stop(reason="the run is over"))
+
+
+class Wire:
+    """A connection that keeps what is sent."""
+
+    def __init__(self):
+        self.sent = []
+
+    def post(self, message):
+        self.sent.append(message)
+
+
+def test_nothing_but_a_stop_is_sent_before_the_welcome():
+    wire = Wire()
+    peer = Peer(name="rollout-0", role="rollout", connection=wire)
+    address, stop, welcome = p.SyncFrom(address="here"), p.Stop(reason="over"), p.Welcome(1, 0, 0)
+    peer.post(address)
+    assert wire.sent == []
+    peer.post(stop)
+    assert wire.sent == [stop]
+    peer.welcome(welcome)
+    assert wire.sent == [stop, welcome, address]

@@ -1,10 +1,18 @@
 """Whole runs of the tiny domain: real processes, real sockets, a bandit that learns in seconds."""
 
+import asyncio
 import json
 
 import pytest
 
 from cosmos_rl_core import run
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.errors import WorkerFailed
+from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.wire.channel import ConnectionClosed
+from cosmos_rl_core.workers.context import WorkerContext
+from cosmos_rl_core.workers.main import serve_role
+from cosmos_rl_core.workers.rollout import RolloutRole
 
 
 def recipe(tmp_path, **changes):
@@ -41,3 +49,27 @@ def test_the_bandit_learns(tmp_path, placement):
     assert [line["step"] for line in lines] == list(range(30))
     assert max(line["staleness_max"] for line in lines) <= 1
     assert result.samples["issued"] == sum(n for state, n in result.samples.items() if state != "issued")
+
+
+def test_a_worker_of_this_process_that_lost_its_connection_ends_the_run(tmp_path, monkeypatch):
+    async def lose(self):
+        raise ConnectionClosed("the connection broke")
+
+    monkeypatch.setattr(RolloutRole, "run", lose)
+    with pytest.raises(WorkerFailed, match="rollout-0: the connection broke"):
+        run(recipe(tmp_path, run__placement="inline"))
+
+
+def test_a_worker_that_comes_when_the_run_is_over_leaves():
+    class Ended:
+        closed = False
+
+        async def receive(self):
+            return p.Stop(reason="over")
+
+        def close(self):
+            self.closed = True
+
+    connection, context = Ended(), WorkerContext(name="rollout-0", token=b"", timeline=Timeline(process="x"), threads=1)
+    assert asyncio.run(serve_role("rollout", context, connection)) == 0
+    assert connection.closed

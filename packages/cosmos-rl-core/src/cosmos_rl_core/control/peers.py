@@ -35,6 +35,8 @@ class Peer:
     """Clock of its last heartbeat."""
     leaving: bool = False
     """It sent a Goodbye or a Fatal."""
+    _waiting: list[p.ToWorker] = field(default_factory=list)
+    """Messages posted before its Welcome."""
     _measured: tuple[float, float] = field(init=False)
     """`busy_s` and `heard_at` when `idle_fraction` was taken."""
 
@@ -59,9 +61,21 @@ class Peer:
             self._measured = (self.busy_s, self.heard_at)
 
     def post(self, message: p.ToWorker) -> None:
-        """Send, unless the connection has ended: the ledger gets a Disconnected then."""
+        """Send, unless the connection has ended: the ledger gets a Disconnected then.
+
+        The Welcome comes first: other messages wait for it. A Stop does not; the worker then leaves at once.
+        """
+        if not self.is_welcome and not isinstance(message, p.Stop):
+            self._waiting.append(message)
+            return
         with contextlib.suppress(ConnectionClosed):
             self.connection.post(message)
+
+    def welcome(self, message: p.Welcome) -> None:
+        self.incarnation = message.incarnation
+        self.post(message)
+        while self._waiting:
+            self.post(self._waiting.pop(0))
 
 
 @dataclass(slots=True)

@@ -253,8 +253,7 @@ class Controller:
         """Send a message of the ledger, with what it lacks: recipe, rows, payloads."""
         match message:
             case p.Welcome():
-                peer.incarnation = message.incarnation
-                peer.post(self._job.welcome(message, kept=self._batches.kept(peer.name)))
+                peer.welcome(self._job.welcome(message, kept=self._batches.kept(peer.name)))
             case p.Grant():
                 peer.post(p.Grant(tuple(with_row(prompt, self._source) for prompt in message.prompts)))
             case p.Batch():

@@ -23,7 +23,7 @@ from cosmos_rl_core.launch.result import RunObserver
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
-from cosmos_rl_core.wire.channel import Hello, connect
+from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
 from cosmos_rl_core.workers.gpus import allot, machine_gpus
 from cosmos_rl_core.workers.node import Node
 
@@ -133,8 +133,10 @@ async def start_processes(launch: Launch) -> Workers:
 
 async def start_tasks(launch: Launch) -> Workers:
     """Run every worker beside the controller. Raises UserError for a policy replica of several ranks."""
+    # Imports take seconds in which the loop answers nobody: before there is a connection with a deadline.
     import torch
 
+    from cosmos_rl_core.workers import policy, rollout, steps  # noqa: F401
     from cosmos_rl_core.workers.context import WorkerContext
     from cosmos_rl_core.workers.main import serve_role
 
@@ -159,7 +161,10 @@ async def start_tasks(launch: Launch) -> Workers:
             build_lock=build_lock,
             rewards=launch.rewards,
         )
-        await serve_role(role, context, connection)
+        try:
+            await serve_role(role, context, connection)
+        except ConnectionClosed as error:  # nothing starts it again here
+            launch.controller.fail(WorkerFailed(f"{name}: {error}"))
 
     config = launch.config
     torch.manual_seed(config.run.seed)

@@ -69,16 +69,22 @@ async def _work(worker: WorkerAddress) -> int:
         timeline=Timeline(process=worker.name),
         threads=worker.threads,
     )
-    return await serve_role(worker.role, context, connection)
-
-
-async def serve_role(role: str, context: WorkerContext, connection: Connection) -> int:
-    """Run the role to its end, tell the controller of any failure, return the exit code."""
     try:
-        await run_role(role, context, connection)
+        return await serve_role(worker.role, context, connection)
     except ConnectionClosed as error:
         print(f"{context.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
         return 1
+
+
+async def serve_role(role: str, context: WorkerContext, connection: Connection) -> int:
+    """Run the role to its end, report any failure to the controller, return the exit code.
+
+    Raises ConnectionClosed when the controller is gone.
+    """
+    try:
+        await run_role(role, context, connection)
+    except ConnectionClosed:
+        raise
     except Exception as error:
         failure = Failure.of(error)
         if not failure.user:

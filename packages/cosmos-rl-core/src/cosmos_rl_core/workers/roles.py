@@ -42,6 +42,9 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
     welcome = await connection.receive()
     if context.ranks is not None:
         await context.ranks.broadcast(welcome)
+    if isinstance(welcome, p.Stop):  # the run ended while this worker came
+        connection.close()
+        return
     client = ControllerClient(connection)
     with _assigned(context, welcome) as assignment:
         worker: Role
@@ -60,7 +63,10 @@ async def follow(context: WorkerContext) -> None:
     from cosmos_rl_core.workers.steps import FollowerLink
 
     assert context.ranks is not None
-    with _assigned(context, await context.ranks.receive()) as assignment:
+    welcome = await context.ranks.receive()
+    if isinstance(welcome, p.Stop):
+        return
+    with _assigned(context, welcome) as assignment:
         await PolicyRole(assignment, FollowerLink(context.ranks)).run()
 
 
