@@ -55,7 +55,7 @@ def make(*, every_steps=2, max_steps: int | None = 5, rows=ROWS, rows_per_group=
 def replica(name) -> Any:
     """A rollout replica on a wire that keeps what is posted."""
     wire: Any = Wire()
-    return Peer(name=name, role="rollout", connection=wire)
+    return Peer(name=name, role="rollout", connection=wire, incarnation=1)
 
 
 def deliver(row):
