@@ -3,11 +3,12 @@
 import numpy as np
 import pytest
 
+from cosmos_rl_core.errors import MediaError
 from cosmos_rl_core.observe.media.gallery import write_video
 from cosmos_rl_wfm.data.clips import ClipReader, DecodedClips
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.rows import load_rows
-from cosmos_rl_wfm.data.video import Clip, ClipError
+from cosmos_rl_wfm.data.video import Clip
 
 
 def config(path, **keys):
@@ -16,14 +17,14 @@ def config(path, **keys):
 
 
 def test_a_prompt_alone_is_no_clip(tmp_path):
-    with pytest.raises(ClipError, match=r"p\.txt:1: is a prompt alone"):
+    with pytest.raises(MediaError, match=r"p\.txt:1: is a prompt alone"):
         ClipReader(config(tmp_path)).clip({"key": "p.txt:1", "caption": "x", "video": ""}, np.random.default_rng(0))
 
 
 def test_a_missing_file_is_a_fault_of_its_row(tmp_path):
     row = {"key": "gone", "caption": "x", "video": str(tmp_path / "gone.mp4")}
     for place in ({}, {"video_at": [0, 10]}):
-        with pytest.raises(ClipError, match=r"gone.*No such file"):
+        with pytest.raises(MediaError, match=r"gone.*No such file"):
             ClipReader(config(tmp_path)).clip({**row, **place}, np.random.default_rng(0))
 
 
@@ -48,7 +49,7 @@ def test_clips_that_begin_where_they_always_do_are_decoded_once(tmp_path):
     clips = [reader.clip(row, np.random.default_rng(0)).video for reader in (first, anywhere)]
     path.unlink()
     assert np.array_equal(first.clip(row, np.random.default_rng(1)).video, clips[0])
-    with pytest.raises(ClipError):
+    with pytest.raises(MediaError):
         anywhere.clip(row, np.random.default_rng(1))
 
 

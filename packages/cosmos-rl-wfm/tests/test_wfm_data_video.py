@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
+from cosmos_rl_core.errors import MediaError
 from cosmos_rl_core.observe.media.gallery import write_video
-from cosmos_rl_wfm.data.video import ClipError, FrameTable, choose_frames, nearest_size, read_clip
+from cosmos_rl_wfm.data.video import choose_frames, nearest_size, read_clip
 
 SIZE = ((32, 48),)
 
@@ -32,11 +33,6 @@ def video(tmp_path_factory):
     path = tmp_path_factory.mktemp("video") / "video.mp4"
     write_video(path, steps(12), fps=8)
     return path
-
-
-def table(*seconds):
-    times = np.array(seconds, float)
-    return FrameTable(pts=(1000 * times).astype(np.int64), seconds=times, keyframes=[(0, 0)])
 
 
 def test_a_written_video_comes_back(video):
@@ -62,7 +58,7 @@ def test_a_written_video_comes_back(video):
 )
 def test_the_right_frames_are_taken(video, keys, expected):
     if expected is None:
-        with pytest.raises(ClipError, match=r"video\.mp4: is too short for 5 frames at 2/s: it has 12 in 1\.5 s"):
+        with pytest.raises(MediaError, match=r"video\.mp4: is too short for 5 frames at 2/s: it has 12 in 1\.5 s"):
             read_clip(video, sizes=SIZE, **keys)
     else:
         assert numbers(read_clip(video, sizes=SIZE, **keys)) == expected
@@ -113,14 +109,14 @@ def test_frames_behind_later_keyframes_are_those_of_decoding_from_the_start(tmp_
 
 
 def test_variable_frame_times_are_taken_by_the_clock():
-    held = table(0.0, 0.1, 0.2, 0.9, 1.0, 1.1)
+    held = np.array([0.0, 0.1, 0.2, 0.9, 1.0, 1.1])
     assert choose_frames(held, frames=3, fps=2.0).tolist() == [0, 2, 4]  # 0.5 s is nearer to 0.2 than to 0.9
 
 
 def test_a_video_much_slower_than_asked_for_is_refused_and_a_little_slower_is_not():
     with pytest.raises(ValueError, match=r"has 8 frames a second, fewer than data\.fps = 24"):
-        choose_frames(table(*np.arange(40) / 8), frames=5, fps=24.0)
-    assert len(choose_frames(table(*np.arange(40) / 23.976), frames=5, fps=24.0)) == 5
+        choose_frames(np.arange(40) / 8, frames=5, fps=24.0)
+    assert len(choose_frames(np.arange(40) / 23.976, frames=5, fps=24.0)) == 5
 
 
 @given(
@@ -130,7 +126,7 @@ def test_a_video_much_slower_than_asked_for_is_refused_and_a_little_slower_is_no
     start=st.sampled_from(["random", "centre", "first"]),
 )
 def test_strided_frames_are_even_and_inside(count, frames, stride, start):
-    held = table(*np.arange(count) / 25)
+    held = np.arange(count) / 25
     if count < (frames - 1) * stride + 1:
         with pytest.raises(ValueError, match="too short"):
             choose_frames(held, frames=frames, stride=stride, start=start, rng=np.random.default_rng(0))
@@ -147,14 +143,14 @@ def test_strided_frames_are_even_and_inside(count, frames, stride, start):
     fps=st.floats(1, 24),
 )
 def test_frames_by_the_clock_are_the_nearest_ones(count, frames, native, fps):
-    held = table(*np.arange(count) / native)
+    held = np.arange(count) / native
     try:
         chosen = choose_frames(held, frames=frames, fps=fps, start="random", rng=np.random.default_rng(1))
     except ValueError:
         assert (count - 0.5) / native < (frames - 1) / fps
         return
-    wanted = held.seconds[chosen[0]] + np.arange(frames) / fps
-    assert np.all(np.abs(held.seconds[chosen] - wanted) <= 0.5 / native + 1e-9)
+    wanted = held[chosen[0]] + np.arange(frames) / fps
+    assert np.all(np.abs(held[chosen] - wanted) <= 0.5 / native + 1e-9)
 
 
 def test_the_middle_is_kept_and_scaled_to_cover(tmp_path):
@@ -173,7 +169,7 @@ def test_an_image_is_a_clip_of_one_frame(tmp_path, suffix):
     for source in (path, path.read_bytes()):
         clip = read_clip(source, frames=1, sizes=((8, 8),))
         assert clip.fps == 0 and abs(clip.video.astype(int) - 90).max() <= 3
-    with pytest.raises(ClipError, match=r"is too short for 2 frames: it has 1"):
+    with pytest.raises(MediaError, match=r"is too short for 2 frames: it has 1"):
         read_clip(path, frames=2, sizes=((8, 8),))
 
 
@@ -217,14 +213,14 @@ def test_what_cannot_be_decoded_is_named(video, tmp_path, content, reason):
     path = tmp_path / "bad.mp4"
     if content is not None:
         path.write_bytes(video.read_bytes()[:900] if content == "cut" else content)
-    with pytest.raises(ClipError, match=rf"bad\.mp4: {reason}") as caught:
+    with pytest.raises(MediaError, match=rf"bad\.mp4: {reason}") as caught:
         read_clip(path, frames=2, sizes=SIZE)
     assert caught.value.final
 
 
 def test_a_recording_that_was_ended_before_its_index_says_so(video):
     data = video.read_bytes()
-    with pytest.raises(ClipError, match=r"clip: has no index \(moov\)"):
+    with pytest.raises(MediaError, match=r"clip: has no index \(moov\)"):
         read_clip(data[: data.index(b"moov") - 4], frames=2, sizes=SIZE, name="clip")
 
 
@@ -234,7 +230,7 @@ def test_a_hole_in_the_data_is_a_fault_and_no_grey_clip(tmp_path):
     data = bytearray((tmp_path / "whole.mp4").read_bytes())
     start = data.index(b"mdat") + 4
     data[start : start + len(data) // 2] = bytes(len(data) // 2)
-    with pytest.raises(ClipError, match=r"holed: (cannot be decoded|is damaged)"):
+    with pytest.raises(MediaError, match=r"holed: (cannot be decoded|is damaged)"):
         read_clip(bytes(data), frames=10, sizes=SIZE, name="holed")
 
 
@@ -245,5 +241,5 @@ def test_sound_alone_is_no_video(tmp_path):
         frame.sample_rate = 8000
         container.mux(stream.encode(frame))
         container.mux(stream.encode(None))
-    with pytest.raises(ClipError, match="there is no video in it"):
+    with pytest.raises(MediaError, match="there is no video in it"):
         read_clip(Path(tmp_path / "sound.wav"), frames=1, sizes=SIZE)

@@ -20,6 +20,13 @@ class PromptError(SampleError):
         super().__init__(reason, final=True)
 
 
+class MediaError(SampleError):
+    """A picture or a video that cannot be read or decoded. Names the file; trying again cannot help."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason, final=True)
+
+
 class UserError(ValueError):
     """Something the user can mend: one clear message, exit code 2, no traceback."""
 

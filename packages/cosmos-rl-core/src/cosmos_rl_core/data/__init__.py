@@ -1,4 +1,4 @@
-"""The order of rows: the prompts of a run, and the supervised rows mixed into its steps.
+"""The order of rows (a run's prompts, supervised rows mixed into its steps), and frames read from video files.
 
-Used by `assemble`, the controller and the policy worker.
+Used by `assemble`, the controller, the policy worker and the domains' readers of data.
 """

@@ -14,13 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from av.error import FFmpegError
 
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.data.video import cut_off, open_container
+from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_vla.data.cache import ByteCache
 from cosmos_rl_vla.data.columns import Frames
 from cosmos_rl_vla.data.lerobot import EpisodeAt, Feature, LeRobotDataset
+from cosmos_rl_vla.data.parquet import AGAIN
 from cosmos_rl_vla.data.sources import Column, Piece, Source, Videos
-from cosmos_rl_vla.data.video import PictureError, check_video
 
 _MAX_THREADS = 4
 _ENCODED = 4
@@ -71,36 +73,36 @@ class Pictures:
             for camera, source in enumerate(self._sources.values()):
                 try:
                     found[row, camera] = source.find(self._episodes[number], frame)
-                except PictureError as error:
+                except MediaError as error:
                     reasons[row] = error.reason
         pieces = self._decoded(dict.fromkeys(piece for piece, _ in found.values()))
         for (row, camera), (piece, place) in found.items():
             decoded = pieces[piece]
-            if isinstance(decoded, PictureError):
+            if isinstance(decoded, MediaError):
                 reasons[row] = decoded.reason
             else:
                 images[row, camera] = decoded[place]
         return images, reasons
 
-    def _decoded(self, pieces: Iterable[Piece]) -> dict[Piece, np.ndarray | PictureError]:
+    def _decoded(self, pieces: Iterable[Piece]) -> dict[Piece, np.ndarray | MediaError]:
         """Decode what is not in memory, by threads."""
         held = {piece: self._cache.get(piece) for piece in pieces}
         missing = [piece for piece, array in held.items() if array is None]
         new = dict(zip(missing, self._threads.map(self._try, missing)))
         return {piece: new[piece] if array is None else array for piece, array in held.items()}
 
-    def _try(self, piece: Piece) -> np.ndarray | PictureError:
+    def _try(self, piece: Piece) -> np.ndarray | MediaError:
         """In a thread."""
         try:
             return self._decode(piece)
-        except PictureError as error:
+        except MediaError as error:
             return error
 
     def _decode(self, piece: Piece) -> np.ndarray:
         decoded = self._sources[piece.camera].decode(piece)
         if decoded.shape[1:] != (*self.size, 3):
             seen, said = (f"{height}x{width}" for height, width in (decoded.shape[1:3], self.size))
-            raise PictureError(f"{piece.path}: {piece.camera} is {seen}, meta/info.json says {said}")
+            raise MediaError(f"{piece.path}: {piece.camera} is {seen}, meta/info.json says {said}")
         self._cache.put(piece, decoded)
         return decoded
 
@@ -127,3 +129,24 @@ def _check_videos(
     ]
     for check in checks:
         check.result()
+
+
+def check_video(path: Path, *, until_s: float, fps: float, camera: str) -> None:
+    """Look into a file's header. Raises UserError where it is not there, not whole, or ends before `until_s`."""
+    try:
+        with open_container(path) as container:
+            if not container.streams.video:
+                raise UserError(f"{path}: there is no video in it; {AGAIN} ({camera})")
+            stream = container.streams.video[0]
+            assert stream.time_base is not None
+            length_s = float((stream.duration or 0) * stream.time_base)
+    except FileNotFoundError:
+        raise UserError(f"{path} ({camera}) is not there: the dataset is not whole; {AGAIN}") from None
+    except (FFmpegError, OSError) as error:
+        reason = cut_off(path) or f"cannot be read, as after an interruption: {error.strerror or error}"
+        raise UserError(f"{path} ({camera}) {reason}; {AGAIN}") from error
+    if length_s and until_s > length_s + 0.5 / fps:
+        raise UserError(
+            f"{path} ({camera}) is shorter than its parquet: it ends after {length_s:.3f} s, the frames' column "
+            f"'timestamp' goes on to {until_s:.3f} s; {AGAIN}"
+        )

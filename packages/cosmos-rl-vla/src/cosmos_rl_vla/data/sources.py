@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from cosmos_rl_core.data.video import VideoFile
+from cosmos_rl_core.errors import MediaError
 from cosmos_rl_vla.data.cache import ByteCache
 from cosmos_rl_vla.data.columns import Frames
 from cosmos_rl_vla.data.lerobot import EpisodeAt
 from cosmos_rl_vla.data.parquet import AGAIN, open_parquet
-from cosmos_rl_vla.data.video import PictureError, VideoFile
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,11 +38,11 @@ class Source(Protocol):
     """The pictures of one camera. Any thread may ask."""
 
     def find(self, episode: EpisodeAt, frame: int) -> tuple[Piece, int]:
-        """Return the piece that holds a frame, and its place in it. Raises PictureError."""
+        """Return the piece that holds a frame, and its place in it. Raises MediaError."""
         ...
 
     def decode(self, piece: Piece) -> np.ndarray:
-        """Return uint8 [n, H, W, 3]. Raises PictureError."""
+        """Return uint8 [n, H, W, 3]. Raises MediaError."""
         ...
 
 
@@ -61,19 +62,26 @@ class Videos:
         try:
             place = table.place(seconds, fps=self._fps)
         except ValueError as error:
-            raise PictureError(f"{at.path} {error}, where the parquet has frame {frame}; {AGAIN}") from None
+            raise MediaError(f"{at.path} {error}, where the parquet has frame {frame}; {AGAIN}") from None
         run = table.run_of(place)
         return Piece(path=at.path, camera=self._camera, number=run), place - int(table.runs[run])
 
     def decode(self, piece: Piece) -> np.ndarray:
         """See Source."""
-        return self._file(piece.path).decode(piece.number)
+        file = self._file(piece.path)
+        images: dict[int, np.ndarray] = {}
+        places = range(*(int(place) for place in file.table.runs[piece.number : piece.number + 2]))
+        file.read(places, lambda frame, place: images.update({place: frame.to_ndarray(format="rgb24")}))
+        return np.stack([images[place] for place in places])
 
     def _file(self, path: Path) -> VideoFile:
         """Return a file, opened where it is not; the one not used for longest is dropped."""
         with self._lock:
             if path not in self._open:
-                self._open[path] = VideoFile(path)
+                file = VideoFile(path, remedy=AGAIN)
+                if not len(file.table.seeks) or file.table.runs[0]:
+                    raise file.error("the first frame in it cannot be decoded")
+                self._open[path] = file
                 if len(self._open) > _OPEN_FILES:
                     self._open.popitem(last=False)  # it closes once the last thread has let go of it
             self._open.move_to_end(path)
@@ -100,12 +108,12 @@ class Column:
 
         encoded = self._encoded(piece)
         if encoded is None:
-            raise PictureError(f"{piece.path}: {piece.camera} of row {piece.number} lies in another file; embed it")
+            raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} lies in another file; embed it")
         try:
             with Image.open(io.BytesIO(encoded)) as image:
                 return np.asarray(image.convert("RGB"))[None]
         except (UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise PictureError(f"{piece.path}: {piece.camera} of row {piece.number} is no picture: {error}") from error
+            raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is no picture: {error}") from error
 
     def _encoded(self, piece: Piece) -> bytes | None:
         ends = self._ends_of(piece.path)
@@ -130,8 +138,8 @@ class Column:
             try:
                 column: Any = file.read_row_group(group, columns=[self._camera]).column(self._camera)
             except (pa.ArrowException, OSError, KeyError) as error:
-                raise PictureError(f"{path}: column {self._camera!r} is damaged: {error}; {AGAIN}") from error
+                raise MediaError(f"{path}: column {self._camera!r} is damaged: {error}; {AGAIN}") from error
         structs = column.combine_chunks()
         if not pa.types.is_struct(structs.type):
-            raise PictureError(f"{path}: column {self._camera!r} holds {structs.type}, not pictures in PNG")
+            raise MediaError(f"{path}: column {self._camera!r} holds {structs.type}, not pictures in PNG")
         return structs.field("bytes")

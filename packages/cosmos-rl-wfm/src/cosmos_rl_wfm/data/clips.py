@@ -8,11 +8,12 @@ from typing import Any
 
 import numpy as np
 
+from cosmos_rl_core.errors import MediaError
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.embeddings import read_embedding
 from cosmos_rl_wfm.data.mock import mock_clip, mock_embedding, mock_index
 from cosmos_rl_wfm.data.storage import is_remote, read_bytes
-from cosmos_rl_wfm.data.video import Clip, ClipError, read_clip
+from cosmos_rl_wfm.data.video import Clip, read_clip
 
 Row = Mapping[str, Any]
 
@@ -57,7 +58,7 @@ class ClipReader:
         """Decode the clip; those that begin where they always do are remembered, as far as there is room.
 
         Raises:
-            ClipError: there is none, or it cannot be decoded; named.
+            MediaError: there is none, or it cannot be decoded; named.
             UserError: a store refuses or does not answer.
         """
         if self._decoded is None:
@@ -73,7 +74,7 @@ class ClipReader:
         config, location, part = self._config, row["video"], row.get("video_at")
         frames, sizes = config.size.frames, config.sizes
         if not location:
-            raise ClipError(f"{row['key']}: is a prompt alone; a clip is wanted")
+            raise MediaError(f"{row['key']}: is a prompt alone; a clip is wanted")
         index = mock_index(location)
         if index is not None:
             height, width = sizes[index % len(sizes)]
@@ -82,7 +83,7 @@ class ClipReader:
             whole = part is None and not is_remote(location)
             source = location if whole else read_bytes(location, part, timeout_s=config.timeout_s)
         except OSError as error:
-            raise ClipError(f"{row['key']}: cannot be read: {error}") from error
+            raise MediaError(f"{row['key']}: cannot be read: {error}") from error
         return read_clip(
             source,
             frames=frames,

@@ -16,13 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.errors import MediaError, SampleError
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.cache import TensorCache, identity, key_of
 from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.faults import Faults
-from cosmos_rl_wfm.data.video import ClipError
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -105,7 +104,7 @@ class ClipLoader:
         """In a thread."""
         reason = self._faults.reason(prompt.row)
         if reason is not None:
-            return ClipError(reason)
+            return MediaError(reason)
         try:
             return self._load(prompt.row, np.random.default_rng([self._seed, prompt.sample_id]))
         except SampleError as error:
@@ -130,7 +129,7 @@ class ClipLoader:
         try:
             file = identity(row, timeout_s=self._config.timeout_s)
         except OSError as error:
-            raise ClipError(f"{row['key']}: cannot be read: {error}") from error
+            raise MediaError(f"{row['key']}: cannot be read: {error}") from error
         key = key_of(file, self._cut)
         held = self._cache.get(key)
         return key, None if held is None else held["latents"]

@@ -1,0 +1,251 @@
+"""Videos and images read with PyAV (the extra `media`): the times of all frames, then the pixels of some. No torch.
+
+    packets, not decoded --> times of all frames, keyframes --> seek to the keyframe before --> decode frame by frame
+
+The times come from the packets (about a millisecond a video), so that neither variable frame rates nor wrong headers
+matter. A *run* is a keyframe with the frames up to the next: all of it has to be decoded to see any of them. Decoding
+releases the interpreter's lock, and each file uses one thread: decode as many files at once as there are cores.
+
+Decoders report "Invalid data" for a file that was cut off; `cut_off` finds the reason in its headers. ISO base media
+files (.mp4, .mov; ISO/IEC 14496-12) are a row of boxes, each with its size and a type of four letters. Their index, the
+box "moov", is written last by most encoders: a recording or copy that was ended early has none. RIFF files (.avi) have
+their size in front.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, Self
+
+import av
+import numpy as np
+from av.error import FFmpegError
+
+from cosmos_rl_core.errors import MediaError
+
+if TYPE_CHECKING:
+    from av.container import InputContainer
+    from av.video.frame import VideoFrame
+    from av.video.stream import VideoStream
+
+Source = str | Path | bytes
+"""A file on this machine, or the content of one."""
+
+_FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
+"""Types that a file of boxes begins with."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FrameTable:
+    """The times of a video's frames, in the order in which they are shown."""
+
+    pts: np.ndarray
+    """[N] int64, in units of `time_base`, increasing."""
+    time_base: float
+    """Seconds."""
+    seconds: np.ndarray
+    """[N] float64."""
+    runs: np.ndarray
+    """[R + 1] int64: the first frame of each run, and N."""
+    seeks: tuple[int, ...]
+    """[R]: the time to seek to for each run, in units of `time_base`."""
+
+    def place(self, seconds: float, *, fps: float) -> int:
+        """Return the index of the frame shown then. Raises ValueError where none is within half a frame's time."""
+        at = int(np.abs(self.seconds - seconds).argmin())
+        if abs(self.seconds[at] - seconds) > 0.5 / fps:
+            raise ValueError(f"has {len(self.pts)} frames up to {self.seconds[-1]:.3f} s, none at {seconds:.3f} s")
+        return at
+
+    def run_of(self, place: int) -> int:
+        """Return the index of a frame's run; -1 for a frame before the first keyframe."""
+        return int(np.searchsorted(self.runs, place, side="right")) - 1
+
+
+class VideoFile:
+    """An open video, or an image as a video of one frame. Any thread may read; one decodes at a time.
+
+    with VideoFile("a.mp4") as video:
+        first = video.table.place(1.5, fps=30)
+        video.read(range(first, first + 8), lambda frame, place: images.append(frame.to_ndarray(format="rgb24")))
+    """
+
+    def __init__(self, source: Source, *, name: str = "", remedy: str = "") -> None:
+        """Open it and read the times of its frames.
+
+        Args:
+            source: a file, or the content of one.
+            name: of the file in errors; its path by default.
+            remedy: appended to errors.
+
+        Raises:
+            MediaError: there is no such file, no frame in it, or it cannot be decoded.
+        """
+        self._source = source
+        self._name = name or (f"{len(source)} bytes" if isinstance(source, bytes) else str(source))
+        self._remedy = remedy and f"; {remedy}"
+        self._lock = threading.Lock()
+        with self._decoder_errors():
+            self._container, self._stream = self._open()
+            self.table = self._read_table()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._container.close()
+
+    def read(
+        self, places: Sequence[int] | np.ndarray, take: Callable[[VideoFrame, int], None], *, retry: bool = False
+    ) -> None:
+        """Decode the frames at increasing places of the table; call `take` with each frame and its place.
+
+        retry: decode once more from the beginning where seeking does not lead to all of them; `take` is then called
+        again for the frames it got.
+
+        Raises:
+            MediaError: not all of them can be decoded.
+        """
+        with self._lock, self._decoder_errors():
+            self._seek(int(places[0]))
+            if self._decode(places, take):
+                return
+            if retry:
+                self._container.close()
+                self._container, self._stream = self._open()
+                if self._decode(places, take):
+                    return
+        shown = self.table.seconds[places[0]]
+        raise self.error(f"{cut_off(self._source) or 'is damaged'}: not all frames after {shown:.3f} s can be decoded")
+
+    def error(self, reason: str) -> MediaError:
+        """Return the error that names the file, the reason and the remedy."""
+        return MediaError(f"{self._name}: {reason}{self._remedy}")
+
+    def _seek(self, place: int) -> None:
+        run = self.table.run_of(place)
+        self._container.seek(self.table.seeks[run] if run >= 0 else int(self.table.pts[0]), stream=self._stream)
+
+    def _decode(self, places: Sequence[int] | np.ndarray, take: Callable[[VideoFrame, int], None]) -> bool:
+        """Return whether all came."""
+        wanted = {int(self.table.pts[place]): int(place) for place in places}
+        last = max(wanted)
+        for frame in self._frames():
+            if frame.pts is None or frame.pts not in wanted:
+                if frame.pts is not None and frame.pts > last:
+                    return False
+                continue
+            if frame.is_corrupt:
+                return False
+            take(frame, wanted.pop(frame.pts))
+            if not wanted:
+                return True
+        return False
+
+    def _frames(self) -> Iterator[VideoFrame]:
+        """Yield decoded frames in the order in which they are shown, up to the first packet that cannot be decoded."""
+        for packet in self._container.demux(self._stream):
+            try:
+                yield from packet.decode()  # pyright: ignore[reportReturnType]  # those of a video
+            except FFmpegError:
+                yield from self._stream.codec_context.decode(None)  # frames before it, which the decoder held back
+                return
+
+    def _open(self) -> tuple[InputContainer, VideoStream]:
+        container = open_container(self._source)
+        if not container.streams.video:
+            container.close()
+            raise self.error("there is no video in it")
+        stream = container.streams.video[0]
+        stream.codec_context.thread_count = 1  # files are decoded side by side instead
+        return container, stream
+
+    def _read_table(self) -> FrameTable:
+        shown: list[int] = []
+        keyframes: dict[int, int] = {}
+        for packet in self._container.demux(self._stream):
+            if not packet.size or packet.is_discard:
+                continue
+            if packet.pts is None:
+                raise self.error("frames without times; copy it to an .mp4: ffmpeg -i IN -c copy OUT.mp4")
+            shown.append(packet.pts)
+            if packet.is_keyframe:
+                keyframes[packet.pts] = packet.pts if packet.dts is None else packet.dts
+        if not shown:
+            raise self.error("there is no frame in it")
+        pts = np.unique(np.array(shown, np.int64))
+        starts = sorted(keyframes)
+        assert self._stream.time_base is not None
+        time_base = float(self._stream.time_base)
+        return FrameTable(
+            pts=pts,
+            time_base=time_base,
+            seconds=pts * time_base,
+            runs=np.array([*np.searchsorted(pts, starts), len(pts)], np.int64),
+            seeks=tuple(keyframes[start] for start in starts),
+        )
+
+    @contextmanager
+    def _decoder_errors(self) -> Iterator[None]:
+        """Raise errors of the decoder as MediaError."""
+        try:
+            yield
+        except (FFmpegError, OSError) as error:
+            reason = cut_off(self._source) or f"cannot be decoded: {error.strerror or error}"
+            raise self.error(f"{reason}") from error
+
+
+def open_container(source: Source) -> InputContainer:
+    """Return PyAV's container of a file or of the content of one; raises what PyAV raises."""
+    return av.open(io.BytesIO(source) if isinstance(source, bytes) else str(source), "r")
+
+
+def cut_off(source: Source) -> str:
+    """Return how a video file is cut off, as a phrase that follows its name; "" where its headers do not tell.
+
+    source: a file, or what is in one. Nothing is raised for one that cannot be read.
+    """
+    try:
+        with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
+            length = file.seek(0, os.SEEK_END)
+            file.seek(0)
+            return _missing(file, length)
+    except OSError:
+        return ""
+
+
+def _missing(file: BinaryIO, length: int) -> str:
+    head = file.read(12)
+    file.seek(0)
+    if not head:
+        return "is empty: it has 0 bytes"
+    if head[:4] == b"RIFF" and len(head) >= 8:
+        size = int.from_bytes(head[4:8], "little")
+        return _short(length, 8 + size) if size < 2**32 - 1 else ""  # of a stream, whose length nobody knew
+    return _missing_box(file, length) if head[4:8] in _FIRST else ""
+
+
+def _missing_box(file: BinaryIO, length: int) -> str:
+    begin, indexed = 0, False
+    while begin < length:
+        file.seek(begin)
+        head = file.read(16)
+        size, kind = int.from_bytes(head[:4], "big"), head[4:8]
+        size = {0: length - begin, 1: int.from_bytes(head[8:16], "big")}.get(size, size)
+        if size < 8:
+            return _short(length, begin + 8) if len(head) < 8 else ""  # no box at all: damaged in another way
+        if begin + size > length:
+            return _short(length, begin + size)
+        indexed = indexed or kind == b"moov"
+        begin += size
+    return "" if indexed else "has no index (moov): the recording or the copy was ended before it was written"
+
+
+def _short(length: int, wanted: int) -> str:
+    return f"is cut off: it has {length:,} bytes of at least {wanted:,}" if length < wanted else ""
