@@ -84,7 +84,7 @@ def test_misspelt_keys_are_told_all_at_once_with_what_was_meant(tmp_path, bandit
         ({"algorithm__name": "gpro"}, "no algorithm is called 'gpro'; did you mean 'gspo'?"),
         ({"reward__functions": [{"name": "hit"}]}, "no reward is called 'hit'"),
         ({"sync__backend": "trasfer"}, "no weight_sync is called 'trasfer'; did you mean 'transfer'?"),
-        ({"data__rows": 0}, "tiny has no rows: nothing to draw prompts from. Check [data]"),
+        ({"data__rows": 0}, "tiny has no rows: there are no prompts. Check [data]"),
         (
             {"policy__prompts_per_step": 11, "prompts__epochs": 1},
             "10 rows are fewer than [policy] prompts_per_step = 11",
@@ -166,7 +166,7 @@ def test_a_reward_goes_wrong(name, said, tmp_path, bandit, refused_here):
 def test_a_reward_is_no_function_and_a_worker_process_says_so(tmp_path, bandit, refused):
     (tmp_path / "wrong_rewards.py").write_text(REWARDS)
     message = refused(bandit(tmp_path / "run", reward__functions=[{"name": "wrong_rewards:number"}]))
-    assert message == "[reward] wrong_rewards:number is 3, and no function"
+    assert message == "[reward] wrong_rewards:number is 3, not a function"
 
 
 def test_the_directory_is_in_use_by_a_live_run(tmp_path, bandit, refused):

@@ -204,7 +204,7 @@ def test_a_changed_bit_in_every_byte_of_every_file_is_found(saved):
 
 @pytest.mark.parametrize(
     ("change", "why"),
-    [({"hidden": 5}, r"is \[\d+, 4\] there, \[\d+, 5\] in this model: another model\?"), ({"contexts": 9}, "another")],
+    [({"hidden": 5}, r"is \[\d+, 4\] there, \[\d+, 5\] in this model: is it of another"), ({"contexts": 9}, "another")],
 )
 def test_another_models_checkpoint_is_refused_and_nothing_is_changed(saved, change, why):
     trainer = make(model=MODEL.model_copy(update=change))

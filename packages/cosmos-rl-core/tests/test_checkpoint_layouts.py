@@ -282,5 +282,5 @@ def test_a_model_of_other_shapes_is_refused_by_every_layout(saved, tmp_path):
     root, _ = saved["shard 4"]
     policy = TinyPolicy(MODEL.model_copy(update={"hidden": 6}), temperature=1.0, setup=ModelSetup())
     optimizer = torch.optim.AdamW(policy.module.parameters(), lr=0.1)
-    with pytest.raises(UserError, match=r"context.weight is \[5, 4\] there, \[5, 6\] in this model: another model\?"):
+    with pytest.raises(UserError, match=r"context.weight is \[5, 4\] there, \[5, 6\] in this model: is it of another"):
         restore.load(f"{root}/step_2", policy=policy, optimizer=optimizer)

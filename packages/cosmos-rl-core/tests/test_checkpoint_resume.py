@@ -165,7 +165,7 @@ def test_a_recipe_that_breaks_what_was_promised_is_refused(tmp_path, root, key, 
     with pytest.raises(UserError, match="written with another recipe") as refused:
         found(tmp_path, **{key: value})
     assert change in str(refused.value)
-    assert "Put that back" in str(refused.value)
+    assert "Restore that" in str(refused.value)
 
 
 @pytest.mark.parametrize(

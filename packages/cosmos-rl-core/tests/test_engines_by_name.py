@@ -66,7 +66,7 @@ def test_a_run_takes_an_engine_that_a_package_offers(tmp_path, folder, monkeypat
     ("engine", "why"),
     [
         ("fast", r"\[rollout\] engine: no engine is called 'fast'; known: tiny, torch; one of your own is module:attr"),
-        ("own_engine:NOT_ONE", r"\[rollout\] engine = 'own_engine:NOT_ONE' is 3, and no function that makes an engine"),
+        ("own_engine:NOT_ONE", r"\[rollout\] engine = 'own_engine:NOT_ONE' is 3, not a function that makes an engine"),
         ("own_engine:other", r"engine 'own_engine:other': own_engine .* has no attribute 'other'"),
     ],
 )

@@ -168,7 +168,7 @@ def test_another_checkpoint_is_another_request(finished, base, tmp_path):
 
 def test_the_checkpoint_of_another_model_is_a_users_error(finished, tmp_path):
     recipe, run_dir = finished
-    with pytest.raises(UserError, match=r"instance-0: .*in this model: another model\?"):
+    with pytest.raises(UserError, match=r"instance-0: .*in this model: is it of another"):
         drawn(recipe, ["model.hidden=8"], checkpoint=str(run_dir), out=tmp_path)
 
 

@@ -256,7 +256,7 @@ def test_rows_are_read_by_processes_too(tmp_path, rowed):
 @pytest.mark.parametrize(
     ("row", "why"),
     [
-        ({"context": {1, 2}}, r"rows\[1\]: column 'context' holds set .* which is no JSON"),
+        ({"context": {1, 2}}, r"rows\[1\]: column 'context' holds set .* which is not JSON"),
         ({"context": float("nan")}, r"rows\[1\]: column 'context' holds float nan"),
         ({1: 2}, r"rows\[1\]: a row must be a mapping with named columns, not dict \{1: 2\}"),
         ("context", r"rows\[1\]: a row must be a mapping with named columns, not str 'context'"),

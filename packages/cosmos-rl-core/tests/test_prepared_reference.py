@@ -48,6 +48,6 @@ def test_it_is_set_up_once_for_all_microbatches():
             max_skipped_steps=0,
         )
     batch = TrainBatch(microbatches=(microbatch(), microbatch()), num_terms=2, num_rollouts=2)
-    (told,) = learner._told([batch])
+    (told,) = learner._with_logprobs([batch])
     assert reference.events == ["in", "forward", "forward", "out"]
     assert all(each.terms.ref_logprobs is not None for each in told.microbatches)

@@ -51,7 +51,7 @@ def test_the_stream_is_endless_unless_epochs_end_it():
 def test_after_the_last_epoch_there_is_nothing():
     stream = source(epochs=2)
     assert (stream.total, len(stream), stream[13].sample_id) == (14, 7, 13)
-    with pytest.raises(IndexError, match=r"sample 14 lies after the last epoch \(2\)"):
+    with pytest.raises(IndexError, match=r"sample 14 is after the last epoch \(2\)"):
         stream[14]
 
 

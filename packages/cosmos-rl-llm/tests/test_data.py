@@ -134,7 +134,7 @@ def test_a_missing_column_is_named_with_those_there(tmp_path):
         ("", r"the dataset is empty"),
         ('{"prompt": "a"}\n{"prompt": "a", "n": %s}' % ("9" * 5000), r"a.jsonl:2: an integer of more than 4300 digits"),
         ('{"prompt": "a", "n": %s}' % ("[" * 200_000), r"a.jsonl:1: lists and objects are nested more than 100 deep"),
-        ('{"prompt": "a", "score": NaN}', r"a.jsonl:1: NaN is no number"),
+        ('{"prompt": "a", "score": NaN}', r"a.jsonl:1: NaN is not a number"),
         ('{"prompt": "a", "score": 1e999}', r"a.jsonl:1: 1e999 is larger than any float"),
         ('{"prompt": "a\\ud800"}', r"a.jsonl:1: half of a surrogate pair"),
     ],
@@ -241,5 +241,5 @@ def test_a_byte_order_mark_is_skipped(tmp_path):
 
 def test_a_column_that_is_no_json_is_named(tmp_path):
     file = write_parquet(tmp_path / "a.parquet", [{"prompt": "a", "when": datetime.date(2026, 1, 1)}])
-    with pytest.raises(UserError, match=r"a.parquet\[0\]: column 'when' holds date .*which is no JSON"):
+    with pytest.raises(UserError, match=r"a.parquet\[0\]: column 'when' holds date .*which is not JSON"):
         load(file)

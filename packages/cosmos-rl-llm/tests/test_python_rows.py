@@ -48,7 +48,7 @@ def test_a_list_and_a_function_give_the_same_rows(module, name):
     ("name", "why"),
     [
         ("fails", r"\[data\] rows = 'python_rows:fails' raised RuntimeError: no network"),
-        ("bare", r"python_rows:bare\[0\]: column 'date' holds object .* which is no JSON"),
+        ("bare", r"python_rows:bare\[0\]: column 'date' holds object .* which is not JSON"),
         ("NUMBER", r"\[data\] rows = 'python_rows:NUMBER' is int 3; it must be a list of rows"),
         ("nothing", r"\[data\] rows = 'python_rows:nothing': python_rows .* has no attribute 'nothing'"),
     ],

@@ -190,7 +190,7 @@ def test_another_column_is_the_caption(tmp_path):
         ("p.jsonl", "[1]", r"p\.jsonl:1: a row is an object"),
         ("p.jsonl", '{"caption": "x", "n": %s}' % ("9" * 5000), r"p\.jsonl:1: an integer of more than 4300 digits"),
         ("p.jsonl", '{"caption": "x"}\n' + "[" * 5000, r"p\.jsonl:2: lists and objects are nested"),
-        ("p.jsonl", '{"caption": "x", "fps": NaN}', r"p\.jsonl:1: NaN is no number"),
+        ("p.jsonl", '{"caption": "x", "fps": NaN}', r"p\.jsonl:1: NaN is not a number"),
         ("p.json", "[" * 5000, r"p\.json: lists and objects are nested"),
         ("p.json", "{}", "must hold a list of rows"),
         ("p.txt", "\n\n", "no row is left"),

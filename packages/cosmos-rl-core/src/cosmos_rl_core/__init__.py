@@ -1,6 +1,6 @@
 """Controller, trainer, algorithms and interfaces of Cosmos-RL: asynchronous reinforcement learning for Physical AI.
 
-What is listed in `__all__` is public: what a user writes against, and what examples and docs import. All other modules
+The names in `__all__` are public: users write against them, examples and docs import nothing else. All other modules
 may move. Importing this imports neither torch nor numpy: a name's module is imported when the name is first used.
 """
 

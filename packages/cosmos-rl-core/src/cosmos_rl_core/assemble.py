@@ -1,4 +1,4 @@
-"""Config -> wired parts. The only file that knows every component; each role calls one function here."""
+"""Config -> wired parts. The only file that imports every component; each role calls one function here."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:  # the controller assembles its parts without torch
 def look_up(config: RunConfig) -> None:
     """Raise UserError for a model, engine, reward or weight sync that does not exist, before anything is started.
 
-    What a recipe names as "module:attribute" is imported by the workers alone.
+    Names written as "module:attribute" are imported by the workers alone.
     """
     domain = load_domain(config.run.domain)
     look_up_parts(config, domain)
@@ -52,7 +52,7 @@ def look_up(config: RunConfig) -> None:
 
 
 def look_up_parts(config: RunConfig, domain: Domain) -> None:
-    """As `look_up`, without the rewards; and a model that cannot be spread as [policy.parallel] says."""
+    """As `look_up` without the rewards; also raises for a model that [policy.parallel] cannot shard."""
     domain.weight_specs(config.model)
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     if config.policy.memory.parameter_offload and dims.world_size == 1:
@@ -70,7 +70,7 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
 
 
 def look_up_engine(name: str, domain: Domain) -> None:
-    """Raise UserError for an engine that neither the domain has nor a package offers."""
+    """Raise UserError for an engine that neither the domain nor an installed package offers."""
     if name in domain.engines:
         return
     try:
@@ -123,7 +123,7 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any], given
     """
     factory: Any = given or domain.reward(name) or plugins.load("cosmos_rl.rewards", name)
     if not callable(factory):
-        raise UserError(f"[reward] {name} is {factory!r}, and no function")
+        raise UserError(f"[reward] {name} is {factory!r}, not a function")
     if not inspect.isclass(factory) and ":" in name:
         return cast(RewardFn, partial(factory, **options) if options else factory)
     try:
@@ -150,10 +150,10 @@ def build_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
 
 
 def load_engine(name: str) -> Callable[..., Any]:
-    """Import what makes an engine that no domain has. Raises UserError where that fails, or is no function."""
+    """Import an engine's factory from a package or module. Raises UserError where that fails, or is not a function."""
     factory = plugins.load("cosmos_rl.engines", name)
     if not callable(factory):
-        raise UserError(f"[rollout] engine = {name!r} is {factory!r}, and no function that makes an engine")
+        raise UserError(f"[rollout] engine = {name!r} is {factory!r}, not a function that makes an engine")
     return factory
 
 
@@ -166,7 +166,7 @@ def build_rollouter(
     name: str = "",
     rewards: Mapping[str, Any] | None = None,
 ) -> Rollouter:
-    """What answers prompts; samples are kept in `run_dir`, if there is one, under this replica's name.
+    """The rollouter of a replica; samples are kept in `run_dir`, if there is one, under the replica's name.
 
     rewards: functions by label, for those of [reward] that are not looked up.
     """
@@ -190,7 +190,7 @@ def build_rollouter(
 
 
 def build_mesh(config: RunConfig) -> ReplicaMesh | None:
-    """The mesh of a policy replica of several ranks, in each of them after its process group is there."""
+    """The mesh of a policy replica, in each rank after its process group is initialised; None for one rank."""
     from cosmos_rl_core.parallel.device import own_device
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
 
@@ -237,7 +237,7 @@ def build_trainer(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None = 
 def build_reference(
     config: RunConfig, domain: Domain, trainer: Trainer, mesh: ReplicaMesh | None = None
 ) -> Reference | None:
-    """The model the run starts from, frozen, where the algorithm asks for a KL term: a copy unless the policy is it."""
+    """The reference of a KL term, if any: the policy's own, or a frozen copy of the model the run starts from."""
     if config.is_sft or not trainer.needs_reference:
         return None
     if (reference := trainer.policy.reference()) is not None:
@@ -256,14 +256,14 @@ def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None) -
 
 
 def build_collate(config: RunConfig, domain: Domain, share: Share) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:
-    """What makes this rank's share of a batch out of all its groups."""
+    """A function of all groups of a batch that returns this rank's share."""
     return partial(domain.collate, microbatch_terms=config.policy.microbatch_terms, share=share)
 
 
 def build_validation(
     config: RunConfig, domain: Domain, policy: Policy, *, share: Share, mesh: ReplicaMesh | None = None
 ) -> Validation | None:
-    """What measures the loss on held-out rows, in each rank: of [eval.data], or of [eval.loss_data] beside rewards."""
+    """The loss on held-out rows, in each rank: of [eval.data], or of [eval.loss_data] beside rewards; None without."""
     from cosmos_rl_core.train.validation import Validation
 
     data = config.eval.data if config.is_sft else config.eval.loss_data
@@ -280,7 +280,7 @@ def build_validation(
 
 
 def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Share) -> DataTerm | None:
-    """What draws a step's share of [data_regularization]; None without."""
+    """The rows of [data_regularization], this rank's share of each step; None without."""
     from cosmos_rl_core.data.mixing import DataTerm
 
     section = config.data_regularization
@@ -296,7 +296,7 @@ def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Sh
 def build_collate_sft(
     config: RunConfig, domain: Domain, policy: Policy, share: Share, *, data: Any = None
 ) -> Callable[[Sequence[Prompt]], TrainBatch]:
-    """What makes this rank's share of supervised rows; `data` is the section they come from, without it [data]."""
+    """A function of supervised rows that returns this rank's share; `data`: their section, by default [data]."""
     return partial(
         domain.collate_sft,
         data=config.data if data is None else data,
@@ -307,13 +307,13 @@ def build_collate_sft(
 
 
 def build_sync(config: RunConfig) -> WeightSync:
-    """The package that moves the weights."""
+    """The package that transfers the weights."""
     found: Any = plugins.load("cosmos_rl.weight_sync", config.sync.backend)
     return cast(WeightSync, found() if inspect.isclass(found) else found)
 
 
 def sync_settings(config: RunConfig, *, token: bytes) -> SyncSettings:
-    """What both sides of the weight sync are told."""
+    """The settings of both sides of the weight sync."""
     section = config.sync
     return SyncSettings(
         token=token,

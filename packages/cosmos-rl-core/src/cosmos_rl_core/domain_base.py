@@ -1,4 +1,4 @@
-"""DomainBase: the parts of `interfaces.Domain` that most domains answer alike. Imports no torch.
+"""DomainBase: the parts of `interfaces.Domain` that most domains implement alike. Imports no torch.
 
     class MyDomain(DomainBase):
         name = "mine"
@@ -10,7 +10,7 @@
         def collate(self, groups, *, microbatch_terms, share): ...
         def collate_sft(self, prompts, *, data, policy, microbatch_terms, share): ...
 
-`testing.tiny` is a whole one.
+`testing.tiny` is a complete example.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 
 class DomainBase:
-    """Defaults of `interfaces.Domain`; override those that say too little."""
+    """Defaults of `interfaces.Domain`; override those that do not fit."""
 
     engines: Sequence[str] = ("torch",)
     has_media = False
@@ -48,15 +48,15 @@ class DomainBase:
         return self.reward_table().get(name)
 
     def weight_specs(self, model: Any) -> Sequence[WeightSpec] | None:
-        """None: only the built model knows its weights."""
+        """None: only a built model has its weights."""
         return None
 
     def model_shape(self, model: Any, *, data: Any, sampling: Any) -> ModelShape | None:
-        """None: only the built model knows its sizes."""
+        """None: only a built model has its sizes."""
         return None
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:
-        """A gallery of images and videos; None where rollouts are but text."""
+        """A gallery of images and videos; None where rollouts are text."""
         if not self.has_media:
             return None
         from cosmos_rl_core.observe.media.gallery import Gallery
@@ -66,5 +66,5 @@ class DomainBase:
     def export_weights(
         self, model: Any, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
     ) -> Iterable[tuple[str, Tensor]]:
-        """The weights as the policy names them."""
+        """Return the weights unchanged, by the policy's names."""
         return tensors

@@ -1,10 +1,10 @@
-"""What can go wrong, by who has to do something about it."""
+"""Exceptions, by the reaction they need: retry or drop a sample, a fix by the user, the end of the run."""
 
 from __future__ import annotations
 
 
 class SampleError(Exception):
-    """A sample that could not be completed. The reason is shown to the user and counted; it never becomes a number."""
+    """A sample that could not be completed. Its reason is shown to the user and counted; it never gets a reward."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
         super().__init__(reason)
@@ -14,7 +14,7 @@ class SampleError(Exception):
 
 
 class PromptError(SampleError):
-    """A prompt no engine of this run can answer. Names the row and what to do."""
+    """A prompt that no engine of this run can answer. The message names the row and the remedy."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, final=True)
@@ -28,8 +28,8 @@ class MediaError(SampleError):
 
 
 class UserError(ValueError):
-    """Something the user can mend: one clear message, exit code 2, no traceback."""
+    """An error that the user can fix: one clear message, exit code 2, no traceback."""
 
 
 class WorkerFailed(Exception):
-    """A worker died or raised; the run cannot go on without it. Carries the worker's name and last words."""
+    """A worker died or raised; the run cannot go on without it. Names the worker, with its error or last log lines."""

@@ -1,4 +1,4 @@
-"""The seams. A module imports these and `types`, never a sibling stage; each docstring shows who calls it and when."""
+"""The interfaces between stages. A stage imports these and `types`, never another stage; docstrings show the calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RolloutEngine(Protocol):
-    """Generates with the newest weights it was given. One asyncio loop calls it; the work runs elsewhere.
+    """Generates rollouts with the newest weights it has. One asyncio loop calls it; the work runs elsewhere.
 
     rollouts = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=7)   # many at a time
     await engine.switch(version, apply)     # `apply` writes into `engine.weights()` between two terms
@@ -40,12 +40,12 @@ class RolloutEngine(Protocol):
 
     @property
     def version(self) -> int:
-        """Policy version the next term will be drawn with."""
+        """Policy version that the next term will be sampled with."""
         ...
 
     @property
     def progress(self) -> int:
-        """Counts steps of work since the start, for heartbeats: it stands still when the engine hangs."""
+        """Steps of work since the start, for heartbeats. Monotonic; it stops increasing if the engine hangs."""
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -57,7 +57,7 @@ class RolloutEngine(Protocol):
     ) -> tuple[str, list[Rollout]]:
         """Return the prompt as the model saw it and `num_samples` rollouts without rewards.
 
-        sampling: what the domain's [rollout.sampling] builds; `types.Sampling` for terms drawn from a vocabulary.
+        sampling: built by the domain's [rollout.sampling]; `types.Sampling` for terms sampled from a vocabulary.
 
         Raises `PromptError` for a prompt this engine can never answer (too long, missing column).
         Cancelling the awaiting task frees the running sequences.
@@ -72,7 +72,7 @@ class RolloutEngine(Protocol):
 
 
 class PromptStream(Protocol):
-    """Rows in an order that a number tells: the same in every process and after every restart."""
+    """Prompts by `sample_id`, in an order that is the same in every process and after every restart."""
 
     def __getitem__(self, sample_id: int, /) -> Prompt: ...
 
@@ -84,9 +84,9 @@ class PromptStream(Protocol):
 class RewardFn(Protocol):
     """Scores a whole group at once, so that relative rewards are no special case.
 
-    May be a plain function or `async def`; returns one finite float a rollout or, of rollouts that are episodes, an
-    array [S] with one a step. Anything else is an error of the sample, never a number. What is given for an episode
-    as a whole counts for its last step.
+    May be a plain function or `async def`; returns one finite float per rollout or, for rollouts that are episodes, an
+    array [S] with one per step. Any other value is an error of the sample, never a reward. A single float for an
+    episode counts for its last step.
     """
 
     def __call__(self, group: RolloutGroup) -> Sequence[float] | Any: ...
@@ -110,7 +110,7 @@ class Objective(Aggregates, Protocol):
 
 
 class MicrobatchLoss(Protocol):
-    """The trainer's: outputs of a microbatch -> the scalar to backpropagate. Counts the step's metrics on the way."""
+    """The trainer's callback: outputs of a microbatch -> the scalar to backpropagate; adds to the step's metrics."""
 
     def __call__(self, outputs: PolicyOutputs, microbatch: Microbatch) -> Tensor: ...
 
@@ -123,10 +123,10 @@ class Reference(Protocol):
 
 @runtime_checkable
 class Prepares(Protocol):
-    """A reference that has to be set up for its forward passes, such as by putting other weights in place."""
+    """A reference that must be set up for its forward passes, such as by swapping in other weights."""
 
     def prepared(self) -> AbstractContextManager[None]:
-        """Inside, `forward` may be called for as many microbatches as there are; the policy may not."""
+        """Inside, `forward` may be called for any number of microbatches; the policy's may not."""
         ...
 
 
@@ -139,29 +139,29 @@ class Policy(Protocol):
         ...
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """One microbatch. In a pipeline the ranks before the last stage get outputs that mean nothing.
+        """One microbatch. In a pipeline the outputs are valid on the last stage alone.
 
-        Without gradients, nothing stays gathered: the parameters of `module` are this rank's parts afterwards.
+        Without gradients the parameters of `module` are resharded afterwards.
         """
         ...
 
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
         """Add the gradients of `loss` over each microbatch; in a pipeline only the last stage calls it.
 
-        `parallel.gradients.accumulate` is this for a policy without a pipeline.
+        `parallel.gradients.accumulate` implements it for a policy without a pipeline.
         """
         ...
 
     def stepped(self, version: int) -> None:
-        """Follow the weights after an optimizer step that made `version`: averages of them are updated here."""
+        """Called after the optimizer step that made `version`: updates averages of the weights."""
         ...
 
     def second_copies(self) -> Sequence[nn.Parameter]:
-        """Parameters of `module` whose gradient another rank counts: a tied matrix on the last stage of a pipeline."""
+        """Parameters that another rank counts in the gradient norm: a tied matrix on the last pipeline stage."""
         ...
 
     def reference(self) -> Reference | None:
-        """What a KL term pulls towards, where this policy can be that: adapters off, its average; None: a new model."""
+        """The reference of a KL term, where the policy provides it: adapters off, its average; None: a second model."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
@@ -169,60 +169,60 @@ class Policy(Protocol):
         ...
 
     def weights(self) -> Mapping[str, Tensor]:
-        """Live tensors by checkpoint name, tied ones once: what a checkpoint holds, other sets (`contents.SET`) too."""
+        """Live tensors of a checkpoint by name, tied ones once, with further sets of weights (`contents.SET`)."""
         ...
 
     def rollout_weights(self) -> Mapping[str, Tensor]:
-        """Those that engines draw with, by the names of their own: `weights`, unless others draw than are trained."""
+        """Weights that engines sample with, by the engine's names: a subset of `weights`, or an average of them."""
         ...
 
     def save_config(self, directory: Path) -> None:
-        """Write what loads the model beside its weights: configuration, tokenizer. Called in one rank alone."""
+        """Write the files to load the model with, beside its weights: configuration, tokenizer. Called in one rank."""
         ...
 
 
 class Recorder(Protocol):
-    """Keeps samples for people to see. Called in a rollout replica with groups that were scored, one at a time."""
+    """Saves samples for people to view. Called in a rollout replica with one scored group at a time."""
 
     def save(self, step: int, group: RolloutGroup, /) -> object:
-        """Write a group drawn with version `step`, unless that has enough of them."""
+        """Write a group sampled with version `step`, unless that version has enough of them."""
         ...
 
-    def write(self, stem: Path, group: RolloutGroup, place: int, /) -> Path:
-        """Write rollout `place` of a group whole, to `stem` with the suffix of its kind, and return the file."""
+    def write(self, stem: Path, group: RolloutGroup, index: int, /) -> Path:
+        """Write all of rollout `index` of a group to `stem` with the suffix of its kind, and return the file."""
         ...
 
     def close(self) -> None: ...
 
 
 class SamplingConfig(Protocol):
-    """What core asks of a domain's [rollout.sampling]. `build` gives what engine and policy are handed."""
+    """The part of a domain's [rollout.sampling] that core reads. `build` makes the `sampling` of engine and policy."""
 
     unit: ClassVar[str]
-    """The noun for what `max_terms` counts, in messages."""
+    """Noun for the unit of `max_terms`, in messages."""
     length_key: ClassVar[str]
     """The key that limits the length of a rollout, in messages: "max_tokens"."""
 
     @property
     def max_terms(self) -> int:
-        """Most terms of one rollout, or another measure of its length."""
+        """Maximum terms of one rollout, or another measure of its length."""
         ...
 
     @property
     def least_microbatch_terms(self) -> int:
-        """What a microbatch has to hold at least: a whole rollout, where its terms cannot be taken apart."""
+        """Minimum of `microbatch_terms`: a whole rollout, where its terms cannot be split over microbatches."""
         ...
 
     def build(self) -> Any: ...
 
     def evaluation(self, *, temperature: float, max_terms: int | None) -> Any:
-        """As `build`, for an evaluation, with the keys of [eval]; raises UserError for one it has no use for."""
+        """As `build`, for an evaluation, with the keys of [eval]; raises UserError for a key that does not apply."""
         ...
 
 
 @runtime_checkable
 class Domain(Protocol):
-    """What a domain package hands over. `assemble` asks it for parts and nothing else ever branches on the domain.
+    """The interface of a domain package. `assemble` builds a run's parts by it; nothing else branches on the domain.
 
     Importing the module that defines it must not import torch: the controller loads it for the configs and the rows.
     """
@@ -236,18 +236,18 @@ class Domain(Protocol):
     """Strict model of [rollout.sampling], a `SamplingConfig`."""
 
     rewards: Sequence[str]
-    """Names `reward` knows, for messages."""
+    """Names that `reward` accepts, for messages."""
     engines: Sequence[str]
-    """Names `build_engine` knows."""
+    """Names that `build_engine` accepts."""
 
     def load_rows(self, data: Any) -> tuple[Sequence[Mapping[str, Any]], str]:
         """Read the dataset. Returns rows and their origin for messages ("train.jsonl"). Raises UserError."""
         ...
 
     def build_policy(self, model: Any, *, data: Any, sampling: Any, seed: int, setup: ModelSetup) -> Policy:
-        """The model to train. `sampling` says how its terms are drawn, such as at which temperature (None: SFT).
+        """The model to train. `sampling`: how engines sample its terms, such as the temperature (None: SFT).
 
-        `setup` says over which ranks it is spread and what it trades for memory; all ranks call this together.
+        `setup`: the mesh it is sharded over, and options for memory and precision. All ranks call this together.
         """
         ...
 
@@ -256,51 +256,51 @@ class Domain(Protocol):
         ...
 
     def weight_specs(self, model: Any) -> Sequence[WeightSpec] | None:
-        """The weights by name, read without loading them; None where only the built model knows. Raises UserError."""
+        """The weights, read without loading them; None where only a built model has them. Raises UserError."""
         ...
 
     def model_shape(self, model: Any, *, data: Any, sampling: Any) -> ModelShape | None:
-        """The sizes that decide how the model can be spread and what it will hold, read without loading it.
+        """The sizes that decide how the model can be sharded and how much memory it needs, read without loading it.
 
-        None where only the built model knows. `sampling` says what a term is (None: SFT). Raises as `weight_specs`.
+        None where only a built model has them. `sampling` defines a term (None: SFT). Raises as `weight_specs`.
         """
         ...
 
     def recorder(self, directory: Path, *, name: str, groups: int, every: int) -> Recorder | None:
-        """What keeps `groups` groups of each `every`-th version, of replica `name`; None where they are but text."""
+        """A recorder of `groups` groups of each `every`-th version, of replica `name`; None for text."""
         ...
 
     def reward(self, name: str) -> Callable[..., RewardFn] | None:
-        """What makes a reward this domain ships, or None if it has none of that name.
+        """Return the factory of a reward that this domain ships, or None if it has none of that name.
 
-        Called with the reward's options by keyword; raises ValueError (pydantic's included) or TypeError for options
-        it does not have: `domain.reward("numeric")(tolerance=0.01)`.
+        It is called with the reward's options by keyword; raises ValueError (pydantic's included) or TypeError for
+        options it does not have: `domain.reward("numeric")(tolerance=0.01)`.
         """
         ...
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
         """Groups -> microbatches of at most `microbatch_terms` terms (prompt included); one rollout is never cut.
 
-        The groups' rows are empty: they stay in the controller. What training needs of a row, the engine puts into
+        The groups' rows are empty: they stay in the controller. The engine puts the columns that training needs into
         `Rollout.arrays`.
 
-        Returns the microbatches of `share` alone, with the counts of the whole batch; every share has as many.
+        Returns the microbatches of `share` alone, with the counts of the whole batch; every share has the same number.
         """
         ...
 
     def collate_sft(
         self, prompts: Sequence[Prompt], *, data: Any, policy: Any, microbatch_terms: int, share: Share
     ) -> TrainBatch:
-        """Rows of the section `data` -> microbatches with a loss_mask over the wanted answers, as `collate`; what is
-        drawn at random for a row follows from its `sample_id`, so that a run that is resumed draws the same.
+        """Rows of the section `data` -> microbatches with a loss_mask over the target terms, as `collate`. Random
+        choices for a row are seeded by its `sample_id`, so that a resumed run makes the same ones.
         """
         ...
 
     def export_weights(
         self, model: Any, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
     ) -> Iterable[tuple[str, Tensor]]:
-        """Turn the weights of a checkpoint, by `Policy.weights` name, into those other programs load, one by one.
+        """Convert the weights of a checkpoint, by `Policy.weights` name, to those other programs load, one by one.
 
-        `merge_adapters` asks for whole weights where adapters were trained; false for the adapters as they are.
+        merge_adapters: merge trained adapters into the base weights; false: yield the adapters themselves.
         """
         ...

@@ -9,9 +9,9 @@
 consumes   batches of step v, in order
 produces   weights of version v + 1, one set of metrics a step
 waits for  a batch (the controller holds it back until enough groups are ready), then the commit
-unblocks   rollout replicas that may only answer with newer weights
+unblocks   rollout replicas that may only generate with newer weights
 
-With max_staleness = 0 nobody generates while a step is taken: that is the synchronous loop, from this same file.
+With max_staleness = 0 no replica generates during a step: that is the synchronous loop, from this same file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What a domain may be able to do beyond `interfaces.Domain`; who asks for it looks with isinstance."""
+"""Optional abilities of a domain beyond `interfaces.Domain`; callers check for them with isinstance."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class ReadsPrompts(Protocol):
     def prompt_row(self, data: Any, given: str | Mapping[str, Any], *, where: str, folder: Path) -> Mapping[str, Any]:
         """Return the row of a text, or of an object with columns, as `Domain.load_rows` would.
 
-        data: the [data] section. where: its place, for messages. folder: what paths in it are relative to.
+        data: the [data] section. where: its location, for messages. folder: the base of relative paths in it.
 
-        Raises UserError for one that lacks what a prompt must have.
+        Raises UserError for one that lacks a part every prompt must have.
         """
         ...
 
@@ -34,26 +34,26 @@ class TakesRows(Protocol):
     """A domain whose [data] may name a .jsonl file of rows, so that programs can give rows: `run(rows=[...])`."""
 
     row_keys: Sequence[str]
-    """Keys of [data] that say where the rows are; the first of them takes a file's path."""
+    """Keys of [data] that name the source of the rows; the first of them takes a file's path."""
 
 
 @runtime_checkable
 class Warns(Protocol):
-    """A domain that knows of recipes which are in order, and yet will not do all that one expects."""
+    """A domain with non-fatal warnings about valid recipes."""
 
     def warnings(self, config: RunConfig) -> Sequence[str]:
-        """Return what to know before the run, a sentence each; told by `cosmos-rl check` and at the run's start."""
+        """Return the warnings, a sentence each; `cosmos-rl check` prints them, and a run at its start."""
         ...
 
 
 @runtime_checkable
 class ChecksModels(Protocol):
-    """A domain that can find out, without a model's weights, whether it is of a kind that can be trained."""
+    """A domain that can check, without a model's weights, whether the model can be trained."""
 
     def check_model(self, model: Any) -> None:
         """Raise UserError for a model that would fail, or learn nothing; called by `cosmos-rl check`.
 
-        model: the [model] section. What needs a download is left to the run.
+        model: the [model] section. Checks that need a download are left to the run.
         """
         ...
 
@@ -63,15 +63,15 @@ class CountsMemory(Protocol):
     """A domain whose processes hold more than the network, such as encoders and averages of the weights."""
 
     def is_own_reference(self, config: RunConfig) -> bool:
-        """Whether a KL term pulls towards something that the policy has already, so that no second model is loaded."""
+        """Whether the policy provides the reference of a KL term, so that no second model is loaded."""
         ...
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """Return what a policy rank holds beside what `rank` counts; `held.STEP` is when it computes a step."""
+        """Return the memory of a policy rank beyond `rank`; `held.STEP` is the time at which it computes a step."""
         ...
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
-        """Return what a rollout replica holds beside the network's weights, live and staged."""
+        """Return the memory of a rollout replica beside the network's weights, live and staged."""
         ...
 
 
@@ -80,29 +80,29 @@ class SpreadsEngines(Protocol):
     """A domain with engines that can be spread over several GPUs."""
 
     def spread_engine(self, name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
-        """Return [rollout.options] for an engine over `tp_size` GPUs. Raises UserError for one that cannot be."""
+        """Return [rollout.options] for an engine over `tp_size` GPUs. Raises UserError if it cannot be spread."""
         ...
 
 
 @runtime_checkable
 class ShowsRows(Protocol):
-    """A domain whose rows hold what rewards look at, so that real data can be scored as rollouts are."""
+    """A domain whose rows hold the inputs of rewards, so that real data can be scored as rollouts are."""
 
     def row_media(self, data: Any, row: Mapping[str, Any]) -> Mapping[str, np.ndarray]:
-        """Return a row's `Rollout.media`, as `data` (the [data] section it came by) cuts it. Called by threads.
+        """Return a row's `Rollout.media`, cut as `data` (the [data] section it was loaded by) defines.
 
-        Raises SampleError for a row that gives none.
+        Called in several threads. Raises SampleError for a row without media.
         """
         ...
 
 
 @runtime_checkable
 class HasCapacity(Protocol):
-    """An engine that knows how many rows keep it busy, such as one with a fixed number of simulators."""
+    """An engine with a fixed capacity, such as a number of simulators."""
 
     @property
     def rows_at_once(self) -> int:
-        """Rows in work, of one rollout each, that leave nothing of it idle."""
+        """Concurrent rows, of one rollout each, that keep all of it busy."""
         ...
 
 
@@ -111,9 +111,9 @@ class CompletesExports(Protocol):
     """A domain whose models have parts beside the one that is trained, which no checkpoint holds."""
 
     def complete_export(self, model: Any, directory: Path) -> None:
-        """Write into `directory`, where a checkpoint's configurations lie, the parts that are not trained.
+        """Write the parts that are not trained into `directory`, which holds a checkpoint's configurations.
 
-        model: the [model] section. Raises UserError where they are no longer to be found.
+        model: the [model] section. Raises UserError where they are not found any more.
         """
         ...
 
@@ -132,7 +132,7 @@ class ExportsFormats(Protocol):
     ) -> Iterable[tuple[str, Tensor]]:
         """Rewrite the configurations of an export in `directory`, and return its weights by the format's names.
 
-        tensors: what `Domain.export_weights` gave. model, data: those sections of the recipe.
+        tensors: the result of `Domain.export_weights`. model, data: those sections of the recipe.
 
         Raises UserError for a model that the format cannot express.
         """

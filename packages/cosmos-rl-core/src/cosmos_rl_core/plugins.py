@@ -1,4 +1,4 @@
-"""Plug-ins: found by entry point or written as "module:attribute", imported only when asked for by name."""
+"""Plug-ins: found by entry point or written as "module:attribute", imported only when requested by name."""
 
 from __future__ import annotations
 
@@ -61,15 +61,15 @@ _importing: ContextVar[str] = ContextVar("_importing", default="")
 
 
 def names(group: str) -> list[str]:
-    """Return the names `load` knows in a group, sorted. Imports nothing."""
+    """Return the names that `load` accepts in a group, sorted. Imports nothing."""
     return sorted(_targets(group))
 
 
 def locate(group: str, name: str, *, beside: Sequence[str] = ()) -> str:
-    """Return where a plug-in lives, as "module:attribute". Imports nothing.
+    """Return a plug-in's target, as "module:attribute". Imports nothing.
 
-    Raises UserError for a name nobody offers, with the known names (those of the group and `beside`) and the line
-    that installs it.
+    Raises UserError for a name that no package offers, with the known names (those of the group and `beside`) and the
+    line that installs it.
     """
     where = name if ":" in name else _targets(group).get(name)
     if where is None:
@@ -86,12 +86,12 @@ def load(group: str, name: str) -> Any:
 
 
 def attribute(name: str, *, kind: str) -> Any:
-    """Import what is written as "module:attribute"; messages call it `kind`. Raises UserError as `load`."""
+    """Import an attribute by its "module:attribute"; messages call it `kind`. Raises UserError as `load`."""
     return _resolve(name, kind=kind, name=name)
 
 
 def importing() -> str:
-    """Return the module that is being imported for a plug-in, whose own code is running now; empty without one."""
+    """Return the name of the module that is being imported for a plug-in; empty without one."""
     return _importing.get()
 
 
@@ -149,7 +149,7 @@ def _resolve(where: str, *, kind: str, name: str) -> Any:
     outer = _importing.set(module_name)
     try:
         found = importlib.import_module(module_name)
-    except Exception as cause:  # importing runs the plug-in's own code, which may raise anything; we say who and why
+    except Exception as cause:  # importing runs the plug-in's own code, which may raise anything
         raise UserError(f"{kind} {name!r} ({where}) cannot be imported: {type(cause).__name__}: {cause}") from cause
     finally:
         _importing.reset(outer)

@@ -1,11 +1,11 @@
-"""Child processes: how they are started, how they end, and how their end reads.
+"""Child processes: start, end, exit status, and the last lines of their logs.
 
     child = ChildProcess([*PYTHON, "-m", "module"], environment=environment(folders), output=log)
     status = await child.ended()             # or child.wait(2.0): "exit code 1", "signal SIGKILL"
     child.kill()                             # and everything it has started
 
     child, ours = ChildProcess.connected(...)           # and a socket, whose other end is the child's:
-    theirs = inherited_socket(); end_with(theirs)       # in the child, which so ends with its parent
+    theirs = inherited_socket(); end_with(theirs)       # in the child, which then ends with its parent
 
 A child has a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides who stops.
 """
@@ -31,7 +31,7 @@ from cosmos_rl_core.python_path import child_environment
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GRACE_S = 2.0
-"""Longest that a process may go on once its connection to the other was closed."""
+"""Longest that a process may run on after its connection to the other was closed."""
 LAST_LINES = 12
 """Lines of a dead process's log that are shown."""
 _LAST_BYTES = 16384
@@ -48,7 +48,7 @@ class ChildProcess:
         output: IO[bytes] | int,
         keeps: Sequence[int] = (),
     ) -> None:
-        """Start it; `output` takes what it prints, `keeps` are descriptors it inherits. Raises OSError."""
+        """Start it; `output` gets its stdout and stderr, `keeps` are descriptors it inherits. Raises OSError."""
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -73,8 +73,8 @@ class ChildProcess:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
-                words, kept = [*command, str(theirs.fileno())], (*keeps, theirs.fileno())
-                return cls(words, environment=environment, output=output, keeps=kept), ours
+                arguments, kept = [*command, str(theirs.fileno())], (*keeps, theirs.fileno())
+                return cls(arguments, environment=environment, output=output, keeps=kept), ours
             except BaseException:
                 ours.close()
                 raise
@@ -85,12 +85,12 @@ class ChildProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """As subprocess gives it: -9 after SIGKILL, None while it runs."""
+        """As subprocess reports it: -9 after SIGKILL, None while it runs."""
         return self._process.poll()
 
     @property
     def status(self) -> str:
-        """How it ended: "exit code 1" or "signal SIGKILL"; empty while it runs."""
+        """The way it ended: "exit code 1" or "signal SIGKILL"; empty while it runs."""
         code = self._process.poll()
         if code is None:
             return ""
@@ -121,7 +121,7 @@ class ChildProcess:
         self._process.terminate()
 
     def kill(self) -> None:
-        """Kill its whole session, also what it has started, where anything of it is left. Does not wait."""
+        """Kill its whole session, with all processes it has started, if any is left. Does not wait."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -165,7 +165,7 @@ def inherited_socket() -> socket.socket:
 
 
 def end_with(inherited: socket.socket, *, grace_s: float = GRACE_S) -> None:
-    """End this process, whatever it is doing, `grace_s` after its parent has closed its end, or has ended."""
+    """End this process, whatever it is doing, `grace_s` after its parent has closed the socket or has ended."""
 
     def watch() -> None:
         polled = select.poll()
@@ -178,7 +178,7 @@ def end_with(inherited: socket.socket, *, grace_s: float = GRACE_S) -> None:
 
 
 def unnamed_memory() -> int:
-    """Return the descriptor of memory for this and child processes: of no size yet, and gone with its last user."""
+    """Return a descriptor of anonymous memory to share with child processes: of size 0, freed with its last user."""
     if sys.platform == "linux":
         return os.memfd_create("cosmos-rl", os.MFD_CLOEXEC)
     with tempfile.TemporaryFile() as file:

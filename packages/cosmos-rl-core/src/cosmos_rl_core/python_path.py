@@ -1,7 +1,7 @@
-"""Where "module:attribute" names of a recipe are looked up: in its folder, after everything that is installed.
+"""The import path of a recipe's "module:attribute" names: its own folder, after everything that is installed.
 
 A recipe's folder comes last: token.py or types.py beside a recipe must not hide Python's own modules. PYTHONPATH would
-put it first, so child processes are told by a variable of ours, which `plugins.load` reads.
+put it first, so child processes get it in a variable of ours, which `plugins.load` reads.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from pathlib import Path
 VARIABLE = "COSMOS_RL_PYTHON_PATH"
 """Folders for child processes, as PYTHONPATH lists them."""
 PYTHON = (sys.executable, "-P")
-"""Begins the command line of a child process: -P keeps the current directory from the first place."""
+"""Begins the command line of a child process: -P keeps the current directory off the front of sys.path."""
 
 
 def import_from(recipe: Path) -> tuple[str, str]:
@@ -25,7 +25,7 @@ def import_from(recipe: Path) -> tuple[str, str]:
 
 
 def add_folders(folders: Sequence[str] = ()) -> None:
-    """Let modules be imported from folders, and from those that this process was started with, where not known yet."""
+    """Append `folders`, and those that this process was started with, to sys.path where they are missing."""
     inherited = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
     sys.path += [folder for folder in dict.fromkeys([*folders, *inherited]) if folder not in sys.path]
 

@@ -1,4 +1,4 @@
-"""What libraries say when they are imported and no user can act on."""
+"""Silences log lines of libraries at import that no user can act on."""
 
 from __future__ import annotations
 
@@ -6,6 +6,6 @@ import logging
 
 
 def quiet_torchao() -> None:
-    """Keep out of the log what torchao says when it is imported: CUDA kernels that it cannot load here."""
+    """Keep torchao's log lines at import out of the log: CUDA kernels that it cannot load here."""
     for name in ("torchao", "torch.utils._pytree"):
         logging.getLogger(name).setLevel(logging.ERROR)

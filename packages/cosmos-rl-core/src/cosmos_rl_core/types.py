@@ -1,9 +1,9 @@
-"""What flows through a run: prompts, rollouts, groups, batches, results.
+"""The data of a run: prompts, rollouts, groups, batches, results.
 
 Dimension letters: P prompts, G rollouts of a group, T terms, V vocabulary. A *term* is the unit a policy assigns a
 log-probability to: a token (llm), an action dimension or chunk (vla), a denoising step (wfm).
 
-Everything left of the trainer is numpy, so that the controller and the wire never import torch.
+Everything before the trainer is numpy, so that the controller and the wire never import torch.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ class Prompt:
     """One row of the prompt stream."""
 
     sample_id: int
-    """Position in the prompt stream (epoch * rows + place in the epoch); unique within a run."""
+    """Position in the prompt stream (epoch * rows + index in the epoch); unique within a run."""
     row: Mapping[str, Any]
     """The dataset's row, JSON-like."""
     origin: str = ""
-    """Where the row lies, for messages: "train.jsonl:17"."""
+    """Location of the row, for messages: "train.jsonl:17"."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sampling:
-    """How an engine draws. `temperature = 0` is greedy."""
+    """Sampling parameters of an engine. `temperature = 0` is greedy."""
 
     max_terms: int
-    """Most terms to generate for one rollout."""
+    """Maximum terms of one rollout."""
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
@@ -48,19 +48,19 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Episode:
-    """What is rewarded along the way: S steps, such as the decisions of a robot's policy."""
+    """Rewards and values of the S steps of a rollout, such as the decisions of a robot's policy."""
 
     term_steps: np.ndarray
     """[T] int32: the step each term belongs to, 0 .. S - 1, non-decreasing."""
     values: np.ndarray
-    """[S + 1] float32: the critic's estimate before each step and after the last; that is 0 where the episode came to
-    its end, and the estimate of what would have followed where a limit cut it off. Zeros without a critic."""
+    """[S + 1] float32: the critic's estimate before each step and after the last. The last is 0 where the episode came
+    to its end, and the estimate of the remaining return where a limit cut it off. Zeros without a critic."""
     rewards: np.ndarray
     """[S] float32, weighted and summed over the reward functions."""
     advantages: np.ndarray | None = None
-    """[S] float32, once they are estimated."""
+    """[S] float32; None until they are estimated."""
     returns: np.ndarray | None = None
-    """[S] float32: what the critic should have said, the estimated advantage + value."""
+    """[S] float32: the critic's target, advantage + value."""
 
     @property
     def num_steps(self) -> int:
@@ -74,7 +74,7 @@ class Rollout:
     arrays: Mapping[str, np.ndarray]
     """The domain's own data. llm: `prompt_tokens` [prompt] int32 and `tokens` [T] int32."""
     rollout_logprobs: np.ndarray
-    """[T] float32: log-probability under the distribution the engine really drew from, at the version that drew it."""
+    """[T] float32: log-probability under the distribution that the engine sampled from, at the term's version."""
     versions: np.ndarray
     """[T] int32: policy version that produced each term."""
     loss_mask: np.ndarray
@@ -82,16 +82,16 @@ class Rollout:
     text: str = ""
     """Readable form for files and rewards."""
     media: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """What rewards look at beside the text, such as `video` uint8 [frames, height, width, 3]. It stays in the process
-    that made it: it is neither sent nor trained on."""
+    """Inputs of rewards beside the text, such as `video` uint8 [frames, height, width, 3]. They stay in the process
+    that made them: they are neither sent nor trained on."""
     finish_reason: FinishReason = "stop"
     reward: float = 0.0
     """Weighted sum of `reward_breakdown`, after shaping."""
     reward_breakdown: Mapping[str, float] = field(default_factory=dict)
     advantage: float = 0.0
-    """Of the rollout as a whole; where an episode has advantages of its steps, those are trained on."""
+    """Of the rollout as a whole; where an episode has advantages for its steps, training uses those instead."""
     episode: Episode | None = None
-    """Steps that are rewarded each; None where only the whole is."""
+    """Steps with rewards of their own; None where only the whole rollout has a reward."""
 
     @property
     def num_terms(self) -> int:
@@ -129,7 +129,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermBatch:
-    """What every loss reads, over the T terms of a microbatch laid end to end."""
+    """The inputs of every loss, over the T terms of a microbatch laid end to end."""
 
     rollout_logprobs: Tensor
     """[T] float32."""
@@ -141,18 +141,18 @@ class TermBatch:
     """[T] int64: which rollout of the microbatch a term belongs to, 0 .. num_rollouts - 1, non-decreasing."""
     num_rollouts: int
     ref_logprobs: Tensor | None = None
-    """[T] float32 under the frozen reference, where a KL term is asked for."""
+    """[T] float32 under the frozen reference, where the objective has a KL term."""
     ref_tensors: Mapping[str, Tensor] = field(default_factory=dict)
     """`PolicyOutputs.tensors` of that reference."""
     old_logprobs: Tensor | None = None
-    """[T] float32 under the policy as it was when the step began, where later updates of the step ask for it."""
+    """[T] float32 under the policy at the start of the step, where later updates of the step need it."""
     values: Tensor | None = None
     """[T] float32: the critic's estimate when the rollout was made, for the step each term belongs to."""
     returns: Tensor | None = None
-    """[T] float32: what that should have been."""
+    """[T] float32: the critic's target for that step."""
     rollout_terms: Tensor | None = None
-    """[num_rollouts] float32: trained terms of each rollout in the whole batch, where it may be cut into several
-    microbatches; None: all of them are here."""
+    """[num_rollouts] float32: trained terms of each rollout in the whole batch, where a rollout may be cut into several
+    microbatches; None: every rollout is whole here."""
 
     def to(self, device: torch.device) -> TermBatch:
         """Return the same terms with all tensors on `device`."""
@@ -177,7 +177,7 @@ class TermBatch:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Microbatch:
-    """What one `forward_backward` takes."""
+    """The input of one forward and backward pass."""
 
     inputs: Mapping[str, Any]
     """The domain's tensors for the policy's forward pass. llm: `tokens`, `positions`, ... of packed sequences."""
@@ -189,18 +189,18 @@ class TrainBatch:
     """The microbatches of one optimizer step, with the global counts that losses are divided by."""
 
     microbatches: tuple[Microbatch, ...]
-    """Those of this rank's share; every share has as many."""
+    """Those of this rank's share; every share has the same number."""
     num_terms: int
     """Terms with loss_mask = 1 over the whole batch, all ranks."""
     num_rollouts: int
     """Rollouts with at least one such term over the whole batch, all ranks."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     rows_dropped: tuple[str, ...] = ()
-    """Why rows of it train nothing, a phrase each; one that an earlier batch named need not be here again."""
+    """Reasons why rows train nothing, a phrase each; a row that an earlier batch reported may be left out."""
     data_term: TrainBatch | None = None
     """Supervised data that is trained on beside the rollouts, with counts of its own."""
     later: tuple[TrainBatch, ...] = ()
-    """Further updates of the same step, in order: PPO's minibatches and epochs. The same batch may stand here twice."""
+    """Further updates of the same step, in order: PPO's minibatches and epochs. The same batch may occur twice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,7 +212,7 @@ class Share:
     count: int = 1
     """Parts the batch is cut into."""
     multiple: int = 1
-    """Microbatches of a share come in multiples of this, as some pipeline schedules want."""
+    """The number of microbatches of a share is a multiple of this, as some pipeline schedules require."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,19 +222,19 @@ class PolicyOutputs:
     logprobs: Tensor
     """[T] float32 with gradient: log-probability of each term at the sampling temperature."""
     entropy: Tensor | None = None
-    """[T] float32 with gradient, where asked for."""
+    """[T] float32 with gradient, where requested."""
     values: Tensor | None = None
     """[T] float32 with gradient: the critic's estimate for the step each term belongs to; None without a critic."""
     tensors: Mapping[str, Tensor] = field(default_factory=dict)
-    """[T, ...] by name: what objectives of the domain's own read beside these. `whitened` [T, D], where a term is a
-    Gaussian: its mean divided so that half the squared distance of two of them is the KL divergence; `dt` [T], where it
-    is a denoising step: the step's length in time, above 0."""
+    """[T, ...] by name: further inputs of the domain's own objectives. `whitened` [T, D], where a term is a Gaussian:
+    its mean, scaled so that half the squared distance of two of them is the KL divergence; `dt` [T], where it is a
+    denoising step: the step's length in time, above 0."""
     metrics: Mapping[str, Tensor] = field(default_factory=dict)
-    """[T] by name, to be reported: parts that a loss consists of, such as those of an auxiliary head."""
+    """[T] by name, reported as metrics: components of a loss, such as those of an auxiliary head."""
 
 
 class Aggregates(Protocol):
-    """How values of terms become one number: sum_t weight_t value_t / normalizer."""
+    """Reduces values of terms to one number: sum_t weight_t value_t / normalizer."""
 
     def term_weights(self, terms: TermBatch) -> Tensor:
         """[T]: weight of each term in the aggregated sum, from the mask and the rollouts' lengths."""
@@ -254,7 +254,7 @@ class LossTerm:
     """[T]: loss of each term; masked terms are ignored by the aggregation."""
     coef: float = 1.0
     aggregation: Aggregates | None = None
-    """How they become one number; None: as the objective says."""
+    """Reduces `values` to one number; None: the objective's own aggregation."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -265,7 +265,7 @@ class StepResult:
     """Version after the step."""
     metrics: Mapping[str, float]
     skipped: bool = False
-    """True when the gradient was not finite and the weights were left alone."""
+    """True when the gradient was not finite and the weights were not changed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,6 +1,6 @@
-"""The seam between those who train weights and those who serve them; a package implements it (cosmos-rl-transfer).
+"""The interface between trainers and engines that serve their weights; a package implements it (cosmos-rl-transfer).
 
-Publisher and subscriber run in processes that know the run's token.
+Publisher and subscriber run in processes that share the run's token.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
 
 
 BUCKET_BYTES = 4 << 20
-"""What travels together, if nobody says otherwise: small enough to be hashed in a processor's cache after the copy."""
+"""Default bytes of a transfer bucket: small enough to be hashed in a processor's cache after the copy."""
 FULL_EVERY = 100
-"""Versions from one that is sent whole to the next, with deltas."""
+"""With deltas: versions from one that is sent whole to the next."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncSettings:
-    """What both sides of a sync are told; see [sync] for the meaning of each."""
+    """Settings of both sides of a sync; see [sync] for the meaning of each."""
 
     token: bytes
     """The run's secret."""
@@ -40,7 +40,7 @@ class SyncSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncCost:
-    """What one version costs on the wire."""
+    """Cost of one version on the wire."""
 
     received_bytes: int
     """By all engines."""
@@ -51,7 +51,7 @@ class SyncCost:
     busiest_bound_bytes: int
     """Fewest bytes that the busiest rank can send."""
     extra_bytes: int
-    """Memory in flight at a rank, beside its weights and what engines stage."""
+    """Memory in flight at a rank, beside its weights and the staged weights of engines."""
     relay: str = ""
     """Whether engines feed each other, and why."""
 
@@ -72,7 +72,7 @@ class WeightPublisher(Protocol):
         ...
 
     async def fence(self) -> Mapping[str, float]:
-        """Return, with metrics (`sync_stall_s`), when the published tensors may change; soon, whatever readers do."""
+        """Wait until the published tensors may change, briefly whatever readers do; return metrics (`sync_stall_s`)."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class OwnsSubscriber(Protocol):
     """An engine whose live weights are in other processes, so that it has no tensors for `WeightSync.subscriber`."""
 
     async def subscriber(self, address: str, *, backend: str, settings: SyncSettings) -> WeightSubscriber:
-        """Return what keeps those weights up to date from `address`.
+        """Return a subscriber that keeps those weights up to date from `address`.
 
         backend: the [sync] backend that publishes. Raises UserError for one this engine cannot read from.
         """
@@ -123,12 +123,12 @@ class RankExchange(Protocol):
     rank: int
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, in the order of ranks. All of them call it at the same time."""
+        """Return the `data` of every rank, in the order of ranks. All of them call it at the same time."""
         ...
 
 
 class WeightSync(Protocol):
-    """A package that moves weights: makes the two sides. Both run in processes that know the run's token."""
+    """A package that transfers weights: makes both sides, in processes that share the run's token."""
 
     def publisher(
         self,
@@ -151,7 +151,7 @@ class WeightSync(Protocol):
     def plan(
         self, specs: Sequence[WeightSpec], *, settings: SyncSettings, policy: Mapping[str, int], replicas: int
     ) -> SyncCost:
-        """Say what one version costs, starting nothing.
+        """Return the cost of one version; nothing is started.
 
         policy: sizes of the axes that a policy replica is spread over, "ep" among them. replicas: engines of one rank
         each.

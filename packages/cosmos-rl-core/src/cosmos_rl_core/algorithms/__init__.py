@@ -1,4 +1,4 @@
-"""Advantages, losses, filters and their table: functions of values that know no domain.
+"""Advantages, losses, filters and their table: functions of values, independent of the domain.
 
 Used by `rollout` (rules of a group), `train` (objective of a batch) and `recipe`; imports types and settings.
 """

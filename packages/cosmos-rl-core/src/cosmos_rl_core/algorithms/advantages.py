@@ -85,10 +85,10 @@ ADVANTAGES: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "pooled_std": group_mean,
     "leave_one_out": leave_one_out,
 }
-"""By name: of one group. Of the two in `BATCH_DEVIATIONS` this is what is divided."""
+"""Advantages of one group by name; for the two in `BATCH_DEVIATIONS` before the division."""
 
 BATCH_DEVIATIONS: Mapping[str, Callable[..., float]] = {"global_std": global_std, "pooled_std": pooled_std}
-"""By name: (rewards of each group of a step, ddof) -> what divides all of them."""
+"""Divisors by name: (rewards of each group of a step, ddof) -> the deviation that divides all of them."""
 
 
 def build_batch_advantage(config: AlgorithmConfig) -> BatchAdvantage | None:
@@ -106,9 +106,9 @@ def build_batch_advantage(config: AlgorithmConfig) -> BatchAdvantage | None:
 
 
 def build_advantage(config: AlgorithmConfig) -> AdvantageEstimator:
-    """Return the estimator the config asks for: checked, and clipped where `advantage_clip` is set.
+    """Return the estimator of the config: checked, and clipped where `advantage_clip` is set.
 
-    "gae" says nothing of a rollout as a whole: 0. `generalized` estimates its steps.
+    With "gae" a rollout as a whole has advantage 0; `generalized` estimates those of its steps.
     """
     function = find_algorithm(config.name).advantage or _of_group(config)
     seen_together = build_batch_advantage(config) is not None
@@ -155,7 +155,7 @@ class StepAdvantages(Protocol):
 
 
 def build_step_advantages(config: AlgorithmConfig) -> StepAdvantages | None:
-    """Return what is done to the advantages of episodes before a step trains on them; None for other algorithms."""
+    """Return the function that normalises and clips the advantages of all episodes of a step; None but for "gae"."""
     if config.advantage != "gae":
         return None
 
@@ -174,7 +174,7 @@ def build_step_advantages(config: AlgorithmConfig) -> StepAdvantages | None:
 
 
 def critic_metrics(rollouts: Sequence[Rollout]) -> Mapping[str, float]:
-    """Return `explained_variance` = 1 - var(return - value) / var(return) over steps, and their means; {} without."""
+    """Return `explained_variance` = 1 - var(return - value) / var(return) over steps, and means; {} without any."""
     episodes = [r.episode for r in rollouts if r.episode is not None and r.episode.advantages is not None]
     if not episodes:
         return {}
@@ -199,7 +199,7 @@ def _moments(rollouts: Sequence[Rollout]) -> tuple[float, float]:
 
 
 def _scaled(rollout: Rollout, shift: float, scale: float, limit: float) -> Rollout:
-    """The rollout as it is trained on; its returns stay what they are."""
+    """Scale and clip a rollout's advantages; its returns do not change."""
     assert rollout.episode is not None and rollout.episode.advantages is not None
     advantages = np.clip((rollout.episode.advantages - shift) / scale, -limit, limit).astype(np.float32)
     episode = replace(rollout.episode, advantages=advantages)

@@ -50,13 +50,13 @@ _SUPERVISED_KEYS = frozenset({"name", "loss", "aggregation", "aggregation_consta
 
 
 class AlgorithmConfig(Strict):
-    """How rewards become a gradient. `name` picks a row of `table.TABLE`; keys beside it override the row."""
+    """The algorithm, from rewards to gradient. `name` picks a row of `table.TABLE`; keys beside it override the row."""
 
     name: str = "grpo"
     """An algorithm of the table, an installed one, or "module:attribute" of your own `Algorithm`."""
 
     advantage: AdvantageName = "group_std"
-    """What is subtracted from a reward, and what divides it. All but "leave_one_out" and "gae" subtract the group's
+    """Baseline and divisor of rewards. All but "leave_one_out" and "gae" subtract the group's
     mean; "group_std" divides by the group's standard deviation, "global_std" by that of all rewards of the step,
     "pooled_std" by that of all rewards around their own group's mean. "gae" takes the rewards of an episode's steps and
     a critic's estimates."""
@@ -69,13 +69,13 @@ class AlgorithmConfig(Strict):
     gamma: float = Field(default=0.99, ge=0, le=1)
     """gae: discount of a reward one step later."""
     gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """gae: weight of longer looks ahead; 0 trusts the critic, 1 the rewards alone."""
+    """gae: weight of steps further ahead; 0 uses the critic's estimate after one step, 1 the rewards alone."""
     normalize_advantages: bool = True
     """gae: shift and scale the advantages of a step's trained terms to mean 0 and deviation 1."""
     value_coef: float = Field(default=1.0, gt=0)
     """gae: coefficient of the critic's loss, half the squared error."""
     value_clip: float | None = Field(default=0.2, gt=0)
-    """gae: how far an estimate may move from the rollout's before its loss stops to gain from it."""
+    """gae: largest change of an estimate from the rollout's that can still lower its loss (PPO2's clip)."""
     value_huber_delta: float | None = Field(default=10.0, gt=0)
     """gae: error from which the critic's loss grows as a straight line."""
     critic_warmup_steps: int = Field(default=0, ge=0)
@@ -96,7 +96,7 @@ class AlgorithmConfig(Strict):
     """The ratio's denominator: the engine's log-probs, or (decoupled) the policy's own before the step. The latter is
     1 throughout where a step is one update, and clips nothing; [policy] epochs and minibatches make it several."""
     correction: CorrectionName = "truncate"
-    """What is done to the weight policy / rollout that old_logprobs = "policy" needs."""
+    """Correction of the weight policy / rollout that old_logprobs = "policy" needs."""
     correction_cap: float = Field(default=2.0, ge=1)
     """Weights above it are cut to it ("truncate") or drop their term ("mask")."""
     correction_floor: float = Field(default=0.0, ge=0, le=1)
@@ -117,10 +117,10 @@ class AlgorithmConfig(Strict):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Coefficient of the entropy that is added to the objective."""
     entropy_aggregation: AggregationName | None = None
-    """How the entropies of terms become one number; by default as their losses do (`aggregation`)."""
+    """Reduction of the terms' entropies to one number; by default that of their losses (`aggregation`)."""
 
     aggregation: AggregationName = "term_mean"
-    """How the losses of terms become one number."""
+    """Reduction of the terms' losses to one number."""
     aggregation_constant: int | None = Field(default=None, ge=1)
     """Divisor of a rollout's sum under aggregation = "constant"; by default the longest rollout of the sampling."""
 

@@ -45,8 +45,8 @@ class LossFn(Protocol):
         """Return the loss [T] of each term and metrics [T].
 
         logprobs      [T] with gradient, under the policy
-        old_logprobs  [T] without, under what the ratio divides by
-        terms         advantages, mask and rollout of each term; what the mask leaves out is set to 0
+        old_logprobs  [T] without, the denominator of the ratio
+        terms         advantages, mask and rollout of each term; masked values are 0
         """
         ...
 
@@ -59,7 +59,7 @@ def importance_ratio(logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, terms: TermBatch) -> Tensor:
     """Return each rollout's s = exp(mean_t log(policy / old)) on its terms [T]. GSPO (arXiv 2507.18071, equation 7).
 
-    Each has the gradient s mean_t grad log(policy_t): what weighs one term's loss moves all terms of its rollout alike.
+    Each has the gradient s mean_t grad log(policy_t): the weight of one term's loss moves all terms of its rollout.
     """
     means = rollout_means(logprobs - old_logprobs, terms).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     return means.exp()[terms.rollout_index]
@@ -225,7 +225,7 @@ def kl_estimate(logprobs: Tensor, ref_logprobs: Tensor, *, estimator: KLName) ->
         k2   d^2 / 2       biased, never negative; on average, its gradient is that of the KL
         k3   e^d - 1 - d   unbiased, never negative; on average, its gradient is KL(reference || policy)'s
 
-    "On average" is over terms drawn from the policy itself. d is cut at `LOG_RATIO_LIMIT` before exp.
+    "On average" is over terms sampled from the policy itself. d is cut at `LOG_RATIO_LIMIT` before exp.
     """
     log_ratio = ref_logprobs - logprobs
     if estimator == "k1":
@@ -259,7 +259,7 @@ def unbiased_kl(estimate: Tensor, ratio: Tensor) -> Tensor:
     """Multiply an estimate [T] by the ratio [T] policy / sampler, both with gradient. DeepSeek-V3.2.
 
     E_sampler[ratio k] = E_policy[k] holds for every policy, so the gradients agree too. With k1 or k3, the
-    value and the gradient are those of KL(policy || reference), whatever policy the terms were drawn from.
+    value and the gradient are those of KL(policy || reference), whatever policy the terms were sampled from.
     """
     return ratio * estimate
 

@@ -67,7 +67,7 @@ class PolicyObjective:
         self.aggregation = aggregation
         kind = config.entropy_aggregation
         self._entropy_aggregation = None if kind is None else replace(aggregation, kind=kind)
-        self.needs_entropy = True  # always a metric of the run; part of the loss where entropy_coef asks for it
+        self.needs_entropy = True  # always a metric of the run; part of the loss where entropy_coef is above 0
         self.needs_reference = config.kl_coef > 0
 
     def __call__(self, outputs: PolicyOutputs, terms: TermBatch) -> Losses:
@@ -156,7 +156,7 @@ class PolicyObjective:
         return loss, metrics
 
     def _old(self, logprobs: Tensor, terms: TermBatch) -> Tensor:
-        """What the ratio divides by [T], without gradient."""
+        """The denominator of the ratio [T], without gradient."""
         if self.config.old_logprobs == "rollout":
             return terms.rollout_logprobs
         return logprobs.detach() if terms.old_logprobs is None else terms.old_logprobs
@@ -192,7 +192,7 @@ class SupervisedObjective:
 
 
 def _trained_only(outputs: PolicyOutputs, terms: TermBatch) -> tuple[PolicyOutputs, TermBatch]:
-    """Set what the mask leaves out to 0: a NaN there would survive a multiplication by 0."""
+    """Set masked values to 0: a NaN there would survive a multiplication by 0."""
     left_out = terms.loss_mask == 0
 
     def fill(values: Tensor) -> Tensor:

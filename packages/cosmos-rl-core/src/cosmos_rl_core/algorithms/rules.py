@@ -35,9 +35,9 @@ class GroupRules:
     """Penalty on length, before the advantage."""
     advantage: AdvantageEstimator
     of_steps: Callable[[Episode], Episode] | None = None
-    """Gives an episode advantages of its steps; then `advantage` is not asked."""
+    """Estimates the advantages of an episode's steps; `advantage` is not called for it."""
     waits_for_step: bool = False
-    """Whether what is trained on follows from all groups of a step, so that a group alone has no advantages yet."""
+    """Whether advantages need all groups of a step, so that a group alone has none yet."""
 
 
 def group_rules(config: AlgorithmConfig, *, max_terms: int) -> GroupRules:
@@ -83,7 +83,7 @@ def has_signal(rewards: np.ndarray) -> bool:
 
 
 def build_filter(config: AlgorithmConfig) -> Callable[[np.ndarray], bool] | None:
-    """Return what tells groups that are trained on from those that are set aside; None keeps all."""
+    """Return the predicate of groups that are trained on; None keeps all."""
     low, high = config.filter_low, config.filter_high
     if low is None and high is None:
         return has_signal if config.filter_zero_variance else None

@@ -23,15 +23,15 @@ class Algorithm:
     name: str
     title: str
     paper: str
-    """Where it comes from: authors or report, year, arXiv number."""
+    """Its source: authors or report, year, arXiv number."""
     summary: str
-    """What it changes, in one line."""
+    """Its main idea, in one line."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of [algorithm] whose default differs here; the recipe's own keys come last."""
     advantage: Callable[[np.ndarray], np.ndarray] | None = None
     """Replaces the named advantage: rewards [G] float64 -> advantages [G] float64."""
     shaping: Callable[..., np.ndarray] | None = None
-    """What is done to a group's advantages [G] before advantage_clip: (advantages, config) -> advantages."""
+    """Transforms a group's advantages [G] before advantage_clip: (advantages, config) -> advantages."""
     loss: Callable[..., Any] | None = None
     """Replaces the named loss: a `losses.LossFn`. Import torch inside it: the controller loads this row."""
     objective: Callable[..., Any] | None = None
@@ -144,7 +144,7 @@ TABLE: Mapping[str, Algorithm] = {row.name: row for row in _ROWS}
 def find_algorithm(name: str) -> Algorithm:
     """Return the row called `name`: one of ours, an installed one, or "module:attribute".
 
-    Raises UserError for a name nobody knows and for a plug-in that is not an `Algorithm`.
+    Raises UserError for an unknown name and for a plug-in that is not an `Algorithm`.
     """
     if name in TABLE:
         return TABLE[name]

@@ -1,4 +1,4 @@
-"""What one rank adds to a checkpoint: its boxes of all tensors, live or copied into host memory.
+"""The part of a checkpoint that one rank writes: its boxes of all tensors, live or copied into host memory.
 
 planner = SnapshotPlanner(ranks)
 snapshot = planner.take(tensors, state, copy=True)     # every rank; after this the live tensors may change
@@ -26,9 +26,9 @@ class Snapshot:
 
     state: TrainState
     contents: Contents
-    """What all ranks write."""
+    """The tensors and files of all ranks."""
     files: Mapping[str, Mapping[str, Tensor]]
-    """What this rank writes: file -> name in the file -> box."""
+    """The boxes that this rank writes: file -> name in the file -> box."""
 
     def bytes_of(self, file: str) -> Iterator[bytes | memoryview]:
         """Yield the bytes of one of the files, in pieces."""
@@ -40,7 +40,7 @@ class Snapshot:
 
 
 class SnapshotPlanner:
-    """Decides once who writes what, and keeps the host memory that boxes are copied into."""
+    """Decides once which rank writes which box, and keeps the host memory that boxes are copied into."""
 
     def __init__(self, ranks: RankGroup, *, weights_file: str) -> None:
         self._ranks = ranks
@@ -48,12 +48,12 @@ class SnapshotPlanner:
         self._held: list[Piece] = []
         self._mine: list[Piece] = []
         self._contents = Contents([], {})
-        self._room: dict[str, Tensor] = {}
+        self._buffers: dict[str, Tensor] = {}
 
     def take(self, tensors: Mapping[str, Tensor], state: TrainState, *, copy: bool) -> Snapshot:
         """Cut a snapshot out of live tensors; all ranks call this at the same time.
 
-        With `copy` the tensors may change as soon as this returns, and the snapshot before it is gone.
+        With `copy` the tensors may change as soon as this returns, and the previous snapshot is overwritten.
         """
         self._plan(local_pieces(tensors))
         boxes = {piece.name: local_part(tensors[piece.name]) for piece in self._mine}
@@ -66,40 +66,40 @@ class SnapshotPlanner:
         return Snapshot(state=state, contents=self._contents, files=files)
 
     def _plan(self, held: list[Piece]) -> None:
-        """Share out the boxes, where any rank holds others than last time (the optimizer's state comes with step 1)."""
-        news = b"" if held == self._held else msgspec.msgpack.encode(held)
-        told = self._ranks.gather(news)
-        if not any(told):
+        """Assign the boxes anew if any rank holds others than last time (the optimizer's state comes with step 1)."""
+        changed = b"" if held == self._held else msgspec.msgpack.encode(held)
+        gathered = self._ranks.gather(changed)
+        if not any(gathered):
             return
-        told = told if all(told) else self._ranks.gather(msgspec.msgpack.encode(held))
-        written = assign([msgspec.msgpack.decode(text, type=list[Piece]) for text in told])
+        gathered = gathered if all(gathered) else self._ranks.gather(msgspec.msgpack.encode(held))
+        written = assign([msgspec.msgpack.decode(text, type=list[Piece]) for text in gathered])
         self._held, self._mine = held, written[self._ranks.rank]
         self._contents = Contents.of(written, weights_file=self._weights_file)
-        self._room = {}
+        self._buffers = {}
 
     def _copied(self, boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        if not self._room:
-            self._room = host_buffers(boxes)
+        if not self._buffers:
+            self._buffers = host_buffers(boxes)
         for name, box in boxes.items():
             if box.is_cuda:
-                self._room[name].copy_(box, non_blocking=True)
-            else:  # one thread is as fast as memory; torch's team waits for one another where the cores are busy
-                as_bytes(self._room[name])[:] = as_bytes(box)
+                self._buffers[name].copy_(box, non_blocking=True)
+            else:  # one thread is as fast as memory; torch's threads wait for one another on busy cores
+                as_bytes(self._buffers[name])[:] = as_bytes(box)
         if torch.cuda.is_available():
             torch.cuda.synchronize()
-        return self._room
+        return self._buffers
 
 
 def host_buffers(boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return room for copies in one block of host memory; page-locked where the boxes are on a GPU."""
+    """Return buffers for copies, in one block of host memory; page-locked where the boxes are on a GPU."""
     specs: list[Spec] = by_alignment((name, box.dtype, tuple(box.shape)) for name, box in boxes.items())
     total = sum(num_bytes(dtype, shape) for _, dtype, shape in specs)
     on_gpu = any(box.is_cuda for box in boxes.values())
     block = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
-    room: dict[str, Tensor] = {}
+    buffers: dict[str, Tensor] = {}
     start = 0
     for name, dtype, shape in specs:
         end = start + num_bytes(dtype, shape)
-        room[name] = block[start:end].view(dtype).reshape(shape)
+        buffers[name] = block[start:end].view(dtype).reshape(shape)
         start = end
-    return room
+    return buffers

@@ -1,4 +1,4 @@
-"""What a checkpoint holds and where: every tensor, cut into boxes that lie in files.
+"""The table of contents of a checkpoint: every tensor, cut into boxes, and the file of each box.
 
 contents.json: {"files": ["training/rank_0.safetensors", ...],
                 "tensors": {"model/embed.weight": ["float32", [1024, 64], [[0, [0, 0], [512, 64]], ...]]}}
@@ -16,15 +16,15 @@ from cosmos_rl_core.storage.folder import Folder
 
 CONTENTS = "contents.json"
 MODEL, OPTIMIZER, RNG = "model/", "optimizer/", "rng/"
-"""What the names of tensors begin with."""
+"""Prefixes of the names of tensors."""
 SET = ":"
 """Ends the name of a further set of weights, before their own: "old:embed.weight" beside "embed.weight"."""
 AVERAGE = f"average{SET}"
-"""The set that is the running average of the trained weights; generated with and exported unless told otherwise."""
+"""The set that is the running average of the trained weights; generation and export use it by default."""
 
 
 class Part(msgspec.Struct, frozen=True, array_like=True):
-    """One box of a tensor and the file it lies in."""
+    """One box of a tensor, and its file."""
 
     file: int
     """Index into `Contents.files`."""
@@ -71,13 +71,13 @@ class Contents(msgspec.Struct, frozen=True):
         return msgspec.json.decode(folder.read(CONTENTS), type=cls)
 
     def names(self, prefix: str) -> list[str]:
-        """Names of the tensors that begin so."""
+        """Names of the tensors with a prefix."""
         return [name for name in self.tensors if name.startswith(prefix)]
 
     def weights(self, *, averaged: bool) -> dict[str, str]:
-        """Names of the weights of one set, without their prefix -> those of their tensors.
+        """Return name without prefix -> name of the tensor, for the weights of one set.
 
-        The averages, if `averaged` and the checkpoint holds any; else the trained ones.
+        The set is the averages, if `averaged` and the checkpoint holds any; else the trained weights.
         """
         averages = self.names(MODEL + AVERAGE)
         if averaged and averages:
@@ -86,12 +86,12 @@ class Contents(msgspec.Struct, frozen=True):
 
 
 def file_of(name: str, *, rank: int, num_ranks: int, weights_file: str) -> str:
-    """Which file a rank writes a tensor into; `weights_file` is that of the weights of one process, of one set."""
+    """Return the file that a rank writes a tensor into; `weights_file` has the trained weights of a single process."""
     if not name.startswith(MODEL) or SET in name:
         return f"training/rank_{rank}.safetensors"
     return weights_file if num_ranks == 1 else f"model/rank_{rank}.safetensors"
 
 
 def key_of(name: str) -> str:
-    """What a tensor is called in its file: weights by their own names."""
+    """Return a tensor's name in its file: weights have their own names, without `MODEL`."""
     return name.removeprefix(MODEL)

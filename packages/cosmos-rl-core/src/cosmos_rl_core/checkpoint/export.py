@@ -1,6 +1,6 @@
 """A checkpoint as a directory that other programs load: Hugging Face safetensors, whole tensors, one after another.
 
-It is read tensor by tensor: no ranks are built, and memory holds one file of the result.
+The checkpoint is read tensor by tensor: no ranks are built, and memory holds one file of the result.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 SHARD_BYTES = 5 * 10**9
-"""Largest file of an export, as the Hugging Face hub likes them."""
+"""Largest file of an export, as is usual on the Hugging Face hub."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exported:
-    """What was written."""
+    """The result of an export."""
 
     checkpoint: str
     directory: Path
@@ -57,9 +57,9 @@ def export(
 
     `source` is a run's directory (its newest checkpoint, or that of `step`), a folder of checkpoints, or a checkpoint.
     `averaged` takes the average of the weights, where the checkpoint holds one; `dtype` casts floating-point weights.
-    With `merge_adapters` parts that were not trained are written beside them, where the domain's models have any.
-    `format` is another program's, of those the domain writes; its weights are one file.
-    Raises UserError for a damaged checkpoint, or what cannot be done.
+    With `merge_adapters` the parts that were not trained are written too, where the domain's models have any.
+    `format` is one of the domain's formats for other programs; its weights are one file.
+    Raises UserError for a damaged checkpoint, and for options that do not apply.
     """
     directory = Path(os.path.abspath(directory))
     folder = find_checkpoint(source, step=step)
@@ -94,7 +94,7 @@ def export(
 
 
 def find_checkpoint(source: str, *, step: int | None) -> Folder:
-    """Return the checkpoint that `source` means. Raises UserError with those there are."""
+    """Return the checkpoint that `source` names. Raises UserError with the steps that exist."""
     place = Folder.at(source)
     if place.has(MANIFEST):
         if step is not None and place.name != f"step_{step}":
@@ -143,7 +143,7 @@ def write_sharded(
 
 
 def _root_of_run(place: Folder) -> Folder | None:
-    """Where the checkpoints of a run's directory lie; None for another folder."""
+    """The checkpoint folder of a run's directory; None for another folder."""
     if not place.is_local or not place.has("resolved.toml"):
         return None
     from cosmos_rl_core.recipe.load import load_config
@@ -153,7 +153,7 @@ def _root_of_run(place: Folder) -> Folder | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Origin:
-    """What the checkpoint was made by."""
+    """The recipe and domain that made the checkpoint."""
 
     recipe: Mapping[str, Any]
     domain: Domain
@@ -180,7 +180,7 @@ def _writer(domain: Domain, format: str, *, merge_adapters: bool) -> ExportsForm
 
 
 def _weights(folder: Folder, origin: _Origin, *, merge_adapters: bool, averaged: bool) -> Iterator[tuple[str, Tensor]]:
-    """Yield what the domain makes of the weights."""
+    """Yield the weights as the domain exports them."""
     from cosmos_rl_core.checkpoint.reader import CheckpointReader
 
     with CheckpointReader(folder) as reader:
@@ -208,7 +208,7 @@ def _shards(tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int) -> Iterato
 
 
 def _copy_files(policy: Folder, directory: Path, *, dtype: str | None, without: str) -> None:
-    """Copy what lies beside the weights; config.json says the type they are cast to."""
+    """Copy the files beside the weights; config.json gets the dtype they are cast to."""
     for name in policy.walk():
         if name.endswith(".safetensors") or name == without:
             continue

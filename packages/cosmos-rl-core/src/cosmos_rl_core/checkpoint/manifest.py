@@ -1,4 +1,4 @@
-"""Which checkpoints there are, whether they are whole, and where they stand: all that needs no torch."""
+"""Lists checkpoints, verifies them, and reads their step and origin. No torch."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ MANIFEST = "manifest.json"
 """SHA-256 of every other file of a checkpoint; written last."""
 STATE = "state.json"
 WEIGHTS = ".safetensors"
-"""How the names of files with tensors end; a checkpoint has at least one."""
+"""Suffix of files with tensors; a checkpoint has at least one."""
 ROLLED_BACK = "rolled_back.json"
-"""Marks a checkpoint that the monitor has set aside, and says why."""
+"""Marks a checkpoint that the monitor has set aside, with the reason."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainState:
-    """Where a run stands between two steps."""
+    """The position of a run between two steps."""
 
     step: int
     """Optimizer steps done; equals the policy version."""
@@ -36,12 +36,12 @@ class TrainState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Origin:
-    """What wrote a checkpoint."""
+    """The run that wrote a checkpoint."""
 
     num_ranks: int = 1
     """Ranks of the replica."""
     layout: str = "one rank"
-    """How the replica was spread: "dp_shard 4 x tp 2"."""
+    """The axes of the replica: "dp_shard 4 x tp 2"."""
     recipe: Mapping[str, Any] = field(default_factory=dict)
     """The resolved recipe, section by section."""
 
@@ -52,14 +52,14 @@ def write_json(folder: Folder, name: str, value: object) -> str:
 
 
 def write_manifest(location: str | Path | Folder, digests: Mapping[str, str] | None = None) -> None:
-    """Write down what the files of a checkpoint hold; without `digests` they are read for it."""
+    """Write the SHA-256 of a checkpoint's files; without `digests` the files are read and hashed."""
     folder = Folder.at(location)
     found = _digests(folder, [name for name in folder.walk() if name != MANIFEST]) if digests is None else digests
     write_json(folder, MANIFEST, {"files": dict(sorted(found.items()))})
 
 
 def verify(location: str | Path | Folder) -> None:
-    """Compare every file with the manifest; raises UserError naming the first that differs, or what is not listed."""
+    """Compare every file with the manifest; raises UserError for the first that differs, or for a missing entry."""
     folder = Folder.at(location)
     wanted = _listed(folder)
     there = set(folder.walk())
@@ -72,7 +72,7 @@ def verify(location: str | Path | Folder) -> None:
 
 
 def has_all_files(location: str | Path | Folder) -> bool:
-    """Whether every file of the manifest is there, whatever it holds: much cheaper than `verify`."""
+    """Whether every file of the manifest exists, without reading them: much cheaper than `verify`."""
     folder = Folder.at(location)
     try:
         return _listed(folder).keys() <= set(folder.walk())
@@ -109,11 +109,11 @@ def train_state(folder: Folder) -> TrainState:
     match _state(folder):
         case {"step": int(step), "next_sample": int(first), "unfinished": [*ids]} if all(type(i) is int for i in ids):
             return TrainState(step=step, next_sample=first, unfinished=tuple(ids))
-    raise UserError(f"{folder / STATE} does not say where the run stood")
+    raise UserError(f"{folder / STATE} has no valid step, next_sample and unfinished")
 
 
 def read_origin(location: str | Path | Folder) -> Origin:
-    """Return what wrote a checkpoint. Raises UserError for a file of another form."""
+    """Return the origin of a checkpoint. Raises UserError for a file of another form."""
     folder = Folder.at(location)
     match _state(folder).get("origin", {}):
         case dict(origin):
@@ -121,7 +121,7 @@ def read_origin(location: str | Path | Folder) -> Origin:
             made = Origin(**known)
             if isinstance(made.num_ranks, int) and made.num_ranks > 0 and isinstance(made.recipe, Mapping):
                 return made
-    raise UserError(f"{folder / STATE} does not say what wrote the checkpoint")
+    raise UserError(f"{folder / STATE} has no valid origin (num_ranks, layout, recipe)")
 
 
 def _state(folder: Folder) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def _state(folder: Folder) -> dict[str, Any]:
 
 
 def mark_rolled_back(folder: Folder, *, to: int, reason: str) -> None:
-    """Set a checkpoint aside: it stays whole, and counts no longer among those of its run. `to`: the one that does."""
+    """Set a checkpoint aside: it stays whole, but `list_steps` skips it. `to`: the step that the run goes back to."""
     write_json(folder, ROLLED_BACK, {"to": to, "reason": reason})
 
 
@@ -146,11 +146,11 @@ def list_steps(root: str | Path | Folder, *, rolled_back: bool = False) -> list[
 
 
 def step_of(name: str) -> int | None:
-    """The step of a checkpoint's folder; None for any other, as a copy that a user has kept as step_12_best."""
+    """The step of a checkpoint's folder; None for any other, such as a user's copy step_12_best."""
     number = name.removeprefix("step_")
     return int(number) if number != name and re.fullmatch("0|[1-9][0-9]*", number) else None
 
 
 def _digests(folder: Folder, names: list[str]) -> dict[str, str]:
-    with ThreadPoolExecutor(max_workers=4) as readers:  # hashing and reading leave the interpreter to others
+    with ThreadPoolExecutor(max_workers=4) as readers:  # hashing and reading release the GIL
         return dict(zip(names, readers.map(folder.digest, names)))

@@ -1,9 +1,9 @@
-"""Which rank writes which box of which tensor. The boxes, and who writes what several ranks hold, are DCP's planner's.
+"""Assigns every box of every tensor to one rank that writes it, as DCP's planner does.
 
     held = local_pieces(tensors)                     # this rank's boxes, of plain tensors and DTensors
     written = assign([held of rank 0, held of rank 1, ...])   # each box once, the work spread evenly
 
-Only the planner is taken from torch.distributed.checkpoint: its own driver exchanges plans as pickled objects.
+Only the planner of torch.distributed.checkpoint is used: DCP's own driver exchanges plans as pickled objects.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def local_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:
-    """Return the box of each tensor that this rank holds; none for a tensor it has nothing of."""
+    """Return this rank's box of each tensor; none for a tensor without a part on this rank."""
     pieces = []
     for item in create_default_local_save_plan(dict(tensors), False).items:
         data = item.tensor_data

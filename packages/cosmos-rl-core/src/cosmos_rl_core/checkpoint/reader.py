@@ -1,4 +1,4 @@
-"""Reads a checkpoint in any other cut than it was written in: what a rank needs, and nothing else.
+"""Reads a checkpoint into any layout, whatever layout wrote it: only the boxes that a rank needs.
 
 with CheckpointReader(folder) as reader:
     reader.fill({"model/embed.weight": live})       # plain tensors and DTensors
@@ -27,7 +27,7 @@ from cosmos_rl_core.storage.folder import Folder
 
 
 class CheckpointReader:
-    """An open checkpoint. Its files are opened when something in them is asked for."""
+    """An open checkpoint. Its files are opened on first use."""
 
     def __init__(self, folder: Folder) -> None:
         self.folder = folder
@@ -43,9 +43,9 @@ class CheckpointReader:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> None:
-        """Fill live tensors by name; each must be there, with the same size.
+        """Fill live tensors by name; each must be in the checkpoint, with the same size.
 
-        DCP's planner says which part of which box goes where.
+        DCP's planner maps the saved boxes to this rank's boxes.
         """
         saved = {name: _metadata(self.contents.tensors[name]) for name in tensors}
         plan = create_default_local_load_plan(dict(tensors), Metadata(dict(saved)))
@@ -58,14 +58,14 @@ class CheckpointReader:
             _box(parts[name], item.dest_offsets, item.lengths).copy_(source)
 
     def whole(self, name: str) -> Tensor:
-        """Return one tensor, put together."""
+        """Return one tensor as a whole."""
         entry = self.contents.tensors[name]
         tensor = torch.empty(entry.size, dtype=entry.torch_dtype)
         self.fill({name: tensor})
         return tensor
 
     def weights(self, *, averaged: bool) -> Iterator[tuple[str, Tensor]]:
-        """Yield the weights of one set, put together; which is `Contents.weights`."""
+        """Yield whole weights of one set, as chosen by `Contents.weights`."""
         for name, saved in self.contents.weights(averaged=averaged).items():
             yield name, self.whole(saved)
 
@@ -77,7 +77,7 @@ class CheckpointReader:
 
 
 def _metadata(entry: Entry) -> TensorStorageMetadata:
-    """As DCP's planner wants it."""
+    """An entry in the form of DCP's planner."""
     chunks = [ChunkStorageMetadata(torch.Size(part.offset), torch.Size(part.shape)) for part in entry.parts]
     return TensorStorageMetadata(TensorProperties(dtype=entry.torch_dtype), torch.Size(entry.size), chunks)
 

@@ -1,15 +1,15 @@
-"""What a checkpoint is made of, and how it comes back into a live policy and optimizer on any layout.
+"""The layout of a checkpoint, and loading one into a live policy and optimizer, whatever their ranks.
 
     checkpoints/step_12/
-        policy/            what loads the model elsewhere: config, tokenizer; with one process its weights too, so that
-                           it is a Hugging Face directory
+        policy/            files that load the model elsewhere: config, tokenizer; with one process its weights too, so
+                           that it is a Hugging Face directory
         model/             weights of a replica of several ranks, a file each (`cosmos-rl export` joins them)
         training/          optimizer state, further sets of weights and random states, a file a rank
-        contents.json      which box of which tensor lies in which file
-        state.json         step, place in the prompt stream, and what wrote it: layout and recipe
+        contents.json      the file of every box of every tensor
+        state.json         step, position in the prompt stream, and origin: layout and recipe
         manifest.json      SHA-256 of every other file, written last
 
-Tensors go by name: weights by their checkpoint names, optimizer state by its parameter's. Nothing is pickled.
+Tensors are matched by name: weights by their checkpoint names, optimizer state by its parameter's. Nothing is pickled.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ def live_tensors(policy: Policy, optimizer: Optimizer, *, rank: int = 0) -> dict
 def load(location: str | Path | Folder, *, policy: Policy, optimizer: Optimizer, rank: int = 0) -> TrainState:
     """Read weights, optimizer and random state into the live objects, whatever layout wrote them.
 
-    The files are taken as they are: `manifest.verify` says whether they are whole. Raises UserError for the
-    checkpoint of another model.
+    The files are not verified: `manifest.verify` does that. Raises UserError for the checkpoint of another model.
     """
     folder = Folder.at(location)
     with CheckpointReader(folder) as reader:
@@ -66,9 +65,9 @@ def load_policy(location: str | Path | Folder, policy: Policy, *, averaged: bool
 
 
 def load_weights(location: str | Path | Folder, weights: Mapping[str, Tensor], *, averaged: bool = False) -> None:
-    """Read live tensors by checkpoint name, such as an engine's. What else the checkpoint holds is left there.
+    """Fill live tensors by checkpoint name, such as an engine's. Nothing else of the checkpoint is read.
 
-    `averaged` reads the averages of the weights in their place, if it holds any. Raises UserError for the checkpoint of
+    `averaged` reads the averages of the weights instead, if it holds any. Raises UserError for the checkpoint of
     another model.
     """
     with CheckpointReader(Folder.at(location)) as reader:
@@ -79,10 +78,10 @@ def load_weights(location: str | Path | Folder, weights: Mapping[str, Tensor], *
 def parameter_names(policy: Policy, optimizer: Optimizer) -> dict[str, nn.Parameter]:
     """Return the optimizer's parameters by checkpoint name: that of the weight with the same storage.
 
-    A parameter that is no weight of the policy goes by its name in the module.
+    A parameter that is no weight of the policy has its name in the module.
     """
     weights = {name: local_part(tensor) for name, tensor in policy.weights().items()}
-    storages = {name: tensor.untyped_storage() for name, tensor in weights.items()}  # alive, so that ids are theirs
+    storages = {name: tensor.untyped_storage() for name, tensor in weights.items()}  # alive, so that ids are unique
     by_place = {(id(storages[name]), tensor.storage_offset()): name for name, tensor in weights.items()}
     in_module = {parameter: name for name, parameter in policy.module.named_parameters()}
     names: dict[str, nn.Parameter] = {}
@@ -99,19 +98,20 @@ def _model_tensors(reader: CheckpointReader, model: Mapping[str, Tensor]) -> Map
     folder, contents = reader.folder, reader.contents
     missing = sorted(name.removeprefix(MODEL) for name in set(model) - set(contents.tensors))
     if missing:
-        raise UserError(f"{folder} lacks {len(missing)} tensors of this model, first {missing[0]}: another model?")
+        first = f"{len(missing)} tensors of this model, first {missing[0]}"
+        raise UserError(f"{folder} lacks {first}: is it of another model?")
     for name, live in model.items():
         size = contents.tensors[name].size
         if size != tuple(live.shape):
             raise UserError(
                 f"{folder}: {name.removeprefix(MODEL)} is {list(size)} there, {list(live.shape)} in this model: "
-                "another model?"
+                "is it of another model?"
             )
     return model
 
 
 def _empty_state(contents: Contents, policy: Policy, optimizer: Optimizer) -> dict[nn.Parameter, dict[str, Tensor]]:
-    """Room for the optimizer state that is there: cut like the parameter where it has its shape, whole otherwise."""
+    """Empty tensors for the saved optimizer state: sharded as the parameter where it has its shape, whole otherwise."""
     saved: dict[str, list[str]] = {}
     for name in contents.names(OPTIMIZER):
         saved.setdefault(name.removeprefix(OPTIMIZER).rpartition("/")[0], []).append(name)
@@ -132,7 +132,7 @@ def _empty_state(contents: Contents, policy: Policy, optimizer: Optimizer) -> di
 
 
 def _empty_rng(contents: Contents, *, rank: int, saved_ranks: int) -> dict[str, Tensor]:
-    """Room for this rank's random states; more ranks than there were take those of the first again."""
+    """Empty tensors for this rank's random states; with more ranks than saved states, the states are used again."""
     ours = f"{RNG}{rank % saved_ranks}/"
     there = {name: contents.tensors[name] for name in contents.names(ours)}
     devices = set(_rng_states())

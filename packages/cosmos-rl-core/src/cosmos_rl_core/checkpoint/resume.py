@@ -21,7 +21,7 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import as_toml
 from cosmos_rl_core.storage.folder import Folder, store_errors
 
-KEPT = (
+FIXED = (
     "run.domain",
     "run.seed",
     "model",
@@ -31,8 +31,8 @@ KEPT = (
     "policy.optimizer.name",
     "rollout.group_size",
 )
-"""Keys and sections that say what the weights, the optimizer's state and the place in the prompt stream mean."""
-TOLD = (
+"""Keys and sections that may not change: weights, optimizer state and position in the prompt stream depend on them."""
+REPORTED = (
     "algorithm",
     "model.dtype",
     "policy.precision",
@@ -41,30 +41,31 @@ TOLD = (
     "rollout.engine",
     "sync.max_staleness",
 )
-"""Keys and sections that change what is learnt from here on. All others are free: rates, layout, replicas, files."""
+"""Keys and sections whose change is reported, as it changes the learning from here on. All others may change silently:
+learning rates, layout, replicas, files."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Resumption:
-    """Where a run goes on."""
+    """The checkpoint that a run goes on from."""
 
     folder: Folder
     """The checkpoint, verified."""
     state: TrainState
     notes: tuple[str, ...] = ()
-    """What the user should know: damaged checkpoints that were passed over, keys that have changed."""
+    """Notes for the user: damaged checkpoints that were skipped, keys that have changed."""
 
 
 def checkpoint_root(config: RunConfig, run_dir: Path) -> Folder:
-    """Where the checkpoints of a run lie."""
+    """The folder of a run's checkpoints."""
     return Folder.at(config.checkpoint.path or run_dir / "checkpoints")
 
 
 def find_resumption(config: RunConfig, run_dir: Path, resume: str) -> Resumption | None:
-    """Return what "auto" or a path means; None for "auto" where there is no checkpoint yet.
+    """Return the checkpoint of "auto" or of a path; None for "auto" where there is no checkpoint yet.
 
-    Raises UserError when none is whole, when newer ones than PATH are there, for a recipe that has changed in a key
-    that must not, and for a place that cannot be read.
+    Raises UserError when none is whole, when newer ones than the path's exist, for a recipe that has changed in a key
+    that must not, and for a folder that cannot be read.
     """
     root = checkpoint_root(config, run_dir)
     with _within_reach(root if resume == "auto" else resume):
@@ -86,8 +87,7 @@ def claim_root(config: RunConfig, run_dir: Path, *, overwrite: bool) -> None:
         if steps and not overwrite:
             raise UserError(
                 f"[checkpoint] path = {config.checkpoint.path!r} holds checkpoints of an earlier run "
-                f"(step_{steps[-1]}). Go on with it by --resume auto, write over it by --overwrite, or choose another "
-                "path."
+                f"(step_{steps[-1]}). Resume it by --resume auto, replace it by --overwrite, or choose another path."
             )
         for step in steps:
             (root / f"step_{step}").remove()
@@ -121,7 +121,7 @@ def _newest(root: Folder) -> Resumption | None:
         raise UserError(
             f"none of the checkpoints in {root} is whole: {damaged[0].partition(';')[0]}"
             + (f", and {len(damaged) - 1} more" if len(damaged) > 1 else "")
-            + ". Put one of them right, or start anew by --overwrite."
+            + ". Repair one of them, or start anew by --overwrite."
         )
     return None
 
@@ -144,17 +144,17 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each key that has changed and matters; raises UserError for those that must not."""
     before, after = dict(_flat(saved)), dict(_flat(now))
     refused = []
-    for key in sorted(before.keys() & after.keys()):  # a key that only one of two releases knows is no change
+    for key in sorted(before.keys() & after.keys()):  # a key that only one of two releases has is no change
         if before[key] == after[key]:
             continue
         change = f"{key} was {_written(before[key])} and is {_written(after[key])}"
-        if _covers(TOLD, key):
+        if _covers(REPORTED, key):
             yield f"the recipe has changed since the checkpoint: {change}"
-        elif _covers(KEPT, key):
+        elif _covers(FIXED, key):
             refused.append(change)
     if refused:
         raise UserError(
-            f"the checkpoint was written with another recipe: {'; '.join(refused)}. Put that back to go on with this "
+            f"the checkpoint was written with another recipe: {'; '.join(refused)}. Restore that to resume this "
             "run; for a new run from its weights, set model.path to an export of the checkpoint and choose another "
             "[run] output_dir."
         )
@@ -178,15 +178,15 @@ def _written(value: Any) -> str:
 
 
 def roll_back(root: Folder, *, to: int, reason: str) -> int | None:
-    """Mark the checkpoints after step `to`, and return the step of the newest that stands; None, and no mark, without.
+    """Mark the checkpoints after step `to`, and return the newest step up to it; None, and no mark, if there is none.
 
-    A marked checkpoint is whole and can be named by its path; whoever asks for a run's newest one gets an earlier.
+    A marked checkpoint is whole and can be resumed by its path; as a run's newest checkpoint it no longer counts.
     """
     steps = list_steps(root)
     healthy = max((step for step in steps if step <= to), default=None)
     if healthy is None:
         return None
-    for step in reversed(steps):  # newest first: a kill in between leaves a hacked one that the next look finds again
+    for step in reversed(steps):  # newest first: after a kill in between the next check finds the others again
         if step > to:
             mark_rolled_back(root / f"step_{step}", to=healthy, reason=reason)
     return healthy

@@ -1,4 +1,4 @@
-"""Which checkpoints stay: the newest, and the best by a metric. No torch."""
+"""Chooses the checkpoints to keep: the newest, and the best by a metric. No torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def surplus(
 ) -> list[int]:
     """Return the steps to remove once the checkpoint `newest` is written.
 
-    Kept are the last `keep` up to it, of those with a score the `keep_best` with the highest, and the last one up to
-    step `healthy`, which the run may go back to. Steps after `newest` are of an abandoned life of the run: no run
+    Kept are the last `keep` up to it, the `keep_best` with the highest scores, and the last one up to step `healthy`,
+    which the run may be rolled back to. Steps after `newest` are removed: they are of an abandoned attempt, as no run
     resumes before a checkpoint that is whole.
     """
     assert newest in steps and keep >= 1
@@ -35,7 +35,7 @@ def surplus(
 def read_scores(run_dir: Path, metric: str) -> dict[int, float]:
     """Return policy version -> metric, higher better, of the run's metrics.jsonl and eval.jsonl.
 
-    A minus before the metric's name says that lower is better. Versions without the metric are absent.
+    A minus before the metric's name means that lower is better. Versions without the metric are absent.
     """
     name, sign = metric.removeprefix("-"), -1.0 if metric.startswith("-") else 1.0
     scores: dict[int, float] = {}

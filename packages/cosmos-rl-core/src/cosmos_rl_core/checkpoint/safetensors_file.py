@@ -1,6 +1,6 @@
 """A safetensors file, written in pieces as they come and read box by box, on a disk or in an object store.
 
-[8 bytes: n] [n bytes: JSON, name -> dtype, shape, place] [the tensors' bytes, one after another]
+[8 bytes: n] [n bytes: JSON, name -> dtype, shape, offsets] [the tensors' bytes, one after another]
 """
 
 from __future__ import annotations
@@ -78,14 +78,14 @@ def write_tensors(folder: Folder, name: str, tensors: Mapping[str, Tensor]) -> s
 
 
 class SafetensorsFile:
-    """An open file. `read` takes from it what is asked for, in whole rows.
+    """An open file. `read` returns tensors, or whole rows of them.
 
     with SafetensorsFile(folder, "model/rank_0.safetensors") as file:
         rows = file.read("embed.weight", first=1024, rows=512)
     """
 
     def __init__(self, folder: Folder, name: str) -> None:
-        """Open and read the header. Raises UserError for a file that is no safetensors file."""
+        """Open and read the header. Raises UserError for a file that is not a safetensors file."""
         self._name = f"{folder / name}"
         self._file = folder.open(name)
         self.places: dict[str, Place] = read_header(self._file, name=self._name)
@@ -102,7 +102,7 @@ class SafetensorsFile:
             place = self.places[name]
             dtype = _FROM_NAME[place.dtype]
         except KeyError as error:
-            raise UserError(f"{self._name}: no tensor {name} of a type that is read ({error})") from None
+            raise UserError(f"{self._name}: no tensor {name} of a supported dtype ({error})") from None
         shape = place.shape
         if rows is not None:
             if not shape or not 0 <= first <= first + rows <= shape[0]:

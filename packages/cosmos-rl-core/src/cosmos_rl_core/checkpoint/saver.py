@@ -1,10 +1,10 @@
-"""When checkpoints are written: beside training while it goes on, and at its end.
+"""Saves checkpoints: in the background of training, and at its end.
 
     compute thread   step 11 | copy | step 12 | step 13 | step 14 | (wait) copy | ...
     writing thread           |---- write, hash, rename: step_11 ----|           |---- ...
 
-All ranks of a replica do the same at the same time. A save that fails leaves training and the earlier checkpoints
-alone and is told; at the end of the run it is the run's error.
+All ranks of a replica do the same at the same time. A failed save is reported, and leaves training and the earlier
+checkpoints untouched; at the end of the run it is the run's error.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from cosmos_rl_core.storage.folder import Folder, store_errors
 from cosmos_rl_core.train.trainer import Trainer
 
 
-def _silent(*_: object) -> None:
-    """Nobody listens."""
+def _ignore(*_: object) -> None:
+    """No-op."""
 
 
 class CheckpointSaver:
@@ -52,14 +52,14 @@ class CheckpointSaver:
         resumed_from: str = "",
         scores: Callable[[], Mapping[int, float]] = dict,
         healthy: Callable[[], int | None] = lambda: None,
-        on_saved: Callable[[int, str], None] = _silent,
-        on_failed: Callable[[str], None] = _silent,
+        on_saved: Callable[[int, str], None] = _ignore,
+        on_failed: Callable[[str], None] = _ignore,
     ) -> None:
-        """Note where the run starts: at `state`, read out of `resumed_from` where that is not empty.
+        """Start at `state`, which was read from the checkpoint `resumed_from` where that is not empty.
 
-        `scores` returns step -> metric, higher better, for keep_best; `healthy` the last step at which the run was
-        in order, whose weights are kept. `on_saved` gets the step and the place of each
-        checkpoint written on the way, `on_failed` what went wrong; both are called in rank 0, in the writing thread.
+        `scores` returns step -> metric, higher better, for keep_best; `healthy` the last step that the monitor found
+        healthy, whose checkpoint is kept. `on_saved` gets the step and the folder of each checkpoint written during
+        training, `on_failed` an error message; both are called in rank 0, in the writing thread.
         """
         self._section = section
         self._trainer = trainer
@@ -81,7 +81,7 @@ class CheckpointSaver:
         """Steps of the checkpoints that were there after the last save."""
 
     def after_step(self, state: TrainState) -> None:
-        """Note where the run stands, and save if it is time: copy now and write beside the next steps."""
+        """Record the run's position, and save if it is time: copy now and write during the next steps."""
         self._state = state
         if not self._section.every_steps or state.step % self._section.every_steps:
             return
@@ -93,13 +93,13 @@ class CheckpointSaver:
             self._try_to_write(snapshot)
 
     def settle(self) -> None:
-        """Wait for the save before. What it could not write is told already; any other error is a bug, raised here."""
+        """Wait for the previous save. Its SaveFailed is reported already; any other error is a bug and raised here."""
         writing, self._writing = self._writing, None
         if writing is not None:
             writing.result()
 
     def finish(self) -> Folder | None:
-        """Save the last whole step, if it is not saved yet, and return where it lies.
+        """Save the last whole step, if it is not saved yet, and return its folder.
 
         None in the middle of a step, where weights and stream position do not agree. Raises UserError when it cannot
         be written.
@@ -119,7 +119,7 @@ class CheckpointSaver:
         return final
 
     def _was_removed(self, folder: Folder) -> bool:
-        """Whether somebody has removed a checkpoint, or files of it. All ranks ask, and get the answer of rank 0."""
+        """Whether somebody has removed a checkpoint, or files of it. All ranks call it; rank 0 decides."""
         gone = self._ranks.leads and folder.is_local and not has_all_files(folder)
         return self._ranks.gather(b"gone" if gone else b"")[0] == b"gone"
 
@@ -172,7 +172,7 @@ class CheckpointSaver:
 
 
 def files_beside(policy: Policy) -> dict[str, bytes]:
-    """Return the files a policy wants beside its weights, by name."""
+    """Return the files of `Policy.save_config` by name."""
     with tempfile.TemporaryDirectory() as folder:
         policy.save_config(Path(folder))
         files = [path for path in sorted(Path(folder).rglob("*")) if path.is_file()]

@@ -1,4 +1,4 @@
-"""What a file of weights is called, so that those who read what lies beside it find it."""
+"""The name of a file of weights that loaders of the configurations beside it expect."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _DIFFUSERS = "diffusion_pytorch_model"
 
 
 def weights_name(beside: Mapping[str, bytes], *, merged: bool = False) -> str:
-    """Return the name without ".safetensors", with the folder it lies in.
+    """Return the name without ".safetensors", with its folder.
 
     adapter_model                        peft's, beside its settings; not for adapters that are `merged`
     transformer/diffusion_pytorch_model  a pipeline of diffusers

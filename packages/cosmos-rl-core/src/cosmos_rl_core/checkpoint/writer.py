@@ -22,11 +22,11 @@ from cosmos_rl_core.storage.folder import Folder, store_errors, sync
 
 
 class SaveFailed(Exception):
-    """A checkpoint could not be written, by at least one rank; none is left. Says which and why."""
+    """At least one rank could not write its part of a checkpoint; nothing is left of it. Names ranks and causes."""
 
 
 class CheckpointWriter:
-    """The same in every rank of the replica; rank 0 does what is done once."""
+    """Called in every rank of the replica alike; rank 0 does the parts that are done once."""
 
     def __init__(self, root: Folder, *, ranks: RankGroup, origin: Origin, beside: Mapping[str, bytes]) -> None:
         """`beside` are the files of policy/ that are no weights, by name."""
@@ -51,7 +51,7 @@ class CheckpointWriter:
         return self.root / final
 
     def _clear(self, target: Folder) -> dict[str, str]:
-        """Remove what killed saves left behind; on an object store that is a folder without a manifest."""
+        """Remove the remains of killed saves; on an object store that is a folder without a manifest."""
         for name in self.root.folders():
             if name.startswith(".step_") and self.root.is_local:
                 (self.root / name).remove()
@@ -62,7 +62,7 @@ class CheckpointWriter:
         return {file: target.write(file, snapshot.bytes_of(file)) for file in snapshot.files}
 
     def _complete(self, target: Folder, final: str, snapshot: Snapshot, digests: dict[str, str]) -> dict[str, str]:
-        """Add the files there is one of, and make it a checkpoint; the files of all ranks must be here."""
+        """Add the files that rank 0 alone writes, and make it a checkpoint; the files of all ranks must be here."""
         if missing := sorted(set(digests) - set(target.walk())):
             raise FileNotFoundError(
                 errno.ENOENT,
@@ -76,29 +76,29 @@ class CheckpointWriter:
         if target.is_local:
             for path in [*filter(lambda path: path.is_dir(), target.path.rglob("*")), target.path]:
                 sync(path)
-            self._give_way(final)
+            self._remove_existing(final)
             target.rename(final)
         return {}
 
-    def _give_way(self, final: str) -> None:
-        """Put a damaged checkpoint of this step, or one of an abandoned life of the run, out of the way."""
+    def _remove_existing(self, final: str) -> None:
+        """Remove a checkpoint of this step that is damaged, or of an abandoned attempt of the run."""
         if self.root.has(final):
             replaced = (self.root / final).rename(f".{final}.replaced")
             replaced.remove()
 
     def _together(self, work: Callable[[], dict[str, str]]) -> dict[str, str]:
-        """Do something in every rank and return all they say; raises SaveFailed in all when it failed in one."""
+        """Run `work` in every rank and return the digests of all; raises SaveFailed in all when it failed in one."""
         try:
-            said = {"done": work()}
+            result = {"done": work()}
         except store_errors() as error:
-            said = {"failed": _cause(error)}
-        told = [json.loads(text) for text in self._ranks.gather(json.dumps(said).encode())]
-        failed = [f"rank {rank}: {what['failed']}" for rank, what in enumerate(told) if "failed" in what]
+            result = {"failed": _cause(error)}
+        results = [json.loads(text) for text in self._ranks.gather(json.dumps(result).encode())]
+        failed = [f"rank {rank}: {each['failed']}" for rank, each in enumerate(results) if "failed" in each]
         if failed:
             raise SaveFailed("; ".join(failed) if self._ranks.size > 1 else failed[0].removeprefix("rank 0: "))
-        return {name: digest for what in told for name, digest in what["done"].items()}
+        return {name: digest for each in results for name, digest in each["done"].items()}
 
 
 def _cause(error: Exception) -> str:
-    """What the store said, without our temporary names."""
+    """The store's error message, without our temporary names."""
     return (isinstance(error, OSError) and error.strerror) or f"{type(error).__name__}: {error}"

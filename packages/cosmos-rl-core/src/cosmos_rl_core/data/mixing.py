@@ -1,4 +1,4 @@
-"""Supervised rows beside the rollouts: which of them a step trains on follows from the step alone.
+"""Supervised rows trained beside the rollouts; the step's number alone determines them.
 
 In language models this is the pretraining mix of InstructGPT (arXiv 2203.02155, equation 2); in world models the data
 term of DDRL, whose loss is a forward KL divergence from the data to the policy up to a constant.
@@ -13,7 +13,7 @@ from cosmos_rl_core.types import Prompt, TrainBatch
 
 
 class DataTerm:
-    """A second stream of rows with a place of its own."""
+    """A second stream of rows with a position of its own."""
 
     def __init__(
         self, source: PromptStream, *, rows_per_step: int, collate: Callable[[Sequence[Prompt]], TrainBatch]

@@ -1,4 +1,4 @@
-"""The prompt stream: a pure function from sample id to row, so that resuming needs nothing but a number."""
+"""The prompt stream: a pure function from sample id to row, so that the position to resume from is one number."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class PromptSource:
         epochs: int | None = None,
     ) -> None:
         if not len(rows):
-            raise UserError(f"{origin} has no rows: nothing to draw prompts from. Check [data] path, split and limit.")
+            raise UserError(f"{origin} has no rows: there are no prompts. Check [data] path, split and limit.")
         self._rows = rows
         self._origin = origin
         self._shuffle = shuffle
@@ -47,7 +47,7 @@ class PromptSource:
     def __getitem__(self, sample_id: int) -> Prompt:
         epoch, place = divmod(sample_id, len(self._rows))
         if self._epochs is not None and epoch >= self._epochs:
-            raise IndexError(f"sample {sample_id} lies after the last epoch ({self._epochs})")
+            raise IndexError(f"sample {sample_id} is after the last epoch ({self._epochs})")
         index = int(self._epoch_order(epoch)[place])
         return Prompt(sample_id=sample_id, row=self._rows[index], origin=f"{self._origin}:{index + 1}")
 

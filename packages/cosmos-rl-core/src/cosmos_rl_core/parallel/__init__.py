@@ -1,4 +1,4 @@
-"""Meshes and what is the same on every axis: dimensions, pipeline stages, gradients, memory estimates, LoRA.
+"""Meshes and the parts common to all axes: dimensions, pipeline stages, gradients, memory estimates, LoRA.
 
-`axes` has one file for each way to cut a model, `memory` what trades time for memory.
+`axes` has one file for each way to cut a model, `memory` the trades of time for memory.
 """

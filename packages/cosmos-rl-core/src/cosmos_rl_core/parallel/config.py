@@ -14,7 +14,7 @@ class OptimizerSection(Strict):
     """[policy.optimizer]: how gradients become updates."""
 
     name: Literal["adamw", "adam", "sgd"] = "adamw"
-    """adam adds the weight decay to the gradient, adamw takes it off the weights."""
+    """adam adds the weight decay to the gradient, adamw subtracts it from the weights."""
     learning_rate: float = Field(default=1e-6, gt=0)
     """Peak learning rate, after the warm-up."""
     betas: tuple[float, float] = (0.9, 0.999)
@@ -24,7 +24,7 @@ class OptimizerSection(Strict):
     weight_decay: float = Field(default=0.0, ge=0)
     """Applied to matrices, never to vectors such as norms and biases."""
     rates: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
-    """Peak rates of parameters by a pattern of their names ("value_head.*"); the first that fits counts."""
+    """Peak learning rates by a pattern of parameter names ("value_head.*"); the first that matches applies."""
 
     @field_validator("betas")
     @classmethod
@@ -40,9 +40,9 @@ class ScheduleSection(Strict):
     name: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up; linear and cosine end at [run] max_steps."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up; the first has 1 / warmup_steps of the rate."""
+    """Steps of linear warm-up; the first has 1 / warmup_steps of the learning rate."""
     min_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Rate at the end as a fraction of the peak, for linear and cosine."""
+    """Learning rate at the end as a fraction of the peak, for linear and cosine."""
 
 
 class ParallelSection(Strict):
@@ -85,9 +85,9 @@ class MemorySection(Strict):
     activation_checkpointing: Literal["none", "selective", "full"] = "none"
     """Recompute in the backward pass: every layer ("full"), or all but the matrix products ("selective")."""
     activation_offload: bool = False
-    """Keep what the backward pass needs in the host's memory."""
+    """Keep the tensors saved for the backward pass in the host's memory."""
     parameter_offload: bool = False
-    """Keep sharded parameters and optimizer state in the host's memory (FSDP's CPU offload); wants several ranks."""
+    """Keep sharded parameters and optimizer state in the host's memory (FSDP's CPU offload); needs several ranks."""
     compile: bool = False
     """Run torch.compile over each layer."""
 
@@ -125,7 +125,7 @@ class PolicySection(Strict):
     collective_timeout_s: float = Field(default=600.0, gt=0)
     """Longest that the ranks of a replica wait for one another in training before the run is ended."""
     max_grad_norm: float = Field(default=1.0, ge=0)
-    """The joint 2-norm that gradients are scaled down to; 0 leaves them alone."""
+    """Largest joint 2-norm of the gradients, to which they are scaled down; 0 does not clip."""
     max_skipped_steps: int = Field(default=3, ge=0)
     """Steps in a row that may be skipped for a gradient that is not finite before the run stops."""
     optimizer: OptimizerSection = OptimizerSection()

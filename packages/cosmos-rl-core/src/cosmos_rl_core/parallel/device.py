@@ -1,6 +1,6 @@
-"""Torch state that a process has one of: its device, and the random state that modules draw first values from.
+"""A process's device, and use of torch's global RNG by one thread at a time.
 
-Inline, policy and engine are built in threads of one process, which take turns at it.
+Placed inline, policy and engine are built in threads of one process, and initialise their weights from that RNG.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 
 def own_device() -> torch.device:
-    """Return this process's GPU, by its place among the ranks of the machine; the CPU where there is none."""
+    """Return this process's GPU, by its rank on the machine (LOCAL_RANK); the CPU where there is none."""
     if not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -25,7 +25,7 @@ _TURN = threading.Lock()
 
 @contextmanager
 def forked_rng(*, seed: int = 0) -> Iterator[None]:
-    """Draw from the global state, begun at `seed`, inside; outside it is as it was."""
+    """Seed torch's global RNG with `seed` inside, for one thread at a time; restore its state afterwards."""
     with _TURN, torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

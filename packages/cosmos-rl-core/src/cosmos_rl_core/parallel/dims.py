@@ -1,4 +1,4 @@
-"""The axes of a policy replica: their sizes, their order, and where a rank stands. Pure arithmetic.
+"""The axes of a policy replica: their sizes, their order, and the coordinates of a rank. Pure arithmetic.
 
     pp            layers are cut into stages                                     outermost: least traffic
     dp_replicate  whole copies; gradients are summed over it
@@ -84,7 +84,7 @@ class ParallelDims:
         return self.dp_replicate * self.dp_shard
 
     def coordinates(self, rank: int) -> dict[str, int]:
-        """Return a rank's place on each axis."""
+        """Return a rank's index on each axis."""
         places = {}
         for axis, size in reversed(list(zip(AXES, self.shape))):
             rank, places[axis] = divmod(rank, size)

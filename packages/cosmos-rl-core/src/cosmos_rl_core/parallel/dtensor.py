@@ -1,4 +1,4 @@
-"""DTensors: the whole tensor out of the parts that ranks hold, and a rank's own part out of a file."""
+"""DTensors: gather the whole tensor from all ranks, and fill a rank's own shard from a file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ Index = tuple[slice, ...] | EllipsisType
 
 
 def fill_own_part(tensor: Tensor, read: Callable[[Index], Tensor]) -> None:
-    """Copy into a parameter, or into this rank's part of one, what `read` returns; nothing else of it is read.
+    """Copy the result of `read` into a parameter, or into this rank's shard of one; only that box is read.
 
     Args:
-        tensor: plain, or a DTensor; the value is cast to its type. Inside of `torch.no_grad()`.
+        tensor: plain, or a DTensor; the value is cast to its type. Call it inside of `torch.no_grad()`.
         read: returns a box of the whole, as slices of safetensors do.
     """
     if not isinstance(tensor, DTensor):

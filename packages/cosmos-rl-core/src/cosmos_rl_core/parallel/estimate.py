@@ -1,11 +1,11 @@
-"""What a rank of a policy replica will hold, in bytes, from sizes alone. No torch, nothing is loaded.
+"""Estimates the memory of a policy rank in bytes, from sizes alone. No torch, nothing is loaded.
 
     weights     parameters + gradients + optimizer state, cut over tp, ep, pp and FSDP
     passing     blocks that FSDP has gathered, and gradients on their way to their owners
     microbatch  activations that wait for the backward pass, the logits, and what the backward pass itself needs
 
-The weights are exact. The rest is an upper bound that is near: a microbatch as full as [policy] microbatch_terms
-allows, in which every token is a term.
+The weights are exact. The rest is a close upper bound, for a microbatch as full as [policy] microbatch_terms allows,
+in which every token is a term.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _STEP_BYTES = 4
 """Adam's step counter, a tensor for each parameter."""
 
 _PLACES_BYTES = 6 * 8
-"""Of a token's places and labels, int64."""
+"""A token's positions and labels, int64."""
 
 _LAYER = re.compile(r"(?:^|\.)(\d+)\.")
 _EMBEDDING = re.compile(r"embed|wte")
@@ -44,31 +44,31 @@ class MemoryEstimate:
     gradients: int
     optimizer: int
     gathered: int
-    """Whole parameters of the blocks that are computed and fetched, of the root, and copies in the compute type."""
+    """Whole parameters of the blocks that run and are prefetched, of the root, and copies in the compute type."""
     reduction: int
-    """Whole gradients of the block before, on their way to the ranks that own them."""
+    """Whole gradients of the previous block, while they are reduced to shards."""
     activations: int
     """Kept from forward to backward passes, of all microbatches that are in flight in a pipeline."""
     logits: int
-    """Of the terms that are done at a time."""
+    """Of the terms that are computed at a time."""
     backward: int
-    """Gradients of activations, and activations of the one layer that is computed again."""
+    """Gradients of activations, and activations of the one layer that is recomputed."""
     host: int = 0
-    """Of the above, what [policy.memory] keeps in the host's memory; on a CPU it is the same memory."""
+    """The part of the above that [policy.memory] keeps in the host's memory; on a CPU it is the same memory."""
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
 
     @property
     def device(self) -> int:
-        """What has to fit into the memory of the rank's own device."""
+        """Bytes that have to fit into the memory of the rank's own device."""
         return self.total - self.host
 
 
 def estimate(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection, tokens: int) -> MemoryEstimate:
-    """Return what the fullest rank holds at the peak of a step whose microbatches have `tokens` tokens."""
+    """Return the peak memory of the fullest rank in a step whose microbatches have `tokens` tokens."""
     stages = cut_layers(shape.num_layers, num_stages(policy.parallel))
     ranks = [_Rank(shape, dims, policy, tokens, stages, place=place) for place in range(dims.pp)]
     return max((rank.estimate() for rank in ranks), key=lambda found: found.device)
@@ -164,7 +164,7 @@ class _Rank:
         return rows * row // (self.dims.ep if is_expert(spec.name) else 1)
 
     def _passing(self) -> tuple[int, int]:
-        """What FSDP has gathered, and what it is summing. A layer's experts are gathered apart from the rest of it."""
+        """Bytes that FSDP has gathered, and that it is reducing. A layer's experts are gathered by themselves."""
         blocks: Counter[int] = Counter()
         experts: Counter[int] = Counter()
         root = 0
@@ -184,14 +184,14 @@ class _Rank:
         return self.bytes * (at_a_time + root), BYTES[self.policy.precision.reduce] * reduced
 
     def _casts(self) -> int:
-        """Copies of matrices in the compute type, which autocast makes in a process that is alone."""
+        """Copies of matrices in the compute type, which autocast makes in a replica of one process."""
         if self.shape.compute_dtype == "float32":
             return 0
         cast = (spec for spec in self.specs if len(spec.shape) == 2 and not is_expert(spec.name))
         return self.bytes * sum(math.prod(s.shape) for s in cast if self.tied or not _EMBEDDING.search(s.name))
 
     def _microbatch(self) -> tuple[int, int, int]:
-        """Activations, logits, and what the backward pass needs beside them."""
+        """Bytes of activations, of logits, and of the backward pass beside them."""
         layers = [self._layer(layer) for stage in self.stages for layer in stage]
         hidden, stream = self.shape.hidden, stream_bytes(self.shape, self.dims)
         kept = sum(layer.kept for layer in layers) * self.tokens * self._in_flight()
@@ -199,7 +199,7 @@ class _Rank:
         in_layer = self.tokens * max(layer.whole - layer.kept + layer.gradients for layer in layers)
         if not self.last:
             return round(kept), 0, round(in_layer)
-        # The head: the last norm, and the hidden states that predict a term. It is done before the layers go backward.
+        # The head: the last norm, and the hidden states that predict a term. Its backward pass precedes the layers'.
         head = ((4 + stream + self.bytes) * hidden + _PLACES_BYTES) * self.tokens
         outputs = -(-self.shape.vocabulary // self.dims.tp)
         logits = min(4 * outputs * self.tokens, LOGITS_BYTES)

@@ -35,7 +35,7 @@ def clip_gradients(
     Returns (norm before, finite); the same on every rank, where there are several and all call this together.
 
     Args:
-        num_stages: of the pipeline: a parameter lies on the ranks of one stage.
+        num_stages: of the pipeline: a parameter is on the ranks of one stage.
         elsewhere: parameters that another stage counts, such as the second copy of a tied matrix.
     """
     trained = [p for p in parameters if p.grad is not None]
@@ -65,7 +65,7 @@ def _norm_over_ranks(gradients: Iterable[Tensor], *, num_stages: int) -> Tensor:
 
 
 def num_shards(tensor: Tensor) -> int:
-    """Return into how many boxes a tensor is cut; 1 for a plain one."""
+    """Return the number of boxes that a tensor is cut into; 1 for a plain one."""
     if not isinstance(tensor, DTensor):
         return 1
     assert not any(placement.is_partial() for placement in tensor.placements), "a gradient was not reduced"

@@ -1,6 +1,6 @@
-"""What a process of a run holds in memory, part by part. No torch, nothing is loaded.
+"""The memory of a process of a run, part by part. No torch, nothing is loaded.
 
-Parts are held from the start on, or at certain times, such as "a step is computed"; the fullest time has to fit.
+Parts are held from the start on, or at certain times, such as "a step is computed"; the time with the most has to fit.
 """
 
 from __future__ import annotations
@@ -9,16 +9,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 START = "the model is loaded"
-"""The time before all others: what is held from the start on does not yet count."""
+"""The time before all others: parts that are held from the start on do not count yet."""
 STEP = "a step is computed"
 """The time of a policy's forward and backward passes."""
 NOT_COUNTED = "the device's own context, workspaces of kernels, the allocator's fragmentation, buffers between ranks"
-"""What no estimate has: it depends on the device and its libraries."""
+"""Memory that no estimate includes, as it depends on the device and its libraries."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Held:
-    """A part of what a process holds."""
+    """A part of a process's memory."""
 
     name: str
     bytes: int | None
@@ -34,17 +34,17 @@ class Needs:
     """All parts of one process."""
 
     process: str
-    """What it is, such as "a policy rank"."""
+    """The process's noun, such as "a policy rank"."""
     parts: tuple[Held, ...]
 
     @property
     def device(self) -> int:
-        """Most bytes that it holds on its own device at a time, as far as they are known."""
+        """Peak bytes on its own device, of the parts whose size is known."""
         return max(self._device_at(time) for time in self._times)
 
     @property
     def fullest(self) -> str:
-        """The time at which it holds them; "" where it always holds the same."""
+        """The time of that peak; "" where the memory is always the same."""
         return max(self._times, key=self._device_at)
 
     @property

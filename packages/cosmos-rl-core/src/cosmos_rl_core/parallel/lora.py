@@ -6,8 +6,8 @@ y = W x + (alpha / rank) B A x, where A and B are trained and W stays as it is.
                         <layer>.lora_A.default.weight    [rank, in]   A, random
                         <layer>.lora_B.default.weight    [out, rank]  B, zero: training starts at the base
 
-Whether adapters count is a matter of scales, never of peft's own switches: those also stop gradients, which fully
-sharded modules would remember. Adapters travel, and are written, under the names that peft gives them in its files.
+Adapters are switched off by their scales, never by peft's own switches: those also stop gradients, which fully sharded
+modules would remember. Adapters are sent and saved under their names in peft's files.
 Source: Hu et al., arXiv:2106.09685.
 """
 
@@ -33,7 +33,7 @@ from cosmos_rl_core.types import Microbatch, PolicyOutputs
 ADAPTER = "default"
 """peft's name of a model's one adapter; it is part of the parameters' names and not of the files'."""
 _PREFIX = "base_model.model."
-"""Before every name in peft's files."""
+"""Prefix of every name in peft's files."""
 _PARAMETER = re.compile(r"(?P<layer>.+)\.(?P<matrix>lora_[AB])\.default\.weight")
 _FILED = re.compile(rf"{re.escape(_PREFIX)}(?P<layer>.+)\.(?P<matrix>lora_[AB])\.weight")
 
@@ -81,14 +81,14 @@ def add_adapters(
     task_type: str | None = None,
     seed: int = 0,
 ) -> None:
-    """Put adapters on `layers` of `module`, in place, and freeze the rest.
+    """Add adapters to `layers` of `module`, in place, and freeze the rest.
 
     Args:
         layers: their full names, see `pick_layers`.
-        package: whose extra "lora" installs peft.
-        base: path or id of the model, for those who load the adapters later.
+        package: the one whose extra "lora" installs peft.
+        base: path or id of the model, for programs that load the adapters later.
         task_type: peft's name of the model's kind.
-        seed: of the values of A, which depend on nothing else but the layer's name.
+        seed: of the values of A, which depend on nothing but the seed and the layer's name.
 
     Raises UserError without peft.
     """
@@ -105,13 +105,13 @@ def add_adapters(
         task_type=task_type,
         base_model_name_or_path=base,
     )
-    with forked_rng(seed=seed):  # peft draws values of its own
+    with forked_rng(seed=seed):  # peft samples values of its own
         inject_adapter_in_model(config, module, adapter_name=ADAPTER)
     fill_adapters(module, seed=seed)
 
 
 def write_adapter_config(module: nn.Module, directory: Path) -> None:
-    """Write the adapter_config.json that peft looks for beside adapter_model.safetensors."""
+    """Write the adapter_config.json that peft reads beside adapter_model.safetensors."""
     cast(Any, module).peft_config[ADAPTER].save_pretrained(str(directory))  # peft keeps it there
 
 
@@ -128,7 +128,7 @@ def initial_adapter(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
 
 @torch.no_grad()
 def fill_adapters(module: nn.Module, *, seed: int) -> None:
-    """Give all adapters their first values, which depend on the seed and their names alone; not those on meta."""
+    """Initialise all adapters but those on meta; the values depend on the seed and their names alone."""
     for name, parameter in module.named_parameters():
         if base_name(name) is None and parameter.device.type != "meta":
             parameter.copy_(initial_adapter(name, tuple(parameter.shape), seed=seed))
@@ -191,7 +191,7 @@ def merge(
 
 @contextmanager
 def without_adapters(module: nn.Module) -> Iterator[None]:
-    """Run `module` as its base."""
+    """Run `module` without its adapters inside."""
     from peft.tuners.lora import LoraLayer
 
     layers = [layer for layer in module.modules() if isinstance(layer, LoraLayer)]

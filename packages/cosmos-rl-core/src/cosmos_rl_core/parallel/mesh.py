@@ -25,13 +25,13 @@ from cosmos_rl_core.types import Share
 
 @dataclass(frozen=True, slots=True)
 class ReplicaMesh:
-    """Where this rank stands in its replica. Made by `ReplicaMesh.build` in every rank at the same time."""
+    """The position of this rank in its replica. Made by `ReplicaMesh.build` in every rank at the same time."""
 
     dims: ParallelDims
     world: DeviceMesh
     """With the axes of `dims.AXES`, those of size 1 too."""
     fsdp: DeviceMesh
-    """[dp_shard_cp] or [dp_replicate, dp_shard_cp]: what `fully_shard` takes for everything but experts."""
+    """[dp_shard_cp] or [dp_replicate, dp_shard_cp]: the mesh of `fully_shard` for everything but experts."""
     experts: DeviceMesh
     """[efsdp, ep], with dp_replicate before it where that is above 1."""
     device: torch.device
@@ -47,7 +47,7 @@ class ReplicaMesh:
         shards = world["dp_shard", "cp"]._flatten("dp_shard_cp")
         tokens = world["dp_shard", "cp", "tp"]._flatten("dp_shard_cp_tp")
         spread = tokens._unflatten(0, (tokens.size() // dims.ep, dims.ep), ("efsdp", "ep"))
-        _keep_time(world, shards, tokens, spread, device=device)
+        _set_timeouts(world, shards, tokens, spread, device=device)
         if dims.dp_replicate == 1:
             return cls(dims, world, shards, spread, device)
         both = DeviceMesh._concatenate([world["dp_replicate"], shards])
@@ -55,7 +55,7 @@ class ReplicaMesh:
 
     @property
     def expert_fsdp(self) -> DeviceMesh:
-        """[efsdp] or [dp_replicate, efsdp]: what `fully_shard` takes for experts."""
+        """[efsdp] or [dp_replicate, efsdp]: the mesh of `fully_shard` for experts."""
         return self.experts["dp_replicate", "efsdp"] if self.dims.dp_replicate > 1 else self.experts["efsdp"]
 
     def axis(self, name: str) -> DeviceMesh | None:
@@ -69,12 +69,12 @@ class ReplicaMesh:
 
     @property
     def share(self) -> Share:
-        """Which part of each batch this rank trains on."""
+        """The part of each batch that this rank trains on."""
         return self.dims.share(self.rank)
 
     @property
     def stage(self) -> int:
-        """Place on the pipeline, 0 first."""
+        """Index in the pipeline, 0 first."""
         return self.dims.coordinates(self.rank)["pp"]
 
     def sum_over_all(self, value: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ class ReplicaMesh:
         return int(most)
 
 
-def _keep_time(*meshes: DeviceMesh, device: torch.device) -> None:
+def _set_timeouts(*meshes: DeviceMesh, device: torch.device) -> None:
     """Give the meshes' groups the timeout of the default group; torch gives new groups one of its own."""
     default = dist.distributed_c10d._get_default_group()
     timeout = default._get_backend(device).options._timeout

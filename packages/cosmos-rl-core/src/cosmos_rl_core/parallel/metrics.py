@@ -1,7 +1,7 @@
 """A step's metrics, summed over the ranks that counted different terms.
 
-Ranks along cp and tp count the same terms, and stages before the last count none; so the first rank along cp and tp of
-the last stage speaks, and all ranks hear the sum.
+Ranks along cp and tp count the same terms, and stages before the last count none; so only the first rank along cp and
+tp of the last stage contributes, and all ranks get the sum.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 def sum_metrics(metrics: Mapping[str, Tensor], mesh: ReplicaMesh) -> dict[str, float]:
     """Return each metric's sum over the whole batch, the same on all ranks. All ranks of the replica call this.
 
-    Every speaking rank has the same names; the others' metrics are not read.
+    Every contributing rank has the same names; the others' metrics are not read.
     """
     at = mesh.dims.coordinates(mesh.rank)
     last_stage = mesh.dims.pp - 1
-    speaks = at["pp"] == last_stage and at["cp"] == at["tp"] == 0
+    contributes = at["pp"] == last_stage and at["cp"] == at["tp"] == 0
     source = next(r for r in range(mesh.dims.world_size) if mesh.dims.coordinates(r)["pp"] == last_stage)
     names = _shared_names(sorted(metrics), source=source, device=mesh.device)
-    values = [metrics[name].double() if speaks else torch.zeros((), dtype=torch.float64) for name in names]
+    values = [metrics[name].double() if contributes else torch.zeros((), dtype=torch.float64) for name in names]
     total = torch.stack([value.to(mesh.device) for value in values]) if names else torch.zeros(0)
     if names:
         dist.all_reduce(total)

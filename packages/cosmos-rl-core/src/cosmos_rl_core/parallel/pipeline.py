@@ -4,8 +4,8 @@
                          <--d hidden-          <--d hidden-          <--d hidden-
 
 All ranks of a pipeline hold the same microbatches, so a stage reads masks, positions and labels from its own copy and
-only hidden states travel. It also knows their shape beforehand: rows of different lengths need no padding and no
-exchange of shapes (`ragged.py`). `stages.py` says which rank has which stage.
+only hidden states are sent. Their shapes are known beforehand: rows of different lengths need no padding and no
+exchange of shapes (`ragged.py`). `stages.py` assigns stages to ranks.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ class Stage(Protocol):
         ...
 
     def prepare(self, microbatch: Microbatch) -> Any:
-        """What stages read of a microbatch; the same in each of them. Nothing is sent."""
+        """The stages' inputs from a microbatch; the same in each of them. Nothing is sent."""
         ...
 
     def hidden_shape(self, inputs: Any) -> tuple[int, ...]:
-        """Shape of the hidden states between stages on this rank; every stage gives the same answer."""
+        """Shape of the hidden states between stages on this rank; the same in every stage."""
         ...
 
     def __call__(self, hidden: Tensor | None, inputs: Any, *, with_entropy: bool) -> Tensor | PolicyOutputs: ...
@@ -89,7 +89,7 @@ class Pipeline:
         inputs = [any_stage.prepare(microbatch) for microbatch in microbatches]
         step = _Step(microbatches, inputs, [any_stage.hidden_shape(given) for given in inputs], loss, with_entropy)
         stages = [self._ragged(index, stage, step) for index, stage in self._stages.items()]
-        places = torch.arange(len(microbatches))  # torch hands each microbatch its [1]
+        places = torch.arange(len(microbatches))  # torch passes each microbatch its [1]
         self._schedule(stages, len(microbatches)).step(place=places, target=places, return_outputs=False)
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs | None:
@@ -137,11 +137,11 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """What the stages work on; torch's schedules pass tensors and name a microbatch by its place."""
+    """The inputs of a step; torch's schedules pass tensors and identify a microbatch by its index `place`."""
 
     microbatches: Sequence[Microbatch]
     inputs: Sequence[Any]
-    """What the stages read of each microbatch."""
+    """`Stage.prepare` of each microbatch."""
     hidden_shapes: Sequence[tuple[int, ...]]
     loss: MicrobatchLoss
     with_entropy: bool

@@ -1,7 +1,7 @@
 """Bytes between all ranks of a replica, beside the training's own collectives.
 
     ranks = RankGroup.of_all()                  # every rank, at the same time
-    texts = ranks.gather(b"what I have to say")  # every rank gets all, in the order of ranks
+    texts = ranks.gather(b"my message")         # every rank gets all, in the order of ranks
 
 It has a gloo group of its own, so that a background thread may use it while another one trains.
 """
@@ -40,7 +40,7 @@ class RankGroup:
         return self.rank == 0
 
     def gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, in the order of ranks."""
+        """Return the `data` of every rank, in the order of ranks."""
         if self._group is None:
             return [data]
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.size)]

@@ -1,4 +1,4 @@
-"""What a domain is told about the place its policy will train in."""
+"""The mesh and the options that a domain builds its policy with."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelSetup:
-    """Handed to `Domain.build_policy`: the mesh, and the options of [policy] that shape a model."""
+    """Argument of `Domain.build_policy`: the mesh, and the options of [policy] that shape a model."""
 
     mesh: ReplicaMesh | None = None
     """None: the replica is one process, and nothing is distributed."""

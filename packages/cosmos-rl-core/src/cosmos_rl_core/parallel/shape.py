@@ -1,4 +1,4 @@
-"""The sizes of a model as far as they decide how it can be spread and what it holds. No torch."""
+"""The sizes of a model that decide how it can be sharded and how much memory it needs. No torch."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ class ModelShape:
     head_norms: bool = False
     """Queries and keys are normalised in each head."""
     latent: int = 0
-    """Width of what queries, keys and values are made from, where that is not the stream (latent attention)."""
+    """Width of the latent that queries, keys and values are made from (latent attention); 0: from the stream."""
     sinks: bool = False
-    """Attention may look at nothing, by a learnt amount."""
+    """Attention has learnt sinks: a part of its weight may go to no position."""
     gate_copies: int = 4
     """Tensors of a feed-forward's width that its backward pass needs: gate, its activation, up, their product."""
     experts: int = 0
@@ -54,7 +54,7 @@ class ModelShape:
     weights: tuple[WeightSpec, ...]
     """All of them by checkpoint name; the first number in a name is the layer."""
     tokens_per_term: int = 1
-    """Places of the stream that one term takes: a denoising step passes over a whole clip."""
+    """Positions of the stream per term: a denoising step passes over a whole clip."""
     axes: frozenset[str] = frozenset({"pp", "cp", "tp", "ep"})
     """Axes beside those of data parallelism that it can be spread over."""
     adapter_parameters: int = 0
@@ -67,7 +67,7 @@ class ModelShape:
 
 
 def check_fit(shape: ModelShape, section: ParallelSection, *, dims: ParallelDims) -> None:
-    """Raise a UserError with everything about a model that `dims` cannot spread, in numbers."""
+    """Raise one UserError with every size of a model that does not fit `dims`."""
     if found := list(_misfits(shape, section, dims)):
         raise UserError("; ".join(found))
 

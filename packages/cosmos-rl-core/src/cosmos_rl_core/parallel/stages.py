@@ -1,4 +1,4 @@
-"""How layers become the stages of a pipeline, and stages its ranks. Pure arithmetic.
+"""Assigns layers to the stages of a pipeline, and stages to its ranks. Pure arithmetic.
 
 rank of stage s = s % pp          pp 2, stages_per_rank 2:   rank 0 has stages 0 and 2, rank 1 has 1 and 3
 """
@@ -10,7 +10,7 @@ from cosmos_rl_core.parallel.config import ParallelSection
 
 
 def num_stages(section: ParallelSection) -> int:
-    """Return pp x stages_per_rank; 1 without a pipeline. Raises UserError where the schedule wants one stage a rank."""
+    """Return pp x stages_per_rank; 1 without a pipeline. Raises UserError where the schedule needs one stage a rank."""
     if section.stages_per_rank > 1 and (section.pp == 1 or section.pipeline_schedule != "interleaved_1f1b"):
         raise UserError(
             f"[policy.parallel] stages_per_rank = {section.stages_per_rank} with pp = {section.pp} and "
@@ -21,7 +21,7 @@ def num_stages(section: ParallelSection) -> int:
 
 
 def microbatch_multiple(section: ParallelSection) -> int:
-    """Return what the number of microbatches of a step must be a multiple of.
+    """Return the number that has to divide the microbatches of a step.
 
     GPipe and 1F1B take any number; interleaved 1F1B goes round the stages pp microbatches at a time.
     """

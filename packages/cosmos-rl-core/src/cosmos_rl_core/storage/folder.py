@@ -1,9 +1,9 @@
-"""A folder on a disk or in an object store: what checkpoints need of either, through fsspec. No torch.
+"""A folder on a disk or in an object store, through fsspec: the operations that checkpoints need. No torch.
 
     folder = Folder.at("s3://bucket/run/checkpoints")
     digest = folder.write("step_12/state.json", [b"{}"])
 
-A disk renames a folder in one go, an object store does not: see `Folder.is_local`.
+A disk renames a folder atomically, an object store does not: see `Folder.is_local`.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Folder:
 
     @property
     def is_local(self) -> bool:
-        """Whether it lies on a disk, where folders can be renamed and files synced."""
+        """Whether it is on a disk, where folders can be renamed and files synced."""
         return not self._prefix
 
     @property
@@ -68,7 +68,7 @@ class Folder:
 
     @property
     def path(self) -> Path:
-        """Where it lies on the disk."""
+        """Its path on the disk."""
         assert self.is_local, f"{self} is not on a disk"
         return Path(self._path)
 
@@ -97,7 +97,7 @@ class Folder:
         return sorted(posixpath.relpath(path, self._path) for path in self._files.find(self._path))
 
     def open(self, name: str) -> BufferedIOBase:
-        """Open a file for reading at any place."""
+        """Open a file for reading; it can seek."""
         return self._files.open(f"{self._path}/{name}", "rb", block_size=BLOCK_BYTES)
 
     def read(self, name: str) -> bytes:
@@ -130,14 +130,14 @@ class Folder:
         return total.hexdigest()
 
     def rename(self, name: str) -> Folder:
-        """Give a folder on a disk another name beside the one it has, durably."""
+        """Rename a folder on a disk within its parent, durably."""
         new = self.path.with_name(name)
         self.path.rename(new)
         sync(new.parent)
         return Folder.at(new)
 
     def remove(self) -> None:
-        """Remove it with all it holds; nothing happens where it does not exist."""
+        """Remove it with its contents; no-op where it does not exist."""
         if self.is_local:
             shutil.rmtree(self.path, ignore_errors=True)
         elif self._files.exists(self._path):
@@ -154,7 +154,7 @@ def sync(path: Path) -> None:
 
 
 def store_errors() -> tuple[type[Exception], ...]:
-    """What a store raises for a file it could not write; s3fs lets some of botocore's own errors through."""
+    """Exceptions of a store that cannot read or write a file; s3fs lets some of botocore's own through."""
     if "botocore" not in sys.modules:
         return (OSError,)
     from botocore.exceptions import BotoCoreError, ClientError

@@ -1,6 +1,6 @@
-"""JSON that users, other programs and interrupted runs leave in files: whatever is wrong with it is one UserError.
+"""Reads JSON files of users, other programs and interrupted runs: every defect in them is one UserError.
 
-rows    read_json_lines(file, name="train.jsonl")       one object a line, read as they are asked for
+rows    read_json_lines(file, name="train.jsonl")       one object a line, read lazily
         read_json_list(path)                            a whole .json file
 model   read_json_object(path)                          config.json and the like
 """
@@ -18,27 +18,27 @@ from typing import Any, BinaryIO
 from cosmos_rl_core.errors import UserError
 
 MAX_LINE_BYTES = 64 * 2**20
-"""Longest line of a .jsonl file: a line is held whole, several times over."""
+"""Longest line of a .jsonl file: a line is in memory as a whole, several times."""
 MAX_FILE_BYTES = 2**30
-"""Largest .json file, which is held whole."""
+"""Largest .json file, which is in memory as a whole."""
 MAX_DEPTH = 100
-"""Lists and objects inside of one another: what is much deeper cannot be written again."""
+"""Deepest nesting of lists and objects: much deeper values cannot be serialised again."""
 
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 
 
-class _NoNumberError(ValueError):
-    """Says what stands where a number should, as a phrase."""
+class _NotANumberError(ValueError):
+    """A constant in the place of a number; the message is a phrase."""
 
 
 def parse_json(text: str | bytes, *, where: str, finite: bool = True) -> Any:
-    """Return what a text of JSON in UTF-8 holds; a byte order mark before it is skipped.
+    """Return the value of a JSON text in UTF-8; a byte order mark before it is skipped.
 
-    With `finite` numbers are finite: NaN, Infinity and 1e999 are refused, which Python's reader lets through.
+    With `finite` numbers are finite: NaN, Infinity and 1e999 are refused, which Python's reader accepts.
 
     Raises:
-        UserError: it is no JSON, is nested too deeply, or holds a number or character that nothing can use;
-            beginning with `where`, and with line and column.
+        UserError: it is not JSON, is nested too deeply, or holds an invalid number or character; the message begins
+            with `where`, and has line and column.
     """
     try:
         if isinstance(text, bytes):
@@ -58,8 +58,8 @@ def parse_json(text: str | bytes, *, where: str, finite: bool = True) -> Any:
     except UnicodeDecodeError as error:
         raise UserError(f"{where}: not a text in UTF-8 (byte {error.start})") from None
     except UnicodeEncodeError:
-        raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is no character") from None
-    except _NoNumberError as error:
+        raise UserError(f"{where}: half of a surrogate pair (\\ud800 to \\udfff), which is not a character") from None
+    except _NotANumberError as error:
         raise UserError(f"{where}: {error}") from None
     except ValueError:
         raise UserError(f"{where}: an integer of more than {sys.get_int_max_str_digits()} digits") from None
@@ -67,7 +67,7 @@ def parse_json(text: str | bytes, *, where: str, finite: bool = True) -> Any:
 
 
 def read_lines(file: BinaryIO, *, name: str) -> Iterator[tuple[str, bytes]]:
-    """Yield each line of a text that is not empty, with its place ("train.jsonl:17"), as they are asked for.
+    """Yield each line of a text that is not empty, with its location ("train.jsonl:17"), lazily.
 
     Raises:
         UserError: a line of more than MAX_LINE_BYTES, before it is read to its end.
@@ -82,13 +82,13 @@ def read_lines(file: BinaryIO, *, name: str) -> Iterator[tuple[str, bytes]]:
 
 
 def read_json_lines(file: BinaryIO, *, name: str) -> Iterator[tuple[str, Any]]:
-    """Yield what each line holds, with its place. Raises UserError as `read_lines` and `parse_json`."""
+    """Yield the value of each line, with its location. Raises UserError as `read_lines` and `parse_json`."""
     for where, line in read_lines(file, name=name):
         yield where, parse_json(line, where=where)
 
 
 def read_json_list(path: Path) -> Iterator[tuple[str, Any]]:
-    """Yield each entry of a list with its place ("train.json[16]").
+    """Yield each entry of a list with its location ("train.json[16]").
 
     Raises:
         UserError: as `parse_json`, and for a file that cannot be read, is too large, or holds anything but a list.
@@ -100,7 +100,7 @@ def read_json_list(path: Path) -> Iterator[tuple[str, Any]]:
 
 
 def read_json_object(path: Path, *, hint: str = "") -> dict[str, Any]:
-    """Return the object in a file, where NaN and Infinity may be: configurations have them. `hint`: what to do.
+    """Return the object in a file; NaN and Infinity are allowed, as configurations have them. `hint`: the remedy.
 
     Raises:
         UserError: the file is not there, cannot be read, or holds anything else.
@@ -134,13 +134,13 @@ def shown(value: Any) -> str:
 
 
 def _refuse(constant: str) -> float:
-    raise _NoNumberError(f"{constant} is no number; leave the key out, or write null")
+    raise _NotANumberError(f"{constant} is not a number; leave the key out, or write null")
 
 
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise _NoNumberError(f"{text[:40]} is larger than any float")
+        raise _NotANumberError(f"{text[:40]} is larger than any float")
     return number
 
 

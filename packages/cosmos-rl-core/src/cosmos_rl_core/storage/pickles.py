@@ -1,11 +1,11 @@
-"""The first array of a pickle: numpy arrays and torch tensors, alone or in lists, tuples and dicts. No torch.
+"""Reads the first array of a pickle: numpy arrays and torch tensors, alone or in lists, tuples and dicts. No torch.
 
     bytes --operations, as pickletools lists them--> a stack --stand-ins for the few names of arrays--> one array
 
-A pickle is a program that calls what it names. It is not run here: its operations are walked, those that build data
-are followed, a call is made only to the stand-ins below, and any other operation or name is refused. Neither Python's
-unpickler nor that of numpy or torch sees the file (docs/decisions/0015). Work and memory are bounded by the size of the
-file: arrays are views of its bytes until the first one is copied out. bfloat16 comes back as float32.
+A pickle is a program that calls the functions it names. It is not run here: of its operations only those that build
+data are followed, calls are made only to the stand-ins below, and any other operation or name is refused. Neither
+Python's unpickler nor that of numpy or torch reads the file (docs/decisions/0015). Work and memory are bounded by the
+size of the file: arrays are views of its bytes until the first one is copied out. bfloat16 comes back as float32.
 """
 
 from __future__ import annotations
@@ -50,19 +50,19 @@ NUMBERS = re.compile("[biufc](1|2|4|8|16)")
 """Names of numpy's types of numbers."""
 
 FAULTS = (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError, struct.error)
-"""What a damaged pickle, or one made to do harm, can raise on the way."""
+"""Exceptions that a damaged or malicious pickle can raise on the way."""
 
 
 class Refused(Exception):
-    """Something that no pickle of arrays needs; says what, as a phrase."""
+    """An operation or name that no pickle of arrays needs; the message is a phrase."""
 
 
 def read_array(data: bytes, *, name: str) -> np.ndarray:
     """Return a copy of the first array that a pickle holds: itself, or the first of a list, tuple or dict.
 
     Raises:
-        UserError: it asks for anything but arrays, which is named, is damaged, or holds none. Nothing it names has
-            been called then.
+        UserError: it is damaged, holds no array, or asks for anything else (the message names it). Nothing that it
+            names has been called then.
     """
     if data[:4] == b"PK\x03\x04":
         raise UserError(f"{name} is an archive of torch.save; save the tensor as safetensors instead")
@@ -81,14 +81,14 @@ def read_array(data: bytes, *, name: str) -> np.ndarray:
     except Refused as refused:
         raise UserError(f"{name}: refused: the pickle asks for {refused}; only arrays and tensors are read") from None
     except FAULTS as error:
-        said = f"{type(error).__name__}: {str(error)[:200]}"
-        raise UserError(f"{name} is damaged or no pickle of arrays ({said})") from None
+        cause = f"{type(error).__name__}: {str(error)[:200]}"
+        raise UserError(f"{name} is damaged or no pickle of arrays ({cause})") from None
     raise UserError(f"{name} holds no array but a {type(content).__name__}")
 
 
 @dataclass(slots=True)
 class Budget:
-    """What one file may still cost, with the storages inside of it."""
+    """The remaining work for one file, with the storages inside of it."""
 
     num_bytes: int
     """Bytes and characters given to calls. Two calls need each byte of a file: from text to bytes, and to numbers."""
@@ -111,7 +111,7 @@ class StandIn:
 
     name: str
     call: Callable[..., Any] | None = None
-    """What a call of it does; None for a name that is only handed on."""
+    """The function that a call of it runs; None for a name that is only passed on."""
 
 
 class Machine:
@@ -123,11 +123,11 @@ class Machine:
         """Whether this is one of the pickles of a torch storage, which hold none themselves."""
         self._stack: list[Any] = []
         self._below: list[list[Any]] = []
-        """What lies under each open mark."""
+        """The stack under each open mark."""
         self._memo: dict[int, Any] = {}
 
     def run(self, file: io.BytesIO) -> Any:
-        """Return what the pickle at the file's place builds, and leave the file behind it.
+        """Return the object that the pickle at the file's position builds, and leave the file at its end.
 
         Raises:
             Refused: an operation or name that arrays do not need, or too many of them.
@@ -152,7 +152,7 @@ class Machine:
         self._stack = []
 
     def _to_mark(self) -> list[Any]:
-        """Take what lies above the last mark."""
+        """Take all items above the last mark."""
         taken, self._stack = self._stack, self._below.pop()
         return taken
 
@@ -176,7 +176,7 @@ class Machine:
         self._of(dict).update(zip(items[::2], items[1::2], strict=True))
 
     def _of(self, kind: type) -> Any:
-        """The top of the stack, which is of a kind."""
+        """The top of the stack, which must be of type `kind`."""
         if type(self._stack[-1]) is not kind:
             raise Refused(f"a {type(self._stack[-1]).__name__} as a {kind.__name__}")
         return self._stack[-1]
@@ -225,7 +225,7 @@ class Machine:
 
 
 class Dtype:
-    """A numpy dtype as pickled: made by its name, then told its byte order."""
+    """A numpy dtype as pickled: made by its name, then given its byte order."""
 
     def __init__(self, name: str, *_: Any) -> None:
         if not isinstance(name, str) or not NUMBERS.fullmatch(name):
@@ -240,7 +240,7 @@ class Dtype:
 
 @dataclass(slots=True)
 class Array:
-    """A numpy array as pickled: made empty, then told where its bytes are. A view: it costs nothing until copied."""
+    """A numpy array as pickled: made empty, then given its bytes. A view: it costs nothing until copied."""
 
     view: np.ndarray | None = None
     is_bfloat16: bool = False

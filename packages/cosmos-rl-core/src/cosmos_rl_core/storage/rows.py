@@ -1,4 +1,4 @@
-"""Rows of a dataset that Python code gives as mappings, and not a file.
+"""Rows of a dataset that come from Python code as mappings, not from a file.
 
 [data] rows = "my_rows:train"       rows_of("my_rows:train")
 run(recipe, rows=[{...}, ...])      keep_rows(rows, run_dir / "rows.jsonl"), and the file is read as any other
@@ -17,7 +17,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import shown
 
 Located = tuple[str, Mapping[str, Any]]
-"""Where a row comes from ("train.jsonl:17", "my_rows:train[16]") and the row."""
+"""Location of a row ("train.jsonl:17", "my_rows:train[16]") and the row."""
 
 
 def rows_of(name: str) -> Iterator[Located]:
@@ -28,7 +28,7 @@ def rows_of(name: str) -> Iterator[Located]:
     found = plugins.attribute(name, kind="[data] rows =")
     try:
         rows = found() if callable(found) else found
-    except Exception as error:  # the user's own code may raise anything; the message says whose it is
+    except Exception as error:  # the user's own code may raise anything
         raise UserError(f"[data] rows = {name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(rows, Iterable):
         raise UserError(f"[data] rows = {name!r} is {shown(rows)}; it must be a list of rows, or a function without "
@@ -37,7 +37,7 @@ def rows_of(name: str) -> Iterator[Located]:
 
 
 def located(rows: Iterable[Any], *, name: str) -> Iterator[Located]:
-    """Yield each row with its place in `name`. Raises UserError for one that is not a mapping of columns to JSON."""
+    """Yield each row with its location in `name`. Raises UserError for one that is not a mapping of columns to JSON."""
     for number, row in enumerate(rows):
         where = f"{name}[{number}]"
         if not isinstance(row, Mapping) or not all(isinstance(column, str) for column in row):
@@ -48,23 +48,23 @@ def located(rows: Iterable[Any], *, name: str) -> Iterator[Located]:
 def as_json(where: str, row: Mapping[str, Any], *, finite: bool = False) -> Located:
     """Raise UserError for a column that cannot be sent to workers as JSON, such as a date or a picture.
 
-    With `finite` NaN and infinities are refused too, which Python's own reader takes.
+    With `finite` NaN and infinities are refused too, which Python's own reader accepts.
     """
     for column, value in row.items():
         try:
             json.dumps(value, allow_nan=not finite)
         except (TypeError, ValueError) as error:
             raise UserError(
-                f"{where}: column {column!r} holds {shown(value)}, which is no JSON ({error}); "
+                f"{where}: column {column!r} holds {shown(value)}, which is not JSON ({error}); "
                 "drop the column, or write it as text"
             ) from None
     return where, row
 
 
 def keep_rows(rows: Iterable[Any], path: Path, *, name: str, resumed: bool) -> None:
-    """Write rows to a .jsonl file; a run that is resumed must get the rows that its file holds.
+    """Write rows to a .jsonl file; a resumed run must get the rows that are in its file already.
 
-    Raises UserError for a row that is not JSON, and for other rows than those in the file.
+    Raises UserError for a row that is not JSON, and for rows that differ from those in the file.
     """
     lines = (json.dumps(dict(row)) + "\n" for _, row in located(rows, name=name))
     if not (resumed and path.exists()):

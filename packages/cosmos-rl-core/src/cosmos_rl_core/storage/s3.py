@@ -1,4 +1,4 @@
-"""Settings of S3, for datasets, checkpoints and whatever else is a URL. From these variables where they are set:
+"""Settings of S3, for datasets, checkpoints and all other URLs. From these variables where they are set:
 
     PROD_S3_CHECKPOINT_ACCESS_KEY_ID   PROD_S3_CHECKPOINT_SECRET_ACCESS_KEY
     PROD_S3_CHECKPOINT_ENDPOINT_URL    PROD_S3_CHECKPOINT_REGION_NAME

@@ -1,8 +1,8 @@
-"""What lies in a safetensors file, by its header alone. No torch.
+"""The tensors of a safetensors file, by its header alone. No torch.
 
-[8 bytes: n] [n bytes: JSON, name -> dtype, shape, place] [the tensors' bytes, one after another]
+[8 bytes: n] [n bytes: JSON, name -> dtype, shape, offsets] [the tensors' bytes, one after another]
 
-Nothing in a header is believed: every tensor has to lie inside of the file, and to be as long as its shape says.
+Headers are not trusted: every tensor has to be inside of the file, and its length has to match its shape.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ ITEM_BYTES: Mapping[str, int] = {
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a tensor lies in a file."""
+    """Position of a tensor in a file."""
 
     start: int
     """First byte."""
     dtype: str
-    """As the format calls it, such as BF16."""
+    """In the format's spelling, such as BF16."""
     shape: tuple[int, ...]
 
 
@@ -43,7 +43,7 @@ def read_header(file: BufferedIOBase | BinaryIO, *, name: str) -> dict[str, Plac
     """Return the tensors of an open file by name, without its metadata.
 
     Raises:
-        UserError: it is no safetensors file, or its header asks for bytes that the file does not have.
+        UserError: it is not a safetensors file, or its header refers to bytes that the file does not have.
     """
     try:
         whole = file.seek(0, os.SEEK_END)
@@ -53,7 +53,7 @@ def read_header(file: BufferedIOBase | BinaryIO, *, name: str) -> dict[str, Plac
             raise ValueError(f"its header claims {size:,} bytes; the file has {whole:,}")
         entries = parse_json(file.read(size), where="its header")
         if not isinstance(entries, dict):
-            raise ValueError("its header is no object")
+            raise ValueError("its header is not an object")
         data = 8 + size
         return {key: _place(key, held, data, whole) for key, held in entries.items() if key != "__metadata__"}
     except (ValueError, struct.error) as error:
@@ -65,9 +65,9 @@ def _place(key: str, held: Any, data: int, whole: int) -> Place:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if _is_shape(shape):
             pass
         case _:
-            raise ValueError(f"{key[:200]} has no dtype, shape or place")
+            raise ValueError(f"{key[:200]} has no valid dtype, shape or data_offsets")
     if not 0 <= start <= end <= whole - data:
-        raise ValueError(f"{key[:200]} lies at bytes {start:,} to {end:,} of {whole - data:,}")
+        raise ValueError(f"{key[:200]} is at bytes {start:,} to {end:,} of {whole - data:,}")
     wanted = prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - start
     if end - start != wanted:
         raise ValueError(f"{key[:200]} has {end - start:,} bytes, but its shape {shape[:8]} of {dtype} {wanted:,}")

@@ -1,4 +1,4 @@
-"""What every rollout engine and reward function must do. A plug-in's own tests run these.
+"""Conformance checks of rollout engines and reward functions, for the tests of plug-ins.
 
     @pytest.mark.parametrize("check", ENGINE_CHECKS)
     def test_my_engine(check):
@@ -25,7 +25,7 @@ EngineCheck = Callable[[MakeEngine, Prompt, Sampling], Awaitable[None]]
 
 
 async def returns_whole_rollouts(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
-    """As many rollouts as asked for, each with one log-probability, version and mask a term."""
+    """As many rollouts as requested, each with one log-probability, version and mask per term."""
     engine = await _fresh(make)
     text, rollouts = await engine.generate(prompt, num_samples=3, sampling=sampling, seed=1)
     await engine.close()
@@ -62,7 +62,7 @@ async def is_greedy_at_zero(make: MakeEngine, prompt: Prompt, sampling: Sampling
 
 
 async def switches_between_terms(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
-    """A new version is applied once, and everything asked for afterwards is drawn with it."""
+    """A new version is applied once, and all later requests are sampled with it."""
     engine = await _fresh(make)
     applied: list[int] = []
     running = asyncio.create_task(engine.generate(prompt, num_samples=4, sampling=sampling, seed=1))
@@ -127,6 +127,6 @@ async def _fresh(make: MakeEngine) -> RolloutEngine:
 
 
 def _terms(rollout: Rollout) -> tuple[bytes, ...]:
-    """What was drawn, comparable."""
+    """The sampled terms and their log-probabilities, comparable."""
     arrays = [np.ascontiguousarray(rollout.arrays[name]).tobytes() for name in sorted(rollout.arrays)]
     return (*arrays, rollout.rollout_logprobs.tobytes())

@@ -1,4 +1,4 @@
-"""A process that runs out of open files, for a while."""
+"""Let this process run out of open files, for a while."""
 
 from __future__ import annotations
 

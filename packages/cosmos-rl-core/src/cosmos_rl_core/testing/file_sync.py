@@ -20,11 +20,11 @@ from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.weight_sync import RankExchange, SyncCost
 
-LOOK_AGAIN_S = 0.01
+POLL_S = 0.01
 
 
 class FileSync:
-    """Makes both sides. Implements `interfaces.WeightSync`; token, transport and sizes do not matter here."""
+    """Makes both sides. Implements `weight_sync.WeightSync`; token, transport and sizes are ignored."""
 
     def publisher(self, weights: Mapping[str, Tensor], *, ranks: RankExchange | None, **_: Any) -> FilePublisher:
         return FilePublisher(rank=ranks.rank if ranks else 0)
@@ -44,7 +44,7 @@ class FileSync:
 
 
 class FilePublisher:
-    """Writes each version to a file and tells every subscriber its number. Of several ranks the first does."""
+    """Writes each version to a file and sends its number to every subscriber. Of several ranks rank 0 does so."""
 
     def __init__(self, *, rank: int = 0) -> None:
         self._rank = rank
@@ -102,13 +102,13 @@ class FileSubscriber:
     async def stage(self, *, after: int) -> int:
         try:
             return await self._stage(after)
-        except FileNotFoundError as error:  # its directory goes with it
+        except FileNotFoundError as error:  # closing removes its directory
             raise ConnectionError("the publisher closed") from error
 
     async def _stage(self, after: int) -> int:
         if self._reader is None:
             while self._directory.exists() and not (self._directory / "versions").exists():
-                await asyncio.sleep(LOOK_AGAIN_S)  # nothing is published yet
+                await asyncio.sleep(POLL_S)  # nothing is published yet
             self._reader, self._writer = await asyncio.open_unix_connection(self._directory / "versions")
         version = after
         while version <= after:

@@ -37,11 +37,11 @@ Results = Mapping[str, np.ndarray | float | int]
 
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not end in time; carries what every such rank said."""
+    """A rank raised, died or did not end in time; the message has the traceback or exit code of each."""
 
 
 def preload(*modules: str) -> None:
-    """Let the server import further modules; to be said before the first `run_ranks` of a process, in conftest.py."""
+    """Let the server import further modules; call it before the first `run_ranks` of a process, in conftest.py."""
     _PRELOADED.extend(modules)
 
 
@@ -54,8 +54,8 @@ def run_ranks(
 ) -> list[dict[str, np.ndarray]]:
     """Call `function(rank, world_size, **arguments)` in `num_ranks` processes and return their results by rank.
 
-    `function` lies at the top level of a file; `arguments` are plain values. It is called with the default process
-    group made, one thread a rank, and returns arrays or numbers.
+    `function` is at the top level of a file; `arguments` are plain values. It is called after the default process
+    group is initialised, with one thread per rank, and returns arrays or numbers.
     """
     file = inspect.getsourcefile(function)
     assert file is not None
@@ -96,8 +96,8 @@ def _raise_failures(ranks: Sequence[BaseProcess], folder: Path) -> None:
     for rank, process in enumerate(ranks):
         if process.exitcode != 0:
             error = folder / f"{rank}.txt"
-            said = error.read_text() if error.exists() else f"killed (exit code {process.exitcode}), maybe waiting"
-            failed.append(f"rank {rank}: {said}")
+            cause = error.read_text() if error.exists() else f"killed (exit code {process.exitcode}), maybe waiting"
+            failed.append(f"rank {rank}: {cause}")
     if failed:
         raise RankFailed("\n".join(failed))
 
@@ -119,7 +119,7 @@ def _run(
         dist.destroy_process_group()
     except BaseException:
         Path(f"{folder}/{rank}.txt").write_text(traceback.format_exc())
-        os._exit(1)  # without the group's own farewell, which may wait for others
+        os._exit(1)  # destroying the group may wait for other ranks
 
 
 def _load_function(file: str, name: str) -> Callable[..., Any]:

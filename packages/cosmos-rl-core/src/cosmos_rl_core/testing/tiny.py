@@ -1,8 +1,8 @@
-"""A whole domain: a contextual bandit over short sequences that learns in seconds on a CPU.
+"""A complete domain: a contextual bandit over short sequences that learns in seconds on a CPU.
 
-A prompt is a number c; a rollout is `length` actions sampled one after another from a small network that sees c and the
-place; the reward is the fraction of actions equal to (c + place) mod `actions`. It exists so that the controller, the
-loop, the placements and every algorithm can be tested without a model library; a recipe names it
+A prompt is a number c; a rollout is a sequence of actions sampled one after another from a small network of c and the
+position (`place`); the reward is the fraction of actions equal to (c + place) mod `actions`. It exists so that the
+controller, the loop, the placements and every algorithm can be tested without a model library; a recipe names it
 `domain = "cosmos_rl_core.testing.tiny:TINY"`. Network, policy, engine and collation are in `tiny_model`.
 """
 

@@ -32,7 +32,7 @@ from cosmos_rl_core.types import (
 )
 
 PLACES = 16
-"""Longest rollout the network tells places apart in."""
+"""Longest rollout: the network has an embedding for each of so many positions."""
 
 
 class TinyNetwork(nn.Module):
@@ -90,7 +90,7 @@ class TinyPolicy(PolicyBase[TinyNetwork]):
 class TinyEngine:
     """Samples on the caller's loop, one term of all samples at a time; `delay_s` a term makes it slow on purpose.
 
-    No example to follow: an engine with more to compute has a thread, see `rollout.engine_thread`.
+    Not an example to follow: an engine with more to compute has a thread, see `rollout.engine_thread`.
     """
 
     def __init__(self, model: TinyModel, *, delay_s: float = 0.0) -> None:
@@ -199,7 +199,7 @@ def _microbatch(rollouts: Sequence[Rollout]) -> Microbatch:
 def collate_answers(
     rows: Sequence[Mapping[str, Any]], *, actions: int, length: int, microbatch_terms: int, share: Share
 ) -> TrainBatch:
-    """Rows -> the wanted actions as targets."""
+    """Rows -> a batch with the rewarded actions as targets."""
     groups = []
     for row in rows:
         answer = np.array([wanted(row["context"], place, actions=actions) for place in range(length)], np.int32)

@@ -1,12 +1,12 @@
-"""Which rank trains on which sequences, and in which microbatch. Pure arithmetic, the same on every rank.
+"""Assigns sequences to ranks and to microbatches. Pure arithmetic, the same on every rank.
 
     sequences --pieces--> shares of equal cost --pieces--> microbatches of at most `capacity` tokens
     a a a b b c           share 0: a a a c                 [a a a] [c]
                           share 1: b b                     [b b]   []      as many for every share
 
-Ranks of different shares meet in every collective of a step, so that the slowest share sets the pace and all must do as
-many passes. A *piece* is a run of one group's sequences, which share their prompt and are cheaper beside each other;
-pieces are halved until the parts are even.
+Ranks of all shares take part in every collective of a step, so that the slowest share sets the pace and all run the
+same number of passes. A *piece* is a run of one group's sequences, which share their prompt and are cheaper beside each
+other; pieces are halved until the parts are even.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import groupby
 from cosmos_rl_core.types import Share
 
 EVEN = 1.03
-"""Costliest part over the mean at which parts count as even, and groups are cut no further."""
+"""Parts are even once the costliest costs at most this times the mean; groups are then cut no further."""
 QUADRATIC_LENGTH = 24_576
 """Length at which attention costs as much as all matrix products: 12 x hidden, at a hidden size of 2048."""
 
@@ -37,8 +37,8 @@ def deal(
     """Return the microbatches of `share`, each the ascending indices of its sequences.
 
     Every sequence is in one microbatch of one share; every share has as many microbatches, a multiple of
-    `share.multiple`, of which some may be empty. A microbatch holds at most `capacity` tokens or one sequence. The one
-    share of a batch that is not divided keeps the order of the sequences.
+    `share.multiple`, of which some may be empty. A microbatch holds at most `capacity` tokens or one sequence. A batch
+    that is not divided (one share, multiple 1) keeps the order of its sequences.
 
     Args:
         lengths: tokens of each sequence, at least 1.

@@ -1,6 +1,6 @@
-"""Groups of a step -> what the trainer takes, with what a person wants to know about them.
+"""Groups of a step -> the trainer's batch, with metrics of the groups.
 
-groups -> advantages seen together -> minibatches -> collated -> each of them, epoch after epoch
+groups -> advantages that need all groups -> minibatches -> collated -> repeated, epoch after epoch
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Batcher:
         seed: int = 0,
         on_groups: Callable[[Sequence[RolloutGroup], int], None] | None = None,
     ) -> None:
-        """Wire it.
+        """Set up the stages; those that are None or 1 are skipped.
 
         batch_advantage: rewards of all groups -> their advantages. of_steps: changes the advantages of episodes' steps.
-        data_term: adds its rows of the step. seed: of what is dealt into minibatches. on_groups: called with the groups
-        of each step, with the advantages that are trained on, and the step.
+        data_term: adds its rows of the step. seed: of the split into minibatches. on_groups: called with the groups of
+        each step, which have the advantages that are trained on, and the step.
         """
         self._collate = collate
         self._max_staleness = max_staleness
@@ -53,7 +53,7 @@ class Batcher:
     def __call__(self, groups: Sequence[RolloutGroup], *, step: int) -> TrainBatch:
         oldest = min(group.min_policy_version for group in groups)
         assert step - oldest <= self._max_staleness, f"step {step} was given terms of version {oldest}"
-        trained = self._seen_together(groups, step=step)
+        trained = self._with_step_advantages(groups, step=step)
         if self._on_groups is not None:
             self._on_groups(trained, step)
         first, *later = self._updates(trained, step=step)
@@ -70,7 +70,7 @@ class Batcher:
         orders = [range(len(batches)), *(random.permutation(len(batches)) for _ in range(self._epochs - 1))]
         return [batches[place] for order in orders for place in order]
 
-    def _seen_together(self, groups: Sequence[RolloutGroup], *, step: int) -> Sequence[RolloutGroup]:
+    def _with_step_advantages(self, groups: Sequence[RolloutGroup], *, step: int) -> Sequence[RolloutGroup]:
         if self._of_steps is not None:
             return self._of_steps(groups, step=step)
         if self._batch_advantage is None:
@@ -108,9 +108,9 @@ def group_metrics(groups: Sequence[RolloutGroup], *, step: int) -> Mapping[str, 
 def deal_minibatches(
     groups: Sequence[RolloutGroup], *, count: int, random: np.random.Generator
 ) -> list[list[RolloutGroup]]:
-    """Deal what is trained on into `count` minibatches of equal size up to one.
+    """Deal trained rollouts, or steps of episodes, into `count` minibatches whose sizes differ by at most one.
 
-    Raises UserError where there is less to deal than minibatches.
+    Raises UserError for fewer of them than minibatches.
     """
     if count == 1:
         return [list(groups)]
@@ -127,11 +127,11 @@ def deal_minibatches(
     for group, of_group in zip(groups, masks, strict=True):
         dealt: list[list[Rollout]] = [[] for _ in range(count)]
         for rollout, mask in zip(group.rollouts, of_group, strict=True):
-            drawn = np.full(len(mask), -1)
-            drawn[mask] = places[start : start + mask.sum()]
+            assigned = np.full(len(mask), -1)  # minibatch of each unit; -1 for units that are not trained on
+            assigned[mask] = places[start : start + mask.sum()]
             start += int(mask.sum())
-            for number in np.unique(drawn[mask]):
-                dealt[number].append(_only(rollout, drawn == number))
+            for number in np.unique(assigned[mask]):
+                dealt[number].append(_only(rollout, assigned == number))
         for number, rollouts in enumerate(dealt):
             if rollouts:
                 minibatches[number].append(replace(group, rollouts=tuple(rollouts)))
@@ -139,7 +139,7 @@ def deal_minibatches(
 
 
 def _trained_units(rollout: Rollout) -> np.ndarray:
-    """[S] bool, or [1] for a rollout without steps: whether anything of it is trained on."""
+    """[S] bool, or [1] for a rollout without steps: whether any of its terms is trained on."""
     if rollout.episode is None:
         return np.array([bool(rollout.loss_mask.any())])
     trained = np.zeros(rollout.episode.num_steps, bool)
@@ -148,7 +148,7 @@ def _trained_units(rollout: Rollout) -> np.ndarray:
 
 
 def _only(rollout: Rollout, units: np.ndarray) -> Rollout:
-    """The rollout with only those units trained on."""
+    """Restrict a rollout's loss mask to `units`."""
     if rollout.episode is None:
         return rollout
     return replace(rollout, loss_mask=rollout.loss_mask & units[rollout.episode.term_steps])

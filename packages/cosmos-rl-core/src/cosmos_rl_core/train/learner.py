@@ -1,7 +1,7 @@
 """A policy replica's learner: the trainer, the reference and the publisher behind awaitable verbs.
 
 All tensor work runs in one dedicated thread (an OpenMP team belongs to the thread that made it), so that the event
-loop keeps answering: heartbeats, weight readers, Ctrl-C.
+loop stays responsive to heartbeats, weight readers and Ctrl-C.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class PolicyLearner:
         max_skipped_steps: int,
         keeps_old: bool = False,
     ) -> None:
-        """keeps_old: later updates of a step are told what the policy said when it began."""
+        """keeps_old: give later updates of a step the policy's log-probabilities from its start."""
         self.trainer = trainer
         self._publisher = publisher
         self._reference = reference
@@ -52,7 +52,7 @@ class PolicyLearner:
         """Updates of the step that begins, which follow its commit."""
         self._skipped = 0
         self._fenced: Mapping[str, float] = {}
-        """What the last wait for the engines cost."""
+        """Metrics of the last fence."""
 
     @property
     def version(self) -> int:
@@ -62,8 +62,8 @@ class PolicyLearner:
         if self._skipped > self._max_skipped_steps:
             raise UserError(
                 f"the gradient was not finite in {self._skipped} steps in a row, the last at step {self.version - 1}; "
-                "the weights are those of the last good step. Lower [policy.optimizer] learning_rate, or look at "
-                "rollouts/ for what the model wrote."
+                "the weights are those of the last good step. Lower [policy.optimizer] learning_rate, or check the "
+                "model's samples in rollouts/."
             )
         await self.in_compute_thread(lambda: self._forward_backward(batch))
 
@@ -89,7 +89,7 @@ class PolicyLearner:
 
     def _forward_backward(self, batch: TrainBatch) -> None:
         with self._timeline.span("forward_backward", step=self.version):
-            first, *later = self._told((batch, *batch.later))
+            first, *later = self._with_logprobs((batch, *batch.later))
             self._later = tuple(later)
             self._gradients_of(first)
 
@@ -99,7 +99,7 @@ class PolicyLearner:
         self.trainer.forward_backward_data_term()
 
     def _updates(self) -> StepResult:
-        """Take the step: the update whose gradients are there, and those that follow."""
+        """Take the step: apply the update whose gradients are computed, then compute and apply the later ones."""
         results = [self.trainer.optim_step(last=not self._later)]
         for left, batch in reversed(list(enumerate(reversed(self._later)))):
             self._gradients_of(batch)
@@ -107,17 +107,17 @@ class PolicyLearner:
         self._later = ()
         return _as_one(results)
 
-    def _told(self, updates: Sequence[TrainBatch]) -> list[TrainBatch]:
-        """Add what the reference says of each update's terms, and the policy as it is now; once for each batch."""
-        told: dict[int, TrainBatch] = {}
+    def _with_logprobs(self, updates: Sequence[TrainBatch]) -> list[TrainBatch]:
+        """Add log-probabilities of the reference, and of the policy as it is now; once for each distinct batch."""
+        completed: dict[int, TrainBatch] = {}
         for batch in updates:
-            if id(batch) not in told:
+            if id(batch) not in completed:
                 with self._prepared_reference():
                     microbatches = [self._with_reference(microbatch) for microbatch in batch.microbatches]
                 if self._keeps_old and len(updates) > 1:
                     microbatches = [self._with_old(microbatch) for microbatch in microbatches]
-                told[id(batch)] = replace(batch, microbatches=tuple(microbatches))
-        return [told[id(batch)] for batch in updates]
+                completed[id(batch)] = replace(batch, microbatches=tuple(microbatches))
+        return [completed[id(batch)] for batch in updates]
 
     @torch.no_grad()
     def _with_old(self, microbatch: Microbatch) -> Microbatch:
@@ -137,7 +137,7 @@ class PolicyLearner:
 
 
 def _as_one(results: Sequence[StepResult]) -> StepResult:
-    """The updates of a step as one result: metrics of all on average, a batch's own where only it has them."""
+    """Merge the updates of a step: each metric is the mean over the updates that have it."""
     names = dict.fromkeys(name for result in results for name in result.metrics)
     columns = {name: [r.metrics[name] for r in results if name in r.metrics] for name in names}
     return StepResult(

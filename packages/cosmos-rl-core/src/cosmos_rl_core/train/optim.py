@@ -18,10 +18,10 @@ from cosmos_rl_core.errors import UserError
 def parameter_groups(
     module: nn.Module, *, weight_decay: float, learning_rate: float, rates: Mapping[str, float]
 ) -> list[dict[str, Any]]:
-    """Matrices decay, vectors do not; frozen parameters are left out. `rates` are by patterns of names.
+    """Matrices decay, vectors do not; frozen parameters are left out. `rates`: learning rates by name pattern.
 
-    Distributed parameters of different meshes, such as experts, get groups of their own: one fused update takes one.
-    Raises UserError for a pattern that fits no trained parameter.
+    Distributed parameters of different meshes, such as experts, get groups of their own: a fused update takes one mesh.
+    Raises UserError for a pattern that matches no trained parameter.
     """
     groups: dict[tuple[bool, float, DeviceMesh | None], list[nn.Parameter]] = {}
     named = {_plain(name): parameter for name, parameter in module.named_parameters()}
@@ -48,7 +48,7 @@ def parameter_groups(
 
 
 def _plain(name: str) -> str:
-    """A parameter's name without what wrappers for compiling and checkpointing put into it."""
+    """A parameter's name without the prefixes of wrappers for compiling and activation checkpointing."""
     return name.replace("_orig_mod.", "").replace("_checkpoint_wrapped_module.", "")
 
 
@@ -71,7 +71,7 @@ def build_optimizer(
 
 
 def factor(name: str, step: int, *, warmup_steps: int, total_steps: int | None, min_ratio: float) -> float:
-    """Multiplier of the base rate at optimizer step `step` (0-based).
+    """Multiplier of the base learning rate at optimizer step `step` (0-based).
 
     Linear warm-up from 1/warmup_steps to 1, then `constant`, `linear` or `cosine` down to `min_ratio` at
     `total_steps`.
@@ -80,7 +80,7 @@ def factor(name: str, step: int, *, warmup_steps: int, total_steps: int | None, 
         return (step + 1) / warmup_steps
     if name == "constant":
         return 1.0
-    assert total_steps is not None, "the config asks for max_steps with a decaying schedule"
+    assert total_steps is not None, "the config requires max_steps for a decaying schedule"
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     shape = 1.0 - progress if name == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
     return min_ratio + (1.0 - min_ratio) * shape

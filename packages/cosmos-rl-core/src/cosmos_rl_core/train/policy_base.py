@@ -1,4 +1,4 @@
-"""PolicyBase: the parts of `interfaces.Policy` that most policies answer alike."""
+"""PolicyBase: the parts of `interfaces.Policy` that most policies implement alike."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ class PolicyBase(ABC, Generic[M]):
         """The forward pass of one microbatch."""
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """Return log-probabilities [T] float32 and what else the policy computes of its terms."""
+        """Return log-probabilities [T] float32 and the policy's other outputs for its terms."""
         outputs = self._outputs(microbatch, with_entropy=with_entropy)
         if not torch.is_grad_enabled():
-            reshard(self.module)  # no backward pass follows that would
+            reshard(self.module)  # no backward pass follows to do it
         return outputs
 
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
@@ -43,18 +43,18 @@ class PolicyBase(ABC, Generic[M]):
         accumulate(self, microbatches, loss=loss, with_entropy=with_entropy, reduce_once=self._reduce_once)
 
     def stepped(self, version: int) -> None:
-        """Nothing follows the weights."""
+        """No-op: the policy keeps no average of its weights."""
 
     def second_copies(self) -> Sequence[nn.Parameter]:
-        """None: a whole model has its tied matrices once."""
+        """Empty: a whole model has its tied matrices once."""
         return ()
 
     def reference(self) -> Reference | None:
-        """The model under the adapters, where adapters are trained; else None: a copy has to be built."""
+        """The model without its adapters, where adapters are trained; else None: a copy has to be built."""
         return reference_of(self)
 
     def metrics(self) -> Mapping[str, float]:
-        """None beside those of the loss."""
+        """Empty: no metrics beside those of the loss."""
         return {}
 
     @abstractmethod
@@ -62,9 +62,9 @@ class PolicyBase(ABC, Generic[M]):
         """Live tensors by checkpoint name, tied ones once."""
 
     def rollout_weights(self) -> Mapping[str, Tensor]:
-        """The trained ones."""
+        """`weights`: engines sample with the trained ones."""
         return self.weights()
 
     @abstractmethod
     def save_config(self, directory: Path) -> None:
-        """Write what loads the model beside its weights."""
+        """Write the files that load the model beside its weights."""

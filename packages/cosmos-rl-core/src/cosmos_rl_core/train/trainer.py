@@ -1,4 +1,4 @@
-"""The trainer: sums named loss terms, each divided by its own global count. It knows no algorithm and no domain.
+"""The trainer: sums named loss terms, each divided by its own global count. It depends on no algorithm and no domain.
 
     loss = sum_k coef_k * ( sum_t weight_t * value_k,t ) / normalizer
 
@@ -21,7 +21,7 @@ from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBat
 
 
 class Trainer:
-    """Three verbs of training.
+    """Start a step, accumulate its gradients, update the weights.
 
     trainer.begin(batch)
     trainer.forward_backward(batch.microbatches)
@@ -50,7 +50,7 @@ class Trainer:
         """Microbatches done since the start, for heartbeats."""
         self._objective = objective
         self._data_term, self._data_term_coef = data_term, data_term_coef
-        """What is minimised over `TrainBatch.data_term`, and the coefficient of that."""
+        """The objective over `TrainBatch.data_term`, and its coefficient."""
         self._lr_factor = lr_factor
         self._base_lrs = [group["lr"] for group in optimizer.param_groups]
         self._max_grad_norm = max_grad_norm
@@ -112,7 +112,7 @@ class Trainer:
         return total
 
     def optim_step(self, *, last: bool = True) -> StepResult:
-        """Clip, check, step. A gradient that is not finite leaves the weights alone and is reported.
+        """Clip, check, step. A gradient that is not finite leaves the weights unchanged and is reported.
 
         last: no further update belongs to this step, which then makes a new version.
         """

@@ -1,6 +1,6 @@
 """The loss on held-out rows, measured by the policy replica between two optimizer steps.
 
-All ranks measure together, each its share of the rows, forward only; `workers.steps` says when.
+All ranks measure together, each its share of the rows, forward only; `workers.steps` decides when.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Validation:
-    """Mean negative log-likelihood of the wanted terms over all held-out rows.
+    """Mean negative log-likelihood of the target terms over all held-out rows.
 
     metrics = validation.measure()      # {"eval/loss": 1.25, "eval/perplexity": 3.49, ...}
     """
@@ -58,7 +58,7 @@ class Validation:
                 logprobs = self._policy.forward(microbatch).logprobs
                 mask = microbatch.terms.loss_mask.to(logprobs.device)
                 total -= logprobs.masked_fill(mask == 0, 0.0).sum(dtype=torch.float64).cpu()
-        self._policy.metrics()  # what was counted so far is not the next step's
+        self._policy.metrics()  # drop those counted here: they are not the next step's
         summed = float(total) if self._mesh is None else sum_metrics({"nll": total}, self._mesh)["nll"]
         loss = summed / num_terms if num_terms else math.nan
         return {

@@ -45,13 +45,13 @@ def heads_to_rows(heads: Tensor, axis: DeviceMesh) -> Tensor:
 
 
 def place_terms(values: Tensor, places: Tensor, length: int, axis: DeviceMesh) -> Tensor:
-    """Bring the terms that ranks hold together: every rank gets all of them.
+    """Gather the terms of all ranks: every rank gets all of them.
 
-    The backward pass takes this rank's part of the gradient, which is the same on every rank.
+    The backward pass returns this rank's part of the gradient, which is the same on every rank.
 
     Args:
         values: [t], t differs from rank to rank and may be 0.
-        places: [t] int64: where they belong; every place belongs to one rank of `axis`.
+        places: [t] int64: their indices in the result; every index belongs to one rank of `axis`.
         length: T, the terms of all ranks.
 
     Returns:

@@ -1,11 +1,11 @@
-"""Experts spread over ranks: rows travel to the rank of their expert, through it, and back.
+"""Experts spread over ranks: rows are sent to the rank of their expert, computed there, and sent back.
 
-    hidden [N, H], experts [N, k]     every row is wanted by k experts: N k slots
+    hidden [N, H], experts [N, k]     every row goes to k experts: N k slots
     dispatch                          slots sorted by expert --all-to-all--> rows [R, H] sorted by this rank's experts
     grouped_linear                    one matrix an expert
     combine                           --all-to-all--> outputs of the k slots, summed with their gates [N, k] -> [N, H]
 
-Counts travel first, for the splits are uneven: no row is dropped and none is padded. The layout is that of GShard
+Counts are sent first, for the splits are uneven: no row is dropped and none is padded. The layout is that of GShard
 (arXiv:2006.16668) without its capacity, as in MegaBlocks (arXiv:2211.15841). All ranks along `ep` call together.
 """
 
@@ -23,12 +23,12 @@ from torch.nn import functional as F
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """Where dispatched rows came from: what brings their outputs back."""
+    """The origin of dispatched rows, by which `combine` sends their outputs back."""
 
     home: Tensor
-    """[N k] int64: place of each slot among the rows that left this rank."""
+    """[N k] int64: index of each slot among the rows that left this rank."""
     arrived: Tensor
-    """[R] int64: place of each arrived row among the rows sorted by expert."""
+    """[R] int64: index of each arrived row among the rows sorted by expert."""
     left: list[int]
     """Rows that left for each rank of the axis."""
     came: list[int]
@@ -48,7 +48,7 @@ def dispatch(
 
     Returns:
         The rows [R, H] for this rank's experts, sorted by expert; [local experts] int32, where each expert's rows end;
-        and what `combine` needs.
+        and the input of `combine`.
     """
     slots = experts.reshape(-1)
     order = slots.argsort(stable=True)
@@ -95,7 +95,7 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor |
 
 
 def own_rows(num_rows: int, axis: DeviceMesh | None) -> slice:
-    """Return which of the rows that all ranks of `axis` have this rank sees to: parts of equal size, within one."""
+    """Return this rank's slice of rows that all ranks of `axis` have: parts whose sizes differ by at most one."""
     if axis is None:
         return slice(num_rows)
     rank, size = axis.get_local_rank(), axis.size()
@@ -112,7 +112,7 @@ def _inverse(order: Tensor) -> Tensor:
 
 
 def _experts_of(counts: Tensor) -> Tensor:
-    """Arrived rows lie by rank, then by expert: counts [ranks, experts] -> expert of each row [R]."""
+    """Arrived rows are ordered by rank, then by expert: counts [ranks, experts] -> expert of each row [R]."""
     experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
     return experts.repeat_interleave(counts.reshape(-1))
 

@@ -43,10 +43,10 @@ def shard_fully(
     Args:
         blocks: modules inside `root`, in the order they run.
         compute_dtype: type that parameters are gathered in and the modules compute in; None: their own.
-        experts: modules inside the blocks whose parameters lie on the axes efsdp (cut) and ep (spread already).
+        experts: modules inside the blocks whose parameters are on the axes efsdp (cut here) and ep (cut already).
         exact: groups of modules that compute in the type of their parameters, each group gathered together for the
             whole pass: a forward pass of `root` that runs one of a group runs all of it.
-        cast_inputs: cast what goes into `root` and into blocks to `compute_dtype`; else they see to it themselves.
+        cast_inputs: cast the inputs of `root` and of blocks to `compute_dtype`; else the modules do it themselves.
 
     Raises UserError for a parameter that cannot be cut evenly.
     """
@@ -70,7 +70,7 @@ def shard_fully(
     for module in experts:
         shard(module, on=mesh.expert_fsdp, reshard=parallel.reshard_after_forward)
     for group in exact:
-        shard(*group, on=mesh.fsdp, reshard=False, types=own)  # small, and used from all over a pass
+        shard(*group, on=mesh.fsdp, reshard=False, types=own)  # small, and used throughout a pass
     for block in blocks:
         shard(block, on=mesh.fsdp, reshard=parallel.reshard_after_forward)
     shard(
@@ -88,14 +88,14 @@ def sum_gradients(modules: Iterable[nn.Module]) -> None:
 
 
 def reshard(root: nn.Module) -> None:
-    """Free what a forward pass without a backward pass has left gathered: `parameters()` are the sharded ones again."""
+    """Reshard parameters that a forward pass without a backward pass has left gathered."""
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
 
 
 def _placement(modules: Iterable[nn.Module], *, num_shards: int) -> Callable[[nn.Parameter], Shard | None]:
-    """Along which dim each parameter is cut: the first that is whole, and divisible where it is not dim 0."""
+    """Choose the dim each parameter is cut along: the first that is whole, and divisible where it is not dim 0."""
     names = {id(parameter): name for module in modules for name, parameter in module.named_parameters()}
 
     def choose(parameter: nn.Parameter) -> Shard | None:

@@ -18,8 +18,8 @@ from torch.nn import functional as F
 MIN_WEIGHTS = 128 * 128
 """Elements of the smallest weight for which the call's fixed cost of some 10 microseconds pays in generation.
 
-It counts with one thread and at least two columns. With more threads or one column, MKL cuts the product so that the
-last bit of a row depends on how many rows there are; a rollout must not depend on what runs beside it.
+It applies with one thread and at least two columns. With more threads or one column, MKL cuts the product so that the
+last bit of a row depends on how many rows there are; a rollout must not depend on the others in its batch.
 """
 MIN_ROWS = 4
 """Fewest rows of a batch in generation, filled up with rows that are thrown away.
@@ -28,7 +28,7 @@ Products of one to three rows go through other CPU kernels that round differentl
 to give a row the same bits whatever its neighbours.
 """
 _MKL_ROWS = 16
-"""`MIN_ROWS` of MKL's products on Intel's CPUs, whose kernels for few rows reach the further the longer a row is."""
+"""`MIN_ROWS` of MKL's products on Intel's CPUs, whose kernels for few rows serve more rows the longer a row is."""
 MIN_TRAINED_WEIGHTS = 64 * 64
 """`MIN_WEIGHTS` in training, where many more rows share one call."""
 
@@ -59,7 +59,7 @@ class OneDnnLinear(nn.Linear):
 
 
 class ManyRowsLinear(OneDnnLinear):
-    """Of a network that is given many rows with and without gradients, and computes the same bits in both."""
+    """For a network that gets many rows with and without gradients, and computes the same bits in both cases."""
 
     many_rows = True
 

@@ -1,7 +1,7 @@
 """A stage of torch's pipeline whose microbatches have hidden states of different shapes.
 
 torch makes the buffers of all microbatches before a step, from one example. Here the example is empty, and a buffer of
-the right shape takes its place just before its receive and goes after the backward pass.
+the right shape replaces it just before its receive, and is freed after the backward pass.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class RaggedStage(PipelineStage):
-    """Drives `run` in a schedule of torch; microbatches are told apart by the keyword `place` [1] of its `step`."""
+    """Calls `run` in a schedule of torch; the keyword `place` [1] of `step` is the index of the microbatch."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class RaggedStage(PipelineStage):
         """Wrap a stage for one step.
 
         Args:
-            run: (hidden states, None in the first stage; place of the microbatch in the step) -> hidden states; the
+            run: (hidden states, None in the first stage; index of the microbatch in the step) -> hidden states; the
                 loss [] in the last stage.
             module: holds the parameters. Of an FSDP root torch leaves the sums over ranks to the end of the step.
             shapes: of the hidden states between stages, for each microbatch.
@@ -41,7 +41,7 @@ class RaggedStage(PipelineStage):
         """
         example = torch.empty(0, dtype=dtype, device=device, requires_grad=True)
         super().__init__(module, index, num_stages, device, input_args=example, output_args=example, group=group)
-        self._runtime_validate = False  # under TORCH_DISTRIBUTED_DEBUG torch would hold all shapes against the example
+        self._runtime_validate = False  # under TORCH_DISTRIBUTED_DEBUG torch would compare all shapes with the example
         self._run = run
         self._shapes = shapes
         self._dtype = dtype

@@ -7,8 +7,8 @@
         leave    summed over tp (and cut along L)                        backward: whole on every rank
 
 Between `enter` and `leave` every gradient of an activation is a rank's part of a sum; so is that of a parameter which
-the ranks hold in common there (a norm of queries, a router): it is declared `Partial`, and whoever reduces gradients
-sums it. Nothing else in a region has to know of tp. Source: Shoeybi et al., arXiv:1909.08053; with `sequence`,
+is replicated there (a norm of queries, a router): it is declared `Partial`, and the reduction of gradients sums it.
+Nothing else in a region depends on tp. Source: Shoeybi et al., arXiv:1909.08053; with `sequence`,
 Korthikanti et al., arXiv:2205.05198.
 
 Parameters become DTensors on the tp axis; a module sees plain local tensors while it runs. Vectors are small: each
@@ -27,12 +27,12 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 View = Callable[[DTensor], Tensor]
-"""What a module sees of one of its parameters."""
+"""Maps a parameter to the local tensor that its module computes with."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorAxis:
-    """The ranks along tp, and how activations lie between regions."""
+    """The ranks along tp, and the placement of activations between regions."""
 
     mesh: DeviceMesh
     """One-dimensional."""
@@ -49,7 +49,7 @@ class TensorAxis:
 
     @property
     def outside(self) -> Placement:
-        """How hidden states [1, L, hidden] lie between regions."""
+        """The placement of hidden states [1, L, hidden] between regions."""
         return Shard(1) if self.sequence else Replicate()
 
     def enter(self, hidden: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def region(module: nn.Module, axis: TensorAxis) -> None:
 
 
 def whole_sequence(module: nn.Module, axis: TensorAxis) -> None:
-    """Give a module all of a sequence that lies cut over tp: every rank computes it whole and keeps its slice."""
+    """All-gather a sequence across tp before the module: every rank computes all of it and keeps its slice."""
     if axis.sequence:
         _between(module, axis.gather, axis.cut)
 
@@ -111,7 +111,7 @@ def _between(module: nn.Module, before: Callable[[Tensor], Tensor], after: Calla
 
 
 def replicate(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
-    """Keep a module's own parameters whole on every rank; `partial`: their gradients are parts of a sum."""
+    """Replicate a module's own parameters on every rank; `partial`: their gradients are parts of a sum."""
     _place_all(module, axis, lambda _: Replicate())
     grad = Partial() if partial else Replicate()
     run_on_local(module, dict.fromkeys(_own(module), lambda p: p.to_local(grad_placements=[grad])))
@@ -130,7 +130,7 @@ def cut_rows(module: nn.Module, axis: TensorAxis) -> None:
 
 
 def cut_vectors(module: nn.Module, axis: TensorAxis) -> None:
-    """Let each rank see its slice of a module's own vectors, such as one value a head."""
+    """Give each rank its slice of a module's own vectors, such as one value per head."""
     _place_all(module, axis, lambda _: Replicate())
     run_on_local(module, dict.fromkeys(_own(module), own_slice(axis)))
 
@@ -153,7 +153,7 @@ def cut_vocabulary(embedding: nn.Embedding, axis: TensorAxis) -> None:
 
 
 def run_on_local(module: nn.Module, views: Mapping[str, View]) -> None:
-    """Let a module's forward see `views` of its own DTensor parameters instead of them."""
+    """Run a module's forward on `views` of its own DTensor parameters."""
     if not views:
         return
     inner = module.forward
@@ -177,7 +177,7 @@ def own_part(parameter: DTensor) -> Tensor:
 
 
 def own_slice(axis: TensorAxis) -> View:
-    """This rank's slice, along dim 0, of a parameter that all hold."""
+    """This rank's slice, along dim 0, of a replicated parameter."""
 
     def view(parameter: DTensor) -> Tensor:
         start, stop = axis.bounds(parameter.shape[0])
@@ -187,7 +187,7 @@ def own_slice(axis: TensorAxis) -> View:
 
 
 def _once(axis: TensorAxis) -> View:
-    """The parameter on the first rank and zeros on the others, for what is added to a part of a sum."""
+    """The parameter on the first rank and zeros on the others, for a bias added to parts of a sum."""
 
     def view(parameter: DTensor) -> Tensor:
         return parameter.to_local(grad_placements=[Partial()]) * (axis.rank == 0)

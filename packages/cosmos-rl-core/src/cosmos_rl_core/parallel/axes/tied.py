@@ -1,7 +1,7 @@
 """A matrix that the first and the last stage of a pipeline both hold: the embedding that is also the head.
 
 Its gradient is the sum of two parts, one from each stage. With the same weights at the start, the same sum, the same
-optimizer state and the same rate both copies stay the same, to the last bit.
+optimizer state and the same learning rate both copies stay the same, to the last bit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 
 @contextmanager
 def tied_gradients(parameters: Sequence[nn.Parameter], *, mesh: ReplicaMesh) -> Iterator[None]:
-    """Add to the gradients of `parameters` what both end stages computed inside, and not what was there before.
+    """Sum the gradients of `parameters` that both end stages compute inside; earlier gradients are added unsummed.
 
     with tied_gradients(tied, mesh=mesh):
         pipeline.forward_backward(microbatches, loss=loss, with_entropy=False)

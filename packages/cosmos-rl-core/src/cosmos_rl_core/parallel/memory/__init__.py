@@ -1,1 +1,1 @@
-"""Trade time for memory: activation checkpointing and offload, float8."""
+"""Trades of time for memory: activation checkpointing and offload, float8."""

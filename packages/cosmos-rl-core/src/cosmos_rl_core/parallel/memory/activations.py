@@ -67,7 +67,7 @@ class _Sizes:
     attention: float
     feed_forward: float
     products: float
-    """What "selective" keeps."""
+    """The part that "selective" keeps."""
     gradients: float
 
     @classmethod
@@ -76,7 +76,7 @@ class _Sizes:
         heads, kv_heads = shape.heads / dims.tp, max(shape.kv_heads / dims.tp, 1)
         query, value = heads * shape.head_dim, kv_heads * shape.head_dim
         along = shape.hidden / dims.tp if sequence_parallel else shape.hidden
-        scaled = 0 if shape.adapter_parameters else 1  # what a frozen norm scales is not needed again
+        scaled = 0 if shape.adapter_parameters else 1  # the input of a frozen norm's scale is not needed again
         norms = shape.stream_norms * ((4 + scaled * stream + c) * along + 4)
         if stream != c:  # autocast: the norm's output is cast for each product it goes into
             norms += c * along * (2 if shape.has_experts(layer) else 3)
@@ -102,7 +102,7 @@ def _feed_forward(shape: ModelShape, dims: ParallelDims, *, layer: int) -> Layer
     if not shape.has_experts(layer):
         width = shape.intermediate / dims.tp
         return LayerBytes(whole=copies * c * width, kept=c * (hidden + 2 * width), gradients=3 * c * width)
-    chosen = shape.experts_per_token / dims.tp  # tokens of a tp group are shared out among its ranks
+    chosen = shape.experts_per_token / dims.tp  # the tokens of a tp group are split over its ranks
     e, width = stream_bytes(shape, dims), shape.expert_intermediate
     shared = shape.shared_intermediate / dims.tp
     routes = 4 * shape.experts + 4 * _INDEX_BYTES * shape.experts_per_token

@@ -20,7 +20,7 @@ from torch import nn
 from cosmos_rl_core.errors import UserError
 
 MULTIPLE = 16
-"""What both dims of a weight must be divisible by: the hardware's tiles."""
+"""Divides both dims of a weight: the size of the hardware's tiles."""
 
 
 def use_float8(
@@ -32,7 +32,7 @@ def use_float8(
         skip: layers to leave alone, such as the output head, which the loss is most sensitive to.
 
     Returns:
-        How many layers were taken; layers of odd sizes are left alone.
+        The number of converted layers; layers of other sizes are left alone.
 
     Raises UserError where torchao is not installed, or no layer can be taken.
     """
@@ -61,7 +61,7 @@ def _fits(layer: nn.Module) -> bool:
 
 
 def _has_float8(layer: nn.Module) -> bool:
-    """Whether the layer lies on a device that multiplies float8."""
+    """Whether the layer is on a device that multiplies float8."""
     device = next(layer.parameters()).device
     if device.type == "meta":
         return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)

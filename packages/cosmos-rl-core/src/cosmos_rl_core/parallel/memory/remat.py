@@ -2,8 +2,8 @@
 
     block(...) -> hooks of FSDP -> offloaded( checkpointed( compiled( forward ))) -> hooks of tp on the parts inside
 
-Only `block.forward` is replaced, so that parameters keep their names and what hooks into a call of the block
-(FSDP's gathering of parameters) stays outside of what is recomputed.
+Only `block.forward` is replaced, so that parameters keep their names and hooks of a call of the block (FSDP's gathering
+of parameters) are not part of the recomputation.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _KEPT = (
     ("mkldnn", "_linear_pointwise"),
     ("_c10d_functional", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"),
 )
-"""What "selective" does not compute again: matrix products, attention, and sums and exchanges between ranks."""
+"""Operators that "selective" does not recompute: matrix products, attention, and collectives between ranks."""
 
 Forward = Callable[..., Any]
 
@@ -47,7 +47,7 @@ Forward = Callable[..., Any]
 def save_memory(blocks: Iterable[nn.Module], section: MemorySection) -> None:
     """Apply [policy.memory] to each of a model's blocks, before `fully_shard` and after tensor parallelism.
 
-    Raises UserError for options that do not go together, or that this machine cannot serve.
+    Raises UserError for options that conflict, or that this machine does not support.
     """
     mode = section.activation_checkpointing
     if section.compile and mode == "selective":
@@ -75,7 +75,7 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["none", "s
 
 
 def offload_activations(blocks: Iterable[nn.Module], *, min_bytes: int = MIN_OFFLOADED_BYTES) -> None:
-    """Keep what the backward pass of each block needs in the host's memory, parameters and small tensors excepted.
+    """Keep tensors saved for the backward pass of each block in the host's memory, but parameters and small ones.
 
     With "full" checkpointing that is the input of each block. On a CPU it costs a copy and gains nothing.
     """
@@ -154,7 +154,7 @@ def _offloaded(block: nn.Module, forward: Forward, min_bytes: int, *args: Any, *
 
 
 def _to_host(saved: Tensor) -> Callable[[], Tensor]:
-    """Copy to pinned memory, in order with the GPU's other work; what is returned copies back."""
+    """Copy to pinned memory, in order with the GPU's other work; the returned function copies back."""
     here = _local(saved)
     host = torch.empty_like(here, device="cpu", pin_memory=here.is_cuda)
     host.copy_(here, non_blocking=here.is_cuda)
@@ -172,5 +172,5 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 def _address(tensor: Tensor) -> int:
-    """Where a tensor's storage lies: views of a parameter, such as its transpose, share it."""
+    """The address of a tensor's storage: views of a parameter, such as its transpose, share it."""
     return _local(tensor).untyped_storage().data_ptr()

@@ -39,7 +39,7 @@ def build(name: str, options: Mapping[str, Any]) -> Any:
     is_domains = ":" in domain_name or domain_name in plugins.names("cosmos_rl.domains")
     factory = _of_domain(domain_name, own) if is_domains else plugins.load("cosmos_rl.rewards", name)
     if not callable(factory):
-        raise UserError(f"reward {name} is {factory!r}, and no function")
+        raise UserError(f"reward {name} is {factory!r}, not a function")
     if ":" in name and not is_domains and not inspect.isclass(factory):
         return partial(factory, **options) if options else factory
     try:
