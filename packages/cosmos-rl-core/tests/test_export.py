@@ -128,7 +128,7 @@ def test_a_damaged_checkpoint_is_not_exported(tmp_path):
 
 def test_nothing_is_written_over(finished, tmp_path):
     (tmp_path / "mine").write_text("")
-    with pytest.raises(UserError, match="is there already; give a new or empty directory"):
+    with pytest.raises(UserError, match="exists already; give a new or empty directory"):
         export(str(finished), tmp_path)
 
 

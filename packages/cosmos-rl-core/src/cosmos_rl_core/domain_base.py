@@ -36,7 +36,7 @@ class DomainBase:
     """Whether rollouts hold images or videos, which [logging] media_every keeps in the run's gallery."""
 
     def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
-        """Return the rewards this domain ships by name, each called with its options by keyword."""
+        """Return the factories of this domain's rewards by name, each called with the reward's options by keyword."""
         return {}
 
     @property

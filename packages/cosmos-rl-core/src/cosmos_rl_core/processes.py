@@ -7,7 +7,7 @@
     child, ours = ChildProcess.connected(...)           # and a socket, whose other end is the child's:
     theirs = inherited_socket(); end_with(theirs)       # in the child, which then ends with its parent
 
-A child has a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides who stops.
+A child has a session of its own: Ctrl-C in the terminal reaches the parent alone, which decides what to stop.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ async def all_ended(children: Iterable[ChildProcess], *, timeout_s: float | None
 def environment(folders: Sequence[str] = (), *, threads: int | None = None, gpus: Sequence[str] = ()) -> dict[str, str]:
     """Return the variables of a child process: this one's, with its own CPU threads and GPUs where they are given.
 
-    `folders` are where it looks up "module:attribute" names.
+    `folders`: the import path of "module:attribute" names.
     """
     variables = {**os.environ, **child_environment(folders), "OMP_WAIT_POLICY": "PASSIVE", "PYTHONUNBUFFERED": "1"}
     if threads is not None:

@@ -69,7 +69,7 @@ class Episode:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rollout:
-    """One generated answer, episode or trajectory of T terms, with what is needed to train on it."""
+    """One generated answer, episode or trajectory of T terms, with all data to train on it."""
 
     arrays: Mapping[str, np.ndarray]
     """The domain's own data. llm: `prompt_tokens` [prompt] int32 and `tokens` [T] int32."""

@@ -1,4 +1,4 @@
-"""Objectives: what the trainer minimises, put together from the parts that [algorithm] names.
+"""Objectives that the trainer minimises, composed of the parts that [algorithm] names.
 
 old -> loss -> * correction weight * sequence mask -> "policy"
 values, returns -> critic's loss -> "value"    * value_coef

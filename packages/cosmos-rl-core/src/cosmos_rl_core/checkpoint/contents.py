@@ -52,7 +52,7 @@ class Contents(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, written: Sequence[Sequence[Piece]], *, weights_file: str) -> Contents:
-        """Describe what the ranks write; the boxes of a tensor must add up to the whole."""
+        """Describe the boxes that the ranks write; those of a tensor must add up to the whole."""
         files: dict[str, int] = {}
         tensors: dict[str, Entry] = {}
         for rank, pieces in enumerate(written):

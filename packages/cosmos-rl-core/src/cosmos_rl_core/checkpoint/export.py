@@ -67,7 +67,7 @@ def export(
     if dtype is not None and dtype not in DTYPES:
         raise UserError(f"--dtype {dtype}: choose one of {', '.join(DTYPES)}")
     if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"{directory} is there already; give a new or empty directory")
+        raise UserError(f"{directory} exists already; give a new or empty directory")
     origin = _origin(folder)
     writer = _writer(origin.domain, format, merge_adapters=merge_adapters) if format else None
     policy = folder / "policy"

@@ -3,13 +3,13 @@
     packets, not decoded --> times of all frames, keyframes --> seek to the keyframe before --> decode frame by frame
 
 The times come from the packets (about a millisecond a video), so that neither variable frame rates nor wrong headers
-matter. A *run* is a keyframe with the frames up to the next: all of it has to be decoded to see any of them. Decoding
-releases the interpreter's lock, and each file uses one thread: decode as many files at once as there are cores.
+matter. A *run* is a keyframe with the frames up to the next; a frame is decoded from the start of its run on. Decoding
+releases the GIL, and each file uses one thread: decode as many files at once as there are cores.
 
 Decoders report "Invalid data" for a file that was cut off; `cut_off` finds the reason in its headers. ISO base media
-files (.mp4, .mov; ISO/IEC 14496-12) are a row of boxes, each with its size and a type of four letters. Their index, the
-box "moov", is written last by most encoders: a recording or copy that was ended early has none. RIFF files (.avi) have
-their size in front.
+files (.mp4, .mov; ISO/IEC 14496-12) are a sequence of boxes, each with its size and a type of four letters. Their
+index, the box "moov", is written last by most encoders: a recording or copy that was ended early has none. RIFF files
+(.avi) begin with their size.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _FIRST = (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide", b"styp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameTable:
-    """The times of a video's frames, in the order in which they are shown."""
+    """The times of a video's frames, in display order."""
 
     pts: np.ndarray
     """[N] int64, in units of `time_base`, increasing."""
@@ -57,7 +57,7 @@ class FrameTable:
     """[R]: the time to seek to for each run, in units of `time_base`."""
 
     def place(self, seconds: float, *, fps: float) -> int:
-        """Return the index of the frame shown then. Raises ValueError where none is within half a frame's time."""
+        """Return the index of the frame at a time. Raises ValueError where none is within half a frame's time."""
         at = int(np.abs(self.seconds - seconds).argmin())
         if abs(self.seconds[at] - seconds) > 0.5 / fps:
             raise ValueError(f"has {len(self.pts)} frames up to {self.seconds[-1]:.3f} s, none at {seconds:.3f} s")
@@ -104,10 +104,10 @@ class VideoFile:
     def read(
         self, places: Sequence[int] | np.ndarray, take: Callable[[VideoFrame, int], None], *, retry: bool = False
     ) -> None:
-        """Decode the frames at increasing places of the table; call `take` with each frame and its place.
+        """Decode the frames at increasing indices of the table; call `take` with each frame and its index.
 
-        retry: decode once more from the beginning where seeking does not lead to all of them; `take` is then called
-        again for the frames it got.
+        retry: decode once more from the beginning where seeking does not reach all of them; `take` is then called
+        again for the frames it has got.
 
         Raises:
             MediaError: not all of them can be decoded.
@@ -133,7 +133,7 @@ class VideoFile:
         self._container.seek(self.table.seeks[run] if run >= 0 else int(self.table.pts[0]), stream=self._stream)
 
     def _decode(self, places: Sequence[int] | np.ndarray, take: Callable[[VideoFrame, int], None]) -> bool:
-        """Return whether all came."""
+        """Return whether all frames were decoded."""
         wanted = {int(self.table.pts[place]): int(place) for place in places}
         last = max(wanted)
         for frame in self._frames():
@@ -149,7 +149,7 @@ class VideoFile:
         return False
 
     def _frames(self) -> Iterator[VideoFrame]:
-        """Yield decoded frames in the order in which they are shown, up to the first packet that cannot be decoded."""
+        """Yield decoded frames in display order, up to the first packet that cannot be decoded."""
         for packet in self._container.demux(self._stream):
             try:
                 yield from packet.decode()  # pyright: ignore[reportReturnType]  # those of a video
@@ -207,9 +207,9 @@ def open_container(source: Source) -> InputContainer:
 
 
 def cut_off(source: Source) -> str:
-    """Return how a video file is cut off, as a phrase that follows its name; "" where its headers do not tell.
+    """Describe how a video file is cut off, as a phrase that follows its name; "" where its headers do not show it.
 
-    source: a file, or what is in one. Nothing is raised for one that cannot be read.
+    source: a file's path or its content. A file that cannot be read gives "" too.
     """
     try:
         with io.BytesIO(source) if isinstance(source, bytes) else open(source, "rb") as file:
@@ -227,7 +227,7 @@ def _missing(file: BinaryIO, length: int) -> str:
         return "is empty: it has 0 bytes"
     if head[:4] == b"RIFF" and len(head) >= 8:
         size = int.from_bytes(head[4:8], "little")
-        return _short(length, 8 + size) if size < 2**32 - 1 else ""  # of a stream, whose length nobody knew
+        return _short(length, 8 + size) if size < 2**32 - 1 else ""  # a stream of unknown length
     return _missing_box(file, length) if head[4:8] in _FIRST else ""
 
 

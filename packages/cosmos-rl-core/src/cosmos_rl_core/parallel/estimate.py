@@ -2,7 +2,7 @@
 
     weights     parameters + gradients + optimizer state, cut over tp, ep, pp and FSDP
     passing     blocks that FSDP has gathered, and gradients on their way to their owners
-    microbatch  activations that wait for the backward pass, the logits, and what the backward pass itself needs
+    microbatch  activations that wait for the backward pass, the logits, and the backward pass's own tensors
 
 The weights are exact. The rest is a close upper bound, for a microbatch as full as [policy] microbatch_terms allows,
 in which every token is a term.

@@ -23,7 +23,7 @@ def num_stages(section: ParallelSection) -> int:
 def microbatch_multiple(section: ParallelSection) -> int:
     """Return the number that has to divide the microbatches of a step.
 
-    GPipe and 1F1B take any number; interleaved 1F1B goes round the stages pp microbatches at a time.
+    GPipe and 1F1B take any number; interleaved 1F1B runs pp microbatches at a time through the stages.
     """
     return section.pp if section.pp > 1 and section.pipeline_schedule == "interleaved_1f1b" else 1
 

@@ -38,7 +38,7 @@ def shard_fully(
     exact: Sequence[Sequence[nn.Module]] = (),
     cast_inputs: bool = True,
 ) -> None:
-    """Shard `root` in place: `experts` and `exact`, then `blocks`, each gathered on its own, then what is left.
+    """Shard `root` in place: `experts` and `exact`, then `blocks`, each gathered on its own, then the rest.
 
     Args:
         blocks: modules inside `root`, in the order they run.

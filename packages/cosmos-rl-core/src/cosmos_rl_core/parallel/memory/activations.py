@@ -4,7 +4,7 @@ As in Korthikanti et al., "Reducing Activation Recomputation in Large Transforme
 counted anew for gated feed-forward layers, RMS norms, grouped-query attention in one fused kernel, and no dropout. With
 c the bytes of the compute type, H hidden, q = heads x head_dim, v = kv_heads x head_dim and I intermediate:
 
-    norms        2 (4 + 2c) H            the input in float32, and what is scaled twice; some families have 4
+    norms        2 (4 + 2c) H            the input in float32, normalised and scaled values; some families have 4
     attention    c (3 q + 2 v)           queries, keys, values, the output, and the output in the packed row
     feed-forward 4 c I                   gate, its activation, up, their product; some families keep more
     experts      k c (2 H + 4 I_e)       the same for each chosen expert, and its input and output
@@ -37,7 +37,7 @@ class LayerBytes:
     kept: float
     """From the forward to the backward pass."""
     whole: float
-    """Without recomputation: what is there while the layer's own backward pass runs."""
+    """Without recomputation: held while the layer's own backward pass runs."""
     gradients: float
     """Gradients that flow through the layer, at its widest."""
 
@@ -45,7 +45,7 @@ class LayerBytes:
 def layer_bytes(
     shape: ModelShape, *, dims: ParallelDims, memory: MemorySection, sequence_parallel: bool, layer: int
 ) -> LayerBytes:
-    """Return what one layer holds for each token that this rank has; ranks along cp have 1 / cp of them."""
+    """Return the bytes of one layer for each token of this rank; ranks along cp have 1 / cp of the tokens."""
     sizes = _Sizes.of(shape, dims, sequence_parallel=sequence_parallel, layer=layer)
     whole = sizes.norms + sizes.attention + sizes.feed_forward
     kept = {"none": whole, "selective": sizes.products, "full": stream_bytes(shape, dims) * sizes.along}
@@ -97,7 +97,7 @@ class _Sizes:
 
 
 def _feed_forward(shape: ModelShape, dims: ParallelDims, *, layer: int) -> LayerBytes:
-    """The part after attention; `kept` is what its matrix products return."""
+    """The part after attention; `kept` are the outputs of its matrix products."""
     c, hidden, copies = BYTES[shape.compute_dtype], shape.hidden, shape.gate_copies
     if not shape.has_experts(layer):
         width = shape.intermediate / dims.tp
