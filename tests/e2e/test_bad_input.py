@@ -180,7 +180,7 @@ def test_the_directory_holds_an_earlier_run(tmp_path, bandit, refused):
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "resolved.toml").write_text("")
     message = refused(bandit(tmp_path / "run"))
-    assert "holds an earlier run. Go on with it by --resume auto, write over it by --overwrite" in message
+    assert "contains an earlier run. Continue it with --resume auto, replace it with --overwrite" in message
 
 
 def test_the_directory_cannot_be_made(tmp_path, bandit, refused):
@@ -201,7 +201,7 @@ def test_the_disk_fills_up_and_what_was_saved_stays(tmp_path, bandit, refused):
     run_dir = tmp_path / "run"
     tables = bandit(run_dir, run__placement="inline", run__max_steps=500, checkpoint__every_steps=1)
     message = refused(tables, preexec_fn=small_files)
-    assert "what was written so far is kept. Make room there and go on with --resume auto" in message
+    assert "what was written so far is kept. Free space there and continue with --resume auto" in message
     steps = list_steps(run_dir / "checkpoints")
     assert len(steps) == 2
     assert [read_state(run_dir / "checkpoints" / f"step_{step}").step for step in steps] == steps

@@ -62,7 +62,7 @@ def test_a_rank_killed_on_the_second_machine_ends_the_run_and_is_named(tmp_path,
     os.kill(int(rank), signal.SIGKILL)
     _, errors = first.communicate(timeout=60)
     assert first.returncode == 1
-    assert "policy-0, rank 1: died (signal SIGKILL); the run cannot go on without it" in errors
+    assert "policy-0, rank 1: died (signal SIGKILL); the run cannot continue without it" in errors
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
     assert "policy-0, rank 1: died (signal SIGKILL)" in errors

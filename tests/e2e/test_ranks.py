@@ -48,7 +48,7 @@ def rank_pids(run_dir):
         pytest.param(
             "UserError('row 3 is too long')", 2, "error: policy-0, rank 1: row 3 is too long", marks=pytest.mark.slow
         ),
-        ("KeyError('answer')", 1, "error: policy-0, rank 1: KeyError: 'answer'; the run cannot go on without it"),
+        ("KeyError('answer')", 1, "error: policy-0, rank 1: KeyError: 'answer'; the run cannot continue without it"),
     ],
 )
 def test_an_error_of_one_rank_is_told_with_its_number(error, code, told, tmp_path, bandit, write_recipe, start):
@@ -74,7 +74,7 @@ def test_a_killed_rank_ends_the_run_and_is_named(tmp_path, bandit, write_recipe,
     os.kill(rank_pids(run_dir)[1], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 1
-    assert "policy-0, rank 1: died (signal SIGKILL); the run cannot go on without it. See logs/policy-0.log" in errors
+    assert "policy-0, rank 1: died (signal SIGKILL); the run cannot continue without it. See logs/policy" in errors
     assert "Traceback" not in errors
     assert rank_pids(run_dir) == {}
     assert pid_of(run_dir, "rollout-0") is None

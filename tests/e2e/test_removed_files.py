@@ -39,8 +39,8 @@ def test_a_removed_directory_ends_the_run_with_its_weights_saved(how, slow_run, 
                 break
     told, errors = process.communicate(timeout=120)
     assert process.returncode == 2, (told, errors)
-    assert f"{run_dir} was removed or renamed while the run is going on" in told
-    assert "go on from there by --resume auto" in errors
+    assert f"{run_dir} was removed or renamed during the run" in told
+    assert "continue from there with --resume auto" in errors
     assert "Traceback" not in told + errors
     again = start("run", recipe, "--resume", "auto")
     told, errors = again.communicate(timeout=120)
@@ -63,5 +63,5 @@ def test_a_removed_checkpoint_and_journal_are_told(slow_run):
     newest.rename(run_dir / "kept by me")
     told, errors = process.communicate(timeout=120)
     assert process.returncode == 0, (told, errors)
-    assert f"{run_dir}/journal was removed while the run is going on" in told
+    assert f"{run_dir}/journal was removed during the run" in told
     assert f"somebody has removed {newest.name} from" in told

@@ -285,14 +285,14 @@ def interfered(tmp_path, monkeypatch):
 def test_a_run_whose_directory_is_removed_stops_saves_and_says_how_to_go_on(tmp_path, interfered, monkeypatch):
     monkeypatch.setattr("cosmos_rl_core.launch.run.STATUS_S", 0.01)
     with pytest.raises(
-        UserError, match=r"run was removed or renamed while .*go on from there by --resume auto"
+        UserError, match=r"run was removed or renamed during .*continue from there with --resume auto"
     ) as said:
         interfered(
             lambda directory: directory.rename(tmp_path / "elsewhere"), run__max_steps=500
         )  # no half removal, as beside a save
     (step,) = list_steps(tmp_path / "run" / "checkpoints")[-1:]
     assert step < 500
-    assert f"step {step} lie in {tmp_path}/run/checkpoints/step_{step};" in str(said.value)
+    assert f"step {step} are in {tmp_path}/run/checkpoints/step_{step};" in str(said.value)
     verify(tmp_path / "run" / "checkpoints" / f"step_{step}")
     again = recipe(run__max_steps=step + 1, run__output_dir=f'"{tmp_path / "run"}"')
     assert find_resumption(again, tmp_path / "run", "auto").state.step == step
@@ -308,5 +308,5 @@ def test_a_removed_journal_and_checkpoint_are_told_and_the_run_goes_on(tmp_path,
     result = interfered(act, checkpoint__keep=9)
     told = " ".join(capsys.readouterr().out.split())
     assert result.steps == 8
-    assert "run/journal was removed while the run is going on, which goes on" in told
+    assert "run/journal was removed during the run; the run continues" in told
     assert re.search(r"policy-0: somebody has removed step_\d from .*checkpoints", told)

@@ -87,7 +87,9 @@ def test_a_run_holds_it_until_it_is_closed(tmp_path):
 
 
 def test_an_earlier_run_is_neither_gone_on_with_nor_written_over_unasked(earlier):
-    with pytest.raises(UserError, match=r"holds an earlier run. Go on .* --resume auto, .* --overwrite") as refused:
+    with pytest.raises(
+        UserError, match=r"contains an earlier run. Continue .* --resume auto, .* --overwrite"
+    ) as refused:
         open_directory(earlier)
     assert all((earlier / name).read_text() == "earlier" for name in WRITTEN)
     assert all((earlier / name / "earlier").exists() for name in CONTENTS)
@@ -192,8 +194,8 @@ def test_a_lost_directory_is_told_once_even_where_another_is_in_its_place(tmp_pa
     shutil.rmtree(tmp_path / "run")
     if made_again:
         open_directory(tmp_path / "run").close()
-    assert "was removed or renamed while the run is going on" in removals.check()[0]
+    assert "was removed or renamed during the run" in removals.check()[0]
     assert (removals.check(), removals.lost) == ([], True)
-    assert "go on from there by --resume auto" in removals.explain(step=3, checkpoint="step_3")
+    assert "continue from there with --resume auto" in removals.explain(step=3, checkpoint="step_3")
     assert "no weights are left" in removals.explain(step=3, checkpoint="")
     directory.close()

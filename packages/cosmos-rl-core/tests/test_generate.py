@@ -154,7 +154,7 @@ def test_a_second_call_draws_only_what_is_missing(recipe, base, tmp_path):
     (tmp_path / "rollouts.jsonl").write_text("\n".join([*marked, '{"sample": 4, "error": "x"}']) + "\n")
     told = []
     again = generate(recipe, request=Request(out=tmp_path), say=told.append)
-    assert told[:2] == ["6 of 7 rows are there already", "rows: 1, processes: 1"]
+    assert told[:2] == ["6 of 7 rows are already done", "rows: 1, processes: 1"]
     assert [line["response"].startswith("kept") for line in again.lines] == [sample != 4 for sample in range(7)]
     assert content(again).replace("kept ", "") == whole
 
@@ -176,10 +176,10 @@ def test_the_checkpoint_of_another_model_is_a_users_error(finished, tmp_path):
     ("overrides", "keys", "message"),
     [
         ((), {"instances": Instances(num_gpus=2, tp_size=2)}, "--tp-size 2: the engine 'torch' of the tiny domain"),
-        ((), {"num_samples": 2}, "all of them are the same with .* add eval.temperature=1.0"),
+        ((), {"num_samples": 2}, "all samples are equal with .* add eval.temperature=1.0"),
         ((), {"num_samples": 0}, "--num-samples 0: must be at least 1"),
         (("rollout.engine=fast",), {}, r"\[rollout\] engine: no engine is called 'fast'; known: tiny, torch"),
-        ((), {"step": 3}, "--step 3: of which run"),
+        ((), {"step": 3}, "--step 3 needs the directory of a run"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_starts(recipe, tmp_path, overrides, keys, message):
@@ -266,7 +266,7 @@ def test_generate_says_where_the_rollouts_are(recipe, base, tmp_path, capsys):
     shutil.copytree(base, tmp_path, dirs_exist_ok=True)
     code, out, err = command(capsys, "generate", recipe, "--num-gpus", 2, "--out", tmp_path)
     assert (code, out) == (0, f"7 of 7 prompts: {tmp_path / 'rollouts.jsonl'}\n")
-    assert err == "7 of 7 rows are there already\n"
+    assert err == "7 of 7 rows are already done\n"
 
 
 @pytest.mark.usefixtures("_path")
@@ -283,7 +283,7 @@ def test_eval_prints_a_table(finished, tmp_path, capsys):
 def test_a_users_error_has_exit_code_2(recipe, tmp_path, capsys):
     code, out, err = command(capsys, "generate", recipe, "--num-gpus", 3, "--tp-size", 2, "--out", tmp_path)
     assert (code, out) == (2, "")
-    assert err.startswith("error: --num-gpus 3 cannot be cut")
+    assert err.startswith("error: --num-gpus 3 cannot be divided")
 
 
 @pytest.mark.usefixtures("_path")
@@ -311,12 +311,12 @@ def test_ctrl_c_keeps_what_is_done_and_the_same_command_goes_on(recipe, tmp_path
     out, err = process.communicate(timeout=30)
     assert process.returncode == 130, err
     assert "Traceback" not in err
-    assert "the same command goes on from there" in err
+    assert "the same command continues from there" in err
     assert "of 7 prompts" in out
     before = file.read_text()
     assert 2 <= before.count("\n") < 7
     finished = subprocess.run(line, capture_output=True, text=True, cwd=tmp_path, timeout=60)
     assert finished.returncode == 0
-    assert f"{before.count(chr(10))} of 7 rows are there already" in finished.stderr
+    assert f"{before.count(chr(10))} of 7 rows are already done" in finished.stderr
     assert set(before.splitlines()) < set(file.read_text().splitlines())
     assert file.read_text().count("\n") == 7

@@ -44,7 +44,7 @@ def test_without_gpus_the_numbers_mean_processes():
 
 @pytest.mark.parametrize(("num_gpus", "tp_size", "take"), [(8, 3, "Take 6"), (1, 2, "Take 2")])
 def test_numbers_that_do_not_divide_are_an_error(num_gpus, tp_size, take):
-    with pytest.raises(UserError, match=f"--num-gpus {num_gpus} cannot be cut .* --tp-size {tp_size}: .*{take}"):
+    with pytest.raises(UserError, match=f"--num-gpus {num_gpus} cannot be divided .* --tp-size {tp_size}: .*{take}"):
         Instances(num_gpus=num_gpus, tp_size=tp_size)
 
 
@@ -55,7 +55,7 @@ def test_numbers_below_one_are_an_error(numbers):
 
 
 def test_more_gpus_than_there_are_is_an_error_that_counts_them():
-    with pytest.raises(UserError, match=r"--num-gpus 4: this machine has 2 \(0, 1\); ask for at most 2"):
+    with pytest.raises(UserError, match=r"--num-gpus 4: this machine has 2 \(0, 1\); use at most 2"):
         Instances(num_gpus=4).allot(["0", "1"])
 
 

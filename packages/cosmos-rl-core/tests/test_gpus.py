@@ -26,7 +26,7 @@ def test_fewer_gpus_than_processes_are_shared():
 
 
 def test_two_ranks_never_share_a_gpu():
-    with pytest.raises(UserError, match=r"a replica wants 2 GPUs of this machine, one a rank, and sees 1 \(3\)"):
+    with pytest.raises(UserError, match=r"a replica needs 2 GPUs of this machine, one per rank, but sees 1 \(3\)"):
         allot(["3"], [2, 1])
 
 

@@ -14,7 +14,7 @@ def beat(progress, busy_s):
 
 
 def test_idleness_is_taken_over_the_time_between_two_steps():
-    peer = Peer(name="rollout-0", role="rollout", connection=NoConnection(), heard_at=100.0)
+    peer = Peer(name="rollout-0", role="rollout", connection=NoConnection(), heartbeat_at=100.0)
     peers = Peers({"rollout-0": peer})
     peer.beat(beat(1, 1.0), now=102.0)
     peer.beat(beat(2, 3.0), now=104.0)
@@ -24,7 +24,7 @@ def test_idleness_is_taken_over_the_time_between_two_steps():
 
 
 def test_without_a_new_heartbeat_the_last_figure_stands():
-    peer = Peer(name="policy-0", role="policy", connection=NoConnection(), heard_at=100.0)
+    peer = Peer(name="policy-0", role="policy", connection=NoConnection(), heartbeat_at=100.0)
     peers = Peers({"policy-0": peer})
     peer.beat(beat(1, 1.0), now=102.0)
     assert peers.metrics()["policy_idle_fraction"] == 0.5
@@ -39,7 +39,7 @@ class Closing:
 
 
 def test_a_word_to_a_worker_that_has_just_left_disturbs_nobody():
-    peer = Peer(name="policy-0", role="policy", connection=Closing(), heard_at=100.0)
+    peer = Peer(name="policy-0", role="policy", connection=Closing(), heartbeat_at=100.0)
     peer.post(p.Stop(reason="the run is over"))
 
 

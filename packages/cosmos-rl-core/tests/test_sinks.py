@@ -116,7 +116,7 @@ def test_lines_that_can_be_read_are_kept_and_the_damaged_file_is_set_aside(tmp_p
     for number in ("", "1"):
         path.write_bytes(good[0] + damaged + good[1] + b'{"step": 3, "lo')
         assert set_damage_aside(path) == (
-            f"{path} was damaged: 2 of 3 lines are kept; the file as it was is metrics.jsonl.damaged{number}"
+            f"{path} was damaged: 2 of 3 lines are kept; the original is metrics.jsonl.damaged{number}"
         )
         assert path.read_bytes() == b"".join(good)
         assert damaged in (tmp_path / f"metrics.jsonl.damaged{number}").read_bytes()

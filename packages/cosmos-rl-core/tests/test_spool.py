@@ -188,7 +188,7 @@ async def test_a_file_that_is_there_is_mapped_and_its_arrays_are_views_of_it(tmp
 async def test_a_damaged_file_is_not_taken(damage, tmp_path):
     found = await spool(tmp_path).put(b"abcd", name="1-1")
     (tmp_path / "rollout-0" / files(tmp_path)[0]).write_bytes(damage)
-    with pytest.raises(PayloadGone, match="is not to be had here, and the replica that wrote it is gone"):
+    with pytest.raises(PayloadGone, match="is not readable here, and the replica that wrote it is gone"):
         await reader().read(found)
 
 
@@ -234,7 +234,7 @@ async def test_a_replica_that_no_longer_has_the_file_is_asked_once():
 
 
 @pytest.mark.parametrize(
-    ("there", "why"), [(b"dat!", "is damaged"), (b"da", "no longer has"), (b"data and more", "came as")]
+    ("there", "why"), [(b"dat!", "is damaged"), (b"da", "no longer has"), (b"data and more", "received")]
 )
 @in_a_loop
 async def test_other_bytes_than_were_written_are_not_taken(there, why):
@@ -248,14 +248,14 @@ async def test_other_bytes_than_were_written_are_not_taken(there, why):
 async def test_a_replica_that_nobody_reaches_is_given_up():
     server = await serving(Shelf({}))
     await server.close()
-    with pytest.raises(PayloadGone, match="is not to be had here, and "):
+    with pytest.raises(PayloadGone, match="is not readable here, and "):
         await reader(timeout_s=0.2).read(reference(b"data", address=server.address))
 
 
 @in_a_loop
 async def test_another_run_at_the_same_address_is_given_up(tmp_path):
     server = await serving(Shelf({}), token=make_token(tmp_path / "token"))
-    with pytest.raises(PayloadGone, match="is not to be had here, and "):
+    with pytest.raises(PayloadGone, match="is not readable here, and "):
         await reader(timeout_s=0.2).read(reference(b"data", address=server.address))
     await server.close()
 

@@ -1,4 +1,4 @@
-"""The command `cosmos-rl`. A command imports what it needs when it runs, so that --help answers at once."""
+"""The command `cosmos-rl`. Subcommands import their modules when they run, which keeps --help fast."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def run(
     *,
     resume: Annotated[
         str | None,
-        typer.Option(metavar="auto|PATH", help="Go on from the newest checkpoint, or from this one."),
+        typer.Option(metavar="auto|PATH", help="Continue from the newest checkpoint, or from this one."),
     ] = None,
     overwrite: Annotated[
         bool, typer.Option("--overwrite", help="Replace an earlier run in the same output directory.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the plan, and stop there.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the plan and exit.")] = False,
 ) -> None:
     """Train, by reinforcement learning or supervised, from a TOML recipe."""
     if dry_run:
@@ -49,7 +49,7 @@ def run(
     config = load_config(file, overrides or ())
     try:
         result = run_config(config, resume=resume, overwrite=overwrite, python_path=folders)
-    except WorkerFailed as error:  # it carries the worker's last words; where the controller stood adds nothing
+    except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
         typer.echo(f"error: {error}", err=True)
         raise typer.Exit(1) from error
     if result.interrupted:
@@ -58,7 +58,7 @@ def run(
 
 @app.command()
 def check(file: Recipe, overrides: Overrides = None) -> None:
-    """Tell every error of a recipe at once, or what the run will do."""
+    """Validate a recipe: report every error, or show a summary of the run."""
     import_from(file)
     from cosmos_rl_core.launch.check import check as check_config
     from cosmos_rl_core.recipe.load import load_config
@@ -73,11 +73,11 @@ def plan(
     overrides: Overrides = None,
     *,
     memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Memory of a device, such as 80GiB: say what would fit.")
+        str | None, typer.Option(metavar="SIZE", help="Memory of a device, such as 80GiB: show whether the run fits.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of tables.")] = False,
 ) -> None:
-    """Show the processes a recipe will start and how much they hold, without starting anything."""
+    """Show the processes of a run and their memory, without starting anything."""
     import_from(file)
     import json
 
@@ -93,9 +93,9 @@ def plan(
 @app.command()
 def init(
     domain: Annotated[str, typer.Argument(metavar="DOMAIN", help="What to train, such as llm.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write run.toml.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory for run.toml.")],
 ) -> None:
-    """Write a commented recipe to start from."""
+    """Write a commented starter recipe."""
     from cosmos_rl_core.cli.init import init as write_recipe
 
     path = write_recipe(domain, directory)
@@ -104,7 +104,7 @@ def init(
 
 @app.command()
 def plugins() -> None:
-    """List what is installed: domains, transports, rewards and so on."""
+    """List the installed plug-ins: domains, transports, rewards and so on."""
     from cosmos_rl_core.observe.tables import table
     from cosmos_rl_core.plugins import GROUPS, locate, names
 
@@ -114,7 +114,7 @@ def plugins() -> None:
 
 @app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
 def worker(context: typer.Context) -> None:
-    """Run a worker on another machine; `cosmos-rl run` prints the whole command."""
+    """Run a worker on another machine; `cosmos-rl run` prints the complete command."""
     from cosmos_rl_core.workers.main import run_worker
     from cosmos_rl_core.workers.node import from_arguments
 
@@ -128,11 +128,11 @@ def reward_server(
     reward: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="A reward to serve; may be repeated.")
     ] = None,
-    host: Annotated[str | None, typer.Option(help="Address to listen on; 127.0.0.1 unless told.")] = None,
-    port: Annotated[int | None, typer.Option(help="0 takes a free one and prints it; 8300 unless told.")] = None,
-    token_file: Annotated[Path | None, typer.Option(help="The token's file, made when missing.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on; default: 127.0.0.1.")] = None,
+    port: Annotated[int | None, typer.Option(help="0 selects a free port and prints it; default: 8300.")] = None,
+    token_file: Annotated[Path | None, typer.Option(help="The token's file; created if it is missing.")] = None,
 ) -> None:
-    """Serve rewards to runs on this and other machines; flags replace what FILE says."""
+    """Serve rewards to runs on this and other machines; flags override FILE."""
     folders = import_from(file or Path("rewards.toml"))
     from cosmos_rl_core.recipe.load import read_toml
     from cosmos_rl_core.reward.service.start import run_server
@@ -147,17 +147,17 @@ def reward_server(
 @app.command()
 def export(
     source: Annotated[str, typer.Argument(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where the model goes: new or empty.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Output directory, new or empty.")],
     *,
-    step: Annotated[int | None, typer.Option(help="Which checkpoint of the run; the newest without it.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; as they are without it.")] = None,
-    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Largest file.")] = 5_000_000_000,
+    step: Annotated[int | None, typer.Option(help="Step of the run's checkpoint; default: the newest.")] = None,
+    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; default: unchanged.")] = None,
+    max_shard_bytes: Annotated[int, typer.Option(min=1, help="Maximum size of a file.")] = 5_000_000_000,
     merge_adapters: Annotated[
-        bool, typer.Option("--merge-adapters/--keep-adapters", help="Whole weights, or the adapters alone.")
+        bool, typer.Option("--merge-adapters/--keep-adapters", help="Write full weights, or only the adapters.")
     ] = True,
     average: inference.Averaged = True,
     format: Annotated[
-        str | None, typer.Option(metavar="NAME", help="Another program's format; of robot policies: lerobot, openpi.")
+        str | None, typer.Option(metavar="NAME", help="Format of another program; for robot policies: lerobot, openpi.")
     ] = None,
 ) -> None:
     """Write a checkpoint as a Hugging Face model, or in another program's format."""
@@ -196,7 +196,7 @@ def main(arguments: list[str] | None = None) -> None:
     try:
         app(arguments)
     except ValueError as error:
-        from cosmos_rl_core.errors import UserError  # already loaded by whatever raised it
+        from cosmos_rl_core.errors import UserError  # already imported by the module that raised it
 
         if not isinstance(error, UserError):
             raise

@@ -1,4 +1,4 @@
-"""The commands `generate` and `eval`, which draw rollouts of a model as it is. Typer alone is imported."""
+"""The commands `generate` and `eval`, which sample rollouts of a model without training. Imports only typer."""
 
 from __future__ import annotations
 
@@ -14,27 +14,27 @@ from cosmos_rl_core.python_path import import_from
 Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="A TOML recipe.")]
 Overrides = Annotated[
     list[str] | None,
-    typer.Argument(metavar="[section.key=value ...]", help="Values that replace the recipe's."),
+    typer.Argument(metavar="[section.key=value ...]", help="Overrides of the recipe."),
 ]
 Prompts = Annotated[
-    str, typer.Option(metavar="FILE|TEXT", help="A .jsonl or .txt list, or one prompt; [eval.data] without it.")
+    str, typer.Option(metavar="FILE|TEXT", help="A .jsonl or .txt list, or one prompt; default: [eval.data].")
 ]
 Checkpoint = Annotated[
-    str, typer.Option(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint; the recipe's model without.")
+    str, typer.Option(metavar="RUN|CHECKPOINT", help="A run's directory, or a checkpoint; default: the recipe's model.")
 ]
-Step = Annotated[int | None, typer.Option(help="Which checkpoint of the run; the newest without it.")]
+Step = Annotated[int | None, typer.Option(help="Step of the run's checkpoint; default: the newest.")]
 Averaged = Annotated[
-    bool, typer.Option("--average/--trained", help="The average of the weights, where there is one, or the trained.")
+    bool, typer.Option("--average/--trained", help="Use averaged weights, if there are any, or the trained ones.")
 ]
-Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Where the files go; in the run's directory without it.")]
-NumSamples = Annotated[int, typer.Option(help="Rollouts of each prompt.")]
-NumGpus = Annotated[int, typer.Option(help="GPUs in all, or processes on a machine without.")]
-TpSize = Annotated[int, typer.Option(help="GPUs of one instance of the engine; num_gpus / tp_size of them run.")]
+Out = Annotated[Path | None, typer.Option(metavar="DIR", help="Output directory; default: in the run's directory.")]
+NumSamples = Annotated[int, typer.Option(help="Rollouts per prompt.")]
+NumGpus = Annotated[int, typer.Option(help="Total GPUs, or processes on a machine without GPUs.")]
+TpSize = Annotated[int, typer.Option(help="GPUs of one engine instance; num_gpus / tp_size instances run.")]
 AtOnce = Annotated[
-    int | None, typer.Option(min=1, help="Prompts in work in an instance; without it 1 for media and 64 for text.")
+    int | None, typer.Option(min=1, help="Prompts in work in an instance; default: 1 for media, 64 for text.")
 ]
-Media = Annotated[bool, typer.Option("--media/--no-media", help="Write images and videos, or leave them out.")]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace what another request has left in DIR.")]
+Media = Annotated[bool, typer.Option("--media/--no-media", help="Whether to write images and videos.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the results of another request in DIR.")]
 
 
 def generate(
@@ -53,9 +53,9 @@ def generate(
     media: Media = True,
     overwrite: Overwrite = False,
 ) -> None:
-    """Draw rollouts of a model or checkpoint into rollouts.jsonl and media/; what is there already is kept."""
+    """Sample rollouts of a model or checkpoint into rollouts.jsonl and media/; rows already there are kept."""
     folders = import_from(file)
-    from cosmos_rl_core.inference.generate import generate as draw
+    from cosmos_rl_core.inference.generate import generate as generate_rollouts
     from cosmos_rl_core.inference.layout import Instances
     from cosmos_rl_core.inference.request import Request
 
@@ -71,10 +71,10 @@ def generate(
         media=media,
         overwrite=overwrite,
     )
-    with _told():
-        drawn = draw(file, overrides or (), request=request, python_path=folders, say=_say)
-    typer.echo(f"{drawn.num_done} of {drawn.num_rows} prompts: {drawn.directory / 'rollouts.jsonl'}")
-    _end(drawn.failed, none_left=not drawn.num_done, interrupted=drawn.interrupted)
+    with _exit_on_failure():
+        generated = generate_rollouts(file, overrides or (), request=request, python_path=folders, say=_say)
+    typer.echo(f"{generated.num_done} of {generated.num_rows} prompts: {generated.directory / 'rollouts.jsonl'}")
+    _end(generated.failed, none_left=not generated.num_done, interrupted=generated.interrupted)
 
 
 def evaluate(
@@ -92,7 +92,7 @@ def evaluate(
     media: Media = True,
     overwrite: Overwrite = False,
 ) -> None:
-    """Measure a model or checkpoint on [eval.data] into eval.json: rewards, or the loss of a supervised recipe."""
+    """Evaluate a model or checkpoint on [eval.data] into eval.json: rewards, or the loss of a supervised recipe."""
     folders = import_from(file)
     from cosmos_rl_core.inference.evaluate import evaluate as measure
     from cosmos_rl_core.inference.layout import Instances
@@ -109,7 +109,7 @@ def evaluate(
         media=media,
         overwrite=overwrite,
     )
-    with _told():
+    with _exit_on_failure():
         measured = measure(file, overrides or (), request=request, python_path=folders, say=_say)
     if measured.metrics:
         typer.echo(f"{measured.weights.name} on {measured.rows} rows\n{measured}")
@@ -119,8 +119,8 @@ def evaluate(
 
 
 @contextmanager
-def _told() -> Iterator[None]:
-    """Exit code 1 with the last words of an instance that died."""
+def _exit_on_failure() -> Iterator[None]:
+    """Exit with code 1 and the error of an instance that died."""
     from cosmos_rl_core.errors import WorkerFailed
 
     try:
@@ -131,13 +131,13 @@ def _told() -> Iterator[None]:
 
 
 def _end(failed: Mapping[int, str], *, none_left: bool, interrupted: bool) -> None:
-    """Say what went wrong; exit code 130 after Ctrl-C, 1 where nothing came of it."""
+    """Print the first failures; exit code 130 after Ctrl-C, 1 without any result."""
     for sample, reason in list(failed.items())[:3]:
         _say(f"row {sample}: {reason}")
     if len(failed) > 3:
         _say(f"and {len(failed) - 3} more rows without rollouts; rollouts.jsonl has the reasons")
     if interrupted:
-        _say("stopped; what is done is kept, and the same command goes on from there")
+        _say("stopped; finished rows are kept, and the same command continues from there")
         raise typer.Exit(130)
     if none_left:
         raise typer.Exit(1)

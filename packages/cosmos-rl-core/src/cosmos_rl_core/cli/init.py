@@ -1,4 +1,4 @@
-"""`cosmos-rl init`: a commented recipe to start from; the domain ships it as `recipe.toml`."""
+"""`cosmos-rl init`: writes a commented starter recipe, the domain package's `recipe.toml`."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def init(domain: str, directory: Path) -> Path:
 
 
 def recipe_of(domain: str) -> str:
-    """Return the recipe a domain's package ships. Imports the package, not the domain."""
+    """Return the starter recipe in a domain's package. Imports the package, not the domain."""
     where = plugins.locate("cosmos_rl.domains", domain)
     package = where.partition(":")[0].rpartition(".")[0]
     try:

@@ -1,4 +1,4 @@
-"""The controller: one server that feeds messages to the ledger and sends what the ledger answers.
+"""The controller: a server that passes messages of workers to the ledger and sends the ledger's replies.
 
-No torch. Used by `launch`; `workers.client` is the other end.
+No torch. Used by `launch`; `workers.client` is the client.
 """

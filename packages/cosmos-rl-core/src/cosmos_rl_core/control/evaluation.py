@@ -1,8 +1,8 @@
-"""Evaluations: when one is due; every held-out row is answered once by weights of one version.
+"""Evaluations: every held-out row gets one rollout, from weights of one version.
 
-    a version is committed -> due? -> rows go to replicas that have it -> all answered -> metrics, training goes on
+    version committed -> evaluation due? -> rows leased to replicas with that version -> metrics -> training resumes
 
-While an evaluation runs nothing else is leased and no batch is assigned.
+During an evaluation no prompt is leased and no batch is assigned.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cosmos_rl_core.types import RolloutGroup
 
 
 class Evaluation:
-    """Hands out rows, collects scored answers.
+    """Leases rows and collects the scored groups.
 
     ids = evaluation.lease("rollout-0", capacity=16)
     evaluation.deliver(3, group)
@@ -32,11 +32,11 @@ class Evaluation:
     """
 
     def __init__(self, *, version: int, rows: int, by: Sequence[str] = ()) -> None:
-        """by: columns of the rows whose values get rewards of their own."""
+        """by: columns of the rows; each of their values gets its own mean reward."""
         self.version = version
         self.groups: dict[int, RolloutGroup] = {}
         self.failures: dict[int, str] = {}
-        """Rows without an answer, with the reason; they count as reward-less, not as zero."""
+        """Rows that failed, with the reason; they are left out of the mean reward."""
         self._rows = rows
         self._by = by
         self._waiting = deque(range(rows))
@@ -64,7 +64,7 @@ class Evaluation:
             self.failures[row] = reason
 
     def release(self, replica: str) -> None:
-        """The replica is gone: what it had not delivered goes back to the front."""
+        """Requeue the undelivered rows of a lost replica, at the front."""
         lost = [row for row, holder in self._leased.items() if holder == replica and not self._answered(row)]
         for row in reversed(lost):
             del self._leased[row]
@@ -78,13 +78,13 @@ class Evaluation:
         return {
             "eval/reward_mean": float(np.mean([r.reward for r in rollouts])),
             **{f"eval/reward/{name}": float(np.mean([r.reward_breakdown[name] for r in rollouts])) for name in names},
-            **self._told_apart(),
+            **self._by_label(),
             "eval/terms_mean": float(np.mean([r.num_terms for r in rollouts])),
             "eval/rows": float(len(rollouts)),
             "eval/failed": float(len(self.failures)),
         }
 
-    def _told_apart(self) -> dict[str, float]:
+    def _by_label(self) -> dict[str, float]:
         """The mean reward for each value of the columns `by`."""
         values: dict[str, list[float]] = {}
         for row in sorted(self.groups):
@@ -98,7 +98,7 @@ class Evaluation:
 
 
 def row_labels(row: Mapping[str, Any], columns: Sequence[str]) -> list[str]:
-    """Return what a row is told apart by: "task=faucet-open" for each column."""
+    """Return the labels of a row: "task=faucet-open" for each column."""
     return [f"{column}={row.get(column, '')}" for column in columns]
 
 
@@ -107,20 +107,20 @@ class Evaluator:
     """The evaluations of a run."""
 
     source: PromptSource | None
-    """The held-out rows; None: nothing is ever evaluated."""
+    """The held-out rows; None: no evaluation."""
     every_steps: int
     """0: only before the first step and after the last."""
     max_steps: int | None
     by: tuple[str, ...]
-    """Columns of the rows that rewards are told apart by."""
+    """Columns of the rows to group rewards by."""
     rows_per_group: int
-    """A row takes one sequence where a training prompt takes a whole group."""
+    """Rows leased in place of one training group: a row needs one sequence, a group `rows_per_group`."""
     on_finished: Callable[[Evaluation], None]
     current: Evaluation | None = None
     _done: set[int] = field(default_factory=set)
 
     def begin_if_due(self, version: int, *, last: bool = False) -> bool:
-        """Start the evaluation of `version` where one is asked for and not done."""
+        """Start the evaluation of `version` if it is due and was not done."""
         last = last or version == self.max_steps
         due = version == 0 or last or (self.every_steps > 0 and version % self.every_steps == 0)
         if self.source is None or not due or version in self._done:
@@ -130,7 +130,7 @@ class Evaluator:
         return True
 
     def request(self, peer: Peer, message: p.RequestLeases) -> None:
-        """Grant rows to a replica that holds the version; every other request is held until the end."""
+        """Grant rows to a replica that has the version; hold every other request until the evaluation ends."""
         assert self.current is not None and self.source is not None
         peer.held = message
         if message.version < self.current.version:
@@ -154,7 +154,7 @@ class Evaluator:
             self._finish_if_done()
 
     def lose(self, peer: Peer, peers: Peers) -> None:
-        """A replica is gone: others take over its rows."""
+        """Lease the rows of a lost replica to others."""
         if self.current is None:
             return
         self.current.release(peer.name)
@@ -163,7 +163,7 @@ class Evaluator:
                 self.request(other, other.held)
 
     def waits(self) -> list[str]:
-        """What is waited for, in words."""
+        """Progress of the current evaluation as text; empty without one."""
         return [self.current.progress] if self.current is not None else []
 
     def _finish_if_done(self) -> None:
@@ -173,6 +173,6 @@ class Evaluator:
 
 
 def with_row(leased: p.LeasedPrompt, source: PromptSource) -> p.LeasedPrompt:
-    """Return the lease with its row of the source, as it travels to a replica."""
+    """Return the lease with its row of the source, as it is sent to a replica."""
     prompt = source[leased.sample]
     return msgspec.structs.replace(leased, row=json.dumps(dict(prompt.row)).encode(), origin=prompt.origin)

@@ -1,10 +1,10 @@
-"""Groups in flight from rollout to policy.
+"""Groups in flight from rollout replicas to the policy.
 
-delivered -> held -> in a batch -> its step is committed -> released
+delivered -> held -> in a batch -> its step committed -> released
                          |
-                         +-> cannot be read -> released, the sample is generated again
+                         +-> unreadable -> released, the sample is generated again
 
-A large group is held as a reference: its bytes are in the spool of the replica that made it (rollout/spool/store.py).
+A large group is held as a reference to the spool of the replica that generated it (rollout/spool/store.py).
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ class Held:
 
     payload: p.Payload
     replica: str
-    """The rollout replica that made it."""
+    """The rollout replica that generated it."""
 
 
 @dataclass(slots=True, kw_only=True)
 class Batches:
-    """Holds what was delivered for a sample until its step is committed."""
+    """Holds the delivered group of each sample until its step is committed."""
 
     source: PromptSource
     supervised: bool
-    """True: a sample's payload is its row, read when it is needed."""
+    """True: a sample's payload is its row, read on demand."""
     peers: Peers
     _held: dict[int, Held] = field(default_factory=dict)
     _assigned: Sequence[int] = ()
 
     def deliver(self, message: p.Deliver, *, replica: str, decided: Iterable[records.Record]) -> None:
-        """Hold a group, if the ledger has taken it: the first of a sample, and in time."""
+        """Hold a group if the ledger accepted it, else release it: late groups and duplicates are not accepted."""
         held = Held(message.payload, replica)
         if any(isinstance(record, records.Delivered) for record in decided):
             self._held[message.sample] = held
@@ -51,7 +51,7 @@ class Batches:
             self._release([held])
 
     def lose(self, decided: Iterable[records.Record]) -> list[int]:
-        """Release the groups that the ledger has given up as unreadable, and return their samples."""
+        """Release the groups that the ledger recorded as unreadable, and return their samples."""
         lost = [s for record in decided if isinstance(record, records.PayloadsLost) for s in record.samples]
         self._drop(lost)
         return lost
@@ -61,7 +61,7 @@ class Batches:
         return msgspec.structs.replace(batch, payloads=[self._payload(sample) for sample in batch.samples])
 
     def committed(self) -> None:
-        """The step that was assigned last is in the weights."""
+        """Release the groups of the last assigned batch: its step is committed."""
         self._drop(self._assigned)
         self._assigned = ()
 
@@ -83,7 +83,7 @@ class Batches:
         self._release([self._held.pop(sample) for sample in samples if sample in self._held])
 
     def _release(self, groups: Iterable[Held]) -> None:
-        """Have the spools remove the files. A replica without its welcome yet gets the list of kept files with it."""
+        """Make the spools remove the files. A replica without a Welcome yet gets the list of kept files with it."""
         paths: dict[str, list[str]] = {}
         for held in groups:
             if isinstance(held.payload, Spooled):

@@ -1,4 +1,4 @@
-"""The parts of a recipe that the controller acts on."""
+"""The parts of a recipe that the controller uses."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from cosmos_rl_core.control import protocol as p
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
-    """The run, as the controller sees it."""
+    """Parameters of the run for the controller."""
 
     config_toml: str
     run_dir: Path
     resume_from: str
     supervised: bool
-    """True: rows go straight to the policy; there are no rollout replicas."""
+    """True: rows are sent directly to the policy; there are no rollout replicas."""
     max_steps: int | None
     eval_every_steps: int
     eval_by: tuple[str, ...]
-    """Columns of the held-out rows whose values are told apart."""
+    """Columns of the held-out rows to group rewards by."""
     group_size: int
 
     def welcome(self, message: p.Welcome, *, kept: list[str]) -> p.Welcome:
-        """Return the ledger's welcome with the recipe. `kept`: files in the replica's spool that are still needed."""
+        """Return the ledger's welcome completed with the recipe. `kept`: files of the replica's spool still needed."""
         return msgspec.structs.replace(
             message,
             config=self.config_toml,

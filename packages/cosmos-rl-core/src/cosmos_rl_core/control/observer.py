@@ -9,7 +9,7 @@ from cosmos_rl_core.types import RolloutGroup
 
 
 class Observer(Protocol):
-    """Console, files, dashboards. Called from the controller's loop, so it must not take long."""
+    """Writes to console, files or dashboards. Called from the controller's event loop: it must return quickly."""
 
     def phase(self, text: str) -> None: ...
 

@@ -1,4 +1,4 @@
-"""The workers that are connected now."""
+"""The connected workers."""
 
 from __future__ import annotations
 
@@ -12,58 +12,58 @@ from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 @dataclass(slots=True, kw_only=True)
 class Peer:
-    """A connected worker, by its last heartbeat."""
+    """A connected worker, as of its last heartbeat."""
 
     name: str
     role: p.Role
     connection: Connection
     incarnation: int = -1
-    """Given by the ledger when it joined."""
+    """Assigned by the ledger when it joined."""
     address: str = ""
-    """Where others reach it: weights of a policy, the spool of a rollout replica."""
+    """Policy: address of its weights. Rollout: address of its spool."""
     epoch: int = 0
-    """Policy: the mesh it takes part in; 0 before the first."""
+    """Policy: epoch of its mesh; 0 before the first."""
     wants_batch: int | None = None
     """Policy: the step whose batch it waits for."""
     held: p.RequestLeases | None = None
-    """Rollout: a request that waits for the end of an evaluation."""
+    """Rollout: a request deferred to the end of an evaluation."""
     progress: int = 0
     busy_s: float = 0.0
     idle_fraction: float = 0.0
-    """Share of the time without work, over the last step that saw a heartbeat."""
-    heard_at: float = 0.0
+    """Fraction of idle time, over the last step with a heartbeat."""
+    heartbeat_at: float = 0.0
     """Clock of its last heartbeat."""
     leaving: bool = False
     """It sent a Goodbye or a Fatal."""
     _waiting: list[p.ToWorker] = field(default_factory=list)
     """Messages posted before its Welcome."""
     _measured: tuple[float, float] = field(init=False)
-    """`busy_s` and `heard_at` when `idle_fraction` was taken."""
+    """`busy_s` and `heartbeat_at` when `idle_fraction` was computed."""
 
     def __post_init__(self) -> None:
-        self._measured = (self.busy_s, self.heard_at)
+        self._measured = (self.busy_s, self.heartbeat_at)
 
     @property
     def is_welcome(self) -> bool:
-        """Whether its Welcome was sent, which must be the first message it receives."""
+        """Whether its Welcome was sent; it must be the first message to a worker."""
         return self.incarnation >= 0
 
     def beat(self, message: p.Heartbeat, *, now: float) -> None:
-        """Take a heartbeat."""
-        self.progress, self.busy_s, self.heard_at = message.progress, message.busy_s, now
+        """Record a heartbeat."""
+        self.progress, self.busy_s, self.heartbeat_at = message.progress, message.busy_s, now
 
     def measure_idleness(self) -> None:
-        """End a stretch of time over which `idle_fraction` is taken, and begin the next."""
-        busy_s, heard_at = self._measured
-        if self.heard_at > heard_at:
-            busy = (self.busy_s - busy_s) / (self.heard_at - heard_at)
+        """Compute `idle_fraction` since the last call."""
+        busy_s, heartbeat_at = self._measured
+        if self.heartbeat_at > heartbeat_at:
+            busy = (self.busy_s - busy_s) / (self.heartbeat_at - heartbeat_at)
             self.idle_fraction = min(1.0, max(0.0, 1.0 - busy))
-            self._measured = (self.busy_s, self.heard_at)
+            self._measured = (self.busy_s, self.heartbeat_at)
 
     def post(self, message: p.ToWorker) -> None:
-        """Send, unless the connection has ended: the ledger gets a Disconnected then.
+        """Send a message; no-op on a closed connection, for which the ledger gets a Disconnected.
 
-        The Welcome comes first: other messages wait for it. A Stop does not; the worker then leaves at once.
+        All other messages wait for the Welcome, except a Stop, on which the worker leaves at once.
         """
         if not self.is_welcome and not isinstance(message, p.Stop):
             self._waiting.append(message)
@@ -80,7 +80,7 @@ class Peer:
 
 @dataclass(slots=True)
 class Peers:
-    """By name; a worker that comes back under its name replaces the one before."""
+    """The connected workers by name; a worker that reconnects replaces its earlier connection."""
 
     by_name: dict[str, Peer] = field(default_factory=dict)
 
@@ -88,7 +88,7 @@ class Peers:
         return [peer for peer in self.by_name.values() if peer.role == role]
 
     def send_weights_address(self, ready: Peer) -> None:
-        """Send where to pull weights from: to all rollouts once a policy is ready, or to the rollout that is."""
+        """Send the policy's weight address: to all rollout workers after a policy's Ready, else to the sender."""
         source = next((policy.address for policy in self.of_role("policy")), "")
         for rollout in self.of_role("rollout") if ready.role == "policy" else [ready]:
             if source:

@@ -1,26 +1,26 @@
-"""The messages between workers and controller. Fields are only ever appended, with defaults.
+"""The messages between workers and controller. New fields are appended, with defaults.
 
 worker                                      controller
-  Ready             ->      <- Welcome        the controller answers the connection itself
+  Ready             ->      <- Welcome        sent when the worker connects
   Heartbeat         ->                        every second, from the worker's main loop
 rollout
-  RequestLeases     ->      <- Grant          prompts to answer
-  Deliver | Failed  ->      <- Cancel         a group or a reference to it, or the reason there is none
+  RequestLeases     ->      <- Grant          prompts to generate groups for
+  Deliver | Failed  ->      <- Cancel         a group, a reference to it, or the reason for its failure
                             <- Release        files of the spool that are no longer needed
                             <- SyncFrom       the address to pull weights from
 policy
   RequestBatch      ->      <- Batch          groups of one step, or references to them
-  PayloadsLost      ->                        some cannot be read; another batch follows
+  PayloadsLost      ->                        some groups cannot be read; the reply is another batch
   Vote              ->      <- Committed      gradients are ready; apply the step
   StepDone          ->                        metrics and the published version
   Validated         ->                        the loss on held-out rows
-  CheckpointDone | Alarm ->                   a checkpoint was written, or could not be
+  CheckpointDone | Alarm ->                   a checkpoint was written, or failed
 both                        <- Stop
   Goodbye | Fatal   ->
 
-The ledger (ledger/ledger.py) takes the workers' messages as they are and answers with messages of this file. `Ack`,
-`NoMore`, `Reject`, `Remesh` and `RolledBack` are decided by it but not sent: they matter to a worker that outlives its
-connection, and a worker ends with its connection today.
+The ledger (ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack`,
+`NoMore`, `Reject`, `Remesh` and `RolledBack` are not sent: they concern workers that outlive their connection, and a
+worker currently ends with its connection.
 """
 
 from __future__ import annotations
@@ -44,45 +44,45 @@ class Welcome(Message, frozen=True, tag=True, array_like=True):
     """First frame to every worker."""
 
     incarnation: int
-    """Number of this process of the replica; a new process under the same name gets a higher one."""
+    """Number of this process of the replica; it rises with each new process of the same name."""
     lineage: int
     version: int
     """Committed steps on the lineage."""
     generation: int = 0
-    """How often a controller took over from the journal; workers ignore controllers of lower generations."""
+    """Number of controller restarts from the journal; workers ignore controllers of lower generations."""
     config: str = ""
     """The resolved recipe, TOML."""
     run_dir: str = ""
     resume_from: str = ""
     """Checkpoint to load, empty for a fresh start."""
     last_step: int = 0
-    """Version the run ends with; 0 where it is not known."""
+    """Version at which the run ends; 0 if unknown."""
     kept: list[str] = []
-    """Rollout: files that an earlier process of this replica has spooled and that are still needed."""
+    """Rollout: spooled files of an earlier process of this replica that are still needed."""
 
 
 class Ready(Message, frozen=True, tag=True, array_like=True):
-    """The worker has built its parts."""
+    """The worker is built and can work."""
 
     address: str = ""
-    """Policy: where its weights are published. Rollout: where its spool is read."""
+    """Policy: address of its published weights. Rollout: address of its spool."""
     version: int = 0
 
 
 class Heartbeat(Message, frozen=True, tag=True, array_like=True):
     progress: int = 0
-    """Counter of work done; it stops rising in a worker that is alive but stuck."""
+    """Counter of finished work; constant in a worker that is alive but stuck."""
     busy_s: float = 0.0
-    """Seconds with work since the start."""
+    """Busy seconds since the start."""
     holding: tuple[int, ...] = ()
-    """Samples a rollout replica works on or has yet to deliver; naming them renews their leases."""
+    """Rollout: samples in work or not yet delivered; their leases are renewed."""
 
 
 class RequestLeases(Message, frozen=True, tag=True, array_like=True):
     version: int
-    """Oldest weights the replica can still sample a term of the new groups from."""
+    """Version of the oldest weights from which a term of the new groups may be sampled."""
     capacity: int
-    """Groups it can start now. A newer request replaces an older one."""
+    """Number of groups the replica can start now. A newer request replaces an older one."""
     lineage: int = 0
     """Lineage of those weights."""
 
@@ -101,25 +101,25 @@ class LeasedPrompt(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Grant(Message, frozen=True, tag=True, array_like=True):
-    """Answer to RequestLeases: at least one prompt, at most the capacity that was asked for."""
+    """Reply to RequestLeases: at least one prompt, at most the requested capacity."""
 
     prompts: tuple[LeasedPrompt, ...]
 
 
 class NoMore(Message, frozen=True, tag=True, array_like=True):
-    """Answer to RequestLeases or RequestBatch: the run needs nothing more from this replica."""
+    """Reply to RequestLeases or RequestBatch: the run needs nothing more from this replica."""
 
     reason: str
 
 
 class Cancel(Message, frozen=True, tag=True, array_like=True):
-    """The replica no longer holds this lease and may stop working on it."""
+    """The lease was withdrawn; the replica may stop working on it."""
 
     sample: int
 
 
 class Deliver(Message, frozen=True, tag=True, array_like=True):
-    """A group is complete. Repeated until answered with Ack or Reject."""
+    """A complete group. Repeated until the reply, Ack or Reject."""
 
     sample: int
     attempt: int
@@ -131,26 +131,26 @@ class Deliver(Message, frozen=True, tag=True, array_like=True):
 
 
 class Ack(Message, frozen=True, tag=True, array_like=True):
-    """A Deliver or Failed is settled; the replica may forget the group."""
+    """A Deliver or Failed was processed; the replica may delete the group."""
 
     sample: int
 
 
 class Reject(Message, frozen=True, tag=True, array_like=True):
-    """A message changed nothing. Repeating it does not help."""
+    """A message was refused. Repeating it does not help."""
 
     incarnation: int
-    """Of the rejected message."""
+    """Incarnation of the refused message's sender."""
     reason: str
     sample: int = -1
-    """The sample of a rejected Deliver, which the replica discards."""
+    """Sample of a refused Deliver; the replica discards it."""
     fenced: bool = False
-    """True: a newer process took this replica's place, or it was given up; it must join anew or exit."""
+    """True: the sender was replaced by a newer process or removed; it must rejoin or exit."""
 
 
 class Release(Message, frozen=True, tag=True, array_like=True):
     paths: list[str]
-    """Files of the replica's spool, as its references name them."""
+    """Files of the replica's spool, by the paths in its references."""
 
 
 class Failed(Message, frozen=True, tag=True, array_like=True):
@@ -159,9 +159,9 @@ class Failed(Message, frozen=True, tag=True, array_like=True):
     sample: int
     attempt: int
     reason: str
-    """Starting with "filtered:" for a group left out on purpose, such as "filtered:zero_variance"."""
+    """Starts with "filtered:" for a group left out on purpose, such as "filtered:zero_variance"."""
     final: bool = False
-    """True: trying again cannot help."""
+    """True: a retry cannot succeed."""
     evaluation: bool = False
 
 
@@ -170,7 +170,7 @@ class SyncFrom(Message, frozen=True, tag=True, array_like=True):
 
 
 class Remesh(Message, frozen=True, tag=True, array_like=True):
-    """The set of policy replicas that train together changed: leave the old groups, form new ones, ask again."""
+    """The set of policy replicas that train together changed: rebuild the process groups and repeat the request."""
 
     epoch: int
     members: tuple[str, ...]
@@ -179,24 +179,24 @@ class Remesh(Message, frozen=True, tag=True, array_like=True):
 
 
 class RequestBatch(Message, frozen=True, tag=True, array_like=True):
-    """A policy replica wants the batch of a step. Asking again before the commit gives the same batch."""
+    """Request for the batch of a step. A repeated request before the commit returns the same batch."""
 
     step: int
     epoch: int = 0
-    """The mesh epoch the replica takes part in; filled in by the server."""
+    """Mesh epoch of the replica; set by the server."""
 
 
 class Batch(Message, frozen=True, tag=True, array_like=True):
     step: int
     epoch: int
     samples: tuple[int, ...]
-    """Ascending; empty when the run has no more batches."""
+    """Ascending; empty if the run has no more batches."""
     payloads: list[Payload] = []
-    """One a sample: its group, or its row (JSON) in a supervised run."""
+    """One per sample: its group, or its row (JSON) in a supervised run."""
 
 
 class PayloadsLost(Message, frozen=True, tag=True, array_like=True):
-    """Groups of a batch cannot be read. The answer is another batch of the same step, in a later epoch."""
+    """Groups of a batch cannot be read. The reply is another batch of the same step, in a later epoch."""
 
     step: int
     epoch: int
@@ -216,9 +216,9 @@ class Committed(Message, frozen=True, tag=True, array_like=True):
 
     step: int
     next_sample: int
-    """First id of the prompt stream that was never issued."""
+    """First id of the prompt stream that was not issued yet."""
     unfinished: tuple[int, ...]
-    """Issued ids that no step up to this one has trained on; with `next_sample` what a checkpoint has to keep."""
+    """Issued ids not trained on up to this step; a checkpoint stores them with `next_sample`."""
 
 
 class StepDone(Message, frozen=True, tag=True, array_like=True):
@@ -228,14 +228,14 @@ class StepDone(Message, frozen=True, tag=True, array_like=True):
 
 
 class Validated(Message, frozen=True, tag=True, array_like=True):
-    """A supervised replica's own evaluation."""
+    """Evaluation by a supervised replica."""
 
     version: int
     metrics: dict[str, float]
 
 
 class RolledBack(Message, frozen=True, tag=True, array_like=True):
-    """Training goes on from `version` on a new lineage; weights of other lineages are void."""
+    """Training continues from `version` on a new lineage; weights of other lineages are invalid."""
 
     lineage: int
     version: int
@@ -250,13 +250,13 @@ class CheckpointDone(Message, frozen=True, tag=True, array_like=True):
 
 
 class Alarm(Message, frozen=True, tag=True, array_like=True):
-    """Something went wrong that the run survives, such as a checkpoint that could not be written; the user is told."""
+    """A non-fatal error to report to the user, such as a failed write of a checkpoint."""
 
     message: str
 
 
 class Stop(Message, frozen=True, tag=True, array_like=True):
-    """End cleanly: a policy replica saves first."""
+    """Exit cleanly; a policy replica saves a checkpoint first."""
 
     reason: str
 
@@ -266,18 +266,18 @@ class Goodbye(Message, frozen=True, tag=True, array_like=True):
 
 
 class Fatal(Message, frozen=True, tag=True, array_like=True):
-    """The worker cannot go on."""
+    """The worker failed."""
 
     message: str
     user: bool
-    """True: something the user can mend; the message stands alone."""
+    """True: an error that the user can fix; the message is shown without the worker's name."""
 
 
 ToLedger = (
     Ready | Heartbeat | RequestLeases | Deliver | Failed | RequestBatch | PayloadsLost | Vote | CheckpointDone | Goodbye
 )
-"""Messages of workers that the ledger decides about."""
+"""Messages of workers to the ledger."""
 FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
-"""Messages to workers that the ledger decides."""
+"""Messages of the ledger to workers."""
 ToController = ToLedger | StepDone | Validated | Alarm | Fatal
 ToWorker = Welcome | Grant | Cancel | Release | SyncFrom | Batch | Committed | Stop

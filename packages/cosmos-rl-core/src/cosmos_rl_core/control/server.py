@@ -2,8 +2,8 @@
 
     workers' messages -> ledger (journal first) -> messages to workers
 
-The ledger alone decides what may be leased, batched and committed. The controller carries messages, holds the payloads
-of groups in flight and runs the evaluations.
+The ledger alone decides about leases, batches and commits. The controller passes messages, stores the payloads of
+groups in flight and runs the evaluations.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Controller:
         self.clock = clock
         self.peers = Peers()
         self.checkpoint = ""
-        """The newest checkpoint a policy replica reported."""
+        """Path of the newest checkpoint reported by a policy replica."""
         self._job = job
         self._source = source
         self._observer = observer
@@ -70,7 +70,7 @@ class Controller:
     # -- the run
 
     async def run(self) -> None:
-        """Serve until the policy has left after the last step. Raises what ended the run early."""
+        """Serve until the policy leaves after the last step. Raises the error that ended the run early."""
         self._evaluate_if_due(self.ledger.version)
         tasks = [asyncio.create_task(self._ledger.run()), asyncio.create_task(self._ledger.tick(TICK_S))]
         try:
@@ -85,7 +85,7 @@ class Controller:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self, reason: str) -> None:
-        """End cleanly: the policy finishes its step and saves."""
+        """End the run cleanly: the policy finishes its step and saves."""
         self._stop_reason = reason
         for peer in self.peers.of_role("policy"):
             peer.post(p.Stop(reason=reason))
@@ -96,12 +96,12 @@ class Controller:
             self._outcome.set_exception(error)
 
     def dismiss(self) -> None:
-        """Send every worker a Stop: the run is over."""
+        """Send Stop to every worker: the run is over."""
         for peer in self.peers.by_name.values():
             peer.post(p.Stop(reason=self._stop_reason or "the run is over"))
 
     def waits(self) -> list[str]:
-        """Return what waits for the controller itself, one readable line each."""
+        """Return the running evaluation's progress, as lines for the status."""
         return self._evaluator.waits()
 
     # -- connections and messages of workers
@@ -110,7 +110,7 @@ class Controller:
         if self._outcome.done():
             return  # the run is over
         role = "policy" if connection.peer.role == "policy" else "rollout"
-        peer = Peer(name=connection.peer.name, role=role, connection=connection, heard_at=self.clock())
+        peer = Peer(name=connection.peer.name, role=role, connection=connection, heartbeat_at=self.clock())
         self.peers.by_name[peer.name] = peer
         self._ledger.feed(events.Join(replica=peer.name, role=peer.role))
         try:
@@ -149,7 +149,7 @@ class Controller:
                 peer.wants_batch = message.step
                 self._request_batch(peer)
             case p.PayloadsLost():
-                peer.wants_batch = message.step  # it waits on, for another one
+                peer.wants_batch = message.step  # it still waits for a batch
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
             case p.Failed() | p.Vote():
@@ -197,7 +197,7 @@ class Controller:
     # -- batches and evaluations
 
     def _request_batch(self, peer: Peer) -> None:
-        """Ask the ledger for the batch a policy waits for, once it is in the mesh and nothing is evaluated."""
+        """Request the batch for a waiting policy from the ledger, once it is in the mesh and no evaluation runs."""
         step = peer.wants_batch
         if step is None or peer.epoch == 0 or self._evaluator.current is not None:
             return
@@ -207,7 +207,7 @@ class Controller:
             self._feed(peer, p.RequestBatch(step, peer.epoch))
 
     def _end_of_batches(self, peer: Peer) -> None:
-        """The last step is done: evaluate it, then let the policy go."""
+        """After the last step: evaluate it, then send the policy an empty batch, which ends it."""
         step = self.ledger.version
         if self._stop_reason or not self._evaluate_if_due(step, last=True):
             peer.wants_batch = None
@@ -224,7 +224,7 @@ class Controller:
         groups = [finished.groups[row] for row in sorted(finished.groups)]
         self._observer.evaluated(finished.version, finished.metrics(), groups)
         for reason in sorted(set(finished.failures.values()))[:3]:
-            self._observer.note(f"no answer in the evaluation: {reason}")
+            self._observer.note(f"failed in the evaluation: {reason}")
         last = self._job.max_steps is not None and finished.version >= self._job.max_steps
         self._observer.phase("saving" if last else "training")
         self._resume_requests()
@@ -236,7 +236,7 @@ class Controller:
             if rollout.held is not None:
                 self._request_leases(rollout, rollout.held)
 
-    # -- what the ledger decided
+    # -- outputs of the ledger
 
     def _dispatch(self, output: events.Output) -> None:
         match output:
@@ -250,7 +250,7 @@ class Controller:
                     self._send(peer, output.message)
 
     def _send(self, peer: Peer, message: p.FromLedger) -> None:
-        """Send a message of the ledger, with what it lacks: recipe, rows, payloads."""
+        """Send a message of the ledger, completed with the recipe, rows or payloads."""
         match message:
             case p.Welcome():
                 peer.welcome(self._job.welcome(message, kept=self._batches.kept(peer.name)))

@@ -1,4 +1,4 @@
-"""status.json: written whole once a second by the controller, read and shown by `cosmos-rl status`."""
+"""status.json: replaced every second by the controller, shown by `cosmos-rl status`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def write_status(path: Path, controller: Controller, *, phase: str) -> None:
-    """Replace `path` with the present members, sample counts and waits."""
+    """Replace `path` with the current members, sample counts and waits."""
     ledger = controller.ledger
     now = controller.clock()
     status = {
@@ -34,7 +34,7 @@ def write_status(path: Path, controller: Controller, *, phase: str) -> None:
                 "name": peer.name,
                 "role": peer.role,
                 "state": ledger.members.by_name[peer.name].state.value,
-                "age_s": round(now - peer.heard_at, 1),
+                "age_s": round(now - peer.heartbeat_at, 1),
                 "progress": peer.progress,
             }
             for peer in controller.peers.by_name.values()
@@ -48,7 +48,7 @@ def write_status(path: Path, controller: Controller, *, phase: str) -> None:
 
 
 SILENT_S = 10.0
-"""A controller writes its status every second; after this long without one it hangs or is starved."""
+"""Seconds without a new status after which the controller is shown as silent; it writes one per second."""
 
 
 class Member(msgspec.Struct, frozen=True, kw_only=True):
@@ -58,15 +58,15 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     role: str
     state: str
     age_s: float
-    """Since its last heartbeat."""
+    """Seconds since its last heartbeat."""
     progress: int | float | str = ""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
-    """`<run>/status.json`, which the controller replaces every second."""
+    """The content of `<run>/status.json`."""
 
     time: float
-    """Unix seconds when it was written."""
+    """Time of writing, in Unix seconds."""
     phase: str
     step: int
     version: int
@@ -74,17 +74,17 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     samples: dict[str, int] = {}
     """Samples by state."""
     waits: tuple[Any, ...] = ()
-    """Who waits for what."""
+    """One line per wait: the waiting component and the reason."""
 
 
 def read_status(run_dir: Path) -> RunStatus:
-    """Return the last status of a run. Raises UserError where there is none."""
+    """Return the last status of a run. Raises UserError if there is none."""
     path = run_dir / "status.json"
     try:
         return msgspec.json.decode(path.read_bytes(), type=RunStatus)
     except FileNotFoundError as error:
-        what = "not a run that was started" if run_dir.is_dir() else "no such directory"
-        raise UserError(f"{run_dir}: {what} (there is no {path.name} in it)") from error
+        what = "not the directory of a started run" if run_dir.is_dir() else "no such directory"
+        raise UserError(f"{run_dir}: {what} (no {path.name} in it)") from error
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}") from error
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -92,7 +92,7 @@ def read_status(run_dir: Path) -> RunStatus:
 
 
 def live_pid(run_dir: Path) -> int | None:
-    """Return the controller's process id from `<run>/run.lock`, or None if no such process is there."""
+    """Return the controller's process id from `<run>/run.lock`, or None if that process does not exist."""
     try:
         found = re.search(r"\d+", (run_dir / "run.lock").read_text())
     except FileNotFoundError:
@@ -100,11 +100,11 @@ def live_pid(run_dir: Path) -> int | None:
     if found is None:
         return None
     try:
-        os.kill(int(found[0]), 0)  # signal 0 asks only whether the process is there
+        os.kill(int(found[0]), 0)  # signal 0 only checks that the process exists
     except (ProcessLookupError, OverflowError):
         return None
     except PermissionError:
-        pass  # it is there and belongs to somebody else
+        pass  # it exists and belongs to another user
     return int(found[0])
 
 
@@ -119,7 +119,7 @@ def _life(status: RunStatus, *, pid: int | None, age_s: float) -> str:
 
 
 def render(run_dir: Path, status: RunStatus, *, pid: int | None, now: float) -> str:
-    """Return the status as the user reads it; `now` in Unix seconds."""
+    """Return the status as text for the user; `now` in Unix seconds."""
     life = _life(status, pid=pid, age_s=max(0.0, now - status.time))
     place = f"phase {status.phase}, step {status.step}, version {status.version}"
     parts = [f"{run_dir}: {life}\n{place}"]

@@ -1,4 +1,4 @@
-"""`generate` and `evaluate`: engines in processes without a trainer.
+"""`generate` and `evaluate`: engines in separate processes, without a trainer.
 
 Used by `cli` and by `cosmos_rl_core.generate` and `.evaluate`.
 """

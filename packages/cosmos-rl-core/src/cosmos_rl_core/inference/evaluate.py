@@ -1,7 +1,7 @@
-"""`cosmos-rl eval`: how good a checkpoint is on [eval.data], with how sure that is.
+"""`cosmos-rl eval`: metrics of a checkpoint on [eval.data], with standard errors and confidence intervals.
 
-Rewards are measured over rollouts that `inference.generate` draws, the same ones as in an evaluation of the run; for a
-supervised recipe it is the loss, in this process.
+Rewards are measured over rollouts of `inference.generate`, the same ones as in an evaluation of the run. For a
+supervised recipe the loss is measured, in this process.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from statistics import fmean
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.inference.generate import Generated, draw, rows_on_disk
+from cosmos_rl_core.inference.generate import Generated, generate_rows, rows_on_disk
 from cosmos_rl_core.inference.layout import Instances
 from cosmos_rl_core.inference.request import Request, Weights, folder_of
 from cosmos_rl_core.inference.rollouts_file import Line
@@ -36,16 +36,16 @@ class Evaluated:
     directory: Path
     weights: Weights
     metrics: Mapping[str, Estimate]
-    """`reward` and each of its parts; or `loss` and `perplexity`, which are known without an error of their own."""
+    """`reward` and each of its parts; or `loss` and `perplexity`, without a standard error."""
     rows: int
-    """Rows that are counted."""
+    """Number of evaluated rows."""
     failed: Mapping[int, str] = field(default_factory=dict)
-    """Rows that could not be answered or scored, and why; they count as nothing, not as zero."""
+    """Rows whose generation or scoring failed, with the reason; they are left out of the means."""
     num_samples: int = 1
     interrupted: bool = False
 
     def __str__(self) -> str:
-        """A table."""
+        """The metrics as a table."""
         header = ("metric", "mean", "std. error", "95 % interval")
         return table([(name, *_cells(metric)) for name, metric in self.metrics.items()], header=header)
 
@@ -74,10 +74,9 @@ def evaluate(
     python_path: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> Evaluated:
-    """Measure the rewards, or the loss of a supervised recipe, and write eval.json. Raises as `generate`.
+    """Measure the rewards, or the loss of a supervised recipe, and write eval.json. Raises like `generate`.
 
-    rewards: as in `run`; they are called in other processes, which import them. rows: mappings instead of [eval.data]
-    path.
+    rewards: as in `run`; other processes import and call them. rows: mappings that replace [eval.data] path.
     """
     request = request or Request()
     given = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, eval_rows=rows, generating=True)
@@ -89,17 +88,17 @@ def evaluate(
         if config.is_sft:
             measured = _loss(config, request)
         else:
-            drawn = draw(config, request, scored=True, python_path=given.python_path, say=say)
-            measured = _rewards(drawn, request.num_samples)
+            generated = generate_rows(config, request, scored=True, python_path=given.python_path, say=say)
+            measured = _rewards(generated, request.num_samples)
     if not measured.interrupted:
         measured.write()
     return measured
 
 
 def estimates(lines: Sequence[Line], *, labels: Mapping[int, Sequence[str]] | None = None) -> dict[str, Estimate]:
-    """Return the mean of each reward over rows, a row's rollouts being one value: they are not independent.
+    """Return the mean of each reward over rows; a row's rollouts count as one value, as they are not independent.
 
-    labels: of rows by their place; the rows of each get means of their own after those of all.
+    labels: labels of each row, by its index; the means of each label's rows follow those of all rows.
     """
     metrics, labels = _estimates(lines), labels or {}
     for label in sorted({label for of_row in labels.values() for label in of_row}):
@@ -122,20 +121,20 @@ def _estimates(lines: Sequence[Line]) -> dict[str, Estimate]:
     return {name: Estimate.of(column) for name, column in values.items()}
 
 
-def _rewards(drawn: Generated, num_samples: int) -> Evaluated:
+def _rewards(generated: Generated, num_samples: int) -> Evaluated:
     return Evaluated(
-        directory=drawn.directory,
-        weights=drawn.weights,
-        metrics=estimates(drawn.lines, labels=drawn.labels),
-        rows=drawn.num_done,
-        failed=drawn.failed,
+        directory=generated.directory,
+        weights=generated.weights,
+        metrics=estimates(generated.lines, labels=generated.labels),
+        rows=generated.num_done,
+        failed=generated.failed,
         num_samples=num_samples,
-        interrupted=drawn.interrupted,
+        interrupted=generated.interrupted,
     )
 
 
 def _loss(config: RunConfig, request: Request) -> Evaluated:
-    """The loss on [eval.data]. Raises UserError for what only rollouts have."""
+    """Measure the loss on [eval.data]. Raises UserError for options of rollouts."""
     from cosmos_rl_core.checkpoint.restore import load_policy
     from cosmos_rl_core.parallel.setup import ModelSetup
 

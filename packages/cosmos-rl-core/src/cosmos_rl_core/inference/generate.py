@@ -1,8 +1,8 @@
 """`cosmos-rl generate`: rollouts of a checkpoint for a list of prompts, over any number of GPUs, without a trainer.
 
-    prompts --dealt in turn--> instances (processes, each an engine) --> rollouts.jsonl, media/
+    prompts --round-robin--> instances (processes with one engine each) --> rollouts.jsonl, media/
 
-A row's rollouts follow from [run] seed and its place in the list, however many instances there are.
+A row's rollouts depend on [run] seed and its index in the list, not on the number of instances.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ from cosmos_rl_core.types import Sampling
 from cosmos_rl_core.workers.directory import NO_ROOM
 from cosmos_rl_core.workers.gpus import machine_gpus
 
-TOLD_S = 5.0
-"""Time between two lines on how far it is."""
+PROGRESS_S = 5.0
+"""Seconds between progress messages."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Generated:
-    """What came of it."""
+    """The result of `generate`."""
 
     directory: Path
     weights: Weights
     lines: list[Line]
-    """Of rollouts.jsonl."""
+    """The lines of rollouts.jsonl."""
     num_rows: int
     failed: dict[int, str]
-    """Rows without rollouts, and why."""
+    """Rows without rollouts, with the reason."""
     interrupted: bool
     labels: Mapping[int, Sequence[str]] = field(default_factory=dict)
-    """What rows are told apart by, under [eval] by: ["task=faucet-open"] by the row's place."""
+    """Labels of each row by [eval] by, such as ["task=faucet-open"], by the row's index."""
 
     @property
     def num_done(self) -> int:
-        """Rows with their rollouts."""
+        """Number of rows with rollouts."""
         return len({line["sample"] for line in self.lines} - self.failed.keys())
 
 
@@ -70,30 +70,31 @@ def generate(
     python_path: Sequence[str] = (),
     say: Callable[[str], None] = lambda _: None,
 ) -> Generated:
-    """Draw rollouts and write them down; what is there already is not drawn again.
+    """Sample rollouts and write them to rollouts.jsonl; rows that are already in the file are skipped.
 
-    recipe: as in `run`. rows: mappings instead of [eval.data] path. python_path: folders for "module:attribute" names.
+    recipe: as in `run`. rows: mappings that replace [eval.data] path. python_path: folders for "module:attribute"
+    names.
 
-    Raises UserError for what the user can mend and WorkerFailed when an instance died; what was drawn until then is on
+    Raises UserError for errors that the user can fix, and WorkerFailed if an instance died; the finished rows are on
     disk.
     """
     given = open_recipe(recipe, overrides, python_path=python_path, eval_rows=rows, generating=True)
     with rows_on_disk(given) as config:
-        return draw(config, request or Request(), scored=False, python_path=given.python_path, say=say)
+        return generate_rows(config, request or Request(), scored=False, python_path=given.python_path, say=say)
 
 
 @contextlib.contextmanager
 def rows_on_disk(given: Given) -> Iterator[RunConfig]:
-    """Keep the rows of a program in files while they are read; their content alone is part of a request's identity."""
+    """Write given rows to temporary files; only their content is part of a request's identity."""
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-rows-") as folder:
         given.write_rows(Path(folder))
         yield given.placed_in(Path(folder)).config
 
 
-def draw(
+def generate_rows(
     config: RunConfig, request: Request, *, scored: bool, python_path: Sequence[str], say: Callable[[str], None]
 ) -> Generated:
-    """As `generate`; with `scored` the rewards of [reward] too."""
+    """Like `generate`, from a validated config; `scored`: also compute the rewards of [reward]."""
     domain = load_domain(config.run.domain)
     config = _checked(config, domain, request)
     gpus = request.instances.allot(machine_gpus(os.environ))
@@ -109,7 +110,7 @@ def draw(
     try:
         left = [row for row in given.rows if row.sample not in file.done]
         if file.done:
-            say(f"{len(file.done)} of {len(given)} rows are there already")
+            say(f"{len(file.done)} of {len(given)} rows are already done")
         for sample, reason in given.wrong.items():
             file.add([{"sample": sample, "error": reason}])
         pool = Pool(logs=directory / "logs", python_path=tuple(python_path))
@@ -121,7 +122,7 @@ def draw(
     except OSError as error:
         if error.errno in NO_ROOM:
             raise UserError(
-                f"{NO_ROOM[error.errno]} for {directory}; make room there and give the command again"
+                f"{NO_ROOM[error.errno]} for {directory}; free space there and run the command again"
             ) from error
         raise
     finally:
@@ -139,7 +140,7 @@ def draw(
 
 
 def _task(config: RunConfig, request: Request, weights: Weights, directory: Path, *, scored: bool) -> Task:
-    """What all instances are told."""
+    """The task of an instance, without its name and rows."""
     cores = len(os.sched_getaffinity(0))
     return Task(
         name="",
@@ -157,18 +158,18 @@ def _task(config: RunConfig, request: Request, weights: Weights, directory: Path
 
 
 async def _collect(pool: Pool, file: RolloutsFile, *, total: int, say: Callable[[str], None]) -> bool:
-    """Write answers as they come. Returns whether it was interrupted."""
-    done, told_at = 0, time.monotonic()
+    """Write answers as they arrive. Returns whether it was interrupted."""
+    done, reported_at = 0, time.monotonic()
 
     async def collect() -> None:
-        nonlocal done, told_at
+        nonlocal done, reported_at
         async with pool, contextlib.aclosing(pool.answers()) as answers:
             async for answer in answers:
                 file.add(answer.lines)
                 done += 1
-                if time.monotonic() - told_at > TOLD_S:
+                if time.monotonic() - reported_at > PROGRESS_S:
                     say(f"{done} of {total} rows")
-                    told_at = time.monotonic()
+                    reported_at = time.monotonic()
 
     say(f"rows: {total}, processes: {len(pool.tasks)}")
     work = asyncio.create_task(collect())
@@ -188,7 +189,7 @@ async def _collect(pool: Pool, file: RolloutsFile, *, total: int, say: Callable[
 
 
 def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
-    """Raise UserError for what can be known to be wrong; return the config with the engine spread as asked for."""
+    """Check the request; return the config with tensor parallelism applied to the engine. Raises UserError."""
     rollout, tp_size = config.rollout, request.instances.tp_size
     assemble.look_up_engine(rollout.engine, domain)
     domain.weight_specs(config.model)
@@ -197,7 +198,7 @@ def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
     sampling = rollout.sampling.evaluation(temperature=config.eval.temperature, max_terms=config.eval.max_length)
     if request.num_samples > 1 and isinstance(sampling, Sampling) and not sampling.temperature:
         raise UserError(
-            f"--num-samples {request.num_samples}: all of them are the same with [eval] temperature = 0; add "
+            f"--num-samples {request.num_samples}: all samples are equal with [eval] temperature = 0; add "
             "eval.temperature=1.0"
         )
     if isinstance(domain, SpreadsEngines) and rollout.engine in domain.engines:
@@ -205,7 +206,7 @@ def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
         return config.model_copy(update={"rollout": rollout.model_copy(update={"options": dict(options)})})
     if tp_size > 1:
         raise UserError(
-            f"--tp-size {tp_size}: the engine {rollout.engine!r} of the {domain.name} domain holds the model on one "
+            f"--tp-size {tp_size}: the engine {rollout.engine!r} of the {domain.name} domain runs on one "
             "GPU; leave --tp-size out"
         )
     return config

@@ -1,6 +1,6 @@
-"""Messages between `cosmos-rl generate` and the processes that generate for it, over a socket pair.
+"""Messages between `cosmos-rl generate` and its processes, over a socket pair.
 
-command   --Task-->               instance      the connection stays open while the command lives
+command   --Task-->               instance      the connection is open as long as the command runs
           <--Answer, Failed--
 """
 
@@ -11,57 +11,57 @@ from typing import Any
 import msgspec
 
 MAX_MESSAGE_BYTES = 2**30
-"""Longest message: a task has all of its rows."""
+"""Maximum size of a message; a task contains all of its rows."""
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
     """One prompt."""
 
     sample: int
-    """Its place in the list, from 0: it decides the seed."""
+    """Index in the list, from 0; determines the seed."""
     columns: dict[str, Any]
     origin: str
 
 
 class Task(msgspec.Struct, frozen=True, kw_only=True):
-    """What one instance has to do."""
+    """The work of one instance."""
 
     name: str
     recipe: dict[str, Any]
     """The resolved recipe, section by section."""
     checkpoint: str
-    """Folder or URL of the checkpoint with the weights; empty for those of the recipe's model."""
+    """Folder or URL of the checkpoint; empty for the weights of the recipe's model."""
     averaged: bool
-    """Whether the average of those weights is wanted, where the checkpoint holds one."""
+    """Whether to use the average of the weights, if the checkpoint has one."""
     version: int
-    """Optimizer steps in those weights."""
+    """Number of optimizer steps in those weights."""
     rows: list[Row]
     num_samples: int
-    """Rollouts of each row."""
+    """Rollouts per row."""
     rows_at_once: int | None
-    """Rows in work at the same time; None: one where rollouts are media, `TEXTS_AT_ONCE` where they are text."""
+    """Rows in work at the same time; None: 1 if rollouts are media, `TEXTS_AT_ONCE` if they are text."""
     scored: bool
-    """Whether the rewards of [reward] are asked for."""
+    """Whether to compute the rewards of [reward]."""
     media: str
-    """Folder for images and videos; empty where none are to be kept."""
+    """Folder for images and videos; empty: none are written."""
     threads: int
-    """CPU threads of tensor work."""
+    """CPU threads for tensor work."""
 
 
 class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """A row is done."""
+    """The result of one row."""
 
     sample: int
     lines: list[dict[str, Any]]
-    """One a rollout, or a single one with `error`."""
+    """One line per rollout, or a single one with `error`."""
 
 
 class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The instance cannot go on."""
+    """The instance failed."""
 
     message: str
     user: bool
-    """True: something the user can mend."""
+    """True: an error that the user can fix."""
 
 
 Reply = Answer | Failed

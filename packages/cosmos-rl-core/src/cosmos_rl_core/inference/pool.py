@@ -4,7 +4,7 @@
     async with pool:
         async for answer in pool.answers(): ...
 
-An instance ends when its rows are done or its connection is closed, which also happens when this process dies.
+An instance ends when its rows are done or its connection closes, also because this process died.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cosmos_rl_core.python_path import PYTHON
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
 
 LEAVE_S = 10.0
-"""Longest that an instance may take to close its engine once its connection was closed."""
+"""Maximum seconds for an instance to close its engine after its connection was closed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,19 +35,19 @@ class _Instance:
 
 @dataclass(slots=True)
 class Pool:
-    """Instances of one command, one a task."""
+    """The instances of one command, one per task."""
 
     logs: Path
-    """Folder for what they print."""
+    """Folder for their output."""
     python_path: tuple[str, ...] = ()
-    """Folders a recipe's "module:attribute" names are looked up in."""
+    """Folders for a recipe's "module:attribute" names."""
     tasks: list[Task] = field(default_factory=list)
     _gpus: list[Sequence[str]] = field(default_factory=list)
-    """Those that each instance sees."""
+    """GPUs visible to each instance."""
     _instances: list[_Instance] = field(default_factory=list)
 
     def add(self, task: Task, *, gpus: Sequence[str]) -> None:
-        """Plan one more instance, which will see these GPUs."""
+        """Add an instance, with these GPUs visible."""
         self.tasks.append(task)
         self._gpus.append(gpus)
 
@@ -65,12 +65,12 @@ class Pool:
         await self._stop()
 
     async def answers(self) -> AsyncGenerator[Answer, None]:
-        """Yield answers as they come. Raises UserError or WorkerFailed with the failure of an instance."""
+        """Yield answers as they arrive. Raises UserError or WorkerFailed with the failure of an instance."""
         received: asyncio.Queue[Answer | BaseException | None] = asyncio.Queue()
 
         async def listen(instance: _Instance) -> None:
             try:
-                await self._talk(instance, received)
+                await self._serve(instance, received)
                 received.put_nowait(None)
             except (UserError, WorkerFailed) as error:
                 received.put_nowait(error)
@@ -91,8 +91,8 @@ class Pool:
                 listener.cancel()
             await asyncio.gather(*listeners, return_exceptions=True)
 
-    async def _talk(self, instance: _Instance, received: asyncio.Queue[Answer | BaseException | None]) -> None:
-        """Send an instance its task and pass on its answers, until it ends."""
+    async def _serve(self, instance: _Instance, received: asyncio.Queue[Answer | BaseException | None]) -> None:
+        """Send an instance its task and queue its answers, until it ends."""
         name = instance.task.name
         try:
             await instance.connection.send(instance.task)
@@ -122,7 +122,7 @@ class Pool:
         return self.logs / f"{name}.log"
 
     async def _stop(self) -> None:
-        """Close the connections, wait, and kill those that do not leave, with everything they have started."""
+        """Close the connections, wait, and kill the instances that do not end, with all their children."""
         processes = [instance.process for instance in self._instances]
         for instance in self._instances:
             instance.connection.close()

@@ -1,7 +1,7 @@
-"""The rows that `cosmos-rl generate` and `eval` draw rollouts of.
+"""The rows for which `cosmos-rl generate` and `eval` sample rollouts.
 
---prompts prompts.jsonl     a line a prompt: an object with the columns of a row, or its text in quotes
---prompts prompts.txt       a line a prompt: its text
+--prompts prompts.jsonl     one prompt per line: an object with the columns of a row, or a quoted text
+--prompts prompts.txt       one prompt per line: its text
 --prompts "a red cube"      one prompt
 (nothing)                   [eval.data]
 """
@@ -21,24 +21,24 @@ from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import parse_json, read_lines
 
 LISTS = (".jsonl", ".txt")
-"""How the name of a list of prompts ends."""
+"""File name suffixes of a list of prompts."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prompts:
-    """What there is to answer."""
+    """The prompts to generate for."""
 
     origin: str
     rows: list[Row] = field(default_factory=list)
     wrong: dict[int, str] = field(default_factory=dict)
-    """Places that hold no prompt, and why."""
+    """Indices without a valid prompt, with the reason."""
 
     def __len__(self) -> int:
         return len(self.rows) + len(self.wrong)
 
 
 def evaluation_prompts(config: RunConfig, domain: Domain) -> Prompts:
-    """Return the rows of [eval.data]. Raises UserError where the recipe has none."""
+    """Return the rows of [eval.data]. Raises UserError if the recipe has none."""
     if config.eval.data is None:
         raise UserError("the recipe has no [eval.data], the rows to evaluate on; add it, with the keys of [data]")
     rows, origin = domain.load_rows(config.eval.data)
@@ -52,7 +52,7 @@ def evaluation_prompts(config: RunConfig, domain: Domain) -> Prompts:
 
 
 def read_prompts(config: RunConfig, domain: Domain, given: str) -> Prompts:
-    """Return the prompts of a list, or `given` itself as one. A line that is no prompt is kept with its reason.
+    """Return the prompts of a list, or `given` itself as a prompt. An invalid line is kept with its reason.
 
     Raises UserError for a list that cannot be read or is empty.
     """
@@ -67,14 +67,14 @@ def read_prompts(config: RunConfig, domain: Domain, given: str) -> Prompts:
         else:
             found.rows.append(Row(sample=place, columns=dict(columns), origin=where))
     if not len(found):
-        raise UserError(f"{path}: there is no prompt in it")
+        raise UserError(f"{path}: contains no prompt")
     if not listed and found.wrong:
         raise UserError(found.wrong[0])
     return found
 
 
 def _listed(path: Path) -> Iterator[tuple[str, Any]]:
-    """Each prompt with its place."""
+    """Yield each prompt with its location."""
     try:
         with path.open("rb") as file:
             for where, line in read_lines(file, name=path.name):

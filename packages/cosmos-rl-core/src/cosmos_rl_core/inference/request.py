@@ -1,4 +1,4 @@
-"""What is asked of `cosmos-rl generate` and `eval` beside the recipe, and the weights that this means."""
+"""Request of `cosmos-rl generate` and `eval` besides the recipe, and the weights that it selects."""
 
 from __future__ import annotations
 
@@ -29,50 +29,50 @@ DECIDES = (
     "rollout.options",
     "rollout.sampling",
 )
-"""Keys and sections that decide what is drawn of a row."""
+"""Keys and sections that determine the rollouts of a row."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What is asked for, beside the recipe."""
+    """The options of a command besides the recipe."""
 
     checkpoint: str = ""
-    """A run's directory (its newest checkpoint), or a checkpoint; empty for the model of the recipe."""
+    """A run's directory (its newest checkpoint), or a checkpoint; empty for the recipe's model."""
     step: int | None = None
-    """Which checkpoint of the run."""
+    """Step of the run's checkpoint; None: the newest."""
     averaged: bool = True
-    """Take the average of the weights, where the checkpoint holds one, and not the trained ones."""
+    """Use the average of the weights, if the checkpoint has one, instead of the trained weights."""
     prompts: str = ""
     """A .jsonl or .txt file, or one prompt; empty for [eval.data]."""
     out: Path | None = None
-    """Where files go; None: beside the run's, in a folder of the command and the step."""
+    """Output directory; None: a folder named by command and step, in the run's directory."""
     num_samples: int = 1
-    """Rollouts of a row."""
+    """Rollouts per row."""
     instances: Instances = field(default_factory=Instances)
     rows_at_once: int | None = None
-    """Rows in work at the same time in an instance; None leaves the choice to it."""
+    """Rows in work at the same time in an instance; None: the instance decides."""
     media: bool = True
     """Whether images and videos are written."""
     overwrite: bool = False
-    """Replace what another request has left in `out`."""
+    """Replace the results of another request in `out`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """Those that rollouts are drawn with."""
+    """The weights for generation."""
 
     folder: str = ""
-    """The checkpoint's; empty for the model of the recipe."""
+    """Folder or URL of the checkpoint; empty for the recipe's model."""
     version: int = 0
     digest: str = ""
-    """SHA-256 of its manifest, and so of all it holds."""
+    """SHA-256 of its manifest, and so of its whole content."""
 
     @classmethod
     def find(cls, request: Request) -> Weights:
-        """Look up and verify the checkpoint. Raises UserError where there is none, or a damaged one."""
+        """Find and verify the checkpoint. Raises UserError if it is missing or damaged."""
         if not request.checkpoint:
             if request.step is not None:
-                raise UserError(f"--step {request.step}: of which run? Give its directory by --checkpoint")
+                raise UserError(f"--step {request.step} needs the directory of a run; give it with --checkpoint")
             return cls()
         folder = find_checkpoint(request.checkpoint, step=request.step)
         verify(folder)
@@ -85,12 +85,12 @@ class Weights:
 
 
 def folder_of(config: RunConfig, request: Request, weights: Weights, *, command: str) -> Path:
-    """Where the files of a command go."""
+    """The output directory of a command."""
     return (request.out or config.run.directory / command / weights.name).resolve()
 
 
 def identity(config: RunConfig, request: Request, given: Prompts, weights: Weights, *, scored: bool) -> dict[str, Any]:
-    """Return everything that decides what rollouts.jsonl holds, but for the number of instances."""
+    """Return everything that determines the content of rollouts.jsonl; the number of instances does not."""
     recipe = recipe_of(config)
     rows = hashlib.sha256(msgspec.json.encode([given.rows, given.wrong])).hexdigest()
     return {

@@ -1,10 +1,10 @@
-"""rollouts.jsonl of `cosmos-rl generate` and `eval`: a line a rollout, written as rows are done, in order at the end.
+"""rollouts.jsonl of `cosmos-rl generate` and `eval`: one line per rollout, appended as rows finish, sorted at the end.
 
     {"sample": 3, "rollout": 0, "prompt": ..., "response": ..., "media": ["media/000003_0.mp4"], ...}
     {"sample": 4, "error": "rows.jsonl:5: the row has no caption"}
 
-What it holds is not drawn again: a command that was stopped goes on when it is given once more. `request.json` beside
-it says what was asked for, so that rollouts of two requests are never mixed.
+Rows in the file are skipped: a stopped command continues when it is run again. `request.json` next to it contains the
+request, so that rollouts of different requests are never mixed.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Line = dict[str, Any]
 
 
 class RolloutsFile:
-    """The file, open for more lines of one command at a time."""
+    """The file, locked and open for appending by one command."""
 
     def __init__(self, path: Path, *, num_samples: int, lock: IO[str]) -> None:
-        """Keep the rows that are whole: those with `num_samples` rollouts. Takes over `lock`."""
+        """Keep the complete rows: those with `num_samples` rollouts. Takes ownership of `lock`."""
         self.path = path
         self._lock = lock
         kept = _whole_rows(_read(path), num_samples=num_samples)
@@ -39,7 +39,7 @@ class RolloutsFile:
 
     @classmethod
     def open(cls, directory: Path, *, request: Mapping[str, Any], num_samples: int, overwrite: bool) -> RolloutsFile:
-        """Make or reopen the file of a request. Raises UserError where `directory` has rollouts of another one."""
+        """Create or reopen the file of a request. Raises UserError if `directory` has rollouts of another request."""
         path, beside = directory / ROLLOUTS, directory / REQUEST
         with contextlib.ExitStack() as unless_held:
             try:
@@ -66,7 +66,7 @@ class RolloutsFile:
         self._file.flush()
 
     def close(self) -> list[Line]:
-        """Put the lines in order, by row and rollout, and return them."""
+        """Sort the lines by row and rollout, and return them."""
         self._file.close()
         lines = sorted(_read(self.path), key=lambda line: (line["sample"], line.get("rollout", 0)))
         self._rewrite(lines)
@@ -80,10 +80,10 @@ class RolloutsFile:
 
 
 def _read(path: Path) -> list[Line]:
-    """Return the lines that are whole: the last one may have been cut off by a kill."""
+    """Return the valid lines; the last one may be incomplete after a kill."""
     lines: list[Line] = []
     if path.exists():
-        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # JSON may hold other line ends
+        for text in path.read_text(encoding="utf-8", errors="replace").split("\n"):  # JSON may contain other line ends
             try:
                 line = parse_json(text, where=str(path))
             except UserError:
@@ -95,7 +95,7 @@ def _read(path: Path) -> list[Line]:
 
 
 def _whole_rows(lines: Sequence[Line], *, num_samples: int) -> list[Line]:
-    """Those of rows with all their rollouts; a row that failed is tried again."""
+    """Return the lines of rows with all rollouts; failed rows are left out, to be retried."""
     rows: dict[int, dict[int, Line]] = {}
     for line in lines:
         if "rollout" in line:
@@ -108,7 +108,7 @@ def _encoded(line: Line) -> str:
 
 
 def _read_request(path: Path) -> dict[str, Any]:
-    """Return what was asked for; nothing for a file that is missing or damaged, which then matches no request."""
+    """Return the stored request; empty, which matches no request, for a missing or damaged file."""
     try:
         return read_json_object(path)
     except UserError:
@@ -119,6 +119,6 @@ def _must_match(directory: Path, before: Mapping[str, Any], now: Mapping[str, An
     changed = [key for key in now if before.get(key) != now[key]]
     if changed:
         raise UserError(
-            f"{directory} holds rollouts of another request (other {', '.join(changed)}). Choose another --out, or "
-            "write over them by --overwrite."
+            f"{directory} contains rollouts of another request (other {', '.join(changed)}). Choose another --out, or "
+            "replace them with --overwrite."
         )

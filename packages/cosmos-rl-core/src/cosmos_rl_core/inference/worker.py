@@ -1,8 +1,8 @@
-"""One instance of an engine, in a process that `inference.pool` starts: samples rollouts of its rows.
+"""One instance of an engine, in a process started by `inference.pool`: samples rollouts of its rows.
 
-    Task --> engine, weights of the checkpoint --> row by row: generate, score, write media --> Answer
+    Task --> engine with the checkpoint's weights --> for each row: generate, score, write media --> Answer
 
-It ends when its rows are done, or when its connection closes: the command was stopped, or is gone.
+It ends when its rows are done, or when its connection closes because the command stopped or died.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 TEXTS_AT_ONCE = 64
-"""Rows in work at the same time where rollouts are text, which engines batch as they come."""
+"""Rows in work at the same time if rollouts are text, which engines batch continuously."""
 EVALUATION = 1
-"""Stream of the seeds, as in the evaluations of a run: the same rows get the same rollouts."""
+"""Stream of the seeds, as in evaluations of a run: equal rows get equal rollouts."""
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the command decides who stops
+    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the command decides
         signal.signal(number, signal.SIG_IGN)
     code = asyncio.run(_work(inherited_socket()))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # without waiting for the thread of a reward that never returns
+    os._exit(code)  # does not wait for the thread of a reward that never returns
 
 
 async def _work(inherited: socket.socket) -> int:
@@ -77,18 +77,18 @@ async def _work(inherited: socket.socket) -> int:
             connection.post(Failed(message=failure.message, user=failure.user))
         code = failure.exit_code
     connection.close()
-    await stopped  # what is still unsent has gone
+    await stopped  # all messages have been sent
     return code
 
 
 async def _answer_all(task: Task, send: Callable[[Reply], None]) -> None:
-    """Build the parts and answer all rows, several at a time."""
+    """Build the parts and process all rows, several at a time."""
     config = load_config(task.recipe, generating=True)
     domain = load_domain(config.run.domain)
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     build = partial(_build_engine, config, threads=task.threads)
     engine = await asyncio.get_running_loop().run_in_executor(compute, build)
-    async with contextlib.AsyncExitStack() as parts:  # an engine that is not closed keeps its process alive
+    async with contextlib.AsyncExitStack() as parts:  # an unclosed engine would keep the process alive
         parts.push_async_callback(engine.close)
         await load_engine(config, engine, task.checkpoint, version=task.version, averaged=task.averaged)
         recorder = domain.recorder(Path(task.media), name=task.name, groups=1, every=1)
@@ -119,7 +119,7 @@ async def _lane(rows: Iterator[Row], answerer: Answerer, send: Callable[[Reply],
 
 
 def _build_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
-    """In the compute thread, the GPU being each thread's own."""
+    """Build the engine; runs in the compute thread, as the current GPU is a per-thread setting."""
     import torch
 
     from cosmos_rl_core.parallel.device import own_device
@@ -135,39 +135,36 @@ def _build_engine(config: RunConfig, *, threads: int) -> RolloutEngine:
 async def load_engine(
     config: RunConfig, engine: RolloutEngine, checkpoint: str, *, version: int, averaged: bool
 ) -> None:
-    """Give an engine the weights of a checkpoint; without one those it was built with become `version`.
+    """Load a checkpoint's weights into an engine; without a checkpoint its initial weights get `version`.
 
-    `averaged` gives the average of the weights, where the checkpoint holds one.
+    `averaged` loads the average of the weights, if the checkpoint has one.
 
-    Raises UserError for the checkpoint of another model.
+    Raises UserError for a checkpoint of another model.
     """
     from cosmos_rl_core.checkpoint.restore import load_weights
-    from cosmos_rl_core.weight_sync import OwnsSubscriber
 
     if not checkpoint:
         await engine.switch(version, lambda: None)
     elif isinstance(engine, OwnsSubscriber):
-        from cosmos_rl_core.inference.worker import load_weights
-
-        await load_weights(config, engine, checkpoint, version=version, averaged=averaged)
+        await _load_by_sync(config, engine, checkpoint, version=version, averaged=averaged)
     else:
         await engine.switch(version, partial(load_weights, checkpoint, engine.weights(), averaged=averaged))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answerer:
-    """Makes the lines of rollouts.jsonl, one row at a time."""
+    """Produces the lines of rollouts.jsonl, row by row."""
 
     task: Task
     config: RunConfig
     engine: RolloutEngine
     rubric: Rubric | None
-    """None: nothing is scored."""
+    """None: rollouts are not scored."""
     recorder: Recorder | None
-    """None: no media is written."""
+    """None: no media are written."""
 
     async def answer(self, row: Row) -> Answer:
-        """Return the lines of a row; what keeps it from being answered becomes a line too."""
+        """Return the lines of a row, or a single line with the error."""
         prompt = Prompt(sample_id=row.sample, row=row.columns, origin=row.origin)
         attempt = 1
         while True:
@@ -199,7 +196,7 @@ class Answerer:
         return group if self.rubric is None else await self.rubric.score(group)
 
     def _write_media(self, group: RolloutGroup) -> list[list[str]]:
-        """Write what can be seen of each rollout and return its files, relative to the folder of rollouts.jsonl."""
+        """Write the media of each rollout and return its files, relative to the folder of rollouts.jsonl."""
         if self.recorder is None:
             return [[] for _ in group.rollouts]
         folder = Path(self.task.media)
@@ -229,18 +226,14 @@ class Answerer:
 
 
 def error_line(sample: int, reason: str) -> dict[str, Any]:
-    """The line of a row that has no rollouts."""
+    """The line of a row without rollouts."""
     return {"sample": sample, "error": reason}
 
 
-if __name__ == "__main__":
-    main()
-
-
-async def load_weights(
+async def _load_by_sync(
     config: RunConfig, engine: RolloutEngine, checkpoint: str, *, version: int, averaged: bool
 ) -> None:
-    """Send the trained weights through [sync] backend. Holds them in memory meanwhile."""
+    """Load the weights by a weight sync through the [sync] backend, which holds a copy in memory meanwhile."""
     assert isinstance(engine, OwnsSubscriber)
     weights = await asyncio.to_thread(_weights, config, checkpoint, averaged=averaged)
     settings = assemble.sync_settings(config, token=secrets.token_bytes(32))
@@ -259,9 +252,13 @@ async def load_weights(
 
 
 def _weights(config: RunConfig, checkpoint: str, *, averaged: bool) -> dict[str, Tensor]:
-    """What the domain makes of the checkpoint for other programs: adapters merged."""
+    """The checkpoint's weights as the domain exports them, with merged adapters."""
     from cosmos_rl_core.checkpoint.reader import CheckpointReader
 
     with CheckpointReader(Folder.at(checkpoint)) as reader:
         saved = reader.weights(averaged=averaged)
         return dict(load_domain(config.run.domain).export_weights(config.model, saved, merge_adapters=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -99,7 +99,7 @@ async def start_processes(launch: Launch) -> Workers:
     config, controller, observer = launch.config, launch.controller, launch.observer
 
     def on_death(death: Death) -> None:
-        then = "starting it again" if death.restarting else "the run cannot go on without it"
+        then = "starting it again" if death.restarting else "the run cannot continue without it"
         report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
         if death.restarting:
             observer.note(report)

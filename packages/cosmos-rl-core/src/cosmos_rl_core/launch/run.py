@@ -42,7 +42,7 @@ from cosmos_rl_core.wire.channel import Connection, Server, serve
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 from cosmos_rl_core.wire.token import make_token
 from cosmos_rl_core.workers.directory import Removals, RunDirectory, explain_no_room
-from cosmos_rl_core.workers.failure import AGENT, hear_agent
+from cosmos_rl_core.workers.failure import AGENT, receive_report
 from cosmos_rl_core.workers.node import is_loopback, policy_node
 
 STATUS_S = 1.0
@@ -174,7 +174,7 @@ class _Run:
 
         async def on_connect(connection: Connection) -> None:
             if connection.peer.role == AGENT:
-                await hear_agent(connection, controller.fail)
+                await receive_report(connection, controller.fail)
             else:
                 await controller.on_connect(connection)
 

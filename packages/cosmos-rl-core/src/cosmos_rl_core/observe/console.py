@@ -1,4 +1,4 @@
-"""What a person watching a run sees: a live panel on a terminal, one clean line a step everywhere else."""
+"""Console output of a run: a live panel on a terminal, otherwise one line per step."""
 
 from __future__ import annotations
 
@@ -32,9 +32,8 @@ class Console:
         console.summary({"reward": "0.12 -> 0.93", "files": "outputs/demo"})
         console.close()
 
-    Metrics it shows: reward_mean, loss, staleness_mean, staleness_max, terms_per_s, sync_s, members; one that
-    is absent is not shown. Where the stream is no terminal it writes at most one line a second, and always
-    the last.
+    Shown metrics, if present: reward_mean, loss, staleness_mean, staleness_max, terms_per_s, sync_s, members. If the
+    stream is not a terminal, at most one line per second is written, and always the last one.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Console:
             self._write(f"{run_name}: files in {output_dir}")
 
     def phase(self, text: str) -> None:
-        """Say what the run is doing now."""
+        """Show the current phase of the run."""
         if text == self._phase:
             return
         self._phase = text
@@ -91,7 +90,7 @@ class Console:
                 self._release()
 
     def note(self, text: str) -> None:
-        """Say something that stays on the screen: a dropped prompt, a worker that went away."""
+        """Show a permanent message: a dropped prompt, a lost worker."""
         if self._live is None:
             self._release()
             self._write(text)
@@ -115,13 +114,13 @@ class Console:
         live.console.print(table)
 
     def close(self) -> None:
-        """Write what was held back and leave the terminal as it was."""
+        """Write a delayed line, or stop the live panel."""
         if self._live is None:
             self._release()
         else:
             self._live.stop()
 
-    # -- a line a step
+    # -- one line per step
 
     def _line(self) -> str:
         width = len(str(self._max_steps))
@@ -157,7 +156,7 @@ class Console:
     # -- both
 
     def _labelled(self) -> dict[str, str]:
-        """Return label -> text of the metrics that are known, in reading order."""
+        """Return label -> text of the present metrics, in display order."""
         m = self._metrics
         metrics = {}
         if "reward_mean" in m:
@@ -179,7 +178,7 @@ class Console:
         return metrics
 
     def _remaining_s(self) -> float | None:
-        """Extrapolate the remembered steps; None before there are two, and at the end."""
+        """Extrapolate from the last steps; None before there are two, and at the end."""
         (first_at, first), (last_at, last) = (self._times[0], self._times[-1]) if self._times else ((0, 0),) * 2
         if last == first or last >= self._max_steps:
             return None
@@ -187,7 +186,7 @@ class Console:
 
 
 def sparkline(values: Sequence[float], *, bars: str = _BARS) -> str:
-    """Return one of `bars` a value: the first for the lowest of them, the last for the highest."""
+    """Return one of `bars` per value: the first for the lowest value, the last for the highest."""
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -196,7 +195,7 @@ def sparkline(values: Sequence[float], *, bars: str = _BARS) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return a duration as a person says it: "45 s", "4 min 10 s", "2 h 05 min"."""
+    """Return a readable duration: "45 s", "4 min 10 s", "2 h 05 min"."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"

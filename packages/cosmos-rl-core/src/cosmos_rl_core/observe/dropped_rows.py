@@ -1,4 +1,4 @@
-"""rows_dropped.jsonl: which rows of the data train nothing, and why, one line each with the step that read it first."""
+"""rows_dropped.jsonl: rows of the data that were not trained on; one line per row with its reason and first step."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ FILE = "rows_dropped.jsonl"
 
 
 def write_dropped(run_dir: Path, *, step: int, reasons: Sequence[str]) -> None:
-    """Add rows that were dropped in a step."""
+    """Append the reasons of the rows that were dropped in a step."""
     run_dir.mkdir(parents=True, exist_ok=True)
     with (run_dir / FILE).open("a", encoding="utf-8") as file:
         file.writelines(json.dumps({"step": step, "reason": reason}, ensure_ascii=False) + "\n" for reason in reasons)
 
 
 def first_reasons(run_dir: Path, *, first_step: int, count: int) -> list[str]:
-    """Return why the first `count` rows were dropped in `first_step` or later."""
+    """Return the reasons of the first `count` rows that were dropped in `first_step` or later."""
     if not (run_dir / FILE).is_file():
         return []
     with (run_dir / FILE).open(encoding="utf-8") as file:

@@ -1,4 +1,4 @@
-"""How sure a mean is: standard error and confidence interval."""
+"""Standard error and confidence interval of a mean."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Estimate:
     standard_error: float
     """s / sqrt(n), s with n - 1; NaN for a single value."""
     low: float
-    """Lower end of the 95 % confidence interval, by Student's t, or by Wilson's score where all values are 0 or 1; NaN
+    """Lower end of the 95 % confidence interval, by Student's t, or by Wilson's score if all values are 0 or 1; NaN
     for a single value."""
     high: float
     """Upper end."""
@@ -26,7 +26,7 @@ class Estimate:
 
     @classmethod
     def of(cls, values: Sequence[float]) -> Estimate:
-        """Estimate the mean that n >= 1 values were drawn around."""
+        """Estimate the mean of the distribution from n >= 1 values."""
         array = np.asarray(values, np.float64)
         count, mean = len(array), float(array.mean())
         error = float(array.std(ddof=1)) / math.sqrt(count) if count > 1 else math.nan
@@ -38,19 +38,19 @@ class Estimate:
 
 
 def wilson(share: float, count: int) -> tuple[float, float]:
-    """Return the 95 % interval of a share that `count` trials had. Wilson, 1927; it holds for few and for all alike."""
+    """Return the 95 % score interval of a proportion in `count` trials (Wilson, 1927), valid also for small counts."""
     z = 1.959963984540054
     middle = share + z * z / (2 * count)
     half = z * math.sqrt(share * (1 - share) / count + z * z / (4 * count * count))
     scale = 1 + z * z / count
-    # rounding would leave the ends of none and of all just beside 0 and 1, and beyond the share itself
+    # without min and max, rounding could put the ends for 0 and 1 slightly inside or beyond the proportion
     return min((middle - half) / scale, share), max((middle + half) / scale, share)
 
 
 def t_quantile(df: int) -> float:
     """Return the 97.5 % quantile of Student's t with df >= 1 degrees of freedom, to 0.2 %.
 
-    In closed form for 1 and 2; above by the expansion in 1 / df (Abramowitz and Stegun 26.7.5).
+    Closed form for 1 and 2; above, the expansion in 1 / df (Abramowitz and Stegun 26.7.5).
     """
     if df == 1:
         return math.tan(math.pi * 0.475)

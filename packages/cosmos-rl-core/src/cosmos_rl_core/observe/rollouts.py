@@ -1,4 +1,4 @@
-"""What the model did, readable: rollouts/step_000012.jsonl, one line a rollout."""
+"""Readable rollouts: rollouts/step_000012.jsonl, one line per rollout."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cosmos_rl_core.types import Rollout, RolloutGroup
 def write_rollouts(directory: Path, *, step: int, groups: Iterable[RolloutGroup], name: str = "step") -> Path:
     """Write the groups of one step to `directory`/step_NNNNNN.jsonl and return the path.
 
-    `name` takes the place of "step" for groups that were not trained on, as "eval" does.
+    `name` replaces "step" for groups that were not trained on, such as "eval".
     """
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{name}_{step:06d}.jsonl"

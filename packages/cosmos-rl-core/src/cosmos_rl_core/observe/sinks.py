@@ -1,4 +1,4 @@
-"""Where metrics and pictures of samples go: metrics.jsonl, TensorBoard, Weights & Biases."""
+"""Sinks of metrics and images of samples: metrics.jsonl, TensorBoard, Weights & Biases."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cosmos_rl_core.errors import UserError
 
 
 class Sink(Protocol):
-    """Takes metrics, step by step, and pictures as they come.
+    """Receives metrics of each step, and images.
 
     for sink in sinks:
         sink.log(step, metrics)
@@ -30,19 +30,19 @@ class Sink(Protocol):
         ...
 
     def show(self, step: int, name: str, picture: Path) -> None:
-        """Show a .png, or a running .gif, of weights `step`."""
+        """Show a .png or an animated .gif of version `step`."""
         ...
 
     def close(self) -> None:
-        """Make what was logged durable; nothing is logged afterwards."""
+        """Flush all logged values; nothing is logged afterwards."""
         ...
 
 
 class JsonLines:
-    """metrics.jsonl: one object a step, on disk before the next step starts.
+    """metrics.jsonl: one object per step, written before the next step starts.
 
-    A resumed run appends; what an earlier life wrote of `first_step` and later is dropped, for it is done again.
-    A number that is not finite is written as null: NaN is no JSON. A file that is removed meanwhile is begun again.
+    A resumed run appends, after dropping earlier lines of `first_step` and later. A number that is not finite is
+    written as null, as JSON has no NaN. If the file is removed meanwhile, a new one is started.
     """
 
     def __init__(self, path: Path, *, first_step: int | None = None) -> None:
@@ -61,14 +61,14 @@ class JsonLines:
         self._file.flush()
 
     def show(self, step: int, name: str, picture: Path) -> None:
-        """Do nothing: the picture lies in the run's directory already."""
+        """Do nothing: the image is already in the run's directory."""
 
     def close(self) -> None:
         self._file.close()
 
 
 class TensorBoard:
-    """Curves and pictures for `tensorboard --logdir`, which plays .gif as it is; without torch."""
+    """Curves and images for `tensorboard --logdir`, which plays .gif files. Needs no torch."""
 
     def __init__(self, run_dir: Path) -> None:
         _extra("tensorboard", "tensorboard")
@@ -96,10 +96,10 @@ class TensorBoard:
 
 
 class Wandb:
-    """A Weights & Biases run named after the run directory; WANDB_* variables say where it goes."""
+    """A Weights & Biases run named after the run directory, configured by WANDB_* variables."""
 
     def __init__(self, run_dir: Path, wandb: Any = None) -> None:
-        """wandb: the package; without it the installed one."""
+        """wandb: the package; default: the installed one."""
         self._wandb: Any = wandb or _extra("wandb", "wandb")
         self._run = self._wandb.init(project="cosmos-rl", name=run_dir.name, dir=str(run_dir), resume="allow")
         self._step = 0
@@ -109,7 +109,7 @@ class Wandb:
         self._run.log(dict(metrics), step=step)
 
     def show(self, step: int, name: str, picture: Path) -> None:
-        """Show it beside the newest metrics, with its step as caption: they take nothing for an earlier step."""
+        """Log it at the newest step, with its own step as caption: wandb accepts nothing for an earlier step."""
         media = self._wandb.Video if picture.suffix == ".gif" else self._wandb.Image
         self._run.log({name: media(str(picture), caption=f"step {step}")}, step=max(step, self._step))
         self._step = max(step, self._step)
@@ -128,19 +128,19 @@ _SINKS: dict[str, Callable[[Path, int | None], Sink]] = {
 def build_sinks(names: Sequence[str], run_dir: Path, *, first_step: int | None = None) -> list[Sink]:
     """Return the sinks by name, each writing into `run_dir` from `first_step` on.
 
-    Raises `UserError` for an unknown name, or with the `pip install` line where an extra is missing.
+    Raises `UserError` for an unknown name, or with the `pip install` command for a missing extra.
     """
     unknown = [name for name in names if name not in _SINKS]
     if unknown:
         raise UserError(f"unknown metrics sink {unknown[0]!r}: choose from {', '.join(_SINKS)}")
-    with ExitStack() as opened:  # closes those that are open where one cannot be
+    with ExitStack() as opened:  # closes the opened ones if one fails
         sinks = [opened.enter_context(closing(_SINKS[name](run_dir, first_step))) for name in dict.fromkeys(names)]
         opened.pop_all()
     return sinks
 
 
 def size_of(picture: bytes) -> tuple[int, int]:
-    """Return width and height of a GIF or PNG, which stand at its beginning."""
+    """Return width and height of a GIF or PNG, from its header."""
     if picture.startswith(b"GIF8"):
         return int.from_bytes(picture[6:8], "little"), int.from_bytes(picture[8:10], "little")
     assert picture.startswith(b"\x89PNG"), "samples are shown as .gif or .png"
@@ -159,9 +159,9 @@ def _extra(module: str, extra: str) -> ModuleType:
 
 
 def keep_earlier(path: Path, first_step: int | None) -> None:
-    """Remove lines of `first_step` and later, if given, and a last line that a killed run left half written.
+    """Remove lines of `first_step` and later, if given, and an incomplete last line of a killed run.
 
-    Every line has a step: see `set_damage_aside`.
+    Every line must have a step: see `set_damage_aside`.
     """
     if not path.exists():
         return
@@ -170,9 +170,9 @@ def keep_earlier(path: Path, first_step: int | None) -> None:
 
 
 def set_damage_aside(path: Path) -> str:
-    """Keep the lines of a file that are objects with a step. Returns what had to be done, for people; or nothing.
+    """Keep the lines of a file that are objects with a step. Returns a message for the user if it was damaged.
 
-    A file with other lines, or a folder in its place, gets another name. Raises OSError where it cannot be read.
+    A file with other lines, or a folder in its place, is renamed. Raises OSError if it cannot be read.
     """
     if not path.exists():
         return ""
@@ -184,11 +184,11 @@ def set_damage_aside(path: Path) -> str:
     aside = next(name for name in names if not name.exists())
     path.rename(aside)
     _rewrite(path, kept)
-    return f"{path} was damaged: {len(kept)} of {len(whole)} lines are kept; the file as it was is {aside.name}"
+    return f"{path} was damaged: {len(kept)} of {len(whole)} lines are kept; the original is {aside.name}"
 
 
 def _whole(path: Path) -> list[bytes]:
-    """The lines that end."""
+    """The complete lines."""
     return [line for line in path.read_bytes().splitlines(keepends=True) if line.endswith(b"\n")]
 
 

@@ -1,4 +1,4 @@
-"""Plain tables for the terminal."""
+"""Plain-text tables."""
 
 from __future__ import annotations
 

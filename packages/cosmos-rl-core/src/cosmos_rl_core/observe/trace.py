@@ -1,4 +1,4 @@
-"""Where the time went: the spans of a process, as a Chrome trace.
+"""Timing spans of a process, as a Chrome trace.
 
     timeline = Timeline("policy-0")
     with timeline.span("forward_backward", step=3):
@@ -38,12 +38,12 @@ class _File(msgspec.Struct):
 
     traceEvents: list[dict[str, Any]]
     otherData: dict[str, float]
-    """`wall_minus_clock_s`: add it to a time of this file for the time of day, the clock all files share."""
+    """`wall_minus_clock_s`: add it to a time of this file to get wall-clock time, which all files share."""
     displayTimeUnit: str = "ms"
 
 
 class Timeline:
-    """Spans of one process. Threads may share it; recording takes about a microsecond."""
+    """Spans of one process. Thread-safe; recording takes about a microsecond."""
 
     def __init__(
         self,
@@ -63,22 +63,22 @@ class Timeline:
         self._lock = threading.Lock()
 
     def span(self, name: str, *, track: str = "", **args: Any) -> _Span:
-        """Return a context manager that records how long its body ran.
+        """Return a context manager that records the duration of its body.
 
-        `track` is the row it is drawn in, by default the thread's name; spans of one row must nest, so
-        overlapping asyncio tasks name one each. `args` are shown on a click.
+        `track` is its row in the viewer, by default the thread's name. Spans of a row must nest, so overlapping
+        asyncio tasks need a row each. The viewer shows `args` on a click.
         """
         return _Span(self, name, track or threading.current_thread().name, args)
 
     def total(self, *names: str) -> float:
-        """Return the seconds spent in spans of these names since the start, running ones included. Cheap."""
+        """Return the total seconds in spans of these names, including running ones. Cheap."""
         now = self._clock()
         with self._lock:
             running = sum(now - span.start for span in self._running.values() if span.name in names)
             return running + sum(self._totals.get(name, 0.0) for name in names)
 
     def write(self, path: Path) -> None:
-        """Write what was recorded so far. Readers see the old file or the new one, never half of one."""
+        """Write the recorded spans, replacing the file atomically."""
         pid = os.getpid()
         events = list(self._events)
         tracks = {track: i for i, track in enumerate(sorted({event.track for event in events}))}
@@ -115,10 +115,10 @@ class _Span:
 
 
 def merge(paths: Sequence[Path], out: Path) -> None:
-    """Join the timelines of several processes into one file that starts at zero.
+    """Merge the timelines of several processes into one file that starts at zero.
 
-    A file that is missing (its process was killed before it wrote) is left out. Processes on different
-    machines line up as well as their clocks do. Raises ValueError naming a file that is no timeline.
+    Missing files (of processes killed before they wrote one) are skipped. Processes on different machines are aligned
+    by their wall clocks. Raises ValueError for a file that is not a timeline.
     """
     files = [_read(path) for path in paths if path.exists()]
     starts = [
@@ -166,7 +166,7 @@ def _row(event: _Event, *, pid: int, tid: int) -> dict[str, Any]:
 
 
 def _replace(path: Path, file: _File) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)  # where somebody removed the run's directory
+    path.parent.mkdir(parents=True, exist_ok=True)  # the user may have removed the run's directory
     partial = path.with_name(path.name + ".partial")
     partial.write_bytes(msgspec.json.encode(file))
     os.replace(partial, path)

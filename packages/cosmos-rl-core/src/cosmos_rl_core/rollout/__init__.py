@@ -1,4 +1,4 @@
-"""The work of a rollout replica: lease a prompt, generate, score, deliver, switch weights; and the staleness window.
+"""The work of a rollout replica: lease a prompt, generate, score, deliver, switch weights. Also the staleness window.
 
-Used by `workers.rollout` and, for the arithmetic of the window, by the ledger. Imports reward, algorithms and types.
+Used by `workers.rollout`, and by the ledger for the staleness window. Imports reward, algorithms and types.
 """

@@ -1,13 +1,13 @@
-"""The thread of a rollout engine that computes in this process, and the asyncio side that posts requests to it.
+"""The thread of an in-process rollout engine, and the asyncio side that posts requests to it.
 
-    asyncio loop                            engine thread (one, so that one team of OpenMP workers is used)
+    asyncio loop                            engine thread (a single one, with a single team of OpenMP workers)
     generate, switch ---- posts, bell --->  take posts -> one round of work -> take posts -> ...
                      <-- EngineRequest.done --  finished requests, applied weights, errors
 
-consumes      requests and switches, in the order they were posted; those of one turn of the event loop arrive
-              together, so that the same submissions give the same batches and the same bits
+consumes      requests and weight switches, in the order of their posts; posts of one turn of the event loop arrive
+              together, so that equal submissions give equal batches and bit-identical results
 produces      finished requests
-waits for     the bell, when there is nothing to work on
+waits for     the bell, when there is no work
 unblocked by  a post; `close` is one
 
 New weights are applied when posts are taken: between two rounds, and wherever an engine takes posts within a round.
@@ -33,17 +33,17 @@ from cosmos_rl_core.errors import UserError, WorkerFailed
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class EngineRequest:
-    """What the engine thread is asked for. It ends once: finished, failed, or cancelled with the task that waits."""
+    """A request to the engine thread. It ends once: finished, failed, or cancelled with the waiting task."""
 
     done: Future[None] = field(default_factory=Future)
 
     def finish(self) -> None:
-        """End the request, unless it has ended."""
+        """End the request, unless it has already ended."""
         if not self.done.done() and self.done.set_running_or_notify_cancel():
             self.done.set_result(None)
 
     def fail(self, error: BaseException) -> None:
-        """End the request with an error, unless it has ended."""
+        """End the request with an error, unless it has already ended."""
         if not self.done.done() and self.done.set_running_or_notify_cancel():
             self.done.set_exception(error)
 
@@ -71,44 +71,44 @@ class ThreadedEngine(ABC, Generic[R]):
                 return text, request.rollouts
 
             def _work(self):  # in the thread
-                ...  # one forward pass over self._waiting and what runs already; request.finish()
+                ...  # one forward pass over self._waiting and the running requests; request.finish()
 
-    An error in `_work` or in a switch ends the engine: all who wait raise it, a UserError or WorkerFailed as it is and
-    others as the cause of a RuntimeError. `request.fail` ends one request alone.
+    An error in `_work` or in a switch ends the engine and is raised by all waiting requests: a UserError or
+    WorkerFailed unchanged, others as the cause of a RuntimeError. `request.fail` ends a single request.
     """
 
     def __init__(self, name: str, *, version: int = -1) -> None:
-        """name: of the thread, which starts with the first request. version: policy version of the present weights."""
+        """name: of the thread, which starts with the first request. version: policy version of the current weights."""
         self._version = version
         self._progress = 0
         self._waiting: deque[R] = deque()
-        """Requests in the order they were posted, without cancelled ones. Only the engine thread touches it."""
+        """Requests in the order of their posts, without cancelled ones. Used by the engine thread only."""
         self._outbox: list[EngineRequest] = []
         """Posts of this turn of the event loop."""
         self._posts: list[EngineRequest] = []
         self._open: set[EngineRequest] = set()
-        """Those that somebody waits for."""
+        """Requests that have not ended."""
         self._lock = threading.Lock()
         self._bell, self._rope = Pipe(duplex=False)
-        """Readable while there are posts: what else the engine waits for, it waits for beside the bell."""
+        """Readable while there are posts; the engine can wait for it together with its other connections."""
         self._closing = self._ended = False
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
     @property
     def version(self) -> int:
-        """Policy version the next term will be sampled with."""
+        """Policy version of the weights for the next term."""
         return self._version
 
     @property
     def progress(self) -> int:
-        """Steps of work so far, for heartbeats: stops growing when the engine hangs."""
+        """Number of work steps so far, for heartbeats; constant if the engine hangs."""
         return self._progress
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
-        """Run `apply` between two steps; running rollouts go on with the new weights. Returns when done.
+        """Run `apply` between two steps; running rollouts continue with the new weights. Returns when done.
 
-        An error in `apply` leaves the weights in doubt and therefore stops the engine.
+        An error in `apply` leaves the weights undefined and therefore stops the engine.
         """
         await self._ask(_Switch(version=version, apply=apply))
 
@@ -123,7 +123,7 @@ class ThreadedEngine(ABC, Generic[R]):
     # The asyncio side.
 
     async def _ask(self, request: EngineRequest) -> None:
-        """Post a request at the end of this turn of the event loop; return when it is finished, or raise its error."""
+        """Post a request at the end of this turn of the event loop; return when it has finished, or raise its error."""
         with self._lock:
             if self._ended:
                 raise self._stopped()
@@ -157,11 +157,11 @@ class ThreadedEngine(ABC, Generic[R]):
 
     @abstractmethod
     def _work(self) -> None:
-        """Do one round of work, short enough for new weights to wait for; called where there may be some to do."""
+        """Do one round of work; new weights wait until it returns. May be called without work."""
 
     @abstractmethod
     def _is_busy(self) -> bool:
-        """Whether there is work beside the requests in `_waiting`."""
+        """Whether there is work other than the requests in `_waiting`."""
 
     @torch.no_grad()
     def _run(self) -> None:
@@ -169,7 +169,7 @@ class ThreadedEngine(ABC, Generic[R]):
         try:
             while self._take_posts(wait_for_one=not self._waiting and not self._is_busy()):
                 self._work()
-        except BaseException as caught:  # for all who wait; their tasks raise it
+        except BaseException as caught:  # raised by all waiting tasks
             error = caught
         with self._lock:
             self._ended, self._error = True, error
@@ -178,7 +178,7 @@ class ThreadedEngine(ABC, Generic[R]):
             request.fail(self._stopped())
 
     def _take_posts(self, *, wait_for_one: bool = False) -> bool:
-        """Apply new weights and let new requests wait for their turn, in order. False: stop."""
+        """Process posts in order: apply new weights, queue new requests. Returns False to stop."""
         if wait_for_one and not self._closing:
             wait([self._bell])
         if self._posts:

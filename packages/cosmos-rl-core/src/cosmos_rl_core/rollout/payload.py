@@ -1,6 +1,6 @@
-"""A rollout group as bytes, for the wire and the spool.
+"""Encodes a rollout group as bytes, for messages and the spool.
 
-msgpack, in which an array is (dtype, shape, raw little-endian bytes).
+The format is msgpack; an array is (dtype, shape, raw little-endian bytes).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def encode_group(group: RolloutGroup) -> bytes:
 def decode_group(payload: bytes | memoryview) -> RolloutGroup:
     """Return the group, with an empty row. Its arrays are read-only views of `payload`: copy before writing.
 
-    Raises ValueError where the bytes are not a group, or an array's size does not fit its dtype and shape.
+    Raises ValueError if the bytes are not a group, or if an array's size does not match its dtype and shape.
     """
     try:
         group = _decode(payload)
@@ -163,7 +163,7 @@ def _unpack(array: _Array, name: str) -> np.ndarray:
     expected = math.prod(array.shape) * dtype.itemsize
     if len(array.data) != expected:
         form = f"{array.dtype} {list(array.shape)}"
-        raise ValueError(f"array {name!r} of {form} takes {expected} bytes, {len(array.data)} came")
+        raise ValueError(f"array {name!r} of {form} needs {expected} bytes, received {len(array.data)}")
     return np.frombuffer(array.data.toreadonly(), dtype=dtype).reshape(array.shape)
 
 

@@ -1,4 +1,4 @@
-"""One prompt, one group: generate -> score -> shape -> filter -> advantage."""
+"""From a prompt to its group: generate -> score -> filter -> shape -> advantage."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from cosmos_rl_core.reward.rubric import Rubric
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 FILTERED = "filtered:zero_variance"
-"""The reason under which a group without signal is set aside; "filtered:" is counted apart from failures."""
+"""Reason of a group that was left out for equal rewards; reasons with "filtered:" are not counted as failures."""
 
 
 class Rollouter:
     """Runs prompts through one engine.
 
     group = await rollouter.run(prompt)                  # complete, with advantages; raises SampleError
-    group = await rollouter.evaluate(prompt)             # one scored rollout under the evaluation's sampling
+    group = await rollouter.evaluate(prompt)             # one scored rollout with the evaluation's sampling parameters
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class Rollouter:
         recorder: Recorder | None = None,
         eval_recorder: Recorder | None = None,
     ) -> None:
-        """recorder, eval_recorder: keep samples of either kind for people to see."""
+        """recorder, eval_recorder: save training and evaluation samples to a gallery."""
         self._engine = engine
         self._rubric = rubric
         self._rules = rules
@@ -61,7 +61,7 @@ class Rollouter:
         return group
 
     async def score(self, group: RolloutGroup) -> RolloutGroup:
-        """Reward a group that is there already. Raises SampleError."""
+        """Score an existing group. Raises SampleError."""
         return await self._rubric.score(group)
 
     async def _record(self, recorder: Recorder | None, group: RolloutGroup) -> None:
@@ -93,11 +93,11 @@ class Rollouter:
 
 
 def _with_steps(rollout: Rollout, rules: GroupRules) -> Rollout:
-    """The rollout with advantages of its steps, and where they are final their mean for people to see."""
+    """Add the advantages of the rollout's steps; its own advantage is their mean if they are final, for display."""
     assert rules.of_steps is not None
     if rollout.episode is None:
         raise UserError(
-            'advantage = "gae" looks at the steps of an episode, and these rollouts have none; take an algorithm that '
+            'advantage = "gae" needs the steps of an episode, but these rollouts have none; use an algorithm that '
             'compares rollouts of a group, such as "grpo"'
         )
     episode = rules.of_steps(rollout.episode)
@@ -107,5 +107,5 @@ def _with_steps(rollout: Rollout, rules: GroupRules) -> Rollout:
 
 
 def request_seed(run_seed: int, *, stream: int, sample_id: int) -> int:
-    """A seed for one request that depends on nothing but its arguments, so that any replica draws the same."""
+    """Return the seed of one request; a function of the arguments only, so that every replica samples the same."""
     return int(np.random.SeedSequence([run_seed, stream, sample_id]).generate_state(1, np.uint64)[0] >> 1)

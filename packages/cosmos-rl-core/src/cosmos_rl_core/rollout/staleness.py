@@ -1,4 +1,4 @@
-"""The staleness arithmetic of the rollout buffer: which leases may be granted, which groups a step trains on.
+"""The staleness arithmetic of the rollout buffer: admission of leases, selection of a step's groups.
 
 A *sample* is one prompt group. A step trains B = `groups_per_step` groups; step t trains on weights of
 version t and makes version t + 1. A group whose lease was granted to a replica that held version w has the
@@ -13,8 +13,7 @@ x, the buffer is *feasible* at t when
 
     N(t + j) <= (j + 1) B      for every j >= 0
 
-(steps t .. t + j have (j + 1) B places, and those groups fit nowhere else). Two rules keep it feasible for
-ever:
+(steps t .. t + j have (j + 1) B places, and those groups fit nowhere else). Two rules keep it feasible:
 
 * `admits` grants a lease only if the buffer is feasible afterwards.
 * `select` takes B ready groups for step t only if the rest is feasible at t + 1, that is, for every j >= 0,
@@ -36,12 +35,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class StalenessWindow:
-    """A hard bound on the age of the groups a step trains on."""
+    """A hard bound on the staleness of the groups that a step trains on."""
 
     max_staleness: int
-    """Most versions between the weights that drew a term and the weights that are trained on it."""
+    """Maximum versions between the weights a term was sampled from and the weights trained on it."""
     groups_per_step: int
-    """B: prompt groups a step consumes."""
+    """B: prompt groups per step."""
 
     def __post_init__(self) -> None:
         if self.max_staleness < 0:
@@ -59,11 +58,10 @@ class StalenessWindow:
         return version + self.max_staleness
 
     def room(self, outstanding: Mapping[int, int], deadline: int, *, next_step: int) -> int:
-        """Return how many more groups of `deadline` there is room for: min over j of (j + 1) B - N(t + j).
+        """Return the number of further groups of `deadline` that fit: min over j of (j + 1) B - N(t + j).
 
-        `outstanding` maps a deadline to the number of outstanding groups that have it, and is feasible
-        already. The bounds that can be tight are the one at `deadline` and those at later deadlines. Late
-        groups have no room.
+        `outstanding` maps a deadline to its number of outstanding groups and must be feasible. Only the bounds at
+        `deadline` and at later deadlines can be tight. The result for a passed deadline is 0.
         """
         if deadline < next_step:
             return 0
@@ -81,9 +79,9 @@ class StalenessWindow:
     def select(
         self, ready: Mapping[int, Collection[int]], outstanding: Mapping[int, int], *, next_step: int
     ) -> tuple[int, ...] | None:
-        """Return the B samples step `next_step` trains on, sorted by id, or None when it must wait.
+        """Return the B samples of step `next_step`, sorted by id, or None if it must wait.
 
-        `ready` maps a deadline to the ids of ready groups; `outstanding` counts these and the leased ones.
+        `ready` maps a deadline to the ids of ready groups; `outstanding` counts ready and leased ones.
         """
         if not self._can_take(ready, outstanding, next_step):
             return None

@@ -1,12 +1,11 @@
 """A rollout replica: two loops around one engine.
 
-    leases     waits for prompts the controller grants, answers each in its own task, delivers the group or the reason
-    weights    waits for a newer version, pulls and verifies it beside the live weights, switches between two terms
+    leases     waits for granted prompts, generates each group in its own task, delivers the group or its failure
+    weights    waits for a newer version, pulls and verifies it next to the live weights, switches between two terms
 
 consumes   leases, weight versions
 produces   scored groups with advantages
-waits for  a grant (the controller holds it back when the staleness window is full), room in the spool, a published
-           version
+waits for  a grant (none while the staleness window is full), room in the spool, a published version
 unblocks   the trainer's next batch
 """
 
@@ -30,7 +29,7 @@ from cosmos_rl_core.weight_sync import WeightSubscriber
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lease:
-    """The right to answer one prompt."""
+    """The right to generate the group of one prompt."""
 
     prompt: Prompt
     attempt: int
@@ -38,14 +37,14 @@ class Lease:
 
 
 class LeaseSource(Protocol):
-    """The controller, as a rollout replica sees it."""
+    """A rollout replica's interface to the controller."""
 
     def request(self, *, version: int, capacity: int) -> None:
-        """Ask for up to `capacity` leases on weights `version`; replaces an earlier request that waits."""
+        """Request up to `capacity` leases for weights `version`; replaces an earlier waiting request."""
         ...
 
     async def granted(self) -> Sequence[Lease] | None:
-        """The next grant, or None when the run is over."""
+        """Return the next grant, or None when the run is over."""
         ...
 
     async def deliver(self, lease: Lease, group: RolloutGroup) -> None: ...
@@ -53,16 +52,16 @@ class LeaseSource(Protocol):
     async def fail(self, lease: Lease, error: SampleError) -> None: ...
 
     async def cancelled(self) -> int:
-        """The next sample id whose lease was taken back."""
+        """Return the next sample id whose lease was cancelled."""
         ...
 
     async def released(self) -> Sequence[str]:
-        """The next files of the spool that nobody needs any more."""
+        """Return the next files of the spool that are no longer needed."""
         ...
 
 
 class RolloutWorker:
-    """Runs until there are no more leases."""
+    """Generates the groups of granted leases until the run is over."""
 
     def __init__(
         self,
@@ -84,22 +83,22 @@ class RolloutWorker:
         self._spool = spool
         self._timeline = timeline or Timeline("rollout")
         self._lanes: set[int] = set()
-        """Rows of the timeline in use: groups overlap, and each needs a row of its own."""
+        """Rows of the timeline in use: groups overlap, so each needs its own row."""
         self._running: dict[tuple[int, bool], asyncio.Task[None]] = {}
-        """(sample, evaluation) -> the task that answers it."""
+        """(sample, evaluation) -> the task that generates its group."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        """Fails with the first error of a task that is no SampleError: the engine's or ours."""
+        """Gets the first error of a task other than SampleError."""
         self._busy_before = 0.0
         self._busy_since = 0.0
 
     @property
     def progress(self) -> int:
-        """Work the engine has done; stands still when it hangs."""
+        """The engine's work counter; constant if the engine hangs."""
         return self._engine.progress
 
     @property
     def holding(self) -> list[int]:
-        """Samples in work, evaluation apart."""
+        """Samples in work, without those of an evaluation."""
         return [sample for sample, evaluation in self._running if not evaluation]
 
     @property
@@ -166,7 +165,7 @@ class RolloutWorker:
                     await self._engine.switch(version, self._subscriber.apply)
                 self._request()
         except ConnectionError:
-            await asyncio.Event().wait()  # the publisher is gone: the controller decides what that means
+            await asyncio.Event().wait()  # the publisher is gone: the controller decides how to proceed
 
     async def _follow_cancels(self) -> None:
         while True:

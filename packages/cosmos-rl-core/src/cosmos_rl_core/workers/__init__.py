@@ -1,4 +1,4 @@
-"""Worker processes: main, roles (policy, rollout), ranks of a replica, and their end of the control channel.
+"""Worker processes: entry point, roles (policy, rollout), ranks of a replica, clients of the controller.
 
-Started by `launch`, or by hand with `cosmos-rl worker`.
+Started by `launch`, or manually with `cosmos-rl worker`.
 """

@@ -1,11 +1,11 @@
-"""The part of a policy replica that lies on this machine: torch's elastic agent, which is what torchrun runs.
+"""Runs the ranks of a policy replica on this machine with torch's elastic agent, as torchrun does.
 
     agent (this process)
-      rank 0, rank 1, ...      python -m cosmos_rl_core.workers.rank_main; their output goes to ours, rank in front
+      rank 0, rank 1, ...      python -m cosmos_rl_core.workers.rank_main; output is forwarded with the rank as prefix
 
-The ranks of one machine meet in a file; those of several at a store on the first machine, which the agents of the
-others join (torchrun's static rendezvous: rank 0 is where the controller is). The agent ends all ranks as soon as one
-has failed, and tells the controller which and why.
+Ranks of one machine rendezvous in a file; ranks of several machines at a store on the first machine, which the other
+agents join (torchrun's static rendezvous; rank 0 is on the controller's machine). When a rank fails, the agent ends
+all ranks and reports the rank and the cause to the controller.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from cosmos_rl_core.wire.token import read_token
-from cosmos_rl_core.workers.failure import Failure, cause, tell_controller
+from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
 WATCH_S = 0.1
-"""Time between two looks at the ranks."""
+"""Seconds between checks of the ranks."""
 SHUTDOWN_S = 5
-"""Longest that a rank may take to end once another one has failed."""
+"""Maximum seconds for a rank to exit after another one failed."""
 JOIN_S = 24 * 3600
-"""Longest wait for the other machines."""
+"""Maximum wait for the other machines, in seconds."""
 OTHERS_FIRST_S = 2.0
-"""Where ranks only lost others, those may lie on another machine, whose agent knows why: its word goes first."""
+"""Delay of a report if local ranks only lost peers: the cause may be on another machine, whose agent reports first."""
 
 
 class OneMachine(RendezvousHandler):
-    """The rendezvous of a replica that lies on one machine: there is nobody to meet, and nothing listens."""
+    """Rendezvous of a replica on one machine: no other agents, no server."""
 
     def __init__(self) -> None:
         self._run_id = uuid.uuid4().hex
@@ -77,9 +77,9 @@ class OneMachine(RendezvousHandler):
 
 
 def run_node(worker: WorkerAddress, node: Node) -> int:
-    """Run this machine's ranks to their end and return the exit code. Tells the controller of a failure."""
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # we say it in our own words
-    token = read_token(worker.token_file)  # the file may be gone by the time that a rank fails
+    """Run this machine's ranks to their end and return the exit code. Reports a failure to the controller."""
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
+    token = read_token(worker.token_file)  # the file may be gone when a rank fails
     if node.is_local:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
@@ -90,11 +90,11 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     if not failures:
         return 0
     rank, failure = cause((rank, _failure(found)) for rank, found in failures.items())
-    told = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
-    print(told.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
-    patience_s = OTHERS_FIRST_S if told.consequence and node.num_nodes > 1 else 0.0
-    asyncio.run(_tell(worker, told, token=token, patience_s=patience_s))
-    return told.exit_code
+    failure = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
+    print(failure.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
+    delay_s = OTHERS_FIRST_S if failure.consequence and node.num_nodes > 1 else 0.0
+    asyncio.run(_report(worker, failure, token=token, delay_s=delay_s))
+    return failure.exit_code
 
 
 def _run_ranks(worker: WorkerAddress, node: Node, folder: Path) -> Mapping[int, ProcessFailure]:
@@ -127,16 +127,16 @@ def _rendezvous(worker: WorkerAddress, node: Node) -> RendezvousHandler:
 
 
 def _failure(found: ProcessFailure) -> Failure:
-    """What a rank wrote, or what its exit says."""
+    """The failure that a rank wrote, or one made from its exit code."""
     data = found.error_file_data
     if isinstance(data, dict) and (written := Failure.read(data)) is not None:
         return written
     if found.exitcode < 0:
         name = signal.Signals(-found.exitcode).name
         return Failure(message=f"died (signal {name})", consequence=name == "SIGTERM", at=found.timestamp)
-    return Failure(message=f"ended (exit code {found.exitcode}) without a word", at=found.timestamp)
+    return Failure(message=f"ended (exit code {found.exitcode}) without an error message", at=found.timestamp)
 
 
-async def _tell(worker: WorkerAddress, failure: Failure, *, token: bytes, patience_s: float) -> None:
-    await asyncio.sleep(patience_s)
-    await tell_controller(worker.controller, token=token, replica=worker.name, failure=failure)
+async def _report(worker: WorkerAddress, failure: Failure, *, token: bytes, delay_s: float) -> None:
+    await asyncio.sleep(delay_s)
+    await report_to_controller(worker.controller, token=token, replica=worker.name, failure=failure)

@@ -1,7 +1,7 @@
-"""A Batch message -> the share of this rank, as the trainer takes it.
+"""From a Batch message to this rank's share of the trainer's input.
 
-Batch message -> each rank reads what lies in spools -> ranks tell one another what they could not read
-              -> all have everything, or all report the same loss -> rollouts file, batcher, collation
+Batch message -> each rank reads the spooled groups -> ranks exchange the groups they could not read
+              -> all ranks have all groups, or all report the same loss -> rollouts file, batcher, collation
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
 
 
 class BatchMaker:
-    """A Batch message -> what the trainer takes; writes the step's rollouts on the way."""
+    """Turns a Batch message into the trainer's input, and writes the step's rollouts to a file."""
 
     def __init__(self, assignment: Assignment, policy: Policy, *, share: Share) -> None:
         self._at = assignment
@@ -73,7 +73,7 @@ class BatchMaker:
         return replace(batch, metrics={**batch.metrics, **payloads.metrics})
 
     def _write_rollouts(self, groups: Sequence[RolloutGroup], step: int) -> None:
-        """With the advantages that the step trains on, which may follow from all of its groups."""
+        """Write the rollouts after their advantages are final, which may depend on all groups of the step."""
         at = self._at
         every = at.config.logging.rollouts_every
         if every and step % every == 0 and at.context.leads:
@@ -91,20 +91,20 @@ _decode_gone = msgspec.msgpack.Decoder(dict[int, str]).decode
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Payloads:
-    """Those of one batch."""
+    """The payloads of one batch."""
 
     encoded: Sequence[bytes | memoryview]
-    """One a sample, as `rollout.payload` reads them."""
+    """One per sample, in the format of `rollout.payload`."""
     spooled_bytes: int = 0
-    """Of those that lay in spools."""
+    """Total size of the spooled ones."""
     fetch_s: float = 0.0
-    """What reading them took, lost ones of earlier batches of the step included."""
+    """Seconds for reading the spooled ones, including lost ones of earlier batches of the step."""
     lost: int = 0
-    """Groups of the step that could not be read and were generated again."""
+    """Number of groups of the step that could not be read and were generated again."""
 
     @property
     def metrics(self) -> dict[str, float]:
-        """What a person wants to know; nothing where no spool was read."""
+        """Metrics of reading the spools; empty if no group was spooled."""
         if not self.spooled_bytes:
             return {}
         return {
@@ -115,13 +115,13 @@ class Payloads:
 
 
 class StepPayloads:
-    """Reads batch after batch.
+    """Reads the payloads of batches.
 
     payloads = await StepPayloads(reader, ranks)(message)
     """
 
     def __init__(self, reader: SpoolReader, ranks: Ranks | None) -> None:
-        """ranks: those of the replica, which all call this with the same messages; None: there is one."""
+        """ranks: the replica's ranks, which must all call this with the same messages; None: a single rank."""
         self._reader = reader
         self._ranks = ranks
         self._slots = asyncio.Semaphore(READS_AT_ONCE)
@@ -129,7 +129,7 @@ class StepPayloads:
         self._lost = 0
 
     async def __call__(self, message: p.Batch) -> Payloads | p.PayloadsLost:
-        """Return the bytes of all groups, or what some rank could not read: the same in every rank."""
+        """Return the bytes of all groups, or the groups that some rank could not read; equal on every rank."""
         started = time.perf_counter()
         found = await asyncio.gather(*(self._read(payload) for payload in message.payloads))
         sizes = [payload.num_bytes for payload in message.payloads if isinstance(payload, Spooled)]
@@ -157,8 +157,8 @@ class StepPayloads:
                 return error
 
     async def _agree(self, gone: dict[int, str]) -> dict[int, str]:
-        """Return what any rank could not read, with the first rank's reason."""
+        """Return the groups that any rank could not read, with the first such rank's reason."""
         if self._ranks is None:
             return gone
-        told = await self._ranks.gather(msgspec.msgpack.encode(gone))
-        return {sample: reason for data in reversed(told) for sample, reason in _decode_gone(data).items()}
+        gathered = await self._ranks.gather(msgspec.msgpack.encode(gone))
+        return {sample: reason for data in reversed(gathered) for sample, reason in _decode_gone(data).items()}

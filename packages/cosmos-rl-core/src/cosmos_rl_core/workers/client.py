@@ -1,4 +1,4 @@
-"""A worker's side of the control channel: one connection, one receiving task, typed queues behind it."""
+"""A worker's client of the controller: one connection, one receiving task, a queue per type of message."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEARTBEAT_S = 1.0
 
 
 class ControllerClient:
-    """Receives for a worker and sends its heartbeats.
+    """Receives a worker's messages and sends its heartbeats.
 
     client = ControllerClient(connection)
     await client.beside(work, pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
@@ -38,7 +38,7 @@ class ControllerClient:
         self.stopped = asyncio.Event()
 
     async def beside(self, work: Coroutine[Any, Any, None], *, pulse: Callable[[], p.Heartbeat]) -> None:
-        """Receive and beat while `work` runs; an error of any of the three ends all and is raised."""
+        """Receive messages and send heartbeats while `work` runs; an error in any of them ends all and is raised."""
         main = asyncio.create_task(work)
         helpers = {asyncio.create_task(self._receive()), asyncio.create_task(self._beat(pulse))}
         try:
@@ -54,12 +54,12 @@ class ControllerClient:
             await asyncio.gather(main, *helpers, return_exceptions=True)
 
     async def send(self, message: p.ToController) -> None:
-        """Send. The end of the connection shows where a reply is awaited, in all ranks at the same place."""
+        """Send. A closed connection raises where a reply is awaited instead, in all ranks at the same place."""
         with contextlib.suppress(ConnectionClosed):
             await self.connection.send(message)
 
     def post(self, message: p.ToController) -> None:
-        """As `send`, without waiting until there is room."""
+        """Like `send`, without waiting for space in the send buffer."""
         with contextlib.suppress(ConnectionClosed):
             self.connection.post(message)
 
@@ -105,7 +105,7 @@ class RemoteLeases:
     """`rollout.worker.LeaseSource` over the control channel."""
 
     def __init__(self, client: ControllerClient, spool: Spool | None = None) -> None:
-        """spool: where large groups stay; without it all are sent to the controller."""
+        """spool: storage of large groups; without it all groups are sent to the controller."""
         self._client = client
         self._spool = spool
         self._asked: p.RequestLeases | None = None
@@ -165,5 +165,5 @@ class RemoteLeases:
 
 
 def _as_read(group: RolloutGroup) -> RolloutGroup:
-    """Return the group without the arrays, which only training reads."""
+    """Return the group without its arrays, which only training uses."""
     return replace(group, rollouts=tuple(replace(rollout, arrays={}) for rollout in group.rollouts))

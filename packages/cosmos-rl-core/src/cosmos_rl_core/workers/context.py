@@ -1,4 +1,4 @@
-"""What a worker builds itself from: its identity, its recipe, and the conditions under which it builds."""
+"""Inputs of a worker's construction: its identity and its recipe; locks and settings during construction."""
 
 from __future__ import annotations
 
@@ -21,35 +21,35 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerContext:
-    """What a worker process has before it knows its recipe."""
+    """The part of a worker's context that exists before it receives the recipe."""
 
     name: str
     token: bytes
     timeline: Timeline
     threads: int | None
-    """CPU threads of the tensor work; None leaves torch's own choice."""
+    """CPU threads for tensor work; None: torch decides."""
     address: str = ""
-    """Of this machine, as others of the run reach it; empty on the controller's, where [run] bind is."""
+    """This machine's address for others of the run; empty on the controller's machine, which has [run] bind."""
     shares_process: bool = False
-    """Whether other roles live in this process, whose random state is then nobody's to set."""
+    """Whether other roles run in this process; then the global random state is not seeded."""
     ranks: Ranks | None = None
-    """Those of its replica; None where the replica is one process."""
+    """The ranks of its replica; None for a replica of one process."""
     rewards: Mapping[str, Any] = field(default_factory=dict)
-    """Functions by label that a program gave, in the process of its run."""
+    """Reward functions by label, passed by a program that runs everything in its own process."""
     build_lock: threading.Lock = field(default_factory=threading.Lock)
-    """Held while a role builds its parts; the roles of one process share it. transformers and diffusers replace their
-    own modules while they are imported, and models are built under settings of the whole process (default dtype,
-    device, random state): two threads must not do either at once."""
+    """Locked while a role builds its parts; shared by the roles of one process. transformers and diffusers replace
+    their modules during their import, and models are built under process-wide settings (default dtype, device, random
+    state): two threads must not do either at the same time."""
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks for its replica: it writes the files that there is one of."""
+        """Whether this process is rank 0 of its replica, which writes the replica's files."""
         return self.ranks is None or self.ranks.rank == 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Assignment:
-    """What every role builds itself from."""
+    """Inputs of a role's construction."""
 
     context: WorkerContext
     config: RunConfig
@@ -60,19 +60,19 @@ class Assignment:
     resume_from: str
     """Folder or URL of the checkpoint to load; empty for a fresh start."""
     last_step: int | None
-    """Version the run ends with, where it is known."""
+    """Version at which the run ends, if known."""
     kept: tuple[str, ...]
-    """Files of an earlier process of this replica that its spool has to keep."""
+    """Spooled files of an earlier process of this replica that must be kept."""
 
     @contextmanager
     def building(self) -> Iterator[None]:
-        """Build parts inside, in the compute thread: alone in this process, timed, without garbage collection."""
+        """Context for building parts in the compute thread: exclusive in the process, timed, without collections."""
         context = self.context
         with context.build_lock, context.timeline.span("build"), collector_paused():
             yield
 
     def prepare_torch(self) -> None:
-        """Fix GPU, threads and seed; called in the compute thread, the GPU being each thread's own, before all else."""
+        """Set GPU, threads and seed. First call in the compute thread, as the current GPU is a per-thread setting."""
         import torch
 
         from cosmos_rl_core.parallel.device import own_device
@@ -87,13 +87,13 @@ class Assignment:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Collect no garbage inside. What was made counts as old afterwards, and is looked through with the old."""
+    """Pause garbage collection; objects created inside are moved to the oldest generation afterwards."""
     running = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
         gc.freeze()
-        gc.unfreeze()  # to the oldest generation: the youngest, looked through first, would hold all of it
+        gc.unfreeze()  # moves them to the oldest generation, so that frequent scans of the youngest stay cheap
         if running:
             gc.enable()

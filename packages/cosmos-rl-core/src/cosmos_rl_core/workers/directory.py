@@ -1,4 +1,4 @@
-"""The run's directory: who may use it, and what lies where."""
+"""The run's directory: its lock, its contents, and detection of removed files."""
 
 from __future__ import annotations
 
@@ -16,32 +16,32 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.sinks import set_damage_aside
 
 LEAVING_S = 60.0
-"""Longest wait for the workers of a killed run, which save on their way out."""
-LOOK_AGAIN_S = 0.05
+"""Maximum wait for the workers of a killed run, which save before they exit."""
+RETRY_S = 0.05
 CONTENTS = ("logs", "rollouts", "journal", "checkpoints")
 LOGS = ("metrics.jsonl", "eval.jsonl", "monitor.jsonl", "rows_dropped.jsonl")
-"""What a resumed run goes on with: a damaged line in them holds back no checkpoint."""
+"""Files that a resumed run continues; a damaged line in them does not prevent resuming."""
 FILES = ("resolved.toml", "rows.jsonl", "eval_rows.jsonl", *LOGS, "timeline.json", "status.json", "token")
 WATCHED = ("journal", "metrics.jsonl", "eval.jsonl", "resolved.toml")
-"""What is told when somebody removes it from the directory of a live run. Checkpoints are watched by who saves them."""
+"""Files whose removal during the run is reported. Checkpoints are watched by `checkpoint.saver`."""
 NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file is too big"}
-"""What an OSError of a full disk means, by its number."""
+"""Description of an OSError of a full disk, by its errno."""
 
 
 def explain_no_room(error: OSError, place: Path | str) -> UserError | None:
-    """Return the message for a disk that is full, or None for any other error."""
+    """Return a UserError for a full disk, or None for any other error."""
     what = NO_ROOM.get(error.errno or 0)
     if what is None:
         return None
     return UserError(
-        f"{what} for {error.filename or place}; what was written so far is kept. Make room there and go on with "
-        "--resume auto, or choose another [run] output_dir."
+        f"{what} for {error.filename or place}; what was written so far is kept. Free space there and continue "
+        "with --resume auto, or choose another [run] output_dir."
     )
 
 
 @dataclass(slots=True)
 class RunDirectory:
-    """An output directory, held by one live run at a time.
+    """An output directory, locked by one live run at a time.
 
     directory = RunDirectory.open(path, resume=False, overwrite=False)
     ...
@@ -51,42 +51,42 @@ class RunDirectory:
     path: Path
     _lock: IO[str]
     notes: tuple[str, ...] = ()
-    """What the user should know of an earlier life's files."""
+    """Messages for the user about damaged files of the earlier run."""
 
     @classmethod
     def open(cls, path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
-        """Make or reopen the directory. Raises UserError when a live run holds it, or it would be written over.
+        """Create or reopen the directory. Raises UserError if a live run uses it, or if it would be overwritten.
 
-        A new one is its owner's alone (mode 0700): prompts, rollouts and weights lie in it. One that is there keeps
-        its mode.
+        A new directory gets mode 0700, as prompts, rollouts and weights are stored in it. An existing one keeps its
+        mode.
         """
         with contextlib.ExitStack() as unless_held:
             try:
-                path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode is of the last folder alone
+                path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode applies to the last folder only
                 lock = unless_held.enter_context((path / "run.lock").open("a+"))
                 directory = cls(path, lock)
                 directory._claim(resume=resume, overwrite=overwrite)
             except OSError as error:
-                if told := explain_no_room(error, path):
-                    raise told from error
+                if explained := explain_no_room(error, path):
+                    raise explained from error
                 what = error.strerror if error.filename in (None, str(path)) else f"{error.filename}: {error.strerror}"
                 raise UserError(f"cannot use {path} as [run] output_dir: {what}") from error
             unless_held.pop_all()
         return directory
 
     def _claim(self, *, resume: bool, overwrite: bool) -> None:
-        """Lock the directory and prepare it for a new life."""
+        """Lock the directory and prepare it for a new or resumed run."""
         path, lock = self.path, self._lock
         self._take_lock()
         if (path / "resolved.toml").exists() and not resume:
             if not overwrite:
                 raise UserError(
-                    f"{path} holds an earlier run. Go on with it by --resume auto, write over it by --overwrite, "
+                    f"{path} contains an earlier run. Continue it with --resume auto, replace it with --overwrite, "
                     "or choose another [run] output_dir."
                 )
             self._clear()
         self.notes = tuple(filter(None, (set_damage_aside(path / name) for name in LOGS)))
-        shutil.rmtree(path / "journal", ignore_errors=True)  # it belongs to one controller's life, as does
+        shutil.rmtree(path / "journal", ignore_errors=True)  # like the token, it belongs to one controller process
         (path / "token").unlink(missing_ok=True)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
@@ -95,7 +95,7 @@ class RunDirectory:
             (path / name).mkdir(exist_ok=True)
 
     def _take_lock(self) -> None:
-        """Raise UserError for a directory in use; wait for the workers of a run that was killed to leave."""
+        """Take the lock; wait for the workers of a killed run to exit. Raises UserError if a live run has it."""
         deadline = time.monotonic() + LEAVING_S
         while True:
             try:
@@ -108,19 +108,19 @@ class RunDirectory:
                         f"{self.path} is in use by a live run (process {holder}). Wait for it, stop it, "
                         "or choose another [run] output_dir."
                     ) from error
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(RETRY_S)
 
     @property
     def lock(self) -> int:
-        """The descriptor that holds the directory, for as long as any process has it open."""
+        """The lock's file descriptor; the lock is held while any process has it open."""
         return self._lock.fileno()
 
     def close(self) -> None:
-        """Let another run have it."""
+        """Release the lock."""
         self._lock.close()
 
     def _clear(self) -> None:
-        """Remove what a run writes, and nothing else."""
+        """Remove the files that a run writes, and nothing else."""
         for name in (*CONTENTS, "tensorboard", "media"):
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in FILES:
@@ -128,21 +128,21 @@ class RunDirectory:
 
 
 class Removals:
-    """Notices what somebody removes from the directory of a live run.
+    """Detects removed files in the directory of a live run.
 
     removals = Removals(path, lock=directory.lock)
-    for text in removals.check(): ...        # now and then; each loss once
+    for text in removals.check(): ...        # periodically; each loss is reported once
     """
 
     def __init__(self, path: Path, *, lock: int) -> None:
         self.lost = False
-        """Whether the directory itself has gone, whatever was made in its place since."""
+        """Whether the directory itself was removed or replaced."""
         self._path = path
         self._lock = os.fstat(lock)
         self._seen: set[str] = set()
 
     def check(self) -> list[str]:
-        """Return what was removed since the last look, for people."""
+        """Return a message for each removal since the last check."""
         if self.lost:
             return []
         try:
@@ -150,19 +150,17 @@ class Removals:
         except FileNotFoundError:
             self.lost = True
         if self.lost:
-            return [
-                f"{self._path} was removed or renamed while the run is going on; the step in work is finished and saved"
-            ]
+            return [f"{self._path} was removed or renamed during the run; the current step is finished and saved"]
         there = {name for name in WATCHED if _holds_anything(self._path / name)}
         gone, self._seen = self._seen - there, there
-        return [f"{self._path / name} was removed while the run is going on, which goes on" for name in sorted(gone)]
+        return [f"{self._path / name} was removed during the run; the run continues" for name in sorted(gone)]
 
     def explain(self, *, step: int, checkpoint: str) -> str:
-        """Return what to do about a directory that was lost: the weights of `step` lie in `checkpoint`, if anywhere."""
-        left = f"the weights of step {step} lie in {checkpoint}; go on from there by --resume auto"
+        """Return a message for a lost directory; `checkpoint` has the weights of `step`, empty if there are none."""
+        left = f"the weights of step {step} are in {checkpoint}; continue from there with --resume auto"
         return (
-            f"{self._path} was removed or renamed while the run was going on. Metrics, rollouts and logs until then "
-            f"are gone, and so are earlier checkpoints that lay in it; {left if checkpoint else 'no weights are left'}."
+            f"{self._path} was removed or renamed during the run. Metrics, rollouts and logs until then "
+            f"are gone, and so are earlier checkpoints in it; {left if checkpoint else 'no weights are left'}."
         )
 
 
@@ -171,7 +169,7 @@ def _holds_anything(path: Path) -> bool:
 
 
 def _is_alive(pid: str) -> bool:
-    """Whether a process of this machine has this number; not while its holder is still writing it down."""
+    """Whether a process of this machine has this id; False for an incompletely written id."""
     try:
         os.kill(int(pid), 0)
     except PermissionError:

@@ -1,10 +1,10 @@
-"""How the end of a rank is told: by the rank to the agent that started it, and by the agent to the controller.
+"""Reports of failed ranks: from the rank to the agent that started it, and from the agent to the controller.
 
-    rank    raises: writes down what, and whether it only lost the others           a killed rank writes nothing
-    agent   ends the other ranks, finds the cause among all that ended, tells it
-    controller ends the run with it
+    rank        writes its error, and whether it only lost its peers         (a killed rank writes nothing)
+    agent       ends the other ranks, finds the cause among all failures, reports it
+    controller  ends the run with it
 
-One rank's end breaks the collectives of all others, so that most errors are consequences; the cause is what counts.
+A failed rank breaks the collectives of all others, so most errors are consequences; only the cause is reported.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, con
 from cosmos_rl_core.workers.directory import explain_no_room
 
 AGENT = "agent"
-"""Role an agent gives when it connects."""
-TELL_S = 5.0
-"""Longest that an agent tries to tell of a failure."""
+"""Role in an agent's Hello."""
+REPORT_S = 5.0
+"""Maximum time for reporting a failure, in seconds."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
-"""What torch's errors say where the other rank of a collective is gone."""
+"""Texts of torch's errors after the loss of the other rank of a collective."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why one rank ended."""
+    """The failure of one rank."""
 
     message: str
     user: bool = False
-    """True: something the user can mend; the message stands alone."""
+    """True: an error that the user can fix; the message is shown alone."""
     consequence: bool = False
-    """True: it only lost another rank, or was ended because one had failed."""
+    """True: the rank only lost a peer, or was terminated after another one failed."""
     at: float = field(default_factory=time.time)
-    """Clock of the machine, in seconds."""
+    """Time of the failure, in Unix seconds of its machine."""
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
-        """Put an error into words, as a worker reports it."""
+        """Return the failure that a worker reports for an error."""
         if isinstance(error, UserError):
             return cls(message=str(error), user=True)
-        if isinstance(error, OSError) and (told := explain_no_room(error, "the run's files")):
-            return cls(message=str(told), user=True)
-        lost = isinstance(error, ConnectionClosed) or any(words in str(error) for words in _LOST)
+        if isinstance(error, OSError) and (explained := explain_no_room(error, "the run's files")):
+            return cls(message=str(explained), user=True)
+        lost = isinstance(error, ConnectionClosed) or any(text in str(error) for text in _LOST)
         return cls(message=f"{type(error).__name__}: {error}", consequence=lost)
 
     @property
@@ -58,39 +58,39 @@ class Failure:
         return 2 if self.user else 1
 
     def write(self, path: Path) -> None:
-        """Leave it where the agent looks; `message` and `timestamp` are what torch's agent reads itself."""
+        """Write the failure for the agent; torch's agent itself reads `message` and `timestamp`."""
         partial = path.with_suffix(".partial")
         partial.write_text(json.dumps({**asdict(self), "timestamp": int(self.at)}))
         partial.rename(path)
 
     @classmethod
     def read(cls, found: Mapping[str, Any]) -> Failure | None:
-        """Return what a rank wrote, as torch's agent read it; None if it wrote nothing."""
+        """Return the failure that a rank wrote, from the data that torch's agent read; None if it wrote nothing."""
         if "at" not in found:
             return None
         return cls(message=found["message"], user=found["user"], consequence=found["consequence"], at=found["at"])
 
 
 def cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
-    """Return the rank and failure that brought the others about: the earliest that is no consequence."""
+    """Return the rank and failure that caused the others: the earliest one that is not a consequence."""
     return min(failures, key=lambda item: (item[1].consequence, item[1].at))
 
 
-async def tell_controller(address: str, *, token: bytes, replica: str, failure: Failure) -> None:
-    """Report a failure and wait until it was heard; if nobody listens any more, nobody wants to know."""
+async def report_to_controller(address: str, *, token: bytes, replica: str, failure: Failure) -> None:
+    """Report a failure and wait until the controller closes the connection; no error if the controller is gone."""
     hello = Hello(name=f"{replica}.{AGENT}", role=AGENT)
     with contextlib.suppress(ConnectionClosed, TimeoutError):
-        connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=TELL_S)
+        connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=REPORT_S)
         await connection.send(p.Fatal(message=failure.message, user=failure.user))
-        await asyncio.wait_for(connection.closed.wait(), TELL_S)
+        await asyncio.wait_for(connection.closed.wait(), REPORT_S)
 
 
-async def hear_agent(connection: Connection, fail: Callable[[BaseException], None]) -> None:
-    """The controller's side: end the run with what an agent tells; returning closes the connection."""
+async def receive_report(connection: Connection, fail: Callable[[BaseException], None]) -> None:
+    """The controller's side: end the run with an agent's report; returning closes the connection."""
     fatal = await connection.receive()
     assert isinstance(fatal, p.Fatal)
     if fatal.user:
         fail(UserError(fatal.message))
     else:
         replica = connection.peer.name.removesuffix(f".{AGENT}")
-        fail(WorkerFailed(f"{fatal.message}; the run cannot go on without it. See logs/{replica}.log"))
+        fail(WorkerFailed(f"{fatal.message}; the run cannot continue without it. See logs/{replica}.log"))

@@ -1,4 +1,4 @@
-"""A worker's process: connect, run the role, and say on the way out what went wrong.
+"""Entry point of a worker process: connect to the controller, run the role, report a failure.
 
     python -m cosmos_rl_core.workers.main --controller tcp://127.0.0.1:4000 --role rollout --name rollout-0 \
         --token-file runs/demo/token
@@ -35,23 +35,26 @@ def main() -> None:
 
 
 def run_worker(worker: WorkerAddress, node: Node) -> int:
-    """Work to the end of the run and return the exit code. A worker of one process does not return: it exits."""
+    """Work until the run ends and return the exit code. A worker of one process does not return: it exits."""
     raise_descriptor_limit()
     os.environ.update(child_environment(node.python_path.split(os.pathsep)))  # for the ranks too
     if node.num_ranks > 1:
         from cosmos_rl_core.workers.agent import run_node  # torch's agent takes a second to import
 
         return run_node(worker, node)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole group; the controller decides who stops
+    for number in (
+        signal.SIGINT,
+        signal.SIGTERM,
+    ):  # they reach the whole process group; the controller decides
         signal.signal(number, signal.SIG_IGN)
     code = asyncio.run(_work(worker))
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(code)  # without waiting for the thread of a reward that never returns
+    os._exit(code)  # does not wait for the thread of a reward that never returns
 
 
 async def connect_to(worker: WorkerAddress) -> Connection:
-    """Connect to the run's controller. Raises as `wire.channel.connect`, and UserError for a token file."""
+    """Connect to the run's controller. Raises like `wire.channel.connect`, and UserError for the token file."""
     hello = Hello(name=worker.name, role=worker.role)
     token = read_token(worker.token_file)
     return await connect(worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S)
@@ -77,7 +80,7 @@ async def _work(worker: WorkerAddress) -> int:
 
 
 async def serve_role(role: str, context: WorkerContext, connection: Connection) -> int:
-    """Run the role to its end, report any failure to the controller, return the exit code.
+    """Run the role to its end, report a failure to the controller, return the exit code.
 
     Raises ConnectionClosed when the controller is gone.
     """
@@ -95,7 +98,7 @@ async def serve_role(role: str, context: WorkerContext, connection: Connection) 
 
 
 async def _report(connection: Connection, fatal: p.Fatal) -> None:
-    with contextlib.suppress(ConnectionClosed):  # then the controller knows already
+    with contextlib.suppress(ConnectionClosed):  # the controller has noticed the closed connection
         await connection.send(fatal)
         connection.close()
 

@@ -1,7 +1,7 @@
-"""Where a worker runs: its controller, and the part of a replica of several ranks on its machine.
+"""Command line of a worker: its controller, and its machine's part of a replica of several ranks.
 
-words = to_arguments(address, node)          # the command line of a worker
-address, node = from_arguments(words, program="cosmos-rl worker")
+arguments = to_arguments(address, node)
+address, node = from_arguments(arguments, program="cosmos-rl worker")
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from cosmos_rl_core.wire.address import Address, listen
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerAddress:
-    """The run a worker belongs to, and its place in it. The fields are flags of its command line."""
+    """A worker's run, role and name. The fields are flags of its command line."""
 
     controller: str = field(metadata={"help": "Address of the run's controller, such as tcp://10.0.0.1:4000."})
-    role: str = field(metadata={"choices": ("policy", "rollout"), "help": "What it does."})
+    role: str = field(metadata={"choices": ("policy", "rollout"), "help": "The worker's role."})
     name: str = field(metadata={"help": "Name of the replica, unique in the run, such as policy-0."})
     token_file: Path = field(metadata={"help": "The file `token` in the run's directory."})
-    threads: int | None = field(default=None, metadata={"help": "CPU threads of each process; torch's own choice."})
+    threads: int | None = field(default=None, metadata={"help": "CPU threads of each process. Default: torch's."})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,20 +38,20 @@ class Node:
 
     index: int = field(
         default=0,
-        metadata={"flag": "node", "help": "Which of the replica's machines; the controller's, with rank 0, is 0."},
+        metadata={"flag": "node", "help": "Index of this machine in the replica; 0, with rank 0, is the controller's."},
     )
     num_nodes: int = field(default=1, metadata={"help": "Machines of the replica."})
     ranks_per_node: int = field(default=1, metadata={"help": "Processes of the replica on each machine."})
-    collective_timeout_s: float = field(default=600.0, metadata={"help": "Longest wait of ranks for one another."})
+    collective_timeout_s: float = field(default=600.0, metadata={"help": "Timeout of collectives between ranks."})
     rendezvous: str = field(default="", metadata={"help": "host:port on machine 0 where the machines meet."})
-    store: Path | None = field(default=None, metadata={"help": "File where the ranks of one machine meet."})
+    store: Path | None = field(default=None, metadata={"help": "File for the rendezvous of the ranks of one machine."})
     python_path: str = field(default="", metadata={"help": "Folders for module:attribute names, as in PYTHONPATH."})
 
     def __post_init__(self) -> None:
         if not 0 <= self.index < self.num_nodes:
             raise UserError(f"--node {self.index}: the replica has {self.num_nodes} machines, counted from 0")
         if self.num_nodes > 1 and not self.rendezvous:
-            raise UserError("--rendezvous host:port is missing: where the replica's machines meet")
+            raise UserError("--rendezvous host:port is missing: a replica of several machines needs it")
 
     @property
     def num_ranks(self) -> int:
@@ -64,35 +64,35 @@ class Node:
         return self.rendezvous == "" or is_loopback(self.rendezvous.rpartition(":")[0])
 
     def own_address(self) -> str:
-        """Return the address of a machine other than the first, as that one sees it; empty on the first."""
+        """Return this machine's address as seen by the first machine; empty on the first machine."""
         if self.index == 0:
             return ""
         host, _, port = self.rendezvous.rpartition(":")
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host.strip("[]"), int(port)))  # sends nothing; it chooses the interface
+            probe.connect((host.strip("[]"), int(port)))  # sends nothing, only selects the interface
             return probe.getsockname()[0]
 
     def commands_for_others(self, worker: WorkerAddress, *, python_path: tuple[str, ...]) -> list[str]:
-        """Return what to run on each of the other machines, machine 1 first."""
+        """Return the commands to run on the other machines, machine 1 first."""
         folders = os.pathsep.join(python_path)
         parts = [replace(self, index=i, python_path=folders) for i in range(1, self.num_nodes)]
         return [shlex.join(["cosmos-rl", "worker", *to_arguments(worker, part)]) for part in parts]
 
 
 def to_arguments(*parts: WorkerAddress | Node) -> list[str]:
-    """Return the command line that `from_arguments` reads; values that are the defaults are left out."""
-    words = []
+    """Return the command line for `from_arguments`, without default values."""
+    arguments = []
     for part in parts:
         for one in fields(part):
             value = getattr(part, one.name)
             if value != one.default:
-                words += [_flag(one), f"{value:g}" if isinstance(value, float) else str(value)]
-    return words
+                arguments += [_flag(one), f"{value:g}" if isinstance(value, float) else str(value)]
+    return arguments
 
 
-def from_arguments(words: Sequence[str], *, program: str) -> tuple[WorkerAddress, Node]:
-    """Read the command line of a worker. Exits with code 2 and a message where it is wrong."""
+def from_arguments(arguments: Sequence[str], *, program: str) -> tuple[WorkerAddress, Node]:
+    """Parse the command line of a worker. Exits with code 2 and a message if it is invalid."""
     parser = argparse.ArgumentParser(prog=program, description="One worker of a Cosmos-RL run.")
     for one in (*fields(WorkerAddress), *fields(Node)):
         parser.add_argument(
@@ -104,13 +104,13 @@ def from_arguments(words: Sequence[str], *, program: str) -> tuple[WorkerAddress
             required=one.default is MISSING,
             default=one.default,
         )
-    found = vars(parser.parse_args(words))
+    found = vars(parser.parse_args(arguments))
     address, node = ({one.name: found[one.name] for one in fields(kind)} for kind in (WorkerAddress, Node))
     return WorkerAddress(**address), Node(**node)
 
 
 _READERS: Mapping[str, Callable[[str], object]] = {"str": str, "int": int, "float": float, "Path": Path}
-"""What reads a flag, by the type of its field."""
+"""Parser of a flag, by the type of its field."""
 
 
 def _flag(one: Field[Any]) -> str:
@@ -118,10 +118,10 @@ def _flag(one: Field[Any]) -> str:
 
 
 def policy_node(section: PolicySection, *, bind: str) -> Node:
-    """Return machine 0 of the policy replica; `bind` is the address the other machines reach it at.
+    """Return machine 0 of the policy replica; `bind` is its address for the other machines.
 
-    Raises UserError, with the numbers, for axes that do not multiply to the ranks there are, and for a `bind` that is
-    not this machine's.
+    Raises UserError if the axes' sizes do not multiply to the number of ranks, or if `bind` is not an address of this
+    machine.
     """
     dims = ParallelDims.of(section.parallel, world_size=section.world_size)
     if dims.world_size % section.num_nodes:
@@ -142,6 +142,6 @@ def is_loopback(host: str) -> bool:
 
 
 def _free_port(bind: str) -> int:
-    """A port that nobody listens on at the moment. Raises UserError for an address that is not this machine's."""
+    """Return a currently unused port. Raises UserError for an address that is not this machine's."""
     with listen(Address(host=bind), allow_remote=True) as probe:
         return probe.getsockname()[1]

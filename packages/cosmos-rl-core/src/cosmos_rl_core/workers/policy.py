@@ -1,6 +1,6 @@
-"""A policy replica as a role: trainer, batches, publisher and checkpoints around the loop.
+"""The policy role of a worker: trainer, batches, weight publisher and checkpoints around the training loop.
 
-All ranks of a replica run this same code, each with its share of every batch; rank 0 sends to the controller.
+All ranks of a replica run the same code, each with its share of every batch; rank 0 sends to the controller.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ValidatedSteps
 
 WORK = ("forward_backward", "optim_step")
-"""Spans of the timeline that count as work."""
+"""Spans of the timeline that count as busy time."""
 
 
 class PolicyRole:
@@ -52,7 +52,7 @@ class PolicyRole:
         self._trainer = trainer
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
         if at.config.monitor.rolls_back and not at.resume_from:
-            await loop.run_in_executor(at.compute, saver.after_step, state)  # step 0 may be the last healthy one
+            await loop.run_in_executor(at.compute, saver.after_step, state)  # step 0 may be the last healthy step
         publisher = await self._publisher(trainer)
         learner = PolicyLearner(
             trainer,
@@ -66,11 +66,11 @@ class PolicyRole:
         steps = self._steps(learner, saver, mesh)
         await self._link.send(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
         together = mesh is None
-        """Whether all ranks are here, so that they can save; after an error some may be somewhere else."""
+        """Whether all ranks reached this point, so that they can save; after an error some may not have."""
         try:
             await train(steps, learner)
             together = True
-        except ConnectionClosed:  # of the controller, at a commit: all ranks are told
+        except ConnectionClosed:  # by the controller, at a commit: all ranks get here
             together = True
             raise
         finally:
@@ -97,7 +97,7 @@ class PolicyRole:
     def _saver(
         self, trainer: Trainer, mesh: ReplicaMesh | None, state: TrainState, loop: asyncio.AbstractEventLoop
     ) -> CheckpointSaver:
-        """Made by all ranks at the same time. What it tells from its own thread is passed to the loop's."""
+        """Build the saver, in all ranks at the same time. Its callbacks run in its own thread and post to the loop."""
         at, link = self._at, self._link
         section = at.config.checkpoint
         ranks = RankGroup() if mesh is None else RankGroup.of_all()
@@ -117,7 +117,7 @@ class PolicyRole:
         )
 
     def _steps(self, learner: PolicyLearner, saver: CheckpointSaver, mesh: ReplicaMesh | None) -> Steps:
-        """The controller's side of the loop; a supervised replica measures its loss on held-out rows in between."""
+        """Build the controller's side of the loop; a supervised replica also measures its loss on held-out rows."""
         at, link = self._at, self._link
         policy, share = learner.trainer.policy, batch_share(at.config, mesh)
         make_batch, payloads_of = BatchMaker(at, policy, share=share), self._payloads()
@@ -167,5 +167,5 @@ def _state_after(committed: p.Committed) -> TrainState:
 
 
 def _post(loop: asyncio.AbstractEventLoop, link: ControllerLink, message: p.ToController) -> None:
-    """Send from another thread."""
+    """Send a message from another thread."""
     loop.call_soon_threadsafe(link.post, message)

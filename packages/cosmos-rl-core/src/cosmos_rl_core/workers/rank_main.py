@@ -1,7 +1,6 @@
-"""One rank of a policy replica, in a process that `workers.agent` starts.
+"""Entry point of one rank of a policy replica, started by `workers.agent`.
 
-Rank 0 leads: it is connected to the controller. A rank that fails writes down why and ends at once; its agent does
-the rest.
+Rank 0 is connected to the controller. A rank that fails writes its error to a file and exits; its agent reports it.
 """
 
 from __future__ import annotations
@@ -25,12 +24,12 @@ from cosmos_rl_core.workers.roles import follow, run_role
 
 def main() -> None:
     worker, node = from_arguments(sys.argv[1:], program="rank")
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides who stops; SIGTERM is the agent's way
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the controller decides about stops; the agent ends ranks by SIGTERM
     asyncio.run(_work(worker, node))
 
 
 async def _work(worker: WorkerAddress, node: Node) -> None:
-    """Run to the end of the process: one that failed waits for none of its threads, which may wait for others."""
+    """Run the rank and exit, without joining threads: after a failure they may wait for other ranks."""
     code = 0
     try:
         await _run(worker, node)

@@ -1,11 +1,10 @@
-"""The ranks of a policy replica, and the messages between them.
+"""Messages between the ranks of a policy replica.
 
-    controller --Welcome, Batch, Committed, Stop--> lead (rank 0) --the same, as bytes--> followers (all other ranks)
+    controller --Welcome, Batch, Committed, Stop--> rank 0 --the same, as bytes--> followers (all other ranks)
 
-Every rank runs the same loop; only the lead is connected to the controller and relays each message before it acts on
-it. The bytes travel over a gloo group of their own, so that they never mix with the collectives of training. A
-follower waits there while nothing is to do, for as long as the rollouts take; a rank that dies closes its sockets,
-which ends the wait of all others.
+Every rank runs the same loop; only rank 0 is connected to the controller, and it relays each message before it acts on
+it. The bytes are sent over a separate gloo group, apart from the collectives of training. An idle follower waits for
+the next message as long as the rollouts take; a rank that dies closes its sockets, which ends the wait of all others.
 """
 
 from __future__ import annotations
@@ -29,25 +28,25 @@ from cosmos_rl_core.parallel.rank_group import RankGroup
 
 T = TypeVar("T")
 IDLE = timedelta(days=365)
-"""Longest wait for the lead's next message: practically unlimited."""
+"""Maximum wait for rank 0's next message: practically unlimited."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ranks:
-    """This rank's place among those of its replica. Made by `Ranks.join` in all of them at the same time."""
+    """This rank's connection to the others of its replica. All ranks call `Ranks.join` at the same time."""
 
     messages: RankGroup
-    """Bytes between all of them."""
+    """Group for messages between all ranks."""
     _group: dist.ProcessGroup
     _thread: ThreadPoolExecutor
-    """All messages pass in this one thread, in the order of the calls."""
+    """Runs all exchanges, in the order of the calls."""
 
     @classmethod
     def join(cls, *, timeout_s: float, store: Path | None) -> Ranks:
-        """Make the default process group of RANK and WORLD_SIZE, and the group for messages.
+        """Create the default process group from RANK and WORLD_SIZE, and the group for messages.
 
-        The ranks find each other through the file `store`; without it through the server that MASTER_ADDR and
-        MASTER_PORT name. A collective of training that takes longer than `timeout_s` is an error.
+        The ranks rendezvous through the file `store`, or without it through the server at MASTER_ADDR and
+        MASTER_PORT. A training collective that takes longer than `timeout_s` is an error.
         """
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         dist.init_process_group(
@@ -66,19 +65,19 @@ class Ranks:
         return self.messages.rank
 
     async def broadcast(self, message: p.ToWorker) -> None:
-        """Send a message to all followers; the lead calls it."""
+        """Send a message to all followers; called by rank 0."""
         await self._in_thread(lambda: self._exchange(msgspec.msgpack.encode(message)))
 
     async def receive(self) -> p.ToWorker:
-        """Wait for the lead's next message; a follower calls it for each `broadcast`."""
+        """Return rank 0's next message; followers call it once for each `broadcast`."""
         return msgspec.msgpack.decode(await self._in_thread(lambda: self._exchange(b"")), type=p.ToWorker)
 
     async def gather(self, data: bytes) -> list[bytes]:
-        """Return what every rank gave, in the order of ranks; all call it after the same message."""
+        """Return every rank's data, in the order of ranks; all ranks call it after the same message."""
         return await self._in_thread(lambda: self.messages.gather(data))
 
     async def leave(self) -> None:
-        """Wait until all ranks are here, then end the groups."""
+        """Wait for all ranks, then destroy the groups."""
         await self._in_thread(self.messages.meet)
         dist.destroy_process_group()
 
@@ -94,7 +93,7 @@ class Ranks:
 
 
 def _backend() -> str:
-    """nccl where there are GPUs, one for each rank of the machine; gloo for tensors of the CPU, offloaded ones too."""
+    """nccl for GPU tensors, with one GPU per local rank; gloo for CPU tensors, including offloaded ones."""
     if not torch.cuda.is_available():
         return "gloo"
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
@@ -102,7 +101,7 @@ def _backend() -> str:
 
 
 def _bytes_tensor(data: bytes, size: int) -> Tensor:
-    """uint8 [size] that begins with `data`."""
+    """uint8 [size] that starts with `data`."""
     tensor = torch.zeros(size, dtype=torch.uint8)
     if data:
         tensor[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)

@@ -1,7 +1,7 @@
-"""Run a connected worker: receive the recipe, run the role beside the heartbeat, leave cleanly.
+"""Run a connected worker: receive the recipe, run the role while sending heartbeats, send Goodbye.
 
-The same coroutines run in a process of their own (`local`), side by side in one process (`inline`), and in every rank
-of a policy replica of several (`follow`, in those that are not connected).
+The same coroutines run in separate processes (`local`), concurrently in one process (`inline`), and in every rank of
+a policy replica of several ranks (`follow`, in the ranks that are not connected).
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ class Role(Protocol):
     """A role of a worker."""
 
     async def run(self) -> None:
-        """Build the parts, work until the run is over, put things away."""
+        """Build the parts, work until the run is over, release resources."""
         ...
 
     def pulse(self) -> p.Heartbeat:
-        """What the next heartbeat says; may be asked for before anything is built."""
+        """Return the next heartbeat; may be called before anything is built."""
         ...
 
 
 async def run_role(role: str, context: WorkerContext, connection: Connection) -> None:
-    """Receive the recipe, run `policy` or `rollout` to the end, say goodbye."""
-    with collector_paused():  # torch comes with the roles' parts: a worker that cannot connect fails before that
+    """Receive the recipe, run `policy` or `rollout` to the end, send Goodbye."""
+    with collector_paused():  # imports torch; a worker that cannot connect fails earlier
         from cosmos_rl_core.workers.policy import PolicyRole
         from cosmos_rl_core.workers.rollout import RolloutRole
         from cosmos_rl_core.workers.steps import DirectLink
@@ -58,7 +58,7 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
 
 
 async def follow(context: WorkerContext) -> None:
-    """Run the policy in a rank that reaches the controller through rank 0."""
+    """Run the policy role in a rank that is connected to the controller through rank 0."""
     from cosmos_rl_core.workers.policy import PolicyRole
     from cosmos_rl_core.workers.steps import FollowerLink
 
@@ -72,7 +72,7 @@ async def follow(context: WorkerContext) -> None:
 
 @contextmanager
 def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignment]:
-    """Read the recipe; write the timeline at the end, however it comes."""
+    """Load the recipe; write the timeline at the end, also after an error."""
     assert isinstance(welcome, p.Welcome)
     config, run_dir = load_config(tomllib.loads(welcome.config)), Path(welcome.run_dir)
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
@@ -91,4 +91,4 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
         finished = True
     finally:
         context.timeline.write(run_dir / "logs" / f"{context.name}.trace.json")
-        compute.shutdown(wait=finished or context.ranks is None)  # a rank that failed may never get an answer
+        compute.shutdown(wait=finished or context.ranks is None)  # a failed rank's collective may never return

@@ -1,4 +1,4 @@
-"""A rollout replica as a role: engine, rewards and weight reader around the rollout worker."""
+"""The rollout role of a worker: engine, rewards and weight subscriber around the rollout worker."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class RolloutRole:
 
     async def run(self) -> None:
         at = self._at
-        async with AsyncExitStack() as parts:  # an engine that is not closed keeps its process alive
+        async with AsyncExitStack() as parts:  # an unclosed engine would keep the process alive
             loop = asyncio.get_running_loop()
             engine = await loop.run_in_executor(at.compute, self._build_engine)
             parts.push_async_callback(engine.close)
@@ -68,19 +68,19 @@ class RolloutRole:
                 timeline=at.context.timeline,
             )
             await self._worker.run()
-            if spool is not None:  # after an error its files stay, for the process that comes next
+            if spool is not None:  # after an error the files stay, for the next process of this replica
                 spool.close()
 
     async def _score_real_rows(self, rollouter: Rollouter) -> None:
-        """In the first replica: tell what real data earns, where the monitor wants to know."""
+        """In the first replica: score real rows and report the metrics, if [monitor] data_rows is set."""
         config, domain, send = self._at.config, self._at.domain, self._client.connection.send
         monitor = config.monitor
         if self._at.context.name != FIRST or not monitor.data_rows or monitor.best_of_data is not None:
             return
         if not isinstance(domain, ShowsRows):
             raise UserError(
-                f"[monitor] data_rows = {monitor.data_rows}: rows of the {domain.name} domain hold nothing that "
-                "rewards look at; set best_of_data"
+                f"[monitor] data_rows = {monitor.data_rows}: rows of the {domain.name} domain contain nothing "
+                "that rewards can score; set best_of_data"
             )
         rows, _ = domain.load_rows(config.eval.loss_data)
         try:
@@ -88,12 +88,12 @@ class RolloutRole:
                 domain, config.eval.loss_data, rows[: monitor.data_rows], score=rollouter.score
             )
         except SampleError as error:
-            await send(p.Alarm(message=f"not one real row could be scored for the monitor: {error.reason}"))
+            await send(p.Alarm(message=f"no real row could be scored for the monitor: {error.reason}"))
         else:
             await send(p.Validated(version=0, metrics=metrics))
 
     def _spool(self) -> Spool | None:
-        """Where large groups stay; in one process with the controller nothing is gained by that."""
+        """Build the storage of large groups; none in the controller's process, where it has no benefit."""
         at = self._at
         if at.context.shares_process:
             return None
@@ -134,6 +134,6 @@ class RolloutRole:
 
 
 def groups_in_flight(config: RunConfig) -> int:
-    """Most groups one replica works on: its share of what the staleness window allows."""
+    """Maximum number of groups in work at one replica: its share of the staleness window."""
     window = (config.sync.max_staleness + 1) * config.policy.prompts_per_step
     return -(-window // config.rollout.replicas)

@@ -1,10 +1,10 @@
 """The controller's side of the training loop in each rank of a policy replica.
 
-    PolicySteps -- DirectLink     the process that is connected: the only one, or rank 0, which relays to the others
-                \\- FollowerLink   all other ranks: they receive through rank 0 and send nothing
+    PolicySteps -- DirectLink     the connected process: the only one, or rank 0, which relays messages to the others
+                \\- FollowerLink   all other ranks: they receive from rank 0 and send nothing
 
 next_batch(0)             next_batch(1)   ...   next_batch(n)
-^ held-out loss before the first step           ^ after the last; every [eval] every_steps between (ValidatedSteps)
+^ held-out loss before the first step           ^ after the last; every [eval] every_steps in between (ValidatedSteps)
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.client import ControllerClient
 from cosmos_rl_core.workers.ranks import Ranks
 
-GONE = "the controller went away before step {} was committed"
+GONE = "the connection to the controller closed before step {} was committed"
 
 
 class ControllerLink(Protocol):
@@ -28,24 +28,24 @@ class ControllerLink(Protocol):
     def request_batch(self, step: int) -> None: ...
 
     async def batch(self) -> p.Batch | None:
-        """Return the next batch, or None when the run has no more."""
+        """Return the next batch, or None if the run has no more."""
         ...
 
     async def committed(self) -> p.Committed | None:
-        """Return the commit of the step that was voted for, or None when the controller is gone."""
+        """Return the commit of the step that was voted for, or None if the controller is gone."""
         ...
 
     async def send(self, message: p.ToController) -> None:
-        """Send a message that the replica sends once."""
+        """Send a message once per replica: from rank 0 only."""
         ...
 
     def post(self, message: p.ToController) -> None:
-        """As `send`, without waiting until there is room."""
+        """Like `send`, without waiting for space in the send buffer."""
         ...
 
 
 class DirectLink:
-    """Of the process that is connected. Relays decisions to the other ranks before it acts on them."""
+    """Link of the connected process. Relays each message to the other ranks before it acts on it."""
 
     def __init__(self, client: ControllerClient, ranks: Ranks | None) -> None:
         self._client = client
@@ -65,7 +65,7 @@ class DirectLink:
 
     async def committed(self) -> p.Committed | None:
         message = await self._client.commits.get()
-        await self._relay(message or p.Stop(reason="the controller went away"))
+        await self._relay(message or p.Stop(reason="the controller is gone"))
         return message
 
     async def send(self, message: p.ToController) -> None:
@@ -80,7 +80,7 @@ class DirectLink:
 
 
 class FollowerLink:
-    """Of all other ranks. Rank 0 sends for the replica."""
+    """Link of all other ranks. Rank 0 sends for the replica."""
 
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -104,7 +104,7 @@ class FollowerLink:
 
 
 class PolicySteps:
-    """`loop.Steps` of one rank. All ranks of a replica call it in step."""
+    """`loop.Steps` of one rank. All ranks of a replica call it in lockstep."""
 
     def __init__(
         self,
@@ -113,13 +113,13 @@ class PolicySteps:
         batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
         checkpoint: Callable[[p.Committed], Awaitable[None]],
     ) -> None:
-        """`batch` makes the trainer's batch of this rank, or names the groups that some rank cannot read."""
+        """`batch` returns this rank's training batch, or the groups that some rank cannot read."""
         self._link = link
         self._batch = batch
         self._checkpoint = checkpoint
         self._epoch = 0
-        self._asked = -1
-        """Step whose batch was requested last."""
+        self._requested = -1
+        """Step of the last requested batch."""
         self._committed: p.Committed | None = None
 
     async def next_batch(self, step: int) -> TrainBatch | None:
@@ -139,11 +139,11 @@ class PolicySteps:
         if self._committed is None:
             raise ConnectionClosed(GONE.format(step))
         assert self._committed.step == step
-        self._request(step + 1)  # it can be made up and sent while this step is taken
+        self._request(step + 1)  # the next batch can be assembled and sent during this step
 
     def _request(self, step: int) -> None:
-        if step != self._asked:
-            self._asked = step
+        if step != self._requested:
+            self._requested = step
             self._link.request_batch(step)
 
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
@@ -154,7 +154,7 @@ class PolicySteps:
 
 
 class ValidatedSteps:
-    """`loop.Steps` that measures before it asks for a batch, wherever that is due. Every rank wraps its own."""
+    """`loop.Steps` that measures the held-out loss before requesting a batch, when due. Every rank wraps its own."""
 
     def __init__(
         self,
@@ -164,7 +164,7 @@ class ValidatedSteps:
         measure: Callable[[], Awaitable[Mapping[str, float]]],
         report: Callable[[int, Mapping[str, float]], Awaitable[None]],
     ) -> None:
-        """Wrap `steps`. `due(version)` decides when to `measure`; the metrics go to `report(version, metrics)`."""
+        """Wrap `steps`. If `due(version)`, the metrics of `measure` are sent by `report(version, metrics)`."""
         self._steps = steps
         self._due = due
         self._measure = measure

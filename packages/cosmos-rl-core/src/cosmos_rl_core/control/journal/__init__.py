@@ -1,1 +1,1 @@
-"""The append-only file of the ledger's records: segments with CRC, snapshots, group commit."""
+"""Append-only log of the ledger's records: segments with CRC, snapshots, group commit."""

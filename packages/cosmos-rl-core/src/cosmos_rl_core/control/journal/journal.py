@@ -1,14 +1,14 @@
-"""The journal: every record the ledger decided, on disk before its outputs are sent.
+"""The journal: write-ahead log of the ledger's records.
 
     journal = Journal(directory)
     ledger = Ledger.replay(config, journal.replay())
     journal.append(record)            # returns at once
-    await journal.flush()             # one fdatasync for all that was appended, whoever waits
+    await journal.flush()             # one fdatasync for all appended records and all waiters
 
-A directory holds segments, named by the number of their first record, and snapshots, named by the number of
-records they stand for. When opened, a torn end of the last segment is cut off; any other damage raises. An
-error of write or fdatasync is final: after a failed fsync the kernel may have thrown the pages away, so
-trying again would report success falsely.
+A directory contains segments, named by the number of their first record, and snapshots, named by the number of
+records they include. On opening, a torn end of the last segment is truncated; any other damage raises. An error of
+write or fdatasync is final: after a failed fsync the kernel may have dropped the pages, so a retry could report
+success falsely.
 
 `DurableLedger` is the ledger behind its journal: event -> ledger.on -> records -> journal -> (one flush for everything
 queued) -> outputs -> dispatch.
@@ -43,14 +43,14 @@ from cosmos_rl_core.errors import UserError
 
 
 class SegmentFile(Protocol):
-    """A file that grows at its end."""
+    """An append-only file."""
 
     def write(self, data: bytes) -> None:
         """Append all of `data`."""
         ...
 
     def sync(self) -> None:
-        """Return when all that was written is on disk."""
+        """Return when all written data is on disk."""
         ...
 
     def close(self) -> None: ...
@@ -93,22 +93,22 @@ class Journal:
         self._snapshot_number, self.snapshot = latest_snapshot(directory)
         first, self.num_records, self._size = self._check()
         self.num_durable = self.num_records
-        """Records that are on disk."""
+        """Number of records on disk."""
         self._file = open_file(segment_path(directory, first))
         sync_directory(directory)
         self._pending: list[bytes] = []
-        self._write: Future[None] | None = None  # the newest; the one thread runs them in order
+        self._write: Future[None] | None = None  # the newest write; the single thread runs writes in order
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="journal")
 
     def append(self, record: Record) -> int:
-        """Take a record for the next flush and return its number."""
+        """Queue a record for the next flush and return its number."""
         number = self.num_records
         self._pending.append(encode_frame(self._encoder.encode(record), number))
         self.num_records += 1
         return number
 
     async def flush(self) -> None:
-        """Return when all records appended before are on disk. Raises UserError when the disk is full."""
+        """Return when all records appended so far are on disk. Raises UserError if the disk is full."""
         target = self.num_records
         while self.num_durable < target:
             if self._write is None or self._write.done():
@@ -117,7 +117,7 @@ class Journal:
             await asyncio.shield(asyncio.wrap_future(self._write))
 
     def sync(self) -> None:
-        """Do what `flush` does, without an event loop."""
+        """Like `flush`, but blocking, without an event loop."""
         while self.num_durable < self.num_records:
             if self._write is None or self._write.done():
                 self._start_write()
@@ -125,7 +125,7 @@ class Journal:
             self._write.result()
 
     def replay(self) -> Iterator[Record]:
-        """Yield the durable records that follow `snapshot`, or all where there is none."""
+        """Yield the durable records after `snapshot`, or all if there is none."""
         decoder = msgspec.msgpack.Decoder(AnyRecord)
         firsts = segment_firsts(self._directory)
         for first, following in zip(firsts, [*firsts[1:], None]):
@@ -137,7 +137,7 @@ class Journal:
                     yield decoder.decode(body)
 
     def take_snapshot(self, state: bytes) -> None:
-        """Write down the state that all records so far lead to, and remove the segments no snapshot needs.
+        """Write the state after all records so far, and remove the segments that no snapshot needs.
 
         The two newest snapshots are kept, with the records since the older one.
         """
@@ -150,7 +150,7 @@ class Journal:
             raise _failure(error, self._directory) from error
 
     def close(self) -> None:
-        """Write what is pending and close the file."""
+        """Write the pending records and close the file."""
         try:
             self.sync()
         finally:
@@ -158,7 +158,7 @@ class Journal:
             self._file.close()
 
     def _start_write(self) -> None:
-        """Hand everything pending to the thread. After a failure nothing is ever tried again."""
+        """Submit all pending records to the thread. After a failure nothing is written again."""
         if self._write is not None and self._write.exception() is not None:
             return
         frames, self._pending = self._pending, []
@@ -183,7 +183,7 @@ class Journal:
             sync_directory(self._directory)
 
     def _check(self) -> tuple[int, int, int]:
-        """Read all segments, cut off a torn end; return where the last starts, the next number, its size."""
+        """Check all segments, truncate a torn end; return the last segment's number, the next number and its size."""
         firsts = segment_firsts(self._directory) or [self._snapshot_number]
         number, size = firsts[0], 0
         if number > self._snapshot_number:
@@ -205,14 +205,14 @@ class Journal:
 def _failure(error: OSError, directory: Path) -> Exception:
     if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
         return UserError(
-            f"no space left for the journal in {directory}; what was acknowledged is safe. "
+            f"no space left for the journal in {directory}; acknowledged records are safe. "
             "Free some space there and resume"
         )
-    return JournalError(f"the journal in {directory} cannot be written ({error}); the run cannot go on safely")
+    return JournalError(f"the journal in {directory} cannot be written ({error}); the run cannot continue safely")
 
 
 class DurableLedger:
-    """Feeds events in order; outputs leave in the same order, each after its records are on disk.
+    """Feeds events to the ledger in order; dispatches its outputs in the same order, after their records are on disk.
 
     durable.feed(event)            # returns at once
     await durable.run()            # flushes and dispatches until cancelled
@@ -234,7 +234,7 @@ class DurableLedger:
         self._work = asyncio.Event()
 
     def feed(self, event: Event) -> list[Record]:
-        """Let the ledger decide about an event, and return what it decided."""
+        """Pass an event to the ledger and return the resulting records."""
         records, outputs = self.ledger.on(self._clock(), event)
         for record in records:
             self._journal.append(record)
@@ -253,7 +253,7 @@ class DurableLedger:
                 self._dispatch(output)
 
     async def tick(self, every_s: float) -> None:
-        """Let the ledger see the time pass, until cancelled."""
+        """Feed a `Tick` to the ledger at this interval, until cancelled."""
         while True:
             await asyncio.sleep(every_s)
             self.feed(Tick())

@@ -1,10 +1,10 @@
-"""The journal's files: frames one after another.
+"""The journal's files: a sequence of frames.
 
     frame = length u32 | crc of the body u32 | crc of these 8 bytes u32 | body        (little endian)
 
-The body's checksum starts from the frame's sequence number, so that a frame that was moved, repeated or
-left out is found like one with a flipped bit; the header's does not, so that frames behind damage can be
-recognised. Both are zlib's CRC-32: the standard library has no CRC-32C.
+The body's checksum is seeded with the frame's sequence number, which detects moved, repeated and missing frames as
+well as flipped bits. The header's is not, so that frames after a damaged one can be recognised. Both are zlib's
+CRC-32: the standard library has no CRC-32C.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CHECKED = struct.Struct("<II")
 
 
 class JournalError(Exception):
-    """The journal is damaged or cannot be written. Nothing is repaired by guessing."""
+    """The journal is damaged or cannot be written. It is never repaired by guessing."""
 
 
 def encode_frame(body: bytes, sequence: int) -> bytes:
@@ -30,7 +30,7 @@ def encode_frame(body: bytes, sequence: int) -> bytes:
 
 
 def decode_frame(data: memoryview, offset: int, sequence: int) -> memoryview | None:
-    """Return the body of the frame at `offset`, or None if no intact frame of that number lies there."""
+    """Return the body of the frame at `offset`, or None if no intact frame of that number is there."""
     if not _is_header(data, offset):
         return None
     length, body_crc, _ = _HEADER.unpack_from(data, offset)
@@ -40,7 +40,7 @@ def decode_frame(data: memoryview, offset: int, sequence: int) -> memoryview | N
 
 
 def _is_header(data: memoryview, offset: int) -> bool:
-    """Return whether an intact header lies at `offset` with all of its body behind it."""
+    """Return whether there is an intact header at `offset`, followed by its whole body."""
     if offset + _HEADER.size > len(data):
         return False
     length, _, header_crc = _HEADER.unpack_from(data, offset)
@@ -51,9 +51,8 @@ def _is_header(data: memoryview, offset: int) -> bool:
 def read_segment(path: Path, *, first: int, is_last: bool) -> Iterator[tuple[bytes, int]]:
     """Yield each body of a segment with the offset where its frame ends; `first` is the first frame's number.
 
-    In the last segment the end may be torn: the machine stopped before a write was complete, so nobody was
-    told of those frames, and they are left out. Damage before an intact frame is no torn end. Raises
-    JournalError for damage.
+    The end of the last segment may be torn: the machine stopped before a write was complete. Its frames were never
+    acknowledged and are skipped. Damage before an intact frame is not a torn end. Raises JournalError for damage.
     """
     data = memoryview(path.read_bytes())
     offset, sequence = 0, first
@@ -74,7 +73,7 @@ def segment_path(directory: Path, first: int) -> Path:
 
 
 def segment_firsts(directory: Path) -> list[int]:
-    """Return the numbers segments start at, ascending."""
+    """Return the first record numbers of the segments, ascending."""
     return sorted(int(path.stem) for path in directory.glob("*.journal"))
 
 
@@ -86,7 +85,7 @@ def cut_off(path: Path, size: int) -> None:
 
 
 def sync_directory(directory: Path) -> None:
-    """Make created, renamed and removed names durable."""
+    """Make creations, renames and removals of files in a directory durable."""
     fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(fd)

@@ -1,4 +1,4 @@
-"""Snapshots: the state that a journal's first n records lead to, in one checked file named by n."""
+"""Snapshots: the state after a journal's first n records, in one checksummed file named by n."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from cosmos_rl_core.control.journal.segment import (
 )
 
 KEPT = 2
-"""Snapshots kept: should the newest be damaged, the one before and the records since do."""
+"""Number of snapshots kept: if the newest is damaged, the one before and the records since are used."""
 
 
 def write_snapshot(directory: Path, number: int, state: bytes) -> None:
-    """Write the state after `number` records so that it is there whole or not at all."""
+    """Write the state after `number` records atomically."""
     path = _path(directory, number)
     unfinished = path.with_suffix(".tmp")
     with unfinished.open("wb") as file:
@@ -31,7 +31,7 @@ def write_snapshot(directory: Path, number: int, state: bytes) -> None:
 
 
 def latest_snapshot(directory: Path) -> tuple[int, bytes | None]:
-    """Return the newest intact snapshot and its number of records; (0, None) where there is none."""
+    """Return the newest intact snapshot's number of records and state; (0, None) if there is none."""
     for number in reversed(_numbers(directory)):
         state = decode_frame(memoryview(_path(directory, number).read_bytes()), 0, number)
         if state is not None:
@@ -40,7 +40,7 @@ def latest_snapshot(directory: Path) -> tuple[int, bytes | None]:
 
 
 def remove_superseded(directory: Path) -> None:
-    """Remove snapshots beyond the newest two, and segments that lie wholly before the older of these."""
+    """Remove snapshots beyond the newest two, and segments that end before the older of these."""
     numbers = _numbers(directory)
     for number in numbers[:-KEPT]:
         _path(directory, number).unlink()

@@ -1,4 +1,4 @@
 """The ledger: a pure state machine of samples, members, versions and votes.
 
-events -> records (what changed, durable) + outputs (what to send). No clock, no I/O.
+events -> records (durable changes of state) + outputs (messages to send). No clock, no I/O. Used by `control`.
 """

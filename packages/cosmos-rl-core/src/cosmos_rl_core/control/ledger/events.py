@@ -1,7 +1,7 @@
-"""The ledger's inputs and outputs: messages with the replica that sent or receives them, and the server's own events.
+"""The ledger's inputs and outputs: messages with their sender or receiver, and events of the server.
 
-Outputs leave only after all records decided up to them are durable. All are safe to lose and to repeat: a replica that
-misses one asks again and gets an equal answer.
+An output is sent only after all earlier records are durable. Outputs may be lost or repeated: a replica that misses
+one repeats its request and gets an equal reply.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from cosmos_rl_core.control import protocol as p
 
 
 class From(msgspec.Struct, frozen=True):
-    """A message of a replica, with its incarnation, so that messages of a replaced process are recognised."""
+    """A message of a replica; the incarnation identifies messages of a replaced process."""
 
     replica: str
     incarnation: int
@@ -20,14 +20,14 @@ class From(msgspec.Struct, frozen=True):
 
 
 class Join(msgspec.Struct, frozen=True):
-    """A replica connected. Sent once a connection, by the server, in the order of the connections."""
+    """A replica connected. Sent by the server once per connection, in the order of the connections."""
 
     replica: str
     role: p.Role
     incarnation: int = 0
-    """0: a new process. Otherwise the number it was welcomed with: the same process on a new connection."""
+    """0: a new process. Otherwise the incarnation of its Welcome: the same process on a new connection."""
     holding: tuple[int, ...] = ()
-    """Samples a reconnecting replica still works on; its other leases return at once."""
+    """Samples in work at a reconnecting replica; its other leases are returned at once."""
 
 
 class Disconnected(msgspec.Struct, frozen=True):
@@ -38,15 +38,15 @@ class Disconnected(msgspec.Struct, frozen=True):
 
 
 class Rollback(msgspec.Struct, frozen=True):
-    """Training goes back to `version`, the last checkpoint or a later version some policy still has."""
+    """Training goes back to `version`: the last checkpoint, or a later version that a policy still has."""
 
     version: int
     payloads_kept: bool = True
-    """Whether the groups of the undone steps are still stored; if not, they are generated again."""
+    """Whether the groups of the undone steps are still stored; otherwise they are generated again."""
 
 
 class Restart(msgspec.Struct, frozen=True):
-    """The controller replayed its journal: no connection and no clock of before is valid."""
+    """The controller replayed its journal: earlier connections and times are invalid."""
 
 
 class Tick(msgspec.Struct, frozen=True):
@@ -64,14 +64,14 @@ class To(msgspec.Struct, frozen=True):
 
 
 class PoliciesLost(msgspec.Struct, frozen=True):
-    """No policy replica is left. The server answers with the event Rollback(version) and starts new ones."""
+    """No policy replica is left. The server feeds the event Rollback(version) and starts new ones."""
 
     version: int
-    """Of the last durable checkpoint; 0 is the untrained model."""
+    """Version of the last durable checkpoint; 0 is the initial model."""
 
 
 class Halt(msgspec.Struct, frozen=True):
-    """The run cannot go on; the message gives the cause and the remedy."""
+    """The run cannot continue; the message gives the cause and the remedy."""
 
     message: str
 

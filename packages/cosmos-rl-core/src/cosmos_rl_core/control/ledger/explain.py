@@ -1,4 +1,4 @@
-"""Who waits for what, in words: the answer to "why does nothing happen"."""
+"""Readable lines about every wait in the run, for `cosmos-rl status`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from cosmos_rl_core.control.ledger.state import LedgerState
 
 
 def lines(ledger: LedgerState) -> list[str]:
-    """Return one line a wait: "policy-0 waits for batch 7: 3 of 8 groups ready, 5 leased to rollout-0"."""
+    """Return one line per wait: "policy-0 waits for batch 7: 3 of 8 groups ready, 5 leased to rollout-0"."""
     found = [f"the run has halted: {ledger.halted}"] if ledger.halted is not None else []
     return [*found, *_mesh(ledger), *_batches(ledger), *_votes(ledger), *_leases(ledger), *_suspects(ledger)]
 
@@ -59,7 +59,7 @@ def _leases(ledger: LedgerState) -> list[str]:
 
 def _suspects(ledger: LedgerState) -> list[str]:
     return [
-        f"the run waits for {name} to come back: {'connection closed' if session.is_closed else 'silent'}"
+        f"the run waits for {name} to reconnect: {'connection closed' if session.is_closed else 'silent'}"
         for name, session in ledger.sessions.by_name.items()
         if ledger.members.by_name[name].state is MemberState.SUSPECT
     ]

@@ -1,7 +1,7 @@
-"""Rules: how a sample gets from the stream to READY.
+"""Rules of leasing: from the stream to READY.
 
-A lease is a credit: when the staleness window is full, nothing more is granted and requests wait; nothing
-is ever evicted. The first result of a sample wins, whoever brings it.
+While the staleness window is full, requests for leases wait; no group is ever evicted. The first result of a sample
+is accepted, from any replica.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from cosmos_rl_core.control.ledger.state import LedgerState
 
 
 def request_leases(ledger: LedgerState, replica: str, message: p.RequestLeases) -> None:
-    """Queue the request; `answer_lease_requests`, right after, grants what can be granted."""
+    """Queue the request; `answer_lease_requests` grants it directly afterwards as far as possible."""
     member = ledger.members.by_name[replica]
     if member.role != "rollout" or member.state is not MemberState.READY or message.capacity < 1:
-        reason = f"{replica} is a {member.state} {member.role} and asks for {message.capacity} leases"
+        reason = f"{replica} is a {member.state} {member.role} and requests {message.capacity} leases"
         return ledger.reject(replica, reason)
     ledger.sessions.ask_leases(
         replica,
@@ -30,7 +30,7 @@ def request_leases(ledger: LedgerState, replica: str, message: p.RequestLeases) 
 
 
 def answer_lease_requests(ledger: LedgerState) -> None:
-    """Grant what the window admits, newest weights first, in turns among the replicas that wait."""
+    """Grant the leases that the window admits, newest weights first, round-robin over the waiting replicas."""
     requests = ledger.sessions.lease_requests
     if not requests:
         return
@@ -48,7 +48,7 @@ def answer_lease_requests(ledger: LedgerState) -> None:
 
 
 def leases_to_grant(ledger: LedgerState, version: int) -> int:
-    """Return how many leases may be granted now to replicas with weights of `version`."""
+    """Return the number of leases that may be granted now to replicas with weights of `version`."""
     deadline = ledger.window.deadline(version)
     room = ledger.window.room(ledger.samples.outstanding, deadline, next_step=ledger.next_step)
     supply = ledger.samples.count(PENDING) + ledger.stream_left()
@@ -56,16 +56,16 @@ def leases_to_grant(ledger: LedgerState, version: int) -> int:
 
 
 def is_generated(ledger: LedgerState) -> bool:
-    """Return whether no lease is out and none is needed, unless a group turns out to be unreadable."""
+    """Return whether no lease is open and none is needed, unless a group turns out to be unreadable."""
     if ledger.samples.count(LEASED):
         return False
     return ledger.places_left() <= 0 or not (ledger.samples.count(PENDING) or ledger.stream_left())
 
 
 def _grant_in_turns(ledger: LedgerState, waiting: dict[str, int], deadline: int, room: int) -> None:
-    """One lease each in every turn, up to a replica's capacity and its fair share of the window.
+    """Grant one lease per replica and turn, up to its capacity and its fair share of the window.
 
-    The share keeps the first to ask from taking a whole small window; a replica that has finished its part asks again.
+    The share prevents the first requester from taking a whole small window; a replica that finishes requests again.
     """
     share = -(-ledger.window.capacity // max(ledger.members.num_ready_rollouts, 1))
     wants = {name: min(capacity, share - len(ledger.samples.held.get(name, ()))) for name, capacity in waiting.items()}
@@ -81,7 +81,7 @@ def _grant_in_turns(ledger: LedgerState, waiting: dict[str, int], deadline: int,
 
 
 def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt:
-    """Lease the lowest pending sample, or the next of the stream."""
+    """Lease the lowest pending sample, or the stream's next one."""
     sample = ledger.samples.first_pending()
     attempt = 1 if sample is None else ledger.samples.active[sample].attempt + 1
     lease = p.LeasedPrompt(ledger.samples.next_sample if sample is None else sample, attempt, deadline)
@@ -91,7 +91,7 @@ def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt:
 
 
 def deliver(ledger: LedgerState, replica: str, group: p.Deliver) -> None:
-    """Take the first result of a sample, late ones included as far as the window has room for their age."""
+    """Accept the first result of a sample; a late one only if the window has room for its age."""
     sample = group.sample
     if not (ledger.samples.is_issued(sample) and 0 <= group.min_version <= group.max_version):
         return ledger.reject(replica, "no such sample or version", sample)
@@ -116,7 +116,7 @@ def deliver(ledger: LedgerState, replica: str, group: p.Deliver) -> None:
 
 
 def _admits_late(ledger: LedgerState, entry: Sample, deadline: int) -> bool:
-    """Return whether a group of `deadline` fits the window in place of the sample's present lease, if any."""
+    """Return whether a group of `deadline` fits the window in place of the sample's current lease, if any."""
     others = dict(ledger.samples.outstanding)
     if entry.state is LEASED:
         others[entry.deadline] -= 1
@@ -124,7 +124,7 @@ def _admits_late(ledger: LedgerState, entry: Sample, deadline: int) -> bool:
 
 
 def fail(ledger: LedgerState, replica: str, message: p.Failed) -> None:
-    """Try again or drop the sample; only its holder can fail it."""
+    """Return the sample for another attempt, or drop it; only the holder of its lease can fail it."""
     entry = ledger.samples.active.get(message.sample)
     if entry is not None and _is_holder(entry, replica, message):
         _fail(ledger, message.sample, entry, message.reason, final=message.final)
@@ -141,7 +141,7 @@ def _fail(ledger: LedgerState, sample: int, entry: Sample, reason: str, *, final
 
 
 def _check_budgets(ledger: LedgerState, reason: str) -> None:
-    """Halt when nothing but drops come: the run would read its stream to the end without training."""
+    """Halt after too many drops in a row: the run would use up its stream without training."""
     config = ledger.config
     if ledger.halted is not None:
         return

@@ -1,8 +1,8 @@
-"""Rules: who takes part.
+"""Rules of membership.
 
-A closed connection or long silence makes a replica suspect; a suspect that does not come back is gone, and
-its leases return to the front of the queue. Policy replicas train in a mesh, which changes only between
-steps unless a member is lost.
+A closed connection or a long silence makes a replica suspect. A suspect that does not return in time is gone, and its
+leases return to the front of the queue. Policy replicas train in a mesh, which changes only between steps unless a
+member is lost.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from cosmos_rl_core.control.ledger.state import LedgerState
 
 
 def is_current(ledger: LedgerState, event: events.From) -> bool:
-    """Return whether to act on a message; reject one of a process that was replaced or given up.
+    """Return whether to process a message; reject one of a process that was replaced or removed.
 
-    A message is a sign of life: its sender is no longer suspect for silence.
+    A message ends the suspicion of a silent sender.
     """
     name = event.replica
     if not ledger.members.is_current(name, event.incarnation):
@@ -28,7 +28,7 @@ def is_current(ledger: LedgerState, event: events.From) -> bool:
     session = ledger.sessions.by_name.get(name)
     if session is None or session.is_closed:  # the message was on its way when the connection closed
         return True
-    session.heard = ledger.now
+    session.last_message = ledger.now
     if session.suspect_since is not None:
         session.suspect_since = None
         _clear(ledger, name)
@@ -36,12 +36,12 @@ def is_current(ledger: LedgerState, event: events.From) -> bool:
 
 
 def _fence(ledger: LedgerState, replica: str, incarnation: int, sample: int = -1) -> None:
-    reason = f"{replica} incarnation {incarnation} was replaced or given up; join anew"
+    reason = f"{replica} incarnation {incarnation} was replaced or removed; rejoin"
     ledger.send(replica, p.Reject(incarnation, reason, sample, fenced=True))
 
 
 def join(ledger: LedgerState, event: events.Join) -> None:
-    """Welcome a new process under a new incarnation, or a known one on its new connection."""
+    """Welcome a new process with a new incarnation, or the same process on a new connection."""
     member = ledger.members.by_name.get(event.replica)
     if event.incarnation:
         if not ledger.members.is_current(event.replica, event.incarnation):
@@ -64,14 +64,14 @@ def join(ledger: LedgerState, event: events.Join) -> None:
 
 
 def ready(ledger: LedgerState, replica: str, message: p.Ready) -> None:
-    """A joined replica has loaded its weights and can work."""
+    """Mark a joined replica as ready to work."""
     if ledger.members.by_name[replica].state is MemberState.JOINING:
         ledger.decide(records.Moved(replica, MemberState.READY))
         form_mesh(ledger)
 
 
 def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
-    """Renew the leases a replica names, if it made progress since its last heartbeat."""
+    """Renew the leases named by a replica, if it made progress since its last heartbeat."""
     session = ledger.sessions.by_name.get(replica)
     if session is None or message.progress <= session.progress:
         return
@@ -83,7 +83,7 @@ def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
 
 
 def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
-    """Suspect a replica at once."""
+    """Mark a disconnected replica as suspect immediately."""
     session = ledger.sessions.by_name.get(event.replica)
     if session is None or not ledger.members.is_current(event.replica, event.incarnation):
         return
@@ -96,9 +96,9 @@ def leave(ledger: LedgerState, replica: str, message: p.Goodbye) -> None:
 
 
 def restart(ledger: LedgerState, event: events.Restart) -> None:
-    """Suspect everybody until they connect again; leases live anew from now.
+    """Mark all replicas as suspect until they reconnect, and restart the leases' time to live.
 
-    The journal may end between two records of one event, so what would have followed is made up for.
+    The journal may end between two records of one event; the missing consequences are completed here.
     """
     ledger.decide(records.Restarted(ledger.generation + 1))
     for name in ledger.members.live():
@@ -115,13 +115,13 @@ def restart(ledger: LedgerState, event: events.Restart) -> None:
 
 
 def tick(ledger: LedgerState, event: events.Tick) -> None:
-    """Give up suspects whose grace is over, suspect the silent, and take back expired leases."""
+    """Remove suspects whose grace has expired, mark silent replicas as suspect, and return expired leases."""
     config, now, members = ledger.config, ledger.now, ledger.members.by_name
     for name, session in list(ledger.sessions.by_name.items()):
         if session.suspect_since is not None:
             if now - session.suspect_since >= config.suspect_grace_s:
                 lose(ledger, name, reason=f"{name} is gone")
-        elif now - session.heard >= config.silence_s and members[name].state is MemberState.READY:
+        elif now - session.last_message >= config.silence_s and members[name].state is MemberState.READY:
             _suspect(ledger, name)
     for sample in list(ledger.sessions.expired(now - config.lease_ttl_s)):
         replica = ledger.samples.active[sample].replica
@@ -130,7 +130,7 @@ def tick(ledger: LedgerState, event: events.Tick) -> None:
 
 
 def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool = False) -> None:
-    """Give a replica up: its leases return, and the mesh goes on without it."""
+    """Remove a replica: its leases return, and the mesh continues without it."""
     _return_leases(ledger, replica, reason=reason)
     ledger.sessions.close(replica)
     ledger.decide(records.Moved(replica, MemberState.GONE))
@@ -139,9 +139,9 @@ def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool 
 
 
 def form_mesh(ledger: LedgerState) -> None:
-    """Let the policy replicas that can train do so together; called when who can, or the step, has changed.
+    """Form the mesh of all ready policy replicas; called after changes of members or of the step.
 
-    A loss changes the mesh at once. Newcomers wait for the end of the step, and at first for one another.
+    A loss changes the mesh at once. New members join after the step; the first mesh waits for `policy_members`.
     """
     members = ledger.members
     ready = members.ready_policies()

@@ -1,9 +1,9 @@
-"""Who takes part: replicas with their incarnations, and the mesh of policy replicas that train together.
+"""The members of a run: replicas with their incarnations, and the mesh of policy replicas that train together.
 
     (join) -> JOINING -> READY <-> SUSPECT -> GONE
-                 \\---------------^     a suspect that comes back within the grace keeps its incarnation
+                 \\---------------^     a suspect that returns within the grace keeps its incarnation
 
-An incarnation is one process of a replica. Joining anew raises it; messages of an older one are void (fenced).
+An incarnation is one process of a replica. A new process raises it; messages of an older one are rejected (fenced).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Member(msgspec.Struct, array_like=True):
     incarnation: int = 0
     state: MemberState = MemberState.JOINING
     was_ready: bool = False
-    """Whether this incarnation was ever READY: where a suspect returns to."""
+    """Whether this incarnation was ever READY: the state to which a suspect returns."""
 
     @property
     def is_live(self) -> bool:
@@ -45,7 +45,7 @@ class MemberTable(msgspec.Struct, array_like=True):
 
 
 class Members:
-    """All replicas the run has seen. Changed only by `apply`."""
+    """All replicas of the run, past ones included. Changed only by `apply`."""
 
     def __init__(self) -> None:
         self.by_name: dict[str, Member] = {}
@@ -56,7 +56,7 @@ class Members:
         self.num_ready_rollouts = 0
 
     def is_current(self, replica: str, incarnation: int) -> bool:
-        """Return whether this is the replica's newest process and has not been given up."""
+        """Return whether this is the replica's newest process and was not removed."""
         member = self.by_name.get(replica)
         return member is not None and member.incarnation == incarnation and member.is_live
 
@@ -64,7 +64,7 @@ class Members:
         return [name for name, member in self.by_name.items() if member.is_live]
 
     def ready_policies(self) -> tuple[str, ...]:
-        """Return the policy replicas that can train, sorted: a suspect of the mesh may still come back."""
+        """Return the policy replicas that can train, sorted; suspects in the mesh are included, as they may return."""
         return tuple(
             sorted(
                 name
@@ -75,12 +75,12 @@ class Members:
         )
 
     def dump(self) -> MemberTable:
-        """Return everything that defines the state, in a canonical order."""
+        """Return the complete state in canonical order."""
         return MemberTable(dict(sorted(self.by_name.items())), self.epoch, self.mesh)
 
     @classmethod
     def load(cls, table: MemberTable) -> Members:
-        """Return the members a dump describes."""
+        """Return the members of a dump."""
         members = cls()
         members.by_name, members.epoch, members.mesh = table.by_name, table.epoch, table.mesh
         members.num_ready_rollouts = sum(

@@ -1,7 +1,6 @@
-"""What the journal keeps: facts, in the order they were decided. Applying them in order rebuilds the ledger.
+"""The journal's records: changes of the ledger's state. Applying them in order rebuilds the ledger.
 
-New fields go at the end and have defaults: a record is encoded as an array, and old journals must stay
-readable.
+New fields are appended, with defaults: records are encoded as arrays, and old journals must stay readable.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ class Record(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Position(msgspec.Struct, frozen=True):
-    """Where a run stands in its prompt stream at a checkpoint; belongs into the checkpoint's manifest."""
+    """Position in the prompt stream at a checkpoint; stored in the checkpoint's manifest."""
 
     version: int
-    """Steps in the checkpoint's weights."""
+    """Number of steps in the checkpoint's weights."""
     next_sample: int
-    """First sample id that was never issued."""
+    """First sample id that was not issued."""
     unfinished: tuple[int, ...] = ()
-    """Issued sample ids whose groups are neither in the weights nor dropped, ascending."""
+    """Issued sample ids that were neither trained on nor dropped, ascending."""
 
 
 class Resumed(Record, frozen=True, tag=True, array_like=True):
@@ -40,21 +39,21 @@ class Joined(Record, frozen=True, tag=True, array_like=True):
 
 
 class Moved(Record, frozen=True, tag=True, array_like=True):
-    """A member is in another state."""
+    """A member changed its state."""
 
     replica: str
     state: MemberState
 
 
 class Meshed(Record, frozen=True, tag=True, array_like=True):
-    """These policy replicas train together from now on; votes of earlier epochs are void."""
+    """A new mesh of policy replicas that train together; votes of earlier epochs are void."""
 
     epoch: int
     members: tuple[str, ...]
 
 
 class Leased(Record, frozen=True, tag=True, array_like=True):
-    """A sample, issued now if its id is the next of the stream, is given to a replica."""
+    """A sample was leased to a replica; it is issued now if its id is the stream's next."""
 
     sample: int
     replica: str
@@ -68,7 +67,7 @@ class Returned(Record, frozen=True, tag=True, array_like=True):
     sample: int
     reason: str
     failed: bool = False
-    """Whether this counts against the sample's attempts."""
+    """Whether this counts as an attempt of the sample."""
 
 
 class Delivered(Record, frozen=True, tag=True, array_like=True):
@@ -86,7 +85,7 @@ class Dropped(Record, frozen=True, tag=True, array_like=True):
 
 
 class Supplied(Record, frozen=True, tag=True, array_like=True):
-    """Samples, issued now where they continue the stream, are ready without a lease (supervised)."""
+    """Samples are ready without a lease (supervised); they are issued now if they continue the stream."""
 
     samples: tuple[int, ...]
 
@@ -98,7 +97,7 @@ class Assigned(Record, frozen=True, tag=True, array_like=True):
 
 
 class PayloadsLost(Record, frozen=True, tag=True, array_like=True):
-    """Groups of the batch in work cannot be read and are pending again, the others of the batch are ready again.
+    """Unreadable groups of the current batch are pending again, its other groups ready again.
 
     A new epoch of the same mesh begins: gradients of that batch are void.
     """
@@ -122,13 +121,13 @@ class Commit(Record, frozen=True, tag=True, array_like=True):
 
 
 class Covered(Record, frozen=True, tag=True, array_like=True):
-    """A durable checkpoint holds all steps below `version`."""
+    """A durable checkpoint contains all steps below `version`."""
 
     version: int
 
 
 class RolledBack(Record, frozen=True, tag=True, array_like=True):
-    """Steps from `version` on are undone; a new lineage begins, and with it a new epoch of the same mesh."""
+    """Steps from `version` on are undone; a new lineage and a new epoch of the same mesh begin."""
 
     version: int
     lineage: int

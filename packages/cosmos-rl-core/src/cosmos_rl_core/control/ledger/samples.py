@@ -1,13 +1,13 @@
-"""The samples of a run and what became of each.
+"""The samples of a run and their states.
 
     PENDING -> LEASED -> READY -> ASSIGNED(step) -> COMMITTED(step) -> CHECKPOINTED
-       ^---------|         |  \\-> also straight from PENDING: a late result, or supervised data
+       ^---------|         |  \\-> also directly from PENDING: a late result, or supervised data
                  \\-> DROPPED(reason)
-    rollback: ASSIGNED, COMMITTED -> READY (PENDING where the payload is gone)
+    rollback: ASSIGNED, COMMITTED -> READY (PENDING if the payload is gone)
     payloads lost: ASSIGNED -> PENDING, the others of the batch -> READY
 
-Samples are issued lazily: ids 0 .. next_sample - 1 exist, so that issued = sum over states of count. A
-sample that is CHECKPOINTED or DROPPED is forgotten except for the counts.
+Samples are issued lazily: ids 0 .. next_sample - 1 exist, and issued = sum of the counts over all states. Only the
+counts of CHECKPOINTED and DROPPED samples are kept.
 """
 
 from __future__ import annotations
@@ -36,17 +36,17 @@ PENDING, LEASED, READY, ASSIGNED, COMMITTED, CHECKPOINTED, DROPPED = SampleState
 
 
 class Sample(msgspec.Struct, array_like=True):
-    """One prompt group on its way through the run."""
+    """State of one prompt group."""
 
     state: SampleState = PENDING
     attempt: int = 0
-    """Leases granted so far."""
+    """Number of leases granted so far."""
     failures: int = 0
-    """Leases that ended in an error of the sample; deaths of replicas do not count."""
+    """Number of leases that ended in an error of the sample; losses of replicas do not count."""
     replica: str = ""
-    """Who holds the lease, or delivered."""
+    """The replica that holds the lease or delivered the group."""
     deadline: int = 0
-    """Last step that may train on the group; meaningful from LEASED on."""
+    """Last step that may train on the group; set when LEASED."""
     min_version: int = 0
     max_version: int = 0
     num_terms: int = 0
@@ -63,14 +63,14 @@ class SampleTable(msgspec.Struct, array_like=True):
 
 
 class Samples:
-    """All samples that still matter, indexed by what the ledger asks for. Changed only by `facts`."""
+    """All active samples, with the indices that the ledger needs. Changed only by `apply`."""
 
     def __init__(self) -> None:
         self.next_sample = 0
         self.active: dict[int, Sample] = {}
-        """Issued samples by id, less the forgotten ones."""
+        """Issued samples by id, without CHECKPOINTED and DROPPED ones."""
         self.outstanding: dict[int, int] = {}
-        """LEASED + READY samples by deadline, no zeros."""
+        """Number of LEASED + READY samples by deadline, no zeros."""
         self.ready: dict[int, set[int]] = {}
         """READY samples by deadline, no empty sets."""
         self.held: dict[str, set[int]] = {}
@@ -112,12 +112,12 @@ class Samples:
         return entry is not None and entry.state is PENDING
 
     def position(self, version: int) -> Position:
-        """Return where the stream stands for a checkpoint of `version`."""
+        """Return the stream position for a checkpoint of `version`."""
         covered = {s for step, samples in self.committed.items() if step < version for s in samples}
         return Position(version, self.next_sample, tuple(sorted(self.active.keys() - covered)))
 
     def dump(self) -> SampleTable:
-        """Return everything that defines the state, in a canonical order."""
+        """Return the complete state in canonical order."""
         return SampleTable(
             self.next_sample,
             dict(sorted(self.active.items())),
@@ -128,7 +128,7 @@ class Samples:
 
     @classmethod
     def load(cls, table: SampleTable) -> Samples:
-        """Return the samples a dump describes."""
+        """Return the samples of a dump."""
         samples = cls()
         samples.next_sample, samples.committed = table.next_sample, table.committed
         samples.drop_reasons = Counter(table.drop_reasons)
@@ -189,7 +189,7 @@ class Samples:
             self._enter(sample, self._leave(sample, READY), ASSIGNED)
 
     def unassign(self, samples: Iterable[int], *, lost: Collection[int]) -> None:
-        """Take a batch apart; `lost` are those whose groups are no more."""
+        """Discard a batch; `lost` are the samples whose groups are unreadable."""
         for sample in samples:
             self._enter(sample, self._leave(sample, ASSIGNED), PENDING if sample in lost else READY)
 
@@ -199,13 +199,13 @@ class Samples:
         self.committed[step] = samples
 
     def cover(self, version: int) -> None:
-        """Forget the samples of steps below `version`."""
+        """Delete the samples of steps below `version`."""
         for step in [step for step in self.committed if step < version]:
             for sample in self.committed.pop(step):
                 self._enter(sample, self._leave(sample, COMMITTED), CHECKPOINTED)
 
     def undo(self, version: int, assigned: tuple[int, ...], payloads_kept: bool) -> None:
-        """Take back the batch in work and the steps from `version` on."""
+        """Undo the current batch and the steps from `version` on."""
         undone = [s for step in self.committed if step >= version for s in self.committed[step]]
         self.committed = {step: s for step, s in self.committed.items() if step < version}
         for sample in (*undone, *assigned):
@@ -225,7 +225,7 @@ class Samples:
             self._index(sample, entry)
 
     def _index(self, sample: int, entry: Sample) -> None:
-        """Put a sample into the counts and into the indices of its state."""
+        """Add a sample to the counts and indices of its state."""
         self._counts[entry.state] += 1
         if entry.state is PENDING:
             heapq.heappush(self._pending, sample)
@@ -239,7 +239,7 @@ class Samples:
             self.outstanding[entry.deadline] = self.outstanding.get(entry.deadline, 0) + 1
 
     def _leave(self, sample: int, *expected: SampleState) -> Sample:
-        """Take a sample out of the indices of its state."""
+        """Remove a sample from the counts and indices of its state."""
         entry = self.active[sample]
         assert entry.state in expected, f"sample {sample} is {entry.state}, expected one of {expected}"
         self._counts[entry.state] -= 1

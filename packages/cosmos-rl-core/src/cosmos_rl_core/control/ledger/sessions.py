@@ -1,7 +1,6 @@
-"""What dies with a connection or with the controller's clock: signs of life, requests that wait.
+"""Volatile state of connections: times of the last messages, waiting requests.
 
-Nothing here is journaled. After a restart the replicas connect again, repeat their requests, and all clocks
-start anew.
+It is not journaled. After a restart the replicas reconnect and repeat their requests, and all timers start again.
 """
 
 from __future__ import annotations
@@ -14,13 +13,13 @@ from dataclasses import dataclass
 class Session:
     """One replica's connection. Times are the `now` of the event that set them, in seconds."""
 
-    heard: float
-    """When the replica last said something."""
+    last_message: float
+    """Time of the replica's last message."""
     progress: int = -1
-    """Highest progress counter it reported."""
+    """Highest reported progress counter."""
     suspect_since: float | None = None
     is_closed: bool = False
-    """The connection is gone: only joining again clears the suspicion."""
+    """The connection was closed: only a new Join ends the suspicion."""
 
 
 class Sessions:
@@ -29,9 +28,9 @@ class Sessions:
     def __init__(self) -> None:
         self.by_name: dict[str, Session] = {}
         self.batch_requests: dict[str, None] = {}
-        """Policy replicas that wait for the next batch, in order of arrival."""
+        """Policy replicas waiting for the next batch, in order of arrival."""
         self.lease_requests: dict[tuple[int, int], dict[str, int]] = {}
-        """(lineage, version) of the weights -> capacity each waiting rollout replica asked for, in order."""
+        """(lineage, version) of the weights -> requested capacity of each waiting rollout replica, in order."""
         self._weights: dict[str, tuple[int, int]] = {}  # replica -> its key in lease_requests
         self._renewed: dict[int, float] = {}  # lease's sample -> last renewal, oldest first
 
@@ -40,12 +39,12 @@ class Sessions:
         self.by_name[replica] = Session(now)
 
     def close(self, replica: str) -> None:
-        """Forget a replica and its requests."""
+        """Delete a replica's session and its requests."""
         self.by_name.pop(replica, None)
         self.withdraw(replica)
 
     def withdraw(self, replica: str) -> None:
-        """Forget a replica's requests."""
+        """Delete a replica's requests."""
         self.batch_requests.pop(replica, None)
         key = self._weights.pop(replica, None)
         if key is not None:
@@ -54,7 +53,7 @@ class Sessions:
                 del self.lease_requests[key]
 
     def ask_leases(self, replica: str, *, lineage: int, version: int, capacity: int) -> None:
-        """Let a request for leases wait, in place of an earlier one."""
+        """Queue a request for leases; it replaces an earlier one."""
         self.withdraw(replica)
         self._weights[replica] = (lineage, version)
         self.lease_requests.setdefault((lineage, version), {})[replica] = capacity
@@ -63,7 +62,7 @@ class Sessions:
         return list(self._weights)
 
     def renew(self, sample: int, now: float) -> None:
-        """Start a lease's time to live anew."""
+        """Reset a lease's time to live."""
         self._renewed.pop(sample, None)
         self._renewed[sample] = now
 
@@ -71,7 +70,7 @@ class Sessions:
         self._renewed.pop(sample, None)
 
     def expired(self, before: float) -> Iterator[int]:
-        """Yield, and forget, the leases not renewed since `before`."""
+        """Yield and delete the leases that were not renewed since `before`."""
         while self._renewed:
             sample, renewed = next(iter(self._renewed.items()))
             if renewed > before:

@@ -1,6 +1,6 @@
-"""The ledger's state, and how each record changes it. No rule is decided here.
+"""The ledger's state and its changes by records, without any rules.
 
-`LedgerState` is the base of `Ledger` (ledger.py); the rules in liveness.py, stepping.py and leasing.py work on it.
+`LedgerState` is the base of `Ledger` (ledger.py); the rules in liveness.py, stepping.py and leasing.py use it.
 """
 
 from __future__ import annotations
@@ -21,45 +21,45 @@ from cosmos_rl_core.rollout.staleness import StalenessWindow
 
 UNBOUNDED = 2**62
 FILTERED = "filtered:"
-"""Beginning of the reasons of groups that were left out on purpose."""
+"""Prefix of the reason of a group that was left out on purpose."""
 NO_DEADLINE = 2**62
-"""Deadline of supervised samples, which do not age."""
+"""Deadline of supervised samples, which do not become stale."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerConfig:
-    """The rules' numbers."""
+    """Parameters of the rules."""
 
     groups_per_step: int
-    """Samples a step trains on."""
+    """Number of samples per step."""
     max_staleness: int = 0
-    """Most versions between the weights that drew a term and the weights trained on it."""
+    """Maximum versions between the weights a term was sampled from and the weights trained on it."""
     total_samples: int | None = None
     """Length of the prompt stream; None: endless."""
     max_steps: int | None = None
     """Steps of the run; None: until the stream ends."""
     rollouts: bool = True
-    """False: supervised; samples are ready when a batch is asked for, without leases."""
+    """False: supervised; samples become ready on a batch request, without leases."""
     policy_members: int = 1
-    """Policy replicas that must be ready before the first step, and after all were lost."""
+    """Policy replicas that must be ready before the first step, and after the loss of all."""
     lease_ttl_s: float = 60.0
-    """A lease not renewed for so long returns."""
+    """A lease expires this long after its last renewal."""
     silence_s: float = 120.0
-    """A ready replica not heard of for so long is suspect."""
+    """A ready replica without a message for this long is suspect."""
     suspect_grace_s: float = 2.0
-    """A suspect replica that does not come back for so long is gone."""
+    """A suspect replica that does not return within this time is gone."""
     max_attempts: int = 3
-    """Errors after which a sample is dropped. Deaths of replicas do not count."""
+    """Errors after which a sample is dropped. Losses of replicas do not count."""
     max_failed: int = 16
-    """Most samples dropped for errors in a row, with no group completed in between, before the run halts."""
+    """Maximum samples dropped for errors in a row, without a completed group, before the run halts."""
     max_filtered: int = 1024
-    """Most samples filtered in a row before the run halts."""
+    """Maximum samples filtered in a row before the run halts."""
     max_losses: int = 8
-    """Times in a row that groups of a batch may turn out to be unreadable before the run halts."""
+    """Maximum batches in a row with unreadable groups before the run halts."""
 
 
 class LedgerState:
-    """Durable state, with what the rules need to change it: `decide` and `send`. The attributes are for reading."""
+    """Durable state, with `decide` and `send` for the rules. Attributes are read-only for callers."""
 
     def __init__(self, config: LedgerConfig) -> None:
         self.config = config
@@ -67,23 +67,23 @@ class LedgerState:
         self.samples = Samples()
         self.members = Members()
         self.version = 0
-        """Committed steps on the lineage."""
+        """Number of committed steps on the lineage."""
         self.lineage = 0
         self.checkpoint_version = 0
         """Version of the last durable checkpoint."""
         self.assignment: records.Assigned | None = None
-        """The batch in work, under its present epoch."""
+        """The current batch, with its current epoch."""
         self.votes: tuple[str, ...] = ()
         self.is_orphaned = False
-        """All policy replicas were lost and the server has not rolled back yet."""
+        """True after the loss of all policy replicas, until the rollback."""
         self.staleness: tuple[float, int] = (0.0, 0)
         """Mean and maximum, over the groups of the last assigned batch, of step - oldest version."""
         self.failed_in_a_row = 0
         self.filtered_in_a_row = 0
         self.num_lost = 0
-        """Groups that were generated and could not be read by the policy."""
+        """Number of generated groups that the policy could not read."""
         self.losses_in_a_row = 0
-        """Batches taken apart for such groups since the last commit."""
+        """Number of batches discarded for such groups since the last commit."""
         self.halted: str | None = None
         self.generation = 0
         self.sessions = Sessions()
@@ -93,18 +93,18 @@ class LedgerState:
 
     @classmethod
     def resume(cls, config: LedgerConfig, position: records.Position) -> tuple[Self, records.Resumed]:
-        """Return a ledger that stands at a checkpoint, and the record that must open its journal."""
+        """Return a ledger at the position of a checkpoint, and the first record of its journal."""
         ledger, record = cls(config), records.Resumed(position)
         ledger.apply(record)
         return ledger, record
 
     @classmethod
     def replay(cls, config: LedgerConfig, journal: Iterable[records.Record]) -> Self:
-        """Return the ledger a journal describes. Follow it with the event `Restart`."""
+        """Return the ledger after a journal's records. The next event must be `Restart`."""
         return cls.restore(config, None, journal)
 
     def decide(self, record: records.Record) -> None:
-        """Apply a record and hand it to the caller of `on`."""
+        """Apply a record and add it to the result of `on`."""
         self.apply(record)
         self._records.append(record)
 
@@ -115,7 +115,7 @@ class LedgerState:
         self.output(events.To(replica, message))
 
     def reject(self, replica: str, reason: str, sample: int = -1) -> None:
-        """Answer a message of the replica's present process that changed nothing."""
+        """Refuse a message of the replica's current process."""
         self.send(replica, p.Reject(self.members.by_name[replica].incarnation, reason, sample))
 
     def halt(self, message: str) -> None:
@@ -129,19 +129,19 @@ class LedgerState:
         return self.version + (self.assignment is not None)
 
     def stream_left(self) -> int:
-        """Return how many samples were never issued."""
+        """Return the number of samples that were not issued yet."""
         total = self.config.total_samples
         return UNBOUNDED if total is None else max(total - self.samples.next_sample, 0)
 
     def places_left(self) -> int:
-        """Return how many groups the remaining steps need beyond the outstanding ones."""
+        """Return the number of groups that the remaining steps need beyond the outstanding ones."""
         if self.config.max_steps is None:
             return UNBOUNDED
         steps = self.config.max_steps - self.next_step
         return steps * self.config.groups_per_step - self.samples.num_outstanding
 
     def why_finished(self) -> str | None:
-        """Return why there will never be another batch, or None while the run goes on."""
+        """Return the reason that there will be no further batch, or None while the run continues."""
         config, samples = self.config, self.samples
         if config.max_steps is not None and self.version >= config.max_steps:
             return f"all {config.max_steps} steps are done"
@@ -153,20 +153,20 @@ class LedgerState:
         return None
 
     def counts(self) -> dict[str, int]:
-        """Return the samples issued and in each state; `issued` is the sum of the others at every instant."""
+        """Return the number of samples issued and in each state; `issued` is always the sum of the others."""
         return self.samples.counts()
 
     def position(self) -> records.Position:
-        """Return where the stream stands for a checkpoint of the present version."""
+        """Return the stream position for a checkpoint of the current version."""
         return self.samples.position(self.version)
 
     def snapshot(self) -> bytes:
-        """Return the durable state, for `restore`; the same bytes for equal ledgers."""
+        """Return the durable state for `restore`; equal ledgers give equal bytes."""
         return msgspec.msgpack.encode(self._table())
 
     @classmethod
     def restore(cls, config: LedgerConfig, snapshot: bytes | None, journal: Iterable[records.Record] = ()) -> Self:
-        """Return the ledger of a snapshot (or a new one) and the records since. `Restart` comes next."""
+        """Return the ledger after a snapshot (or a new one) and the records since. The next event must be `Restart`."""
         ledger = cls(config)
         if snapshot is not None:
             state = msgspec.msgpack.decode(snapshot, type=LedgerTable)
@@ -191,12 +191,12 @@ class LedgerState:
         return LedgerTable(samples=self.samples.dump(), members=self.members.dump(), **scalars)
 
     def apply(self, record: records.Record) -> None:
-        """Change the durable state by one fact. The only place that does."""
+        """Change the durable state by one record; nothing else changes it."""
         APPLY[type(record)](self, record)
 
 
 class LedgerTable(msgspec.Struct, array_like=True, kw_only=True):
-    """The durable state as one value; the fields are the attributes of `LedgerState` of the same names."""
+    """The durable state as one value; fields are named like the attributes of `LedgerState`."""
 
     samples: SampleTable
     members: MemberTable

@@ -1,7 +1,6 @@
-"""Rules: how READY samples become part of the weights.
+"""Rules of steps: from READY to COMMITTED and CHECKPOINTED.
 
-A step is committed when every member of the mesh voted for it in the same epoch. Asking and voting again is
-harmless.
+A step is committed when every member of the mesh voted for it in the same epoch. Requests and votes may be repeated.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from cosmos_rl_core.control.ledger.state import LedgerState
 
 
 def request_batch(ledger: LedgerState, replica: str, message: p.RequestBatch) -> None:
-    """Queue the request; `answer_batch_requests` follows right after."""
+    """Queue the request; `answer_batch_requests` runs directly afterwards."""
     if _is_of_mesh(ledger, replica, message.epoch):
         if message.step == ledger.version:
             ledger.sessions.batch_requests[replica] = None
@@ -25,7 +24,7 @@ def request_batch(ledger: LedgerState, replica: str, message: p.RequestBatch) ->
 
 
 def answer_batch_requests(ledger: LedgerState) -> None:
-    """Assign the next batch if it can be made up, and send it to all members that wait."""
+    """Assign the next batch if it is complete, and send it to all waiting members."""
     waiting = ledger.sessions.batch_requests
     if not waiting:
         return
@@ -46,7 +45,7 @@ def answer_batch_requests(ledger: LedgerState) -> None:
 
 
 def pick(ledger: LedgerState) -> tuple[int, ...] | None:
-    """Choose the samples of the next step, or None while it must wait."""
+    """Return the samples of the next step, or None while it must wait."""
     samples = ledger.samples
     if not ledger.config.rollouts:
         _supply(ledger)
@@ -56,7 +55,7 @@ def pick(ledger: LedgerState) -> tuple[int, ...] | None:
 
 
 def _supply(ledger: LedgerState) -> None:
-    """Make up a supervised batch: pending samples first, then the stream."""
+    """Make the samples of a supervised batch ready: pending samples first, then the stream."""
     samples, missing = ledger.samples, ledger.config.groups_per_step - ledger.samples.count(READY)
     if missing <= 0:
         return
@@ -66,7 +65,7 @@ def _supply(ledger: LedgerState) -> None:
 
 
 def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) -> None:
-    """Take the batch in work apart: unreadable groups are generated again, the others wait for the next batch."""
+    """Discard the current batch: unreadable groups are generated again, the others wait for the next batch."""
     if not _is_of_mesh(ledger, replica, message.epoch):
         return
     batch = ledger.assignment
@@ -84,7 +83,7 @@ def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) ->
 
 
 def _check_losses(ledger: LedgerState, reason: str) -> None:
-    """Halt when no batch can be read: generating more of the kind would not help."""
+    """Halt after too many unreadable batches in a row: regeneration does not help."""
     if ledger.losses_in_a_row > ledger.config.max_losses:
         ledger.halt(
             f"groups of {ledger.losses_in_a_row} batches in a row could not be read by the policy, the last because: "
@@ -93,7 +92,7 @@ def _check_losses(ledger: LedgerState, reason: str) -> None:
 
 
 def vote(ledger: LedgerState, replica: str, message: p.Vote) -> None:
-    """Count a vote, and commit with the last one."""
+    """Count a vote; the last one commits the step."""
     if not _is_of_mesh(ledger, replica, message.epoch):
         return
     batch = ledger.assignment
@@ -122,13 +121,13 @@ def _send_committed(ledger: LedgerState, replica: str, step: int) -> None:
 
 
 def checkpointed(ledger: LedgerState, replica: str, message: p.CheckpointDone) -> None:
-    """Forget the samples the checkpoint contains; one of an abandoned lineage contains others."""
+    """Delete the samples contained in a checkpoint of the current lineage."""
     if message.lineage == ledger.lineage and ledger.checkpoint_version < message.step <= ledger.version:
         ledger.decide(records.Covered(message.step))
 
 
 def rollback(ledger: LedgerState, event: events.Rollback) -> None:
-    """Begin a new lineage at `version`; raises ValueError for a version that no checkpoint or policy has."""
+    """Begin a new lineage at `version`. Raises ValueError for a version that no checkpoint or policy has."""
     if not ledger.checkpoint_version <= event.version <= ledger.version:
         raise ValueError(
             f"cannot roll back to version {event.version}: only {ledger.checkpoint_version} (the last "
@@ -144,7 +143,7 @@ def rollback(ledger: LedgerState, event: events.Rollback) -> None:
 
 
 def _is_of_mesh(ledger: LedgerState, replica: str, epoch: int) -> bool:
-    """Return whether a message comes from the present mesh; a member that is behind gets the mesh."""
+    """Return whether a message comes from the current mesh; a member with an older epoch gets the current mesh."""
     members = ledger.members
     if replica in members.mesh:
         if epoch == members.epoch:
@@ -158,7 +157,7 @@ def _answer_other_step(ledger: LedgerState, replica: str, step: int) -> None:
     if step < ledger.version:
         _send_committed(ledger, replica, step)
     else:
-        ledger.reject(replica, f"step {step} is not the one in work, which is {ledger.version}")
+        ledger.reject(replica, f"step {step} is not the current step {ledger.version}")
 
 
 RULES: Mapping[type, Callable[..., None]] = {

@@ -1,1 +1,1 @@
-"""Samples as pictures and clips: grids, videos, a page for each step."""
+"""Galleries of samples: grids, videos, one page per step."""

@@ -1,9 +1,9 @@
-"""Samples for people: what the model made, its rewards, on a page.
+"""Gallery of samples: videos, grids and rewards of a few groups per step.
 
-media/index.jsonl                       a line a group; the latest of a step and sample counts; core shows its grid
-media/step_000012/grid.png             all groups of the step: a line a rollout, a column a frame
-media/step_000012/grid.gif             the same groups, running: a line a group, a column a rollout
-media/step_000012/sample_17.mp4         one group, running (sample_17.png for images)
+media/index.jsonl                       one line per group; the last line of a step and sample is valid
+media/step_000012/grid.png              all groups of the step: one line per rollout, one column per frame
+media/step_000012/grid.gif              the same groups as an animation: one line per group, one column per rollout
+media/step_000012/sample_17.mp4         one group as a video (sample_17.png for images)
 media/step_000012/sample_17.json        caption, rewards by name, advantages, policy versions
 media/step_000012/sample_17_0.mp4       rollout 0 alone, with `clips = True`
 """
@@ -25,17 +25,17 @@ from cosmos_rl_core.observe.media.pages import Row, animation, as_gif, contact_g
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
 KEPT_STEPS = 4
-"""Steps whose grids can still grow: groups of an asynchronous run come out of order."""
+"""Number of steps whose grids can still grow: groups of an asynchronous run finish out of order."""
 
 
 class Gallery:
-    """Keeps a bounded number of groups a step as videos, grids and an index.
+    """Writes a limited number of groups per step as videos, grids and an index.
 
     gallery = Gallery(run_dir / "media", groups_per_step=2)
     for group in scored_groups:
-        gallery.save(step, group)         # None once the step has its groups
+        gallery.save(step, group)         # None if the step has enough groups
 
-    Several processes may share a directory when each has a `name` of its own, which index and grids then carry.
+    Several processes may share a directory if each has its own `name`, which is part of the file names.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class Gallery:
         clips: bool = False,
         name: str = "",
     ) -> None:
-        """`cell` is the longer side of a clip on a page, in pixels; a row's own column `fps` goes before `fps`."""
+        """`cell` is the longer side of a clip on a page, in pixels; a row's column `fps` overrides `fps`."""
         if min(groups_per_step, rollouts_per_group, every_steps, cell, max_frames) < 1 or fps <= 0:
             raise ValueError("a gallery's counts, cell and fps must be above 0")
         self._directory = directory
@@ -66,13 +66,13 @@ class Gallery:
         self._rows: dict[int, dict[int, Row]] = {}
 
     def wants(self, step: int) -> bool:
-        """Whether `save` would keep one more group: the step has room, and newer ones have not left it behind."""
+        """Whether `save` would write another group: the step is not full and not too old."""
         if len(self._rows) == KEPT_STEPS and step < min(self._rows):
             return False
         return step % self._every_steps == 0 and len(self._rows.get(step, ())) < self._groups_per_step
 
     def save(self, step: int, group: RolloutGroup) -> Path | None:
-        """Write a scored group and return its video or picture; None where the step has enough groups, or shows none.
+        """Write a scored group and return its video or image; None if the step needs no more groups.
 
         Raises:
             ValueError: a rollout has no `media["video"]`.
@@ -93,14 +93,14 @@ class Gallery:
             for place, rollout in shown:
                 _write_video(folder / f"sample_{group.prompt.sample_id}_{place}", self._alone(rollout), fps=fps)
         frames = max(len(_video(rollout)) for _, rollout in shown)
-        page_fps = fps * max(len(clip) for clip in row.clips) / frames  # as long as the clips, with fewer frames
+        page_fps = fps * max(len(clip) for clip in row.clips) / frames  # same duration as the clips, with fewer frames
         video = self._write_group(step, folder, group, row, fps=page_fps)
         grid = self._write_grids(step, folder, fps=page_fps)
         self._append_index(step, group, video=video, grid=grid)
         return video
 
     def write(self, stem: Path, group: RolloutGroup, place: int) -> Path:
-        """Write one clip whole, pixel by pixel, to `stem`.mp4 or for an image `stem`.png, and return the file.
+        """Write one clip in its own size to `stem`.mp4, or an image to `stem`.png, and return the file.
 
         Raises:
             ValueError: the rollout has no `media["video"]`.
@@ -127,7 +127,7 @@ class Gallery:
             del self._rows[old]
 
     def _write_grids(self, step: int, folder: Path, *, fps: float) -> Path:
-        """Return the running one; of images there is only the other."""
+        """Write the grids of a step; return the animation, or the still grid for images."""
         rows, heading = list(self._rows[step].values()), f"step {step}"
         still, grid = folder / f"grid{self._suffix}.png", contact_grid(rows, heading=heading)
         _replace(still, lambda path: grid.save(path, format="PNG"))
@@ -152,7 +152,7 @@ class Gallery:
 
 
 def _best_to_worst(rollouts: Sequence[Rollout], *, most: int) -> list[tuple[int, Rollout]]:
-    """(place in the group, rollout), highest reward first; of more than `most`, evenly spaced ranks."""
+    """(index in the group, rollout), highest reward first; evenly spaced ranks if there are more than `most`."""
     ranked = sorted(enumerate(rollouts), key=lambda pair: -pair[1].reward)
     chosen = np.linspace(0, len(ranked) - 1, min(most, len(ranked))).round().astype(int)
     return [ranked[rank] for rank in chosen]
@@ -176,7 +176,7 @@ def _fps(group: RolloutGroup, otherwise: float) -> float:
 
 
 def _labels(rollout: Rollout) -> tuple[str, ...]:
-    """The reward, and under it its parts where there are several or one with another value."""
+    """The reward, then its parts if there are several, or a single one with another value."""
     parts = rollout.reward_breakdown
     alone = len(parts) == 1 and math.isclose(next(iter(parts.values())), rollout.reward)
     return (_number(rollout.reward), *(() if alone else (f"{name} {_number(value)}" for name, value in parts.items())))
@@ -200,7 +200,7 @@ def _record(step: int, group: RolloutGroup) -> dict[str, Any]:
 
 
 def _write_video(stem: Path, frames: np.ndarray, *, fps: float) -> Path:
-    """Write `stem`.mp4, or `stem`.png where there is one frame."""
+    """Write `stem`.mp4, or `stem`.png for a single frame."""
     if len(frames) == 1:
         path = stem.with_suffix(".png")
         _replace(path, lambda temporary: Image.fromarray(frames[0]).save(temporary, format="PNG"))
@@ -216,7 +216,7 @@ def _write_json(path: Path, record: dict[str, Any]) -> None:
 
 
 def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Write beside `path` and put it in place: who looks at a running gallery sees whole files."""
+    """Write a file atomically, so that viewers never read a partial one."""
     temporary = path.with_name(f".{path.stem}.tmp{path.suffix}")
     write(temporary)
     temporary.replace(path)
@@ -227,7 +227,7 @@ def _finite(value: float) -> float | None:
 
 
 def write_video(path: str | Path, video: np.ndarray, *, fps: float) -> None:
-    """Write uint8 [F, H, W, 3] as H.264. Odd heights and widths keep full colour resolution, which takes more room."""
+    """Write uint8 [F, H, W, 3] as H.264. Odd heights and widths keep full colour resolution, in larger files."""
     frames, height, width, channels = video.shape
     assert video.dtype == np.uint8 and channels == 3 and frames, f"{video.dtype} {video.shape} is no video"
     with av.open(str(path), "w") as container:

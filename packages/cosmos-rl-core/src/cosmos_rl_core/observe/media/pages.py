@@ -1,9 +1,9 @@
-"""Pictures of samples for people: grids and animations, with captions and rewards in Pillow's own font.
+"""Rendered pages of samples: grids and animations, with captions and rewards in Pillow's built-in font.
 
-    Row (a caption, clips, labels) -- contact_grid --> one image: a line a clip, a column a frame
-                                   -- animation -----> pages:     a line a Row, a column a clip, all clips running
+    Row (caption, clips, labels) -- contact_grid --> one image: one line per clip, one column per frame
+                                 -- animation -----> frames:    one line per Row, one column per clip
 
-Small clips are enlarged by whole factors without smoothing, so that a pixel of the model stays a square.
+Small clips are enlarged by integer factors without smoothing.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from PIL import Image, ImageDraw, ImageFont
 
 PAPER, EDGE, INK, FAINT = (255, 255, 255), (208, 215, 222), (31, 35, 40), (110, 119, 129)
 MARGIN, GAP = 14, 6
-"""Pixels around a picture, and between two cells of it."""
+"""Pixels around a page, and between its cells."""
 TITLE, LABEL, SMALL = 15, 14, 11
-"""Heights of letters."""
+"""Font sizes in pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What is shown of one prompt."""
+    """One prompt on a page."""
 
     title: str
     """Its caption."""
     clips: tuple[np.ndarray, ...]
-    """uint8 [F, h, w, 3] each, already of the size they are shown in (`fit_clip`)."""
+    """uint8 [F, h, w, 3] each, in display size (`fit_clip`)."""
     labels: tuple[tuple[str, ...], ...]
-    """For each clip its lines of text: the first is large."""
+    """Lines of text of each clip; the first one is larger."""
 
 
 def fit_clip(video: np.ndarray, *, cell: int, max_frames: int) -> np.ndarray:
     """uint8 [F, H, W, 3] -> at most `max_frames` frames whose longer side is about `cell` pixels.
 
-    A smaller clip is enlarged by the whole factor that comes nearest, a larger one is averaged down.
+    A smaller clip is enlarged by the nearest integer factor, a larger one is downsampled by averaging.
     """
     kept = video[np.linspace(0, len(video) - 1, min(len(video), max_frames)).round().astype(int)]
     height, width = kept.shape[1:3]
@@ -52,17 +52,17 @@ def fit_clip(video: np.ndarray, *, cell: int, max_frames: int) -> np.ndarray:
 
 
 def enlarge(video: np.ndarray, factor: int) -> np.ndarray:
-    """uint8 [F, H, W, 3] -> [F, factor H, factor W, 3], each pixel a square."""
+    """uint8 [F, H, W, 3] -> [F, factor H, factor W, 3], by repeating pixels."""
     return video.repeat(factor, axis=1).repeat(factor, axis=2)
 
 
 def as_gif(pages: Sequence[Image.Image], *, fps: float) -> bytes:
-    """Return an animation that repeats for ever, all pages in one palette, so that nothing flickers but the clips."""
+    """Return a looping GIF; all frames share one palette, so that static parts do not flicker."""
     shown = [np.asarray(pages[i]) for i in np.linspace(0, len(pages) - 1, min(len(pages), 8)).round().astype(int)]
     found = Image.fromarray(np.concatenate(shown)).quantize(252, method=Image.Quantize.MEDIANCUT).getpalette() or []
     colours = np.asarray(found[: 252 * 3], int).reshape(-1, 3)
     own = np.asarray([PAPER, INK, FAINT, EDGE])
-    near = np.abs(colours[:, None] - own).max(axis=-1).min(axis=-1) < 8  # Pillow would take them for the page's own
+    near = np.abs(colours[:, None] - own).max(axis=-1).min(axis=-1) < 8  # Pillow would use them instead of own
     palette = Image.new("P", (1, 1))
     palette.putpalette(np.concatenate([own, colours[~near]]).ravel().tolist())
     first, *rest = (page.quantize(palette=palette, dither=Image.Dither.NONE) for page in pages)
@@ -72,16 +72,16 @@ def as_gif(pages: Sequence[Image.Image], *, fps: float) -> bytes:
 
 
 def contact_grid(rows: Sequence[Row], *, heading: str = "", columns: int = 8) -> Image.Image:
-    """Return one picture: for each Row its title, and a line for each clip: its label and at most `columns` frames."""
+    """Return one image: for each Row its title, then one line per clip with its label and at most `columns` frames."""
     label_width = max(_text_width(text, size) for row in rows for lines in row.labels for text, size in _sized(lines))
     lines = [_still_lines(row, columns=columns, label_width=label_width) for row in rows]
     return _page([line for group in lines for line in group], heading=heading)
 
 
 def animation(rows: Sequence[Row], *, heading: str = "") -> list[Image.Image]:
-    """Return the pages of a video: for each Row its title, and its clips side by side with their labels below.
+    """Return the frames of a video: for each Row its title, and its clips side by side with labels below.
 
-    As many as the longest clip has; the shorter ones stay at their last.
+    It is as long as the longest clip; shorter clips stay at their last frame.
     """
     length = max(len(clip) for row in rows for clip in row.clips)
     return [
@@ -113,14 +113,14 @@ def _page(lines: Sequence[Image.Image], *, heading: str) -> Image.Image:
     width = max(line.width for line in lines)
     head = [_text([(heading, LABEL, FAINT)], width=width)] if heading else []
     body = _below([*head, *lines], gap=GAP)
-    even = [side + side % 2 for side in (body.width + 2 * MARGIN, body.height + 2 * MARGIN)]  # as H.264 wants them
+    even = [side + side % 2 for side in (body.width + 2 * MARGIN, body.height + 2 * MARGIN)]  # H.264 needs even sizes
     page = Image.new("RGB", (even[0], even[1]), PAPER)
     page.paste(body, (MARGIN, MARGIN))
     return page
 
 
 def _framed(frame: np.ndarray) -> Image.Image:
-    """A hairline around a frame: white clips end somewhere too."""
+    """Add a hairline around a frame, so that the edge of a white clip is visible."""
     cell = Image.new("RGB", (frame.shape[1] + 2, frame.shape[0] + 2), EDGE)
     cell.paste(Image.fromarray(frame), (1, 1))
     return cell
@@ -142,7 +142,7 @@ def _label(lines: Sequence[str], *, width: int, height: int) -> Image.Image:
 def _text(
     lines: Sequence[tuple[str, int, tuple[int, ...]]], *, width: int, above: int = 0, height: int = 0
 ) -> Image.Image:
-    """Lines of (text, size, colour) under one another; in the middle of `height` where that is larger."""
+    """Render lines of (text, size, colour), vertically centred in `height` if that is larger."""
     needed = above + sum(_line_height(size) for _, size, _ in lines)
     image = Image.new("RGB", (max(1, width), max(1, needed, height)), PAPER)
     draw = ImageDraw.Draw(image)
@@ -177,9 +177,9 @@ def _sized(lines: Sequence[str]) -> list[tuple[str, int]]:
     return [(text, SMALL if place else LABEL) for place, text in enumerate(lines)]
 
 
-@lru_cache(maxsize=256)  # each page of a video asks again
+@lru_cache(maxsize=256)  # called again for each frame of a video
 def _wrapped(text: str, size: int, *, width: int, most: int) -> list[str]:
-    """Break a text into at most `most` lines; the last one is cut."""
+    """Wrap a text into at most `most` lines; the last one is truncated."""
     lines: list[str] = []
     words = text.split()
     while words and len(lines) < most - 1:

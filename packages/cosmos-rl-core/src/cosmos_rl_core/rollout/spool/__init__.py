@@ -1,1 +1,1 @@
-"""Large rollouts stay with the replica that made them; the policy maps or pulls them (store, server, reader)."""
+"""Storage of large groups at the replica that generated them; the policy maps or pulls the files."""

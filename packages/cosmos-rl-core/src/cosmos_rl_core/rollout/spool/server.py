@@ -1,9 +1,9 @@
-"""A replica's spool for consumers that do not reach its files.
+"""Serves a replica's spool to consumers that cannot read its files.
 
 consumer                              replica
   Pull(path, offset)       ->
-                           <-         Piece        bytes from there on
-                           <-         Absent       no such file any more
+                           <-         Piece        bytes from offset on
+                           <-         Absent       the file does not exist
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.wire.channel import Connection, Hello, Server, serve
 
 PIECE_BYTES = 4 * 2**20
-"""Most bytes of one answer."""
+"""Maximum bytes of one reply."""
 
 
 class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Ask for the bytes of a file from `offset` on."""
+    """Request for the bytes of a file from `offset` on."""
 
     path: str
     offset: int
@@ -32,14 +32,14 @@ class Piece(msgspec.Struct, frozen=True, tag=True, array_like=True):
 
 
 class Absent(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The file is not here, or has no byte at that place."""
+    """The file does not exist, or has no byte at this offset."""
 
 
 Answer = Piece | Absent
 
 
 async def serve_spool(spool: Spool, *, bind: str, token: bytes, name: str, allow_remote: bool) -> Server:
-    """Listen on a free port of `bind` and answer whoever holds the run's token. Raises as `wire.serve`."""
+    """Listen on a free port of `bind` and serve clients that have the run's token. Raises like `wire.serve`."""
 
     async def answer(connection: Connection) -> None:
         while True:

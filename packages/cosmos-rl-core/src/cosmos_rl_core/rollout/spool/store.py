@@ -1,11 +1,11 @@
-"""Groups that stay with the replica that made them: files that the policy maps, or pulls from the replica.
+"""Storage of large groups at the replica that generated them: files that the policy maps, or pulls from the replica.
 
-    <root>/rollout-0/12-1-9f86d081.group      sample 12, attempt 1; whole, or not there
+    <root>/rollout-0/12-1-9f86d081.group      sample 12, attempt 1; written atomically
 
-    put -> the controller holds the reference -> every policy rank reads the file -> the step is committed -> release
+    put -> the controller holds the reference -> every policy rank reads the file -> step committed -> release
 
-A file outlives its process, so that a replica that is killed loses nothing it has delivered: its successor keeps what
-the controller still refers to and removes the rest.
+A file outlives its process: a killed replica loses no delivered group. Its successor keeps the files that the
+controller still references and removes the rest.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ _PARTIAL = ".part"
 
 
 class Spooled(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """Where the bytes of a group lie, in place of the bytes."""
+    """Reference to a group's bytes in a spool."""
 
     path: str
-    """The file, on the machine of the replica or on a file system that machines share."""
+    """The file, on the replica's machine or on a shared file system."""
     num_bytes: int
     digest: bytes
     """[32]: SHA-256 of the bytes."""
     address: str = ""
-    """Where the replica answers those that do not reach the file; empty where it is gone."""
+    """Address at which the replica serves the file; empty if the replica is gone."""
 
 
 class Spool:
-    """The files of one replica, and room for more.
+    """The stored groups of one replica, with a limit on their size.
 
     spool = Spool(directory, threshold_bytes=2**20, capacity_bytes=2**34, step_groups=4, kept=welcome.kept)
-    spool.room()                                      # groups that still fit; ask for no more leases than that
+    spool.room()                                      # groups that still fit: the limit for lease requests
     reference = await spool.put(payload, name="12-1")
-    spool.release([reference.path])                   # once nobody needs them
+    spool.release([reference.path])                   # when they are no longer needed
     """
 
     def __init__(
@@ -56,10 +56,10 @@ class Spool:
         step_groups: int,
         kept: Collection[str] = (),
     ) -> None:
-        """Make or reopen the directory, of which only the files `kept` stay.
+        """Create or reopen the directory and remove all files except `kept`.
 
-        threshold_bytes: size from which a group is written here. step_groups: how many groups of a step this replica
-        may have to hold, for the step to be made up.
+        threshold_bytes: groups of at least this size are stored. step_groups: number of groups of one step that this
+        replica must be able to store, so that the step can be completed.
         """
         self._directory = directory
         self._threshold_bytes = threshold_bytes
@@ -76,17 +76,17 @@ class Spool:
 
     @property
     def num_bytes(self) -> int:
-        """What lies here."""
+        """Total size of the stored groups."""
         return sum(self._sizes.values())
 
     def room(self) -> int:
-        """Return how many more groups fit, each as large as the largest so far; before the first, any number."""
+        """Return the number of groups that still fit, assuming the largest size so far; unlimited before the first."""
         return max(0, self._capacity_bytes - self.num_bytes) // max(1, self._largest)
 
     async def put(self, payload: bytes, *, name: str) -> bytes | Spooled:
-        """Write a group's bytes and return the reference; return those of a small group as they are.
+        """Write a group's bytes and return the reference; return the bytes of a small group unchanged.
 
-        Raises UserError where a step's groups of this size can never fit, and OSError.
+        Raises UserError if a step's groups of this size can never fit, and OSError.
         """
         if len(payload) < self._threshold_bytes:
             return payload
@@ -95,14 +95,14 @@ class Spool:
         writing = asyncio.create_task(asyncio.to_thread(_write, path, payload))
         try:
             digest = await asyncio.shield(writing)
-        except asyncio.CancelledError:  # the thread goes on; what it writes belongs to nobody
+        except asyncio.CancelledError:  # the thread continues; its file must be removed afterwards
             writing.add_done_callback(lambda _: path.unlink(missing_ok=True))
             raise
         self._add(path, len(payload))
         return Spooled(path=str(path), num_bytes=len(payload), digest=digest)
 
     def read(self, path: str, *, offset: int, num_bytes: int) -> bytes | None:
-        """Return up to so many bytes of a file from `offset` on, or None for one that is not here."""
+        """Return up to `num_bytes` bytes of a file from `offset` on, or None for an unknown file."""
         if path not in self._sizes:
             return None
         try:
@@ -112,15 +112,15 @@ class Spool:
             return None
 
     def release(self, paths: Iterable[str]) -> None:
-        """Remove files, those that are gone already included."""
+        """Remove files; missing ones are ignored."""
         for path in paths:
             if self._sizes.pop(path, None) is not None:
                 Path(path).unlink(missing_ok=True)
 
     def close(self) -> None:
-        """Remove all that is left."""
+        """Remove all stored groups."""
         self.release(list(self._sizes))
-        with contextlib.suppress(OSError):  # not empty: somebody else's, or gone with the run
+        with contextlib.suppress(OSError):  # not empty, or removed with the run
             self._directory.rmdir()
 
     def _add(self, path: Path, size: int) -> None:
@@ -131,25 +131,25 @@ class Spool:
         needed = size * self._step_groups
         if needed > self._capacity_bytes:
             raise UserError(
-                f"[rollout.spool] capacity_bytes = {self._capacity_bytes} is too small: a step takes "
+                f"[rollout.spool] capacity_bytes = {self._capacity_bytes} is too small: a step needs "
                 f"{self._step_groups} groups from each replica, and one has {size} bytes. Set it to {needed} or more."
             )
 
 
 def spool_root(directory: str | None, run_dir: Path) -> Path:
-    """Return the folder of all spools of a run: `directory` holds one for each run, else it lies in the run's own."""
+    """Return the folder of a run's spools: one per run in `directory`, or `spool` in the run's directory."""
     if directory is None:
         return run_dir / "spool"
     return Path(directory) / f"cosmos-rl-{hashlib.sha256(str(run_dir).encode()).hexdigest()[:16]}"
 
 
 def clear_spools(root: Path) -> None:
-    """Remove what a run's spools on this machine hold."""
+    """Remove the files of a run's spools on this machine."""
     shutil.rmtree(root, ignore_errors=True)
 
 
 def _write(path: Path, payload: bytes) -> bytes:
-    """Write a file under another name, rename it, return the digest. What could not be written leaves nothing."""
+    """Write a file under a temporary name, rename it, return the digest. A failed write leaves no file."""
     partial = path.with_suffix(_PARTIAL)
     try:
         with partial.open("wb") as file:
@@ -157,5 +157,5 @@ def _write(path: Path, payload: bytes) -> bytes:
         partial.rename(path)
     except OSError as error:
         partial.unlink(missing_ok=True)
-        raise OSError(error.errno, error.strerror, str(path)) from error  # a full disk's own error names no file
+        raise OSError(error.errno, error.strerror, str(path)) from error  # the error of a full disk names no file
     return hashlib.sha256(payload).digest()
