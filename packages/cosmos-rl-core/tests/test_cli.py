@@ -287,7 +287,10 @@ def test_status_without_a_lock_is_not_live(run_dir, cosmos_rl):
     assert "NOT LIVE" in cosmos_rl("status", run_dir).stdout
 
 
-@pytest.mark.parametrize(("text", "message"), [(None, "not a run"), ("{}", "not a status file"), ("{", "not a status")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [(None, "of a started run"), ("{}", "not a status file"), ("{", "not a status")],
+)
 def test_status_of_something_else_is_a_users_error(tmp_path, text, message, cosmos_rl):
     if text is not None:
         (tmp_path / "status.json").write_text(text)

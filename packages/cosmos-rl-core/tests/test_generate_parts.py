@@ -42,7 +42,7 @@ def test_without_gpus_the_numbers_mean_processes():
     assert Instances(num_gpus=4, tp_size=2).allot([]) == [[], []]
 
 
-@pytest.mark.parametrize(("num_gpus", "tp_size", "take"), [(8, 3, "Take 6"), (1, 2, "Take 2")])
+@pytest.mark.parametrize(("num_gpus", "tp_size", "take"), [(8, 3, "Use 6"), (1, 2, "Use 2")])
 def test_numbers_that_do_not_divide_are_an_error(num_gpus, tp_size, take):
     with pytest.raises(UserError, match=f"--num-gpus {num_gpus} cannot be divided .* --tp-size {tp_size}: .*{take}"):
         Instances(num_gpus=num_gpus, tp_size=tp_size)
