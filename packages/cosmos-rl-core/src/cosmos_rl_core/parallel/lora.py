@@ -185,7 +185,7 @@ def merge(
         if (public := public_name(name)) not in whole:
             yield public, weight if pair is None else _merged(weight, pair["lora_A"], pair["lora_B"], scaling)
     if pairs:
-        raise UserError(f"the base model has no weight {min(pairs)} for an adapter: another model?")
+        raise UserError(f"the base model has no weight {min(pairs)} for an adapter: is it of another model?")
     yield from whole.items()
 
 
@@ -217,7 +217,7 @@ class BaseOfAdapters:
         self._policy = policy
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """As the policy's, without the adapters."""
+        """Return the policy's outputs without the adapters."""
         with without_adapters(self._policy.module):
             return self._policy.forward(microbatch, with_entropy=with_entropy)
 

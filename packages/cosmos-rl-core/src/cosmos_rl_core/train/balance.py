@@ -36,7 +36,7 @@ def deal(
 ) -> list[list[int]]:
     """Return the microbatches of `share`, each the ascending indices of its sequences.
 
-    Every sequence is in one microbatch of one share; every share has as many microbatches, a multiple of
+    Every sequence is in one microbatch of one share; all shares have the same number of microbatches, a multiple of
     `share.multiple`, of which some may be empty. A microbatch holds at most `capacity` tokens or one sequence. A batch
     that is not divided (one share, multiple 1) keeps the order of its sequences.
 
