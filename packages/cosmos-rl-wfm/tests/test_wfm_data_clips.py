@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 
+from cosmos_rl_core.data.cache import ByteCache
 from cosmos_rl_core.errors import MediaError
 from cosmos_rl_core.observe.media.gallery import write_video
-from cosmos_rl_wfm.data.clips import ClipReader, DecodedClips
+from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.rows import load_rows
 from cosmos_rl_wfm.data.video import Clip
@@ -54,7 +55,7 @@ def test_clips_that_begin_where_they_always_do_are_decoded_once(tmp_path):
 
 
 def test_only_so_many_decoded_clips_are_kept():
-    held = DecodedClips(max_bytes=100)
+    held = ByteCache[Clip](100, evict=False)
     small, large = (Clip(video=np.zeros(size, np.uint8), fps=8.0) for size in (60, 90))
     held.put("small", small)
     held.put("large", large)

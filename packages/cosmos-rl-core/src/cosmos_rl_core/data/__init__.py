@@ -1,4 +1,5 @@
-"""The order of rows (a run's prompts, supervised rows mixed into its steps), and frames read from video files.
+"""The order of rows (a run's prompts, supervised rows mixed into its steps), and parts of a domain's reader of data.
 
-Used by `assemble`, the controller, the policy worker and the domains' readers of data.
+A reader's parts: frames of video files, a cache bounded in bytes, the count of rows that cannot be read. Used by
+`assemble`, the controller, the policy worker and the domains.
 """

@@ -18,11 +18,11 @@ from typing import Any
 
 import numpy as np
 
+from cosmos_rl_core.data.faults import Faults
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.data.columns import Frames, read_frames
 from cosmos_rl_vla.data.config import VLADataConfig
-from cosmos_rl_vla.data.faults import Faults
 from cosmos_rl_vla.data.lerobot import EpisodeAt, LeRobotDataset, read_dataset
 from cosmos_rl_vla.data.pictures import Pictures
 from cosmos_rl_vla.normalise import Spread
@@ -94,7 +94,7 @@ class Demonstrations:
             state=_measured(self._states, column=data.state_column, path=dataset.path),
         )
         """Of actions and states of these episodes."""
-        self.faults = Faults()
+        self.faults = Faults("have no pictures")
         """Rows whose pictures could not be read."""
         self.instructions = tuple(dict.fromkeys(dataset.tasks[int(task)] for task in np.unique(frames.task_index)))
         """What is told in them."""

@@ -16,9 +16,9 @@ from pathlib import Path
 import numpy as np
 from av.error import FFmpegError
 
+from cosmos_rl_core.data.cache import ByteCache
 from cosmos_rl_core.data.video import cut_off, open_container
 from cosmos_rl_core.errors import MediaError, UserError
-from cosmos_rl_vla.data.cache import ByteCache
 from cosmos_rl_vla.data.columns import Frames
 from cosmos_rl_vla.data.lerobot import EpisodeAt, Feature, LeRobotDataset
 from cosmos_rl_vla.data.parquet import AGAIN

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from cosmos_rl_core.data.cache import ByteCache
 from cosmos_rl_core.data.video import VideoFile
 from cosmos_rl_core.errors import MediaError
-from cosmos_rl_vla.data.cache import ByteCache
 from cosmos_rl_vla.data.columns import Frames
 from cosmos_rl_vla.data.lerobot import EpisodeAt
 from cosmos_rl_vla.data.parquet import AGAIN, open_parquet

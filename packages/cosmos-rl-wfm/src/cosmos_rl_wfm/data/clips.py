@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping
-from threading import Lock
 from typing import Any
 
 import numpy as np
 
+from cosmos_rl_core.data.cache import ByteCache
 from cosmos_rl_core.errors import MediaError
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.embeddings import read_embedding
@@ -21,26 +21,6 @@ DECODED_BYTES = 1 << 28
 """Most that a process keeps of decoded clips."""
 
 
-class DecodedClips:
-    """Clips in memory, as many as fit; the first ones stay. Any thread may call."""
-
-    def __init__(self, *, max_bytes: int = DECODED_BYTES) -> None:
-        self._left = max_bytes
-        self._held: dict[Hashable, Clip] = {}
-        self._lock = Lock()
-
-    def get(self, key: Hashable) -> Clip | None:
-        """Return a clip, or None."""
-        return self._held.get(key)
-
-    def put(self, key: Hashable, clip: Clip) -> None:
-        """Keep a clip, if there is room."""
-        with self._lock:
-            if key not in self._held and clip.video.nbytes <= self._left:
-                self._left -= clip.video.nbytes
-                self._held[key] = clip
-
-
 class ClipReader:
     """Reads what a row names, as [data] says. Called from many threads.
 
@@ -51,7 +31,7 @@ class ClipReader:
         self._config = config
         self._text_width = text_width
         """Width that embeddings must have."""
-        self._decoded = DecodedClips() if config.start != "random" else None
+        self._decoded = ByteCache[Clip](DECODED_BYTES, evict=False) if config.start != "random" else None
         """Clips that are the same whenever they are read."""
 
     def clip(self, row: Row, rng: np.random.Generator) -> Clip:

@@ -9,19 +9,19 @@ row's number in its stream, so that a run that is resumed, or has other threads,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from cosmos_rl_core.data.faults import Faults
 from cosmos_rl_core.errors import MediaError, SampleError
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.cache import TensorCache, identity, key_of
 from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
-from cosmos_rl_wfm.data.faults import Faults
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -74,7 +74,7 @@ class ClipLoader:
         self._cache = cache
         self._cut = [codec, config.model_dump(mode="json", include=CUT)]
         self._needs_video = needs_video
-        self._faults = Faults()
+        self._faults = Faults("give no clip that can be trained on")
         self._pool = ThreadPoolExecutor(config.workers, thread_name_prefix="clips")
 
     def load(self, prompts: Sequence[Prompt]) -> Iterator[LoadedClip | None]:
@@ -86,7 +86,7 @@ class ClipLoader:
         self._faults.want(len(prompts))
         for prompt, loaded in zip(prompts, self._pool.map(self._try, prompts), strict=True):
             if isinstance(loaded, SampleError):
-                self._faults.add(prompt.row, loaded.reason)
+                self._faults.add(_name(prompt.row), loaded.reason)
                 yield None
             else:
                 yield loaded
@@ -102,7 +102,7 @@ class ClipLoader:
 
     def _try(self, prompt: Prompt) -> LoadedClip | SampleError:
         """In a thread."""
-        reason = self._faults.reason(prompt.row)
+        reason = self._faults.reason(_name(prompt.row))
         if reason is not None:
             return MediaError(reason)
         try:
@@ -133,3 +133,7 @@ class ClipLoader:
         key = key_of(file, self._cut)
         held = self._cache.get(key)
         return key, None if held is None else held["latents"]
+
+
+def _name(row: Mapping[str, Any]) -> Hashable:
+    return row["key"], row["video"], tuple(row.get("video_at") or ())

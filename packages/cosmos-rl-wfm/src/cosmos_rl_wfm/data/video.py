@@ -35,6 +35,11 @@ class Clip:
     fps: float
     """Frames a second; 0 for a still image."""
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the frames."""
+        return self.video.nbytes
+
 
 def read_clip(
     source: Source,

@@ -1,4 +1,4 @@
-"""Memory that is bounded in bytes; what was used least recently makes room."""
+"""Memory that is bounded in bytes."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ V = TypeVar("V", bound=_Sized)
 class ByteCache(Generic[V]):
     """Arrays by key. Any thread may use it."""
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, *, evict: bool = True) -> None:
+        """evict: the least recently used make room; without it the first ones stay and later ones are not kept."""
         self._max_bytes = max_bytes
+        self._evict = evict
         self._held: OrderedDict[Hashable, V] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
@@ -34,9 +36,10 @@ class ByteCache(Generic[V]):
             return self._held.get(key)
 
     def put(self, key: Hashable, array: V) -> None:
-        """Keep an array, unless it is larger than the whole memory."""
+        """Keep an array, unless it is larger than all the memory it may use."""
         with self._lock:
-            if key in self._held or array.nbytes > self._max_bytes:
+            room = self._max_bytes if self._evict else self._max_bytes - self.num_bytes
+            if key in self._held or array.nbytes > room:
                 return
             self._held[key] = array
             self.num_bytes += array.nbytes
