@@ -148,7 +148,7 @@ def test_a_missing_part_is_named(checkpoint):
     [
         ("x.safetensors", b"", "is not a safetensors file"),
         ("x.safetensors", b"\xff" * 64, "is not a safetensors file"),
-        ("x.safetensors", (4).to_bytes(8, "little") + b"{{{{", "neither a safetensors file nor JSON"),
+        ("x.safetensors", (4).to_bytes(8, "little") + b"{{{{", "is not a safetensors file"),
         ("x.json", b"[]", "neither a safetensors file nor JSON"),
     ],
 )

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import struct
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from io import BufferedIOBase
@@ -39,8 +40,10 @@ class Place:
     shape: tuple[int, ...]
 
 
-def read_header(file: BufferedIOBase | BinaryIO, *, name: str) -> dict[str, Place]:
+def read_header(file: BufferedIOBase | BinaryIO, *, name: str, alone: bool = False) -> dict[str, Place]:
     """Return the tensors of an open file by name, without its metadata.
+
+    alone: accept a file that ends after its header.
 
     Raises:
         UserError: it is not a safetensors file, or its header refers to bytes that the file does not have.
@@ -55,19 +58,20 @@ def read_header(file: BufferedIOBase | BinaryIO, *, name: str) -> dict[str, Plac
         if not isinstance(entries, dict):
             raise ValueError("its header is not an object")
         data = 8 + size
-        return {key: _place(key, held, data, whole) for key, held in entries.items() if key != "__metadata__"}
+        room = sys.maxsize if alone and whole == data else whole - data
+        return {key: _place(key, held, data, room) for key, held in entries.items() if key != "__metadata__"}
     except (ValueError, struct.error) as error:
         raise UserError(f"{name} is not a safetensors file ({error})") from error
 
 
-def _place(key: str, held: Any, data: int, whole: int) -> Place:
+def _place(key: str, held: Any, data: int, room: int) -> Place:
     match held:
         case {"dtype": str(dtype), "shape": list(shape), "data_offsets": [int(start), int(end)]} if _is_shape(shape):
             pass
         case _:
             raise ValueError(f"{key[:200]} has no valid dtype, shape or data_offsets")
-    if not 0 <= start <= end <= whole - data:
-        raise ValueError(f"{key[:200]} is at bytes {start:,} to {end:,} of {whole - data:,}")
+    if not 0 <= start <= end <= room:
+        raise ValueError(f"{key[:200]} is at bytes {start:,} to {end:,} of {room:,}")
     wanted = prod(shape) * ITEM_BYTES[dtype] if dtype in ITEM_BYTES else end - start
     if end - start != wanted:
         raise ValueError(f"{key[:200]} has {end - start:,} bytes, but its shape {shape[:8]} of {dtype} {wanted:,}")

@@ -19,6 +19,8 @@ from typing import Any
 
 import msgspec
 
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.layout.decoder import PRESETS, Decoder, decoder_of
@@ -29,8 +31,6 @@ _DTYPES = {
     "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8", "U8": "uint8",
     "BOOL": "bool",
 }  # fmt: skip
-_MAX_HEADER_BYTES = 100_000_000
-"""The format's own limit."""
 _FILES = ("model.safetensors.index.json", "model.safetensors", "config.json")
 
 
@@ -92,27 +92,21 @@ def _indexed(path: Path, index: dict[str, Any]) -> tuple[WeightSpec, ...]:
 
 
 def _header(path: Path) -> Iterator[WeightSpec]:
-    """Yield what a safetensors file says it holds: 8 bytes of length, then JSON."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        if not 2 <= size <= _MAX_HEADER_BYTES:
-            raise LayoutError(f"{path} is not a safetensors file (a header of {size} bytes)")
-        entries = _decoded(file.read(size), path)
-    for name, entry in entries.items():
-        if name == "__metadata__":
-            continue
-        if entry["dtype"] not in _DTYPES:
-            raise LayoutError(f"{path}: {name} has dtype {entry['dtype']}; known: {', '.join(_DTYPES)}")
-        yield WeightSpec(name=name, shape=tuple(entry["shape"]), dtype=_DTYPES[entry["dtype"]])
+    """Yield the tensors that the header of a safetensors file names."""
+    try:
+        with path.open("rb") as file:
+            places = read_header(file, name=str(path), alone=True)
+    except UserError as error:
+        raise LayoutError(str(error)) from error
+    for name, place in places.items():
+        if place.dtype not in _DTYPES:
+            raise LayoutError(f"{path}: {name} has dtype {place.dtype}; known: {', '.join(_DTYPES)}")
+        yield WeightSpec(name=name, shape=place.shape, dtype=_DTYPES[place.dtype])
 
 
 def _json(path: Path) -> dict[str, Any]:
-    return _decoded(path.read_bytes(), path)
-
-
-def _decoded(data: bytes, path: Path) -> dict[str, Any]:
     try:
-        return msgspec.json.decode(data, type=dict[str, Any])
+        return msgspec.json.decode(path.read_bytes(), type=dict[str, Any])
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise LayoutError(f"{path} is neither a safetensors file nor JSON with one object ({error})") from error
 
