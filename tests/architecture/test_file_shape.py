@@ -19,10 +19,8 @@ CRUMB_LINES = 60
 SEAMS = {
     "cosmos_rl_core.cli.init",  # a command
     "cosmos_rl_core.reward.service.start",  # names the extra that is missing
-    "cosmos_rl_vla.data.faults",
     "cosmos_rl_vla.engines.steady",
     "cosmos_rl_vla.export",
-    "cosmos_rl_wfm.data.faults",
     "cosmos_rl_wfm.shape",
 }
 """Short files with one importer that stand for themselves."""

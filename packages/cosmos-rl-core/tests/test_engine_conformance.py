@@ -5,7 +5,8 @@ import asyncio
 import pytest
 
 from cosmos_rl_core.testing.conformance import ENGINE_CHECKS, check_reward
-from cosmos_rl_core.testing.tiny import TINY, TinyData, TinyModel
+from cosmos_rl_core.testing.tiny import TINY
+from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling
 
 PROMPT = Prompt(sample_id=0, row={"context": 2})

@@ -23,8 +23,8 @@ from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.testing.tiny import TinyModel
 from cosmos_rl_core.testing.tiny_model import TinyPolicy
+from cosmos_rl_core.testing.tiny_task import TinyModel
 from cosmos_rl_core.train.trainer import Trainer
 
 RECIPE = {

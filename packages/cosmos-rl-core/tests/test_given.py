@@ -14,7 +14,8 @@ import pytest
 from cosmos_rl_core import Request, UserError, evaluate, generate, run
 from cosmos_rl_core.launch.given import open_recipe
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_core.testing.tiny import TINY, hits
+from cosmos_rl_core.testing.tiny import TINY
+from cosmos_rl_core.testing.tiny_task import hits
 
 ROWED = '''
 import json

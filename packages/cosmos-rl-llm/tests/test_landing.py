@@ -20,7 +20,7 @@ from torch import Tensor, nn
 pytest.importorskip("vllm")
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.engines.vllm.plugin import PLAIN_WEIGHTS
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 from cosmos_rl_llm.engines.vllm.weight_map.chart import chart_of
 from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, manifest_for
 from cosmos_rl_llm.engines.vllm.weight_map.names import Names

@@ -142,7 +142,8 @@ class WFMDomain(DomainBase):
         """Real clips, cut as `data` says, each noised at one time."""
         from cosmos_rl_wfm.supervised import collate_sft
 
-        return collate_sft(prompts, data=data, policy=policy, microbatch_terms=microbatch_terms, share=share)
+        assert policy.clips is not None, "a policy of real data has clips"
+        return collate_sft(prompts, clips=policy.clips(data), microbatch_terms=microbatch_terms, share=share)
 
     def export_weights(
         self, model: WFMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool

@@ -29,19 +29,14 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from cosmos_rl_wfm.models.model import DiffusersModel
-    from cosmos_rl_wfm.policy import FlowPolicy
 
 
-def collate_sft(
-    prompts: Sequence[Prompt], *, data: WFMDataConfig, policy: FlowPolicy, microbatch_terms: int, share: Share
-) -> TrainBatch:
-    """Turn rows of the section `data` into microbatches; a row without a clip is named and counted.
+def collate_sft(prompts: Sequence[Prompt], *, clips: Clips, microbatch_terms: int, share: Share) -> TrainBatch:
+    """Turn rows of the section of `clips` into microbatches; a row without a clip is named and counted.
 
     Raises:
         UserError: a store refuses or does not answer, most rows give no clip, or the model cannot take their size.
     """
-    assert policy.clips is not None, "a policy of real data has clips"
-    clips = policy.clips(data)
     loaded = clips.load(prompts)
     dealt = deal_alike([clips.shape(clip) for clip in loaded], microbatch_terms=microbatch_terms, share=share)
     own = {place for places in dealt for place in places.needed}

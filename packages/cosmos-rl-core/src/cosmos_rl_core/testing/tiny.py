@@ -3,7 +3,8 @@
 A prompt is a number c; a rollout is a sequence of actions sampled one after another from a small network of c and the
 position (`place`); the reward is the fraction of actions equal to (c + place) mod `actions`. It exists so that the
 controller, the loop, the placements and every algorithm can be tested without a model library; a recipe names it
-`domain = "cosmos_rl_core.testing.tiny:TINY"`. Network, policy, engine and collation are in `tiny_model`.
+`domain = "cosmos_rl_core.testing.tiny:TINY"`. Settings and rewards are in `tiny_task`; network, policy,
+engine and collation in `tiny_model`.
 """
 
 from __future__ import annotations
@@ -11,34 +12,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-from pydantic import Field
-
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.sections import SamplingSection
-from cosmos_rl_core.settings.base import Strict
+from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel, hits, not_a_number, too_few, words
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch
-
-
-class TinyModel(Strict):
-    """[model]"""
-
-    actions: int = Field(default=5, ge=2)
-    """V: actions to choose from."""
-    contexts: int = Field(default=10, ge=1)
-    """Different prompts."""
-    hidden: int = Field(default=16, ge=1)
-    seed: int = 0
-    """Of the initial weights."""
-
-
-class TinyData(Strict):
-    """[data]"""
-
-    rows: int = Field(default=10, ge=0)
-    start: int = 0
 
 
 class Tiny(DomainBase):
@@ -86,31 +65,3 @@ class Tiny(DomainBase):
 
 
 TINY = Tiny()
-
-
-def wanted(context: int, place: int, *, actions: int) -> int:
-    """The action that is rewarded."""
-    return (context + place) % actions
-
-
-def hits(group: RolloutGroup) -> list[float]:
-    """Fraction of actions that are the wanted ones."""
-    context = group.prompt.row["context"]
-    fractions = []
-    for rollout in group.rollouts:
-        actions, num_actions = rollout.arrays["actions"], int(rollout.arrays["num_actions"])
-        right = [action == wanted(context, place, actions=num_actions) for place, action in enumerate(actions)]
-        fractions.append(float(np.mean(right)))
-    return fractions
-
-
-def not_a_number(group: RolloutGroup) -> list[float]:
-    return [float("nan")] * len(group.rollouts)
-
-
-def words(group: RolloutGroup) -> Any:
-    return ["good"] * len(group.rollouts)
-
-
-def too_few(group: RolloutGroup) -> list[float]:
-    return [1.0] * (len(group.rollouts) - 1)

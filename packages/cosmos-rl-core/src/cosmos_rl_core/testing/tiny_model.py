@@ -16,7 +16,7 @@ from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_core.testing.tiny import TinyModel, wanted
+from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
 from cosmos_rl_core.train.balance import deal
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import (

@@ -10,6 +10,8 @@ from pydantic import Field, field_validator
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
 
+PLAIN_WEIGHTS = "cosmos_rl_plain"
+"""Name of the quantization method that quantises nothing and keeps weights as they were loaded."""
 OURS = frozenset({
     "cpu_offload_gb",
     "disable_log_stats",

@@ -15,7 +15,7 @@ from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMetho
 from vllm.model_executor.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod, VocabParallelEmbedding
 
-from cosmos_rl_llm.engines.vllm.plugin import PLAIN_WEIGHTS
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 
 
 class PlainLinear(UnquantizedLinearMethod):

@@ -12,10 +12,10 @@ import select
 import sys
 import threading
 
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
+
 WEIGHT_BACKEND = "cosmos_rl_transfer"
 """Name of the weight transfer engine."""
-PLAIN_WEIGHTS = "cosmos_rl_plain"
-"""Name of the quantization method that quantises nothing and keeps weights as they were loaded."""
 REFUSED = "new weights cannot reach this model in vLLM: "
 """Begins the one line in which workers say why, for the engine's own process to find in vLLM's report."""
 OWNER = "COSMOS_RL_VLLM_OWNER"

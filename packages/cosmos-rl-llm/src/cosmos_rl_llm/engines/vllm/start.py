@@ -12,8 +12,8 @@ import torch
 from transformers import AutoConfig, GenerationConfig
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
-from cosmos_rl_llm.engines.vllm.plugin import OWNER, PLAIN_WEIGHTS, WEIGHT_BACKEND
+from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS, VllmEngineOptions
+from cosmos_rl_llm.engines.vllm.plugin import OWNER, WEIGHT_BACKEND
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM

@@ -17,7 +17,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 import cosmos_rl_core
-import cosmos_rl_vla
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import GRACE_S, ChildProcess, last_lines
 from cosmos_rl_core.python_path import PYTHON
@@ -116,7 +115,7 @@ class GroupProcess:
 
 def _environment(*, own: bool) -> Mapping[str, str]:
     """Return the variables of a simulator's process; one with its `own` Python imports of ours these packages alone."""
-    packages = [str(Path(package.__path__[0]).parent) for package in (cosmos_rl_core, cosmos_rl_vla)]
+    packages = [str(Path(cosmos_rl_core.__path__[0]).parent), str(Path(__file__).parents[3])]
     path = list(dict.fromkeys(packages)) if own else [str(Path(folder).resolve()) for folder in sys.path]
     threads = {"OMP_NUM_THREADS": "1"}  # processes share the cores already
     return {**threads, **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
