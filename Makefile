@@ -6,7 +6,8 @@ export OMP_WAIT_POLICY := PASSIVE
 
 help:
 	@echo "make demo    asynchronous GRPO of a tiny language model, start to finish, on this machine"
-	@echo "make test    the default tests; test-ci: slower proofs that CI runs too; test-slow: the rest"
+	@echo "make test    the default tests; test-ci: whole runs and kills, as in CI; test-slow: fuzzers and sweeps"
+	@echo "             test-times: the thirty slowest of the default tests"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make bench   the quick form of every benchmark"
 	@echo "make wheels  the packages, in dist/"

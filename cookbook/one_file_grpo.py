@@ -79,14 +79,14 @@ def make_model(vocabulary: int) -> Qwen3ForCausalLM:
 
 
 # (3) Sampling. The P prompts go through the model once; what it remembers of them (the KV cache) is then copied G
-#     times, and each further pass reads one new token a rollout. The log-probability of every drawn token is kept: it
+#     times, and each further pass reads one new token a rollout. The log-probability of every sampled token is kept: it
 #     belongs to the policy that drew it, and the loss needs it after that policy has changed.
 
 
 @dataclass(frozen=True)
 class Rollouts:
     tokens: Tensor  # [R, L + T] int64, prompt and answer; PAD after the end
-    logprobs: Tensor  # [R, T] log-probability of each answer token when it was drawn
+    logprobs: Tensor  # [R, T] log-probability of each answer token when it was sampled
     mask: Tensor  # [R, T] 1 for answer tokens up to and with EOS, 0 for what follows
     answers: list[str]  # [R]
 
@@ -96,7 +96,7 @@ def sample(
     model: Qwen3ForCausalLM, tokenizer: PreTrainedTokenizerFast, problems: list[Problem], *, group_size: int,
     greedy: bool = False,
 ) -> Rollouts:  # fmt: skip
-    """Draw G answers to each of P prompts at temperature 1 (or the likeliest one, if greedy)."""
+    """Sample G answers to each of P prompts at temperature 1 (or the likeliest one, if greedy)."""
     prompts = tokenizer([p.prompt for p in problems], return_tensors="pt")["input_ids"]  # [P, L]
     cache = DynamicCache(config=model.config)
     logits = model(prompts, past_key_values=cache, logits_to_keep=1).logits[:, -1]  # [P, V]
@@ -107,11 +107,11 @@ def sample(
     tokens, logprobs, mask = [], [], []
     for place in range(MAX_TERMS):
         distribution = logits.log_softmax(-1)  # [R, V]
-        drawn = distribution.argmax(-1) if greedy else torch.multinomial(distribution.exp(), 1)[:, 0]  # [R]
-        logprobs.append(distribution.gather(1, drawn[:, None])[:, 0])
-        tokens.append(drawn.where(running, PAD))
+        sampled = distribution.argmax(-1) if greedy else torch.multinomial(distribution.exp(), 1)[:, 0]  # [R]
+        logprobs.append(distribution.gather(1, sampled[:, None])[:, 0])
+        tokens.append(sampled.where(running, PAD))
         mask.append(running.float())
-        running = running & (drawn != EOS)
+        running = running & (sampled != EOS)
         if place + 1 < MAX_TERMS:
             logits = model(tokens[-1][:, None], past_key_values=cache).logits[:, -1]  # one token a rollout
 
@@ -141,7 +141,7 @@ def group_advantages(rewards: Tensor) -> Tensor:
     return centred / (rewards.std(1, keepdim=True, correction=0) + 1e-6)
 
 
-# (5) The loss. ratio = pi(token) / pi_old(token) says how much likelier a token has become since it was drawn. PPO's
+# (5) The loss. ratio = pi(token) / pi_old(token) says how much likelier a token has become since it was sampled. PPO's
 #     objective min(ratio A, clip(ratio, 1 - eps, 1 + eps) A) stops pushing once the ratio has left the clip range in
 #     the direction that A asks for. GRPO averages over the terms of a rollout, then over rollouts.
 

@@ -98,7 +98,7 @@ transformers, is judged too.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """What came out for one kind."""
+    """The came out for one kind."""
 
     kind: str
     training: str

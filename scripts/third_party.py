@@ -35,7 +35,7 @@ WORDS = {
     "Permission is hereby granted, free of charge": "MIT License, by its licence file",
     "Redistribution and use in source and binary forms": "BSD License, by its licence file",
 }
-"""What a licence file says -> what it is."""
+"""The a licence file says -> what it is."""
 NOT_STATED = "not stated"
 
 

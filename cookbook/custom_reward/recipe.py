@@ -25,7 +25,7 @@ def main() -> None:
     base = write_tiny_model(directory / "base", num_layers=2, initializer_range=0.06)
     paths = [f"model.path={base}", f"data.path={train}", f"eval.data.path={test}"]
     overrides = [f"run.output_dir={directory / 'grpo'}", f"run.seed={arguments.seed}", *paths, *arguments.overrides]
-    run(HERE / "run.toml", overrides, overwrite=True, python_path=[str(HERE)])  # where rewards.py lies
+    run(HERE / "run.toml", overrides, overwrite=True, python_path=[str(HERE)])  # the folder of rewards.py
 
 
 if __name__ == "__main__":

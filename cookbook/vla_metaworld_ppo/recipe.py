@@ -20,7 +20,7 @@ SLOWLY = (0.5, 0.5, 0.5, 1.0)
 """Times the expert's action: an imitator of half the speed seldom makes it in 100 steps."""
 CONDITIONS = {
     "none": "success",
-    "swap_instruction": "told another task's instruction",
+    "swap_instruction": "given another task's instruction",
     "grey_images": "pictures greyed",
 }
 
@@ -75,7 +75,7 @@ def main() -> None:
 
     print("4/4  what came of it, from initial states that training never saw (95 % intervals)\n")
     print(table(before, after, first_seed=arguments.seed))
-    print(f"\nfilms: {directory / 'before' / 'media'} and {directory / f'ppo_{arguments.seed}' / 'after' / 'media'}")
+    print(f"\nvideos: {directory / 'before' / 'media'} and {directory / f'ppo_{arguments.seed}' / 'after' / 'media'}")
 
 
 def table(before: Evaluated, after: Sequence[Evaluated], *, first_seed: int) -> str:

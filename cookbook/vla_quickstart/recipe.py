@@ -15,7 +15,7 @@ from cosmos_rl_vla import Manner, record
 HERE = Path(__file__).parent
 SHOWN = {
     "none": "success",
-    "swap_instruction": "told another task's instruction",
+    "swap_instruction": "given another task's instruction",
     "grey_images": "pictures greyed",
 }
 
@@ -60,7 +60,7 @@ def main() -> None:
 
     print("4/4  what came of it, from initial states that training never saw (95 % intervals)\n")
     print(table(before, after))
-    print(f"\nfilms: {directory / 'after' / 'media'}")
+    print(f"\nvideos: {directory / 'after' / 'media'}")
 
 
 def table(before: Evaluated, after: Evaluated) -> str:

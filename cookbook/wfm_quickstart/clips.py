@@ -29,7 +29,7 @@ QUALITY = {"crf": "4"}
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Motion:
-    """What a clip shows."""
+    """The shape and movement of a clip."""
 
     caption: str
     brightness: float
@@ -42,8 +42,8 @@ class Motion:
     """Row and column of the centre in the first frame."""
 
 
-def draw_motion(caption: str, rng: np.random.Generator) -> Motion:
-    """Draw what the caption leaves open."""
+def sample_motion(caption: str, rng: np.random.Generator) -> Motion:
+    """Sample the properties that the caption does not fix."""
     pace = rng.uniform(0.3, 0.9)
     travel = pace * (FRAMES - 1)
     low, high = MARGIN, SIDE - 1 - MARGIN
@@ -100,11 +100,11 @@ def speed_along(video: np.ndarray, caption: str) -> float:
 
 def _motions(count: int, seed: int) -> Iterator[tuple[str, Motion]]:
     for i in range(count):
-        yield f"clip_{i:05d}", draw_motion(CAPTIONS[i % len(CAPTIONS)], np.random.default_rng([seed, i]))
+        yield f"clip_{i:05d}", sample_motion(CAPTIONS[i % len(CAPTIONS)], np.random.default_rng([seed, i]))
 
 
 def _distance(caption: str, row: np.ndarray, column: np.ndarray) -> np.ndarray:
-    """How far points lie outside a shape around 0, in pixels; inside it is negative. All have about 30 pixels."""
+    """Distance of points to a shape around 0, in pixels, negative inside. All have about 30 pixels."""
     if "square" in caption:
         return np.maximum(abs(row), abs(column)) - 2.7
     if "disc" in caption:
@@ -122,8 +122,8 @@ def main() -> None:
     make_clips(arguments.directory, count=arguments.count, seed=arguments.seed)
 
     videos, captions = read_clips(arguments.directory)
-    drawn = np.stack([render(motion) for _, motion in _motions(len(videos), arguments.seed)])
-    error = abs(videos.astype(int) - drawn)
+    rendered = np.stack([render(motion) for _, motion in _motions(len(videos), arguments.seed)])
+    error = abs(videos.astype(int) - rendered)
     light, pace = [brightness(video) for video in videos], [speed_along(*clip) for clip in zip(videos, captions)]
     print(f"{len(videos)} clips; after H.264 a pixel of 0..255 is off by {error.mean():.2f}, at most {error.max()}")
     print(f"brightness {np.mean(light):.4f}, at most {max(light):.4f}")

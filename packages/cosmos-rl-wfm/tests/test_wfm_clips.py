@@ -43,7 +43,7 @@ def read(clips, dataset):
 
 def drawn(clips, *, count, seed):
     """What the clips of a dataset show, from the same seeds."""
-    return [clips.draw_motion(clips.CAPTIONS[i % 12], np.random.default_rng([seed, i])) for i in range(count)]
+    return [clips.sample_motion(clips.CAPTIONS[i % 12], np.random.default_rng([seed, i])) for i in range(count)]
 
 
 def test_clips_are_mp4_files_with_captions_beside_them(clips, dataset, read):

@@ -112,7 +112,7 @@ def test_logprob_is_the_mean_of_torch_distributions(rule):
 
 
 @stochastic_rules
-def test_logprob_is_the_density_of_what_sample_draws(rule):
+def test_logprob_is_the_density_of_what_sample_returns(rule):
     # Change of variables, by autograd through `sample`: log p(x') = log N(noise) - log |d x' / d noise|.
     reached, generator = random_step(rule, shape=(3, 5))
     noise = torch.randn(3, 5, generator=generator)

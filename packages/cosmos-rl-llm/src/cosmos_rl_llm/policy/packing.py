@@ -65,7 +65,7 @@ def layout_attention(
     if asked or layout is None or attention_mask is not None:
         why = f"asks for {asked[0]}" if asked else "brings a mask of its own" if layout else "passes no keywords on"
         raise UserError(
-            f"model.path: {type(module).__name__} {why}, so that packed sequences cannot be told apart; choose another"
+            f"model.path: {type(module).__name__} {why}, so that packed sequences cannot be separated; choose another"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     window = _configured_window(module) if sliding_window is _UNSAID else sliding_window
