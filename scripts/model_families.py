@@ -98,7 +98,7 @@ transformers, is judged too.
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The came out for one kind."""
+    """The result of the check for one kind of model."""
 
     kind: str
     training: str

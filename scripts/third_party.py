@@ -35,7 +35,7 @@ WORDS = {
     "Permission is hereby granted, free of charge": "MIT License, by its licence file",
     "Redistribution and use in source and binary forms": "BSD License, by its licence file",
 }
-"""The a licence file says -> what it is."""
+"""Beginning of a licence file -> name of the licence."""
 NOT_STATED = "not stated"
 
 

@@ -19,12 +19,18 @@ SOURCES = ("cookbook/**/*.py", "scripts/*.py")
 CLEAN = (
     "cosmos-rl-core/src/cosmos_rl_core/algorithms",
     "cosmos-rl-core/src/cosmos_rl_core/checkpoint",
+    "cosmos-rl-core/src/cosmos_rl_core/cli",
+    "cosmos-rl-core/src/cosmos_rl_core/control",
     "cosmos-rl-core/src/cosmos_rl_core/data",
+    "cosmos-rl-core/src/cosmos_rl_core/inference",
     "cosmos-rl-core/src/cosmos_rl_core/monitor",
+    "cosmos-rl-core/src/cosmos_rl_core/observe",
     "cosmos-rl-core/src/cosmos_rl_core/parallel",
     "cosmos-rl-core/src/cosmos_rl_core/recipe",
+    "cosmos-rl-core/src/cosmos_rl_core/rollout",
     "cosmos-rl-core/src/cosmos_rl_core/testing",
     "cosmos-rl-core/src/cosmos_rl_core/train",
+    "cosmos-rl-core/src/cosmos_rl_core/workers",
     "cosmos-rl-llm/src/cosmos_rl_llm/rewards",
 )
 """Folders of packages without these words. The aim is all of them: add a folder once it is clean."""
