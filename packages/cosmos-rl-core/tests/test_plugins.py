@@ -124,6 +124,8 @@ def test_all_that_the_packages_offer_is_found_without_an_install():
         points = tomllib.loads(file.read_text())["project"].get("entry-points", {})
         for group in points.keys() & set(plugins.GROUPS):
             declared |= {f"{group} {name}": target for name, target in points[group].items()}
+    if not declared:
+        pytest.skip("outside of the source tree")
     code = """
 from cosmos_rl_core.plugins import GROUPS, locate, names
 print({f"{group} {name}": locate(group, name) for group in GROUPS for name in names(group)})

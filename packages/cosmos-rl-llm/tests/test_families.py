@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 import torch
-from llm_parity import assert_equal, train, train_rank
+from llm_parity import differences, train, train_rank
 from transformers import AutoConfig, LlamaForCausalLM, LlamaModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -219,4 +219,7 @@ def train_ragged_rank(rank, world_size, **options):
 def test_ranks_with_other_numbers_of_blocks_train_a_family_with_a_state(dims):
     options = {"family": "qwen3.5", "algorithm": "grpo", "num_layers": 4}
     ranks = run_ranks(train_ragged_rank, math.prod(dims.values()), dims=dims, **options)
-    assert_equal(train(**options), ranks)
+    found = differences(train(**options), ranks)
+    of_gradients = [error for name, error in found.items() if name.startswith("grad")]  # the norm of each step too
+    assert max(of_gradients) <= 1e-4  # as for every family (docs/families.md): a recurrence adds in another order
+    assert max(error for name, error in found.items() if not name.startswith("grad")) <= 1e-5

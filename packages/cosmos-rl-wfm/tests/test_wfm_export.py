@@ -78,7 +78,7 @@ def drawn(folder):
 
 def sampled(pipeline, rollout, *, output_type="latent"):
     """What the pipeline of diffusers makes of the same noise and caption."""
-    (seed,) = Request(prompt(), num_samples=1, sampling=ONE_STEP, seed=5).starts
+    (seed,) = Request(prompt=prompt(), num_samples=1, sampling=ONE_STEP, seed=5).starts
     return pipeline(
         prompt=CAPTION,
         latents=draw_noise([seed], rollout.arrays["clean"].shape),
