@@ -151,7 +151,7 @@ def test_every_prompt_is_longer_than_the_context(length, tmp_path, sums, refused
     [
         ("raises", "raised KeyError: 'answer'"),
         ("nan", "returned nan for rollout 0; it must be a finite number"),
-        ("text", "returned str; it must return one number a rollout"),
+        ("text", "returned str; it must return one number per rollout"),
         ("too_few", "returned 1 values for 4 rollouts"),
     ],
 )

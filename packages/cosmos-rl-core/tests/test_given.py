@@ -140,7 +140,7 @@ except ValueError as error:
     assert "reward 'reward' is defined in a notebook or at a prompt" in done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("rewards", "why"), [([0.5], "rewards: 0.5 is no function"), ([], "at least one reward")])
+@pytest.mark.parametrize(("rewards", "why"), [([0.5], "rewards: 0.5 is neither"), ([], "at least one reward")])
 def test_what_is_no_reward_is_refused(tmp_path, rewards, why):
     with pytest.raises(UserError, match=why):
         run(recipe(tmp_path) | {"reward": {"functions": [{"name": "hits"}]}}, rewards=rewards)
@@ -270,7 +270,7 @@ def test_a_row_that_is_no_json_is_named(tmp_path, rowed, row, why):
 
 
 def test_a_domain_that_makes_its_own_rows_takes_none(tmp_path):
-    with pytest.raises(UserError, match="rows: the tiny domain makes its own rows"):
+    with pytest.raises(UserError, match="rows: the tiny domain generates its own rows"):
         run(recipe(tmp_path), rewards="hits", rows=CONTEXTS)
 
 

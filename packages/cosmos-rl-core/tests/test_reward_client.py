@@ -115,23 +115,23 @@ def test_what_is_sent_is_what_the_service_reads():
 @pytest.mark.parametrize(
     ("reply", "said"),
     [
-        (DONE | {"uuid": "u2"}, "asked for request u1, the service answered u2"),
-        (DONE | {"id": "yours"}, "sent request id mine, the service answered 'yours'"),
-        (DONE | {"scores": {"glow": [1.0]}}, "glow: the service gave 1 scores for 2 samples"),
-        (DONE | {"scores": {"glow": []}}, "glow: the service gave 0 scores for 2 samples"),
-        (DONE | {"scores": {"glow": [1.0, 2.0, 3.0]}}, "glow: the service gave 3 scores for 2 samples"),
-        (DONE | {"scores": {"glow": [1.0, None]}}, "answered nonsense"),
-        (DONE | {"scores": {"glow": [1.0, "2"]}}, "answered nonsense"),
-        (DONE | {"scores": {"glow": [1.0, True]}}, "answered nonsense"),
-        (DONE | {"scores": {"glow": 1.0}}, "answered nonsense"),
-        (DONE | {"scores": {"other": [1.0, 2.0]}}, "asked for glow, the service scored other"),
-        (DONE | {"scores": {}}, "asked for glow, the service scored nothing"),
-        (DONE | {"status": "perhaps"}, "answered nonsense"),
+        (DONE | {"uuid": "u2"}, "fetched request u1, the service returned u2"),
+        (DONE | {"id": "yours"}, "sent request id mine, the service returned 'yours'"),
+        (DONE | {"scores": {"glow": [1.0]}}, "glow: the service returned 1 scores for 2 samples"),
+        (DONE | {"scores": {"glow": []}}, "glow: the service returned 0 scores for 2 samples"),
+        (DONE | {"scores": {"glow": [1.0, 2.0, 3.0]}}, "glow: the service returned 3 scores for 2 samples"),
+        (DONE | {"scores": {"glow": [1.0, None]}}, "returned an invalid reply"),
+        (DONE | {"scores": {"glow": [1.0, "2"]}}, "returned an invalid reply"),
+        (DONE | {"scores": {"glow": [1.0, True]}}, "returned an invalid reply"),
+        (DONE | {"scores": {"glow": 1.0}}, "returned an invalid reply"),
+        (DONE | {"scores": {"other": [1.0, 2.0]}}, "requested glow, the service scored other"),
+        (DONE | {"scores": {}}, "requested glow, the service scored nothing"),
+        (DONE | {"status": "perhaps"}, "returned an invalid reply"),
         (DONE | {"status": "failed", "error": "glow is broken"}, "glow is broken"),
-        (NAN, "answered nonsense"),
-        (NAN.replace("NaN", "1e999"), "answered nonsense"),
-        ("<html>welcome</html>", "answered nonsense"),
-        ("", "answered nonsense"),
+        (NAN, "returned an invalid reply"),
+        (NAN.replace("NaN", "1e999"), "returned an invalid reply"),
+        ("<html>welcome</html>", "returned an invalid reply"),
+        ("", "returned an invalid reply"),
     ],
 )
 def test_a_lie_is_no_score(reply, said):
@@ -151,7 +151,7 @@ def test_a_receipt_for_something_else_is_refused(reply):
 def test_a_refusal_is_final_and_says_why(status):
     with (
         Service(enqueues=[(status, {"error": "not like this"})]) as service,
-        pytest.raises(RewardServiceError, match=f"answered {status} .*not like this"),
+        pytest.raises(RewardServiceError, match=f"returned {status} .*not like this"),
     ):
         ask(service.url)
     assert len(service.seen) == 1
@@ -169,7 +169,7 @@ def test_what_may_pass_is_tried_again(status):
 def test_retry_after_is_respected():
     with (
         Service(enqueues=[(429, "full", {"Retry-After": "30"})]) as service,
-        pytest.raises(ConnectionError, match="an attempt failed, at last with: 429 full"),
+        pytest.raises(ConnectionError, match="an attempt failed, the last with: 429 full"),
     ):
         ask(service.url, deadline_s=0.5)
     assert len(service.seen) == 1
@@ -181,7 +181,7 @@ def test_a_dead_service_is_a_connection_error_that_says_what_was_waited_for():
     with pytest.raises(ConnectionError) as caught:
         ask(url, deadline_s=0.5)
     said = str(caught.value)
-    assert f"no scores within deadline_s = 0.5; waited for {url}/enqueue to take the request" in said
+    assert f"no scores within deadline_s = 0.5; waited for {url}/enqueue to accept the request" in said
     assert "ConnectError" in said and TOKEN not in said
 
 
@@ -205,7 +205,7 @@ def test_the_token_goes_to_no_other_address():
     with (
         Service() as other,
         Service(enqueues=[(307, "", {"Location": f"{other.url}/enqueue"})]) as service,
-        pytest.raises(RewardServiceError, match="answered 307"),
+        pytest.raises(RewardServiceError, match="returned 307"),
     ):
         ask(service.url)
     assert not other.seen
@@ -323,7 +323,7 @@ def refusal(function, scoring):
         ({"media": "latent"}, group(1), "rollouts of 3 have no media 'latent': video"),
         ({"columns": ["fps"]}, group(1), "the row has no column fps; it has caption"),
         ({}, group(1, row={"caption": object()}), "the prompt's row cannot be sent as JSON"),
-        ({"reward": "parts.c"}, group(1), "gave no scores for parts.c; it gave parts.a, parts.b"),
+        ({"reward": "parts.c"}, group(1), "returned no scores for parts.c, but for parts.a, parts.b"),
     ],
 )
 def test_what_cannot_be_asked_is_an_error_of_the_sample(keys, scoring, said):
@@ -378,7 +378,7 @@ def test_a_recipe_names_it_and_its_mistakes_are_told():
     assert reward.address().fetch_url == "http://127.0.0.1:1/api/reward/fetch"
     with pytest.raises(UserError, match='did you mean "deadline_s"'):
         build_reward(name, TINY, options={"reward": "glow", "deadline": 3})
-    with pytest.raises(UserError, match="reward names nothing"):
+    with pytest.raises(UserError, match="reward is empty"):
         build_reward(name, TINY, options={"reward": {}})
 
 
@@ -399,5 +399,5 @@ def test_an_address_that_nobody_gave_is_asked_for(monkeypatch):
             monkeypatch.delenv(f"{prefix}_{name}", raising=False)
     with pytest.raises(UserError, match=r"give the option url.* or set WFM_REWARD_ENQUEUE_URL"):
         RemoteReward(reward="glow").address()
-    with pytest.raises(UserError, match="wants a token: set WFM_REWARD_TOKEN"):
+    with pytest.raises(UserError, match="needs a token: set WFM_REWARD_TOKEN"):
         RemoteReward(reward="glow", url="http://127.0.0.1:1").address()

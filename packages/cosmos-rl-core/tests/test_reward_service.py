@@ -203,8 +203,8 @@ def test_a_reward_may_write_into_its_arrays(http):
         ("raise", "odd raised RuntimeError: the model is on fire"),
         ("nan", "odd returned nan for rollout 1; it must be a finite number"),
         ("short", "odd returned 1 values for 2 rollouts"),
-        ("text", "odd returned str; it must return one number a rollout"),
-        ("none", "odd returned NoneType; it must return one number a rollout"),
+        ("text", "odd returned str; it must return one number per rollout"),
+        ("none", "odd returned NoneType; it must return one number per rollout"),
     ],
 )
 def test_what_is_no_score_fails_with_its_reason(http, do, reason):

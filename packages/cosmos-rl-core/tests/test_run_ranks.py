@@ -72,7 +72,7 @@ def timeline(run_dir):
 
 def test_several_ranks_want_processes(tmp_path):
     tables = recipe(tmp_path, "inline", parallel={"dp_shard": 2})
-    with pytest.raises(UserError, match=r'placement = "inline" has one process, but .* wants 2 ranks'):
+    with pytest.raises(UserError, match=r'placement = "inline" has one process, but .* needs 2 ranks'):
         run(tables, ["run.placement=inline"])
 
 

@@ -127,7 +127,7 @@ def test_rewards_beyond_the_bound_of_the_recipe_are_counted_and_warned_about(wat
 def test_the_best_of_real_rows_is_the_bound_once_it_is_known(watch):
     watched, told, _ = watch(monitor={"data_rows": 8}, eval={"data": {"rows": 2}, "loss_data": {"rows": 8}})
     watched.evaluated(0, {"data/reward_mean": 0.1, "data/reward_max": 0.5, "data/rows": 8.0}, [])
-    assert (told.versions, told.notes) == ([], ["monitor: the best of 8 real rows earns 0.5"])
+    assert (told.versions, told.notes) == ([], ["monitor: the best of 8 real rows has reward 0.5"])
     watched.evaluated(1, {"eval/reward_mean": 0.7}, [group(0.4), group(0.9)])
     assert told.metrics["eval/beyond"] == 0.5
 
@@ -247,7 +247,7 @@ def test_a_run_that_goes_wrong_at_once_goes_back_to_what_it_started_from(tmp_pat
 def test_the_closing_table_is_about_the_weights_that_are_left(tmp_path, capsys):
     run(ROLLBACK, [f"run.output_dir={tmp_path / 'run'}", 'logging.sinks=["console"]'])
     told = " ".join(capsys.readouterr().out.split())
-    assert "taken back the weights are those of step 3; later checkpoints are set aside" in told
+    assert "rolled back the weights are those of step 3; later checkpoints are set aside" in told
     assert "held-out reward_mean 0.167 -> 0.167" in told
 
 

@@ -1,4 +1,4 @@
-"""A run on this machine: check, plan, place workers, watch, report.
+"""A run on this machine: check, plan, start workers, monitor, report.
 
 Used by `cli` and by `cosmos_rl_core.run`.
 """

@@ -1,4 +1,4 @@
-"""`cosmos-rl check`: all that can be known of a recipe without a model, and what the run will be."""
+"""`cosmos-rl check`: validates a recipe as far as possible without a model, and summarises the run."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from cosmos_rl_core.settings.problems import as_toml
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """What was found in [data] or [eval.data]."""
+    """The rows of [data] or [eval.data]."""
 
     origin: str
     rows: int
     columns: tuple[str, ...]
-    """Of the first row."""
+    """Columns of the first row."""
 
     def __str__(self) -> str:
         return f"{self.rows} rows of {self.origin} ({', '.join(self.columns)})"
@@ -32,7 +32,7 @@ class Dataset:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Checked:
-    """A recipe whose data can be read and whose rewards exist."""
+    """A recipe with readable data and existing rewards."""
 
     config: RunConfig
     data: Dataset
@@ -47,7 +47,7 @@ class Checked:
 
 
 def check(config: RunConfig, *, file: str = "") -> Checked:
-    """Read the datasets, look up model, engine and rewards. Raises ConfigError with everything that is wrong."""
+    """Read the datasets, look up model, engine and rewards. Raises ConfigError with every problem."""
     domain = load_domain(config.run.domain)
     found = _reward_problems(config, domain)
     try:
@@ -74,7 +74,7 @@ def warnings_for(config: RunConfig) -> Sequence[str]:
 def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> Dataset | None:
     try:
         rows, origin = domain.load_rows(data)
-    except (ValueError, OSError) as error:  # how a domain reports data it cannot read
+    except (ValueError, OSError) as error:  # a domain's errors for unreadable data
         found.append(Problem(key=section, wrong=str(error)))
         return None
     if not rows:
@@ -99,7 +99,7 @@ def _reward_problems(config: RunConfig, domain: Domain) -> list[Problem]:
             found.append(Problem(key=key, given=given, wrong=str(error)))
         else:
             if not callable(reward):
-                found.append(Problem(key=key, given=given, wrong="is no function"))
+                found.append(Problem(key=key, given=given, wrong="is not a function"))
     return found
 
 

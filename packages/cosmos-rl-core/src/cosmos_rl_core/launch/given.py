@@ -1,10 +1,10 @@
-"""What a program gives beside a recipe: rewards as functions, rows as mappings.
+"""Rewards as functions and rows as mappings, passed by a program together with a recipe.
 
     open_recipe("run.toml", rewards=[brevity], rows=[{"prompt": "1 + 1 ="}])
 
-A recipe is text, and other processes read it. So a function is written into it as "module:attribute" with the folder
-that the module is imported from, and rows as a file in the run's directory. What has no such name (a lambda, a closure,
-a cell of a notebook) is kept as an object, for runs in one process.
+A recipe is text that other processes read. So a function is written into it as "module:attribute" with the folder of
+its module, and rows as a file in the run's directory. A function without such a name (a lambda, a closure, a notebook
+cell) is passed as an object, for runs in one process.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from cosmos_rl_core.storage.rows import keep_rows
 
 Recipe = RunConfig | str | Path | Mapping[str, Any]
 Reward = str | Callable[..., Any]
-"""A `RewardFn`, a class that makes one, or a name as [[reward.functions]] has it."""
+"""A `RewardFn`, a class of one, or a name as in [[reward.functions]]."""
 Weighted = Reward | tuple[Reward, float]
 Rewards = Reward | Sequence[Weighted] | Mapping[str, Weighted]
-"""Rewards, each alone or with its weight; in a mapping by label."""
+"""Rewards, each with or without a weight; in a mapping by label."""
 Rows = Iterable[Mapping[str, Any]]
 
 STARTS_AGAIN = (
@@ -40,23 +40,23 @@ STARTS_AGAIN = (
     'put that under `if __name__ == "__main__":`'
 )
 FILES = {"data": "rows.jsonl", "eval.data": "eval_rows.jsonl"}
-"""Names of the files that rows are kept in, by section."""
+"""Files for given rows, by section."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Given:
-    """A recipe, with what came beside it."""
+    """A recipe with given rewards and rows."""
 
     config: RunConfig
     python_path: tuple[str, ...]
-    """Folders for "module:attribute" names, those of given functions among them."""
+    """Folders for "module:attribute" names, including those of given functions."""
     rewards: Mapping[str, Any] = field(default_factory=dict)
     """Functions by label, for a run in this process."""
     rows: Mapping[str, Rows] = field(default_factory=dict)
-    """By the section that they are for."""
+    """Given rows by their section."""
 
     def placed_in(self, folder: Path) -> Given:
-        """Return it with a recipe that reads the rows from files in `folder`."""
+        """Return a copy whose recipe reads the rows from files in `folder`."""
         config = self.config
         if "data" in self.rows:
             config = config.model_copy(update={"data": self._read_from(folder, "data", config.data)})
@@ -71,7 +71,7 @@ class Given:
         return data.model_copy(update={domain.row_keys[0]: str(folder / FILES[section])})
 
     def write_rows(self, folder: Path, *, resumed: bool = False) -> None:
-        """Write those files. Raises UserError as `keep_rows`."""
+        """Write those files. Raises UserError like `keep_rows`."""
         for section, rows in self.rows.items():
             path = folder / FILES[section]
             keep_rows(rows, path, name=path.stem, resumed=resumed)
@@ -87,12 +87,12 @@ def open_recipe(
     eval_rows: Rows | None = None,
     generating: bool = False,
 ) -> Given:
-    """Load a recipe with given rewards instead of [reward] functions, and rows instead of [data] and [eval.data] path.
+    """Load a recipe; given rewards replace [reward] functions, given rows replace [data] and [eval.data] path.
 
-    `generating`: nothing will be trained, and the work is done by other processes whatever the placement.
+    `generating`: nothing is trained, and other processes do the work for any placement.
 
-    Raises ConfigError for what is wrong with the recipe, and UserError for a reward that other processes cannot import,
-    rows for a domain without [data] path, and a call out of a module that is imported for a recipe.
+    Raises ConfigError for problems of the recipe, and UserError for a reward that other processes cannot import, rows
+    for a domain without [data] path, and a call from a module that is imported for a recipe.
     """
     if module := plugins.importing():
         raise UserError(f"{module} {STARTS_AGAIN}")
@@ -120,18 +120,18 @@ def open_recipe(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Found:
-    """A given reward, and how other processes find it."""
+    """A given reward and its name for other processes."""
 
     label: str
     weight: float
     name: str
-    """"module:attribute", or as it was given."""
+    """"module:attribute", or the given name."""
     function: Callable[..., Any] | None = None
-    """None where a name was given."""
+    """None if a name was given."""
     folder: str = ""
-    """Where the module is imported from; empty where a name was given."""
+    """Folder from which the module is imported; empty if a name was given."""
     wrong: str = ""
-    """Why it cannot be imported elsewhere; empty where it can."""
+    """The reason that other processes cannot import it; empty if they can."""
 
     @property
     def section(self) -> dict[str, Any]:
@@ -151,12 +151,12 @@ def _found(rewards: Rewards) -> list[_Found]:
         elif callable(reward):
             found.append(_find(reward, label=label, weight=weight))
         else:
-            raise UserError(f"rewards: {reward!r} is no function, and no name of a reward")
+            raise UserError(f"rewards: {reward!r} is neither a function nor the name of a reward")
     return found
 
 
 def _find(function: Callable[..., Any], *, label: str, weight: float) -> _Found:
-    """Find out how another process imports a function."""
+    """Find the name by which another process can import a function."""
     kind = function if getattr(function, "__qualname__", "") else type(function)
     name: str = kind.__qualname__
     label = label or name.rpartition(".")[2].strip("<>")
@@ -189,7 +189,7 @@ def _imported_name(module: ModuleType, file: Path) -> str:
 
 
 def _root(module: str, file: Path) -> str:
-    """The folder on the path that a module of this name is found in."""
+    """The folder on the path that contains a module of this name."""
     depth = module.count(".") + (file.name == "__init__.py")
     return str(file.resolve().parents[depth])
 
@@ -202,7 +202,7 @@ def _attribute(module: ModuleType, name: str) -> Any:
 
 
 def _hidden_by(module: str, folder: str) -> str | None:
-    """Where a process finds another module of this name, as the folder is the last place that it searches."""
+    """The location of another module of this name, which a process finds first, as the folder is searched last."""
     top = module.partition(".")[0]
     if top in sys.builtin_module_names:
         return "Python itself"
@@ -212,7 +212,7 @@ def _hidden_by(module: str, folder: str) -> str | None:
 
 
 def _starts_again(script: Path) -> bool:
-    """Whether importing a script repeats the statement it is executing now: that is under no test of `__name__`."""
+    """Whether importing a script repeats its current statement, as it is not under a test of `__name__`."""
     frame = sys._getframe()
     while frame is not None and (frame.f_code.co_name, frame.f_globals.get("__name__")) != ("<module>", "__main__"):
         frame = frame.f_back
@@ -229,8 +229,8 @@ def _must_be_importable(found: Sequence[_Found]) -> None:
     for one in found:
         if one.wrong:
             raise UserError(
-                f"reward {one.label!r} {one.wrong}. Workers are processes of their own, which import it by its name: "
-                'write a function into a module or script of its own, or set [run] placement = "inline", where a run '
+                f"reward {one.label!r} {one.wrong}. Workers are separate processes, which import it by its name: "
+                'write a function into its own module or script, or set [run] placement = "inline", where a run '
                 "has one process"
             )
 
@@ -238,19 +238,19 @@ def _must_be_importable(found: Sequence[_Found]) -> None:
 def _data_values(
     recipe: Recipe, overrides: Sequence[str], sections: Mapping[str, Rows], *, generating: bool
 ) -> dict[str, Any]:
-    """[data] and [eval.data] with files for rows; [eval.data] has the other keys of [data], where it has none itself.
+    """Return [data] and [eval.data] with files for rows; [eval.data] inherits the keys of [data] that it does not set.
 
-    `generating` reads no rows by [data], whose other keys count. Raises UserError for a domain whose rows are no files.
+    With `generating`, only the other keys of [data] are used. Raises UserError for a domain that reads no row files.
     """
     if isinstance(recipe, RunConfig):
         recipe = tables_of(recipe)
     tables, _ = apply_overrides(recipe if isinstance(recipe, Mapping) else read_toml(Path(recipe)), overrides)
     name = _table(tables, "run").get("domain")
     if not isinstance(name, str):
-        return {}  # which is an error of the recipe
+        return {}  # reported as a problem of the recipe
     domain = load_domain(name)
     if not isinstance(domain, TakesRows):
-        raise UserError(f"rows: the {domain.name} domain makes its own rows, as [data] says, and takes none")
+        raise UserError(f"rows: the {domain.name} domain generates its own rows from [data] and accepts none")
     own, held_out = _table(tables, "data"), _table(_table(tables, "eval"), "data")
     written = {"data": own, "eval.data": {**own, **held_out}}
     return {

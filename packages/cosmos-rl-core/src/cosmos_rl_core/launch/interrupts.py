@@ -1,4 +1,4 @@
-"""Coroutines that run to their end from plain code, also inside a notebook, and stop when a person asks for it."""
+"""Run coroutines from synchronous code, also inside a notebook, and handle interrupts by the user."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 _listeners: ContextVar[list[Callable[[], Any]] | None] = ContextVar("_listeners", default=None)
-"""Calls for an interrupt of the notebook that this coroutine runs beside; None where there is no notebook."""
+"""Callbacks for an interrupt of the notebook's kernel; None outside of a notebook."""
 
 
 def run_to_end(main: Coroutine[Any, Any, T]) -> T:
-    """Return what `main` returns, as `asyncio.run`; where the caller's thread runs a loop already, in another thread.
+    """Return the result of `main`, like `asyncio.run`; in another thread if the caller's thread already runs a loop.
 
-    A notebook's kernel runs a loop. An interrupt of the kernel counts as Ctrl-C.
+    A notebook's kernel runs such a loop. An interrupt of the kernel counts as Ctrl-C.
     """
     if not _is_in_a_loop():
         return asyncio.run(main)
@@ -47,7 +47,7 @@ def _is_in_a_loop() -> bool:
 
 
 def on_interrupt(call: Callable[[], None]) -> None:
-    """Call `call` in the running loop for each Ctrl-C or SIGTERM; in a thread that gets no signals, never."""
+    """Call `call` in the running loop on each Ctrl-C or SIGTERM; not in a thread that gets no signals."""
     loop, listeners = asyncio.get_running_loop(), _listeners.get()
     if listeners is not None:
         listeners.append(partial(loop.call_soon_threadsafe, call))

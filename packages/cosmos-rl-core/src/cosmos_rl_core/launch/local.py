@@ -1,4 +1,4 @@
-"""Worker processes on this machine: start, watch, restart, stop; a death is reported with the end of its log."""
+"""Worker processes on this machine: start, watch, restart, stop. Each death is reported with the end of its log."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class WorkerProcess:
     node: Node
     log: Path
     gpus: Sequence[str]
-    """Those it sees; empty on a machine without."""
+    """Visible GPUs; empty on a machine without GPUs."""
     starts: int = 0
     process: ChildProcess | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Death:
-    """A worker that ended without being asked to."""
+    """A worker that ended before it was stopped."""
 
     name: str
     role: str
@@ -41,20 +41,20 @@ class Death:
 
 @dataclass(slots=True)
 class LocalWorkers:
-    """The workers of one run. `on_death` hears of every one that ends before `stop`."""
+    """The workers of one run. `on_death` is called for each one that ends before `stop`."""
 
     controller: str
     token_file: Path
     log_dir: Path
     restart_workers: int
-    """Times a dead rollout worker is started again; a policy worker never is."""
+    """Maximum restarts of a dead rollout worker; a policy worker is never restarted."""
     on_death: Callable[[Death], None]
     python_path: tuple[str, ...] = ()
-    """Folders a recipe's "module:attribute" names are looked up in."""
+    """Folders for a recipe's "module:attribute" names."""
     token: bytes = b""
-    """What `token_file` holds: it is written again before a worker starts, where somebody has removed it."""
+    """Content of `token_file`; a removed file is written again before a worker starts."""
     policy_keeps: tuple[int, ...] = ()
-    """Descriptors that a policy process has open too, so that a lock holds until it has ended."""
+    """Descriptors inherited by a policy process, so that a lock is held until it ends."""
     _workers: dict[str, WorkerProcess] = field(default_factory=dict)
     _watchers: set[asyncio.Task[None]] = field(default_factory=set)
     _stopping: bool = False
@@ -73,13 +73,13 @@ class LocalWorkers:
             self._spawn(worker)
 
     def address(self, role: str, name: str, *, threads: int | None) -> WorkerAddress:
-        """What a worker of this run is told, wherever it is started."""
+        """Return the command-line parameters of a worker of this run, on any machine."""
         return WorkerAddress(
             controller=self.controller, role=role, name=name, token_file=self.token_file, threads=threads
         )
 
     async def stop(self, *, grace_s: float) -> None:
-        """Wait for everyone to leave; kill those that are still there after `grace_s`."""
+        """Wait for all workers to leave; kill the remaining ones after `grace_s`."""
         self._stopping = True
         running = [worker.process for worker in self._workers.values() if worker.process is not None]
         if not await all_ended(running, timeout_s=grace_s):
@@ -104,7 +104,7 @@ class LocalWorkers:
 
     def _spawn(self, worker: WorkerProcess) -> None:
         if self.token:
-            with contextlib.suppress(OSError):  # the worker reports the file that it cannot read
+            with contextlib.suppress(OSError):  # the worker reports an unreadable file
                 keep_token(self.token_file, self.token)
         worker.log.parent.mkdir(parents=True, exist_ok=True)
         with worker.log.open("ab") as log:
@@ -141,9 +141,9 @@ class LocalWorkers:
 def share_threads(
     *, cores: int, policy: int | None, rollout: int | None, rollout_replicas: int, overlap: bool
 ) -> tuple[int, int]:
-    """CPU threads of a policy and of a rollout replica where the recipe does not say.
+    """Return the CPU threads of a policy and of a rollout replica, by default from the number of cores.
 
-    Roles that work at the same time share the cores; roles that take turns (max_staleness = 0) each get all of them.
+    Roles that work at the same time share the cores; roles that alternate (max_staleness = 0) each get all of them.
     """
     if not overlap:
         return policy or cores, rollout or max(1, cores // rollout_replicas)

@@ -1,4 +1,4 @@
-"""What the processes of a recipe hold, and what to change where a policy rank does not fit into a given memory."""
+"""Memory of a run's processes, and changes of the recipe if a policy rank does not fit into a given memory."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ Change = Mapping[str, Any]
 
 MOST_CHANGES = 3
 SMALLEST_MICROBATCH = 512
-"""Tokens; smaller ones keep no device busy."""
+"""Tokens; smaller microbatches do not use a device efficiently."""
 _ITEM_BYTES = {**BYTES, "float16": 2}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
 def parse_bytes(text: str) -> int:
-    """Return "80GiB" as a number. Raises UserError for anything that is no size."""
+    """Return "80GiB" as a number of bytes. Raises UserError for anything else."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]i?B|)", text.strip())
     if found is None:
         raise UserError(f"--memory {text}: write a size such as 80GiB, 24GB or 512MiB")
@@ -38,13 +38,13 @@ def parse_bytes(text: str) -> int:
 
 
 def estimate_of(shape: ModelShape, policy: PolicySection) -> MemoryEstimate:
-    """Return what the fullest rank of a policy replica holds with microbatches as full as the recipe allows."""
+    """Return the memory of the policy replica's fullest rank, with microbatches of maximum size."""
     dims = ParallelDims.of(policy.parallel, world_size=policy.world_size)
     return estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms * shape.tokens_per_term)
 
 
 def policy_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs:
-    """Return what the fullest rank of a policy replica holds."""
+    """Return the memory needs of the policy replica's fullest rank."""
     rank = estimate_of(shape, config.policy)
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     memory = config.policy.memory
@@ -68,7 +68,7 @@ def policy_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs:
 
 
 def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs | None:
-    """Return what a rollout replica holds; None in supervised fine-tuning, which has none."""
+    """Return the memory needs of a rollout replica; None in supervised fine-tuning, which has none."""
     if config.is_sft:
         return None
     numbers = sum(math.prod(spec.shape) for spec in shape.weights) + shape.adapter_parameters
@@ -80,12 +80,12 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs
     if isinstance(domain, CountsMemory):
         parts += domain.held_by_rollout(config)
     else:
-        parts.append(Held(name="what the engine generates with: caches, activations", bytes=None))
+        parts.append(Held(name="the engine's caches and activations", bytes=None))
     return Needs(process="a rollout replica", parts=tuple(parts))
 
 
 def _copies_reference(shape: ModelShape, config: RunConfig, counts: CountsMemory | None) -> bool:
-    """Whether a second model is loaded for a KL term; adapters that are switched off leave the first one."""
+    """Whether a second model is loaded for a KL term; with adapters, the model without them is the reference."""
     if config.is_sft or not config.algorithm.kl_coef or shape.adapter_parameters:
         return False
     return counts is None or not counts.is_own_reference(config)
@@ -105,12 +105,12 @@ def changes_that_fit(shape: ModelShape, config: RunConfig, domain: Domain, *, me
 
 
 def written(change: Change) -> str:
-    """Return a change as it stands on the command line: `policy.microbatch_terms=2048 ...`."""
+    """Return a change as command-line overrides: `policy.microbatch_terms=2048 ...`."""
     return " ".join(f"{key}={as_toml(value)}" for key, value in change.items())
 
 
 def _candidates(config: RunConfig, *, tokens_per_term: int) -> Iterator[Change]:
-    """Alone what costs least time first; then all of it together with more ranks."""
+    """Yield single changes, cheapest in time first; then combinations, also with more ranks."""
     recomputed = list(_recomputations(config.policy))
     smaller = list(_smaller_microbatches(config, tokens_per_term=tokens_per_term))
     more = list(_more_ranks(config.policy))
@@ -174,5 +174,5 @@ def _changed(policy: PolicySection, change: Change) -> PolicySection:
 
 
 def _contains(change: Change, other: Change) -> bool:
-    """Whether a change does all of another, and more, or goes further along the same keys."""
+    """Whether a change sets all keys of another one."""
     return set(other) <= set(change)

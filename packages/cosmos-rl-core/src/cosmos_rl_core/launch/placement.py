@@ -1,4 +1,4 @@
-"""Where the workers of a run are: processes on this machine (`local`), or tasks beside the controller (`inline`).
+"""Starts the workers of a run: processes on this machine (`local`), or tasks in the controller's process (`inline`).
 
 workers = await start_processes(launch)
 ...
@@ -28,46 +28,46 @@ from cosmos_rl_core.workers.gpus import allot, machine_gpus
 from cosmos_rl_core.workers.node import Node
 
 STOP_GRACE_S = 60.0
-"""Longest that a worker may take to leave once it was told to."""
+"""Maximum seconds for a worker to leave after Stop."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Launch:
-    """What is needed to start the workers of a run."""
+    """Inputs for starting the workers of a run."""
 
     config: RunConfig
     directory: Path
     controller: Controller
     address: str
-    """Of the controller."""
+    """Address of the controller."""
     token: bytes
     policy_node: Node
     """This machine's part of the policy replica."""
     python_path: tuple[str, ...]
     rewards: Mapping[str, Any]
-    """Functions by label that only this process has."""
+    """Reward functions by label that exist only in this process."""
     observer: RunObserver
     lock: int
-    """Descriptor of the run directory's lock, which a policy process keeps while it lives: it may be saving."""
+    """Descriptor of the run directory's lock; a policy process keeps it until it ends, as it may be saving."""
 
 
 class Workers(Protocol):
-    """Those of one run."""
+    """The workers of one run."""
 
     async def leave(self) -> None:
-        """Wait until all have left; end those that do not."""
+        """Wait until all workers have left; end the others."""
         ...
 
     def kill(self) -> None:
-        """End them now."""
+        """End all workers now."""
         ...
 
 
 class Processes:
-    """Workers in processes of their own."""
+    """Workers in separate processes."""
 
     def __init__(self, workers: LocalWorkers, spools: Path) -> None:
-        """spools: folder of what those of this machine leave there, which goes with them."""
+        """spools: folder of this machine's spools, removed when the workers have left."""
         self._workers = workers
         self._spools = spools
 
@@ -91,11 +91,11 @@ class Tasks:
             task.cancel()
 
     def kill(self) -> None:
-        """They go with the process."""
+        """Do nothing: tasks end with the process."""
 
 
 async def start_processes(launch: Launch) -> Workers:
-    """Start every worker of this machine; say what to run on the others."""
+    """Start every worker of this machine; print the commands for the other machines."""
     config, controller, observer = launch.config, launch.controller, launch.observer
 
     def on_death(death: Death) -> None:
@@ -117,7 +117,7 @@ async def start_processes(launch: Launch) -> Workers:
         policy_keeps=(launch.lock,),
     )
     spools = spool_root(config.rollout.spool.directory, launch.directory)
-    clear_spools(spools)  # those of a run that was killed
+    clear_spools(spools)  # left over by a killed run
     node = launch.policy_node
     policy, rollout = threads(config)
     a_rank = max(1, policy // node.ranks_per_node)
@@ -142,7 +142,7 @@ async def start_tasks(launch: Launch) -> Workers:
 
     if launch.policy_node.num_ranks > 1:
         raise UserError(
-            f'[run] placement = "inline" has one process, but [policy.parallel] wants {launch.policy_node.num_ranks} '
+            f'[run] placement = "inline" has one process, but [policy.parallel] needs {launch.policy_node.num_ranks} '
             'ranks; set placement = "local"'
         )
 
@@ -173,7 +173,7 @@ async def start_tasks(launch: Launch) -> Workers:
 
 
 def threads(config: RunConfig) -> tuple[int, int]:
-    """CPU threads of a policy replica on this machine and of a rollout process."""
+    """Return the CPU threads of a policy replica on this machine and of a rollout process."""
     cores = len(os.sched_getaffinity(0))
     if config.is_sft:
         return config.policy.threads or cores, 1

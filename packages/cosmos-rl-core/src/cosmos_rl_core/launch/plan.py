@@ -1,4 +1,4 @@
-"""`cosmos-rl plan`: what a run will start and hold, computed from its recipe alone."""
+"""`cosmos-rl plan`: processes and memory of a run, computed from its recipe alone."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ MOST_RANKS_SHOWN = 32
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Role:
-    """The replicas that do one job."""
+    """The replicas of one role."""
 
     role: str
     replicas: int
     processes: int
-    """Of all replicas; 0 where they live in the controller's."""
+    """Processes of all replicas; 0 if they run in the controller's process."""
     threads: int | None
-    """CPU threads of one replica; None where all roles live in one process."""
+    """CPU threads of one replica; None if all roles run in one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Weights:
-    """What the model's weights take, in bytes, over all ranks of a replica."""
+    """Size of the model's weights in bytes, over all ranks of a replica."""
 
     parameters: int
     policy_bytes: int
@@ -47,40 +47,40 @@ class Weights:
     engine_bytes: int
     """Live weights and, with `staging = "shadow"`, the next version; 0 for supervised fine-tuning."""
     sync: SyncCost | None
-    """Of each version, to all rollout replicas; None for supervised fine-tuning."""
+    """Transfer of each version to all rollout replicas; None for supervised fine-tuning."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ranks:
-    """How one policy replica is spread."""
+    """Parallelism of one policy replica."""
 
     axes: Mapping[str, int]
     """Sizes, outermost first."""
     description: str
     places: tuple[Mapping[str, int], ...]
-    """Of each rank, by axis."""
+    """Coordinates of each rank, by axis."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Memory:
-    """What the processes hold, and what to do where that is too much."""
+    """Memory of the processes, and changes of the recipe if it is too much."""
 
     rank: MemoryEstimate
-    """Training alone, of the fullest policy rank."""
+    """Memory for training only, of the fullest policy rank."""
     policy: Needs
-    """All that this rank holds."""
+    """Total memory of this rank."""
     rollout: Needs | None
     """A rollout replica; None in supervised fine-tuning."""
     shared: bool
-    """Whether both are in one process, on one device."""
+    """Whether policy and rollout share one process and device."""
     given: int | None = None
-    """Bytes of each device."""
+    """Memory of each device in bytes."""
     changes: tuple[Change, ...] = ()
-    """Changes of the recipe after which the policy fits, where it does not."""
+    """Changes of the recipe that make a too large policy fit."""
 
     @property
     def devices(self) -> tuple[int, ...]:
-        """Most bytes that are held on each kind of device, as far as they are known."""
+        """Maximum bytes on each kind of device, as far as known."""
         held = [needs.device for needs in self.processes]
         return (sum(held),) if self.shared else tuple(held)
 
@@ -90,12 +90,12 @@ class Memory:
 
     @property
     def unknown(self) -> tuple[str, ...]:
-        """Parts that are not counted, since their size is not known."""
+        """Parts of unknown size, which are not counted."""
         return tuple(f"{needs.process}: {name}" for needs in self.processes for name in needs.unknown)
 
     @property
     def fits(self) -> bool | None:
-        """False where what is known is too much already; None where no memory is given, or not all is known."""
+        """False if the known parts already exceed the memory; None without a given memory, or with unknown parts."""
         if self.given is None:
             return None
         if max(self.devices) > self.given:
@@ -105,7 +105,7 @@ class Memory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """A run before it starts."""
+    """The plan of a run."""
 
     name: str
     placement: str
@@ -116,16 +116,16 @@ class Plan:
     rollouts_per_step: int
     """0 for supervised fine-tuning."""
     groups_in_flight: int
-    """Most groups leased, ready or in training at once: (max_staleness + 1) * prompts_per_step."""
+    """Maximum number of groups leased, ready or in training: (max_staleness + 1) * prompts_per_step."""
     unit: str
-    """What a rollout's length is counted in."""
+    """Unit of a rollout's length."""
     generated_terms_per_step: int
-    """Upper bound: every rollout as long as [rollout.sampling] allows."""
+    """Upper bound: every rollout has the maximum length of [rollout.sampling]."""
     microbatch_terms: int
     weights: Weights | None
-    """None where the model is not on this machine."""
+    """None if the model is not on this machine."""
     memory: Memory | None
-    """None where the sizes of the model are not known either."""
+    """None if the model's sizes are unknown as well."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the plan as JSON-like values."""
@@ -143,7 +143,7 @@ class Plan:
         return found
 
     def __str__(self) -> str:
-        """Tables: the roles, the amounts of one step, and the weights where they are known."""
+        """Tables of the roles, the amounts of one step, and the weights if known."""
         roles = [(r.role, r.replicas, r.processes, r.threads or "shared") for r in self.roles]
         amounts = [
             ("prompts a step", self.prompts_per_step),
@@ -167,9 +167,9 @@ class Plan:
 
 
 def plan(config: RunConfig, *, memory: int | None = None) -> Plan:
-    """Return roles, processes and amounts of a run; `memory` are the bytes that each device has.
+    """Return roles, processes and amounts of a run; `memory`: bytes of each device.
 
-    Raises UserError for a model that cannot be spread as [policy.parallel] says.
+    Raises UserError for a model that cannot be parallelised according to [policy.parallel].
     """
     look_up_parts(config, load_domain(config.run.domain))
     prompts = config.policy.prompts_per_step
@@ -267,7 +267,7 @@ def _beside_bound(size: int, bound: int) -> str:
 
 
 def _rank_tables(ranks: Ranks) -> list[str]:
-    """Where each rank stands, as far as there is something to tell and room for it."""
+    """Coordinates of each rank, if there are several and not too many."""
     number = len(ranks.places)
     texts = [f"a policy replica: {number} ranks, {ranks.description}"] if number > 1 else []
     if 1 < number <= MOST_RANKS_SHOWN:
@@ -313,7 +313,7 @@ def _verdict(memory: Memory, given: int) -> str:
 
 
 def _mebibytes(*sizes: int) -> str:
-    """Sizes with a digit after the point where that says something."""
+    """Format sizes, small ones with one decimal."""
     numbers = [size / 2**20 for size in sizes]
     return " + ".join(f"{number:,.1f}" if number < 10 else f"{number:,.0f}" for number in numbers) + " MiB"
 

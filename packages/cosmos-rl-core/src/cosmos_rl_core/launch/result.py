@@ -1,4 +1,4 @@
-"""What a run tells while it goes on, and what it returns."""
+"""Output of a run while it is active, and its result."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ _REASONS_SHOWN = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:
-    """What came of a run."""
+    """The result of a run."""
 
     run_dir: Path
     steps: int
-    """Optimizer steps in the final weights."""
+    """Number of optimizer steps in the final weights."""
     trained: int
-    """Optimizer steps done: more than `steps` where the monitor took the run back."""
+    """Number of optimizer steps done: more than `steps` after a rollback by the monitor."""
     checkpoint: Path | None
-    """The last checkpoint on a disk; its folder `policy` loads as a model where one process trained."""
+    """The last checkpoint, if it is on disk; its folder `policy` can be loaded as a model if one process trained."""
     checkpoint_url: str
-    """Where it lies, on a disk or not; empty where there is none."""
+    """Path or URL of the last checkpoint; empty if there is none."""
     metrics: tuple[Mapping[str, float], ...]
-    """One mapping a step of this run, as in metrics.jsonl."""
+    """One mapping per step of this run, as in metrics.jsonl."""
     evaluations: Mapping[int, Mapping[str, float]]
     """Policy version -> metrics on the held-out rows."""
     samples: Mapping[str, int]
-    """Groups by state."""
+    """Number of groups by state."""
     wall_s: float
     interrupted: bool
 
@@ -51,7 +51,7 @@ class RunObserver:
     """Console, metric sinks and files of one run. Implements `control.server.Observer`."""
 
     def __init__(self, config: RunConfig, directory: Path, *, first_step: int, max_steps: int) -> None:
-        """Open the sinks of [logging] in the run's directory; what they hold of `first_step` and later is dropped."""
+        """Open the sinks of [logging] in the run's directory; their lines of `first_step` and later are dropped."""
         self.current_phase = "starting"
         self._config = config
         self._directory = directory
@@ -145,18 +145,18 @@ class RunObserver:
 
 
 def evaluated_from(config: RunConfig, first_step: int, *, max_steps: int) -> int:
-    """Return the first version that a run which starts at `first_step` evaluates, if it is due: what is known stays."""
+    """Return the first version that a run from `first_step` on evaluates; earlier evaluations are kept."""
     return first_step if config.eval.due(first_step, last=max_steps) else first_step + 1
 
 
 def _console(config: RunConfig, directory: Path, max_steps: int) -> Console:
-    from cosmos_rl_core.observe.console import Console  # rich is not needed where nobody looks
+    from cosmos_rl_core.observe.console import Console  # rich is imported only if the console is used
 
     return Console(config.run.name, max_steps, directory)
 
 
 def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
-    """What the closing table says, top to bottom."""
+    """Rows of the closing table, top to bottom."""
     rows = {}
     evaluated = [version for version in result.evaluations if version <= result.steps]
     if evaluated:
@@ -175,7 +175,7 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
     terms = sum(m.get("terms", 0.0) for m in result.metrics)
     rows["steps"] = f"{result.trained}" + (" (interrupted)" if result.interrupted else "")
     if result.steps < result.trained:
-        rows["taken back"] = f"the weights are those of step {result.steps}; later checkpoints are set aside"
+        rows["rolled back"] = f"the weights are those of step {result.steps}; later checkpoints are set aside"
     rows["wall time"] = f"{result.wall_s:.1f} s"
     rows["trained terms"] = f"{terms:,.0f}"
     if dropped := sum(m.get("rows_dropped", 0.0) + m.get("data_term/rows_dropped", 0.0) for m in result.metrics):

@@ -59,22 +59,22 @@ def run(
     overwrite: bool = False,
     python_path: Sequence[str] = (),
 ) -> RunResult:
-    """Train as a recipe says and return what came of it.
+    """Train according to a recipe and return the result.
 
     recipe: a TOML file, its content, or a validated config. overrides: "section.key=value".
 
     rewards: functions, classes and names, instead of [reward] functions: a list, with weights as pairs
-    [(closeness, 1.0), ("format", 0.1)], or a mapping by label. With [run] placement = "local" functions are those of
-    modules and scripts, which workers import; lambdas, closures and notebook cells are for "inline".
+    [(closeness, 1.0), ("format", 0.1)], or a mapping by label. With [run] placement = "local", functions must be in
+    modules or scripts, which workers import; lambdas, closures and notebook cells need "inline".
 
-    rows, eval_rows: mappings of columns to JSON, or a `datasets.Dataset`, instead of [data] and [eval.data] path. They
-    are kept in the run's directory: a run is resumed with the same rows, or by its resolved.toml without them.
+    rows, eval_rows: mappings of columns to JSON, or a `datasets.Dataset`, that replace [data] and [eval.data] path,
+    stored in the run's directory: resume the run with the same rows, or with its resolved.toml and no rows.
 
     resume: "auto" for the newest checkpoint of the run's directory, or a checkpoint's path. python_path: folders for
-    "module:attribute" names, looked up after what is installed.
+    "module:attribute" names, searched after installed packages.
 
-    Raises UserError for what the user can mend and WorkerFailed when a worker was lost for good; what was computed
-    until then is on disk.
+    Raises UserError for errors that the user can fix, and WorkerFailed if a worker was lost permanently; results up to
+    then are on disk.
     """
     raise_descriptor_limit()
     given = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, rows=rows, eval_rows=eval_rows)
@@ -89,8 +89,8 @@ def run(
             started = _Run(given, path.resolve(), resumption, lock=directory.lock)
             return run_to_end(started.run(directory.notes))
     except OSError as error:
-        if told := explain_no_room(error, path):
-            raise told from error
+        if explained := explain_no_room(error, path):
+            raise explained from error
         raise
 
 
@@ -154,7 +154,7 @@ class _Run:
             )
 
     def _final_weights(self, controller: Controller, verdict: Verdict | None) -> tuple[int, str]:
-        """The step and place of the weights that the run ends with: the newest, or those the monitor goes back to."""
+        """Return step and location of the final weights: the newest, or those of the monitor's rollback."""
         newest = controller.ledger.version, controller.checkpoint
         if verdict is None:
             return newest
@@ -163,14 +163,14 @@ class _Run:
         healthy = roll_back(root, to=verdict.rollback_to, reason=verdict.text)
         if healthy is None:
             self._observer.note(
-                f"monitor: no checkpoint of step {verdict.rollback_to} or before is there; the newest weights stay"
+                f"monitor: no checkpoint of step {verdict.rollback_to} or earlier exists; the newest weights are kept"
             )
             return newest
         self._observer.note(f"monitor: the weights are those of step {healthy}; later checkpoints are set aside")
         return healthy, str(root / f"step_{healthy}")
 
     async def _serve(self, controller: Controller, token: bytes) -> Server:
-        """Listen to workers, and to the agents of ranks that failed."""
+        """Serve workers, and agents that report failed ranks."""
 
         async def on_connect(connection: Connection) -> None:
             if connection.peer.role == AGENT:
@@ -187,15 +187,15 @@ class _Run:
             allow_remote=not is_loopback(bind),
         )
 
-    def _look_for_removals(self, controller: Controller) -> None:
+    def _check_removals(self, controller: Controller) -> None:
         for text in self._removals.check():
             self._observer.note(text)
             if self._removals.lost:
                 controller.stop("its directory was removed")
 
     def _must_be_there(self, controller: Controller) -> None:
-        """Raise UserError where somebody has removed the run's directory, or the checkpoint that it ends with."""
-        self._look_for_removals(controller)
+        """Raise UserError if the run's directory or its last checkpoint was removed."""
+        self._check_removals(controller)
         last = controller.checkpoint
         there = not last or "://" in last or has_all_files(last)
         if self._removals.lost:
@@ -204,14 +204,12 @@ class _Run:
             raise UserError(f"the checkpoint {last}, the last of the run, was removed; its weights are gone")
 
     def _must_have_trained(self, ledger: Ledger) -> None:
-        """Raise UserError for a run whose prompts were all dropped: it ended in good order and did nothing."""
+        """Raise UserError for a run that ended without a step because all prompts were dropped."""
         reasons = ledger.samples.drop_reasons
         if ledger.version > self._resumed.step or self._interrupts or not reasons:
             return
         [(reason, number)] = reasons.most_common(1)
-        raise UserError(
-            f"not one step was trained: {reasons.total()} prompts were dropped, {number} of them as {reason}"
-        )
+        raise UserError(f"no step was trained: {reasons.total()} prompts were dropped, {number} of them as {reason}")
 
     def _controller(self, text: str, journal: Journal, watch: Watch) -> Controller:
         config = self._config
@@ -255,7 +253,7 @@ class _Run:
 
     @contextlib.asynccontextmanager
     async def _placed(self, controller: Controller, address: str, token: bytes):  # noqa: ANN202
-        """Start the workers where the recipe wants them; on the way out tell them to leave and wait for it."""
+        """Start the workers according to [run] placement; on exit, send Stop and wait until they have left."""
         place = {"local": start_processes, "inline": start_tasks}[self._config.run.placement]
         self._observer.phase("starting workers")
         self._workers = await place(
@@ -282,7 +280,7 @@ class _Run:
         def interrupt() -> None:
             self._interrupts += 1
             if self._interrupts == 1:
-                self._observer.note("stopping: the step in work is finished and saved (again to stop at once)")
+                self._observer.note("stopping: the current step is finished and saved (again to stop at once)")
                 controller.stop("interrupted")
             else:
                 if self._workers is not None:
@@ -293,8 +291,8 @@ class _Run:
 
     async def _keep_status(self, controller: Controller) -> None:
         while True:
-            self._look_for_removals(controller)
-            with contextlib.suppress(OSError):  # a full disk ends the run where something is lost by it
+            self._check_removals(controller)
+            with contextlib.suppress(OSError):  # a full disk must not end the run here, where nothing is lost
                 write_status(self._directory / "status.json", controller, phase=self._observer.current_phase)
             await asyncio.sleep(STATUS_S)
 
@@ -303,17 +301,17 @@ class _Run:
         try:
             if parts:
                 merge(parts, self._directory / "timeline.json")
-        except OSError as error:  # nor may it hide why the run ended
+        except OSError as error:  # must not hide the error that ended the run
             self._observer.note(f"timeline.json could not be written: {error.strerror}")
 
 
 def planned_steps(config: RunConfig, source: PromptSource) -> int:
-    """Steps of the run: [run] max_steps, or as many whole batches as [prompts] epochs give."""
+    """Return the steps of the run: [run] max_steps, or the number of whole batches in [prompts] epochs."""
     whole = None if source.total is None else source.total // config.policy.prompts_per_step
     if whole == 0:
         raise UserError(
             f"{len(source)} rows are fewer than [policy] prompts_per_step = {config.policy.prompts_per_step}: "
-            "not one step can be made up. Lower it, or raise [prompts] epochs."
+            "too few for one step. Lower it, or raise [prompts] epochs."
         )
     limits = [steps for steps in (config.run.max_steps, whole) if steps is not None]
     assert limits, "the config asks for max_steps or epochs"

@@ -1,7 +1,7 @@
-"""Feeds the monitor with a run's evaluations, and carries out what it says.
+"""Feeds the monitor with a run's evaluations, and carries out its actions: one check per evaluated version.
 
-what                            comes from
-rewards of held-out prompts     the controller                      one look a version, when rewards and loss have come
+metric                          source
+rewards of held-out prompts     the controller
 loss on held-out rows           the policy
 diversity of training groups    the last step
 best reward of real rows        the recipe, or the first rollout replica
@@ -22,16 +22,16 @@ from cosmos_rl_core.types import RolloutGroup
 
 LOSS, REWARD, BEYOND = "eval/loss", "eval/reward_mean", "eval/beyond"
 ALONE = f"eval/reward/{DIVERSITY}"
-"""Left out: an evaluation draws one rollout of a prompt, which has nothing to differ from."""
+"""Left out: an evaluation samples one rollout per prompt, so its diversity is undefined."""
 
 
 class Watch:
-    """An `Observer` that tells another, and checks evaluations on the way."""
+    """An `Observer` that forwards to another one and runs the monitor on evaluations."""
 
     def __init__(self, observer: Observer, config: RunConfig, *, history: History, stop: Callable[[str], None]) -> None:
-        """history: where they are written down. stop: ends the run after the step in work, with a reason."""
+        """history: log of the checks. stop: ends the run after the current step, with a reason."""
         self.rollback: Verdict | None = None
-        """What takes the run back, once something does."""
+        """The verdict that requires a rollback, or None."""
         self._observer = observer
         self._history = history
         self._monitor = HackMonitor(config.monitor, state=history.state)
@@ -57,7 +57,9 @@ class Watch:
     def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None:
         if BEST in metrics:
             self._best = metrics[BEST] if self._best is None else self._best
-            self._observer.note(f"monitor: the best of {metrics['data/rows']:.0f} real rows earns {self._best:.3g}")
+            self._observer.note(
+                f"monitor: the best of {metrics['data/rows']:.0f} real rows has reward {self._best:.3g}"
+            )
             return
         metrics = {name: value for name, value in metrics.items() if name != ALONE}
         rewards = [rollout.reward for group in groups for rollout in group.rollouts]
@@ -67,9 +69,9 @@ class Watch:
         known = self._known.setdefault(version, {})
         known.update(metrics)
         if REWARD in known and (LOSS in known or not self._needs_loss):
-            self._look(version, self._known.pop(version))
+            self._check(version, self._known.pop(version))
 
-    def _look(self, version: int, known: Mapping[str, float]) -> None:
+    def _check(self, version: int, known: Mapping[str, float]) -> None:
         metrics = Metrics(
             step=version,
             reward=known[REWARD],

@@ -1,4 +1,4 @@
-"""A client of a reward service: send, wait, try again, and never make up a number."""
+"""Client of a reward service: sends requests, polls for scores, retries. A failure never becomes a score."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ import msgspec
 import numpy as np
 
 from cosmos_rl_core.reward.request import Enqueued, Fetched, Header, encode_body
-from cosmos_rl_core.reward.retry import Patience, RewardServiceError
+from cosmos_rl_core.reward.retry import Retry, RewardServiceError
 
 Reply = TypeVar("Reply", Enqueued, Fetched)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServiceAddress:
-    """Where a service is, and what lets in."""
+    """URLs and token of a service."""
 
     enqueue_url: str
     fetch_url: str
@@ -33,18 +33,18 @@ class ServiceAddress:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it is on this machine."""
+        """Whether the service is on this machine."""
         return all(_is_loopback(urlsplit(url).hostname or "") for url in (self.enqueue_url, self.fetch_url))
 
     @property
     def is_secure(self) -> bool:
-        """Whether it is spoken to under TLS."""
+        """Whether the connection uses TLS."""
         return any(url.startswith("https://") for url in (self.enqueue_url, self.fetch_url))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Outgoing:
-    """A request as it is sent, as often as it takes."""
+    """An encoded request, which may be sent several times."""
 
     header: Header
     pieces: Callable[[], Iterator[bytes]]
@@ -52,7 +52,7 @@ class _Outgoing:
 
 
 class RewardClient:
-    """Asks one service; many requests may be under way at once.
+    """Sends requests to one service; many may be in flight at the same time.
 
     async with RewardClient(address, deadline_s=60) as client:
         scores = await client.score(header, {"video": [clip, clip]})        # {"brightness": [0.1, 0.7]}
@@ -61,7 +61,7 @@ class RewardClient:
     def __init__(
         self, address: ServiceAddress, *, deadline_s: float, wait_s: float = 10.0, rng: random.Random | None = None
     ) -> None:
-        """`wait_s` is how long a fetch asks the service to wait; `rng` draws the jitter of the pauses."""
+        """`wait_s`: how long a fetch may block at the service; `rng`: for the jitter of retries."""
         self._address = address
         self._deadline_s = deadline_s
         self._wait_s = min(wait_s, deadline_s)
@@ -73,9 +73,9 @@ class RewardClient:
             headers={"Authorization": f"Bearer {self._address.token}"},
             timeout=httpx.Timeout(60.0, connect=10.0, read=self._wait_s + 30.0),
             limits=httpx.Limits(max_connections=None, keepalive_expiry=30.0),
-            verify=self._address.is_secure,  # the certificates take a while to load
-            follow_redirects=False,  # the token is for this address alone
-            trust_env=not self._address.is_loopback,  # a proxy of the environment does not reach this machine's ports
+            verify=self._address.is_secure,  # loading certificates is slow
+            follow_redirects=False,  # the token is valid for this address only
+            trust_env=not self._address.is_loopback,  # a proxy cannot reach this machine's ports
         )
         self._http = await self._stack.enter_async_context(client)
         return self
@@ -84,56 +84,56 @@ class RewardClient:
         await self._stack.aclose()
 
     async def score(self, header: Header, arrays: Mapping[str, Sequence[np.ndarray]]) -> dict[str, list[float]]:
-        """Return the scores of a request by name, each [B]; `arrays` holds one array a sample under each name.
+        """Return the scores of a request by name, each [B]; `arrays` has one array per sample under each name.
 
-        A reward in parts gives one list for each, as "reward.part". Raises ValueError for what cannot be sent;
-        RewardServiceError where the service refuses it, fails on it or lies; TimeoutError where it is not done after
-        `deadline_s`, and ConnectionError where the last that was heard then was an error. A service that was started
-        anew meanwhile is sent the request again; under its id nothing is scored twice by one that was not.
+        A reward in parts gives one list per part, as "reward.part". Raises ValueError for a request that cannot be
+        encoded; RewardServiceError if the service refuses it, fails on it or returns invalid scores; TimeoutError if it
+        is not done after `deadline_s`, or ConnectionError if the last attempt failed with an error. The request is sent
+        again to a service that restarted meanwhile; its id prevents a second scoring by the same service.
         """
         header = header if header.id else msgspec.structs.replace(header, id=uuid4().hex)
         pieces, num_bytes = encode_body(header, arrays)
         outgoing = _Outgoing(header=header, pieces=pieces, num_bytes=num_bytes)
-        patience = Patience(rng=self._rng)
+        retry = Retry(rng=self._rng)
         limit = asyncio.timeout(self._deadline_s)
         try:
             async with limit:
                 while True:
-                    taken = await self._enqueue(outgoing, patience)
-                    reply = await self._fetch(taken, header, patience)
+                    taken = await self._enqueue(outgoing, retry)
+                    reply = await self._fetch(taken, header, retry)
                     if reply is not None:
                         return _checked(reply, header)
-                    await patience.pause("the service does not know the request any more")
+                    await retry.pause("the service no longer has the request")
         except TimeoutError as error:
             if not limit.expired():
                 raise
-            raise patience.error(self._deadline_s) from error
+            raise retry.error(self._deadline_s) from error
 
-    async def _enqueue(self, outgoing: _Outgoing, patience: Patience) -> Enqueued:
-        patience.waiting_for = f"{self._address.enqueue_url} to take the request"
-        response = await patience.insist(lambda: self._send(outgoing), accept={200})
+    async def _enqueue(self, outgoing: _Outgoing, retry: Retry) -> Enqueued:
+        retry.waiting_for = f"{self._address.enqueue_url} to accept the request"
+        response = await retry.until_accepted(lambda: self._send(outgoing), accept={200})
         taken = _decoded(response, Enqueued)
         _check_id(taken.id, outgoing.header)
         return taken
 
-    async def _fetch(self, taken: Enqueued, header: Header, patience: Patience) -> Fetched | None:
-        """Return the reply that ends the request, or None from a service that has forgotten it."""
-        patience.waiting_for = f"{self._address.fetch_url} to score request {taken.uuid}"
+    async def _fetch(self, taken: Enqueued, header: Header, retry: Retry) -> Fetched | None:
+        """Return the final reply, or None if the service no longer has the request."""
+        retry.waiting_for = f"{self._address.fetch_url} to score request {taken.uuid}"
         while True:
             start = time.monotonic()
-            response = await patience.insist(lambda: self._ask(taken.uuid), accept={200, 202, 404})
+            response = await retry.until_accepted(lambda: self._ask(taken.uuid), accept={200, 202, 404})
             if response.status_code == httpx.codes.NOT_FOUND:
                 return None
             reply = _decoded(response, Fetched)
             if reply.uuid != taken.uuid:
-                raise RewardServiceError(f"asked for request {taken.uuid}, the service answered {reply.uuid}")
+                raise RewardServiceError(f"fetched request {taken.uuid}, the service returned {reply.uuid}")
             _check_id(reply.id, header)
             if reply.status != "pending":
                 return reply
             if time.monotonic() - start > self._wait_s / 2:
-                patience.encouraged()
-            else:  # it does not hold fetches back, so we have to
-                await patience.pause()
+                retry.reset()
+            else:  # the service does not block fetches, so wait here
+                await retry.pause()
 
     async def _send(self, outgoing: _Outgoing) -> httpx.Response:
         async def content() -> AsyncIterator[bytes]:
@@ -154,25 +154,25 @@ def _decoded(response: httpx.Response, kind: type[Reply]) -> Reply:
     try:
         return msgspec.json.decode(response.content, type=kind)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RewardServiceError(f"{response.request.url} answered nonsense: {error}") from error
+        raise RewardServiceError(f"{response.request.url} returned an invalid reply: {error}") from error
 
 
-def _check_id(answered: str, header: Header) -> None:
-    if answered != header.id:
-        raise RewardServiceError(f"sent request id {header.id}, the service answered {answered!r}")
+def _check_id(returned: str, header: Header) -> None:
+    if returned != header.id:
+        raise RewardServiceError(f"sent request id {header.id}, the service returned {returned!r}")
 
 
 def _checked(reply: Fetched, header: Header) -> dict[str, list[float]]:
-    """The scores, if they are those of the request: each reward's, one a sample. JSON has no NaN and no infinity."""
+    """Return the scores after a check of names and lengths. They are finite: JSON has no NaN and no infinity."""
     if reply.status == "failed":
-        raise RewardServiceError(reply.error or "the service failed and did not say why")
+        raise RewardServiceError(reply.error or "the service failed without a reason")
     asked = {reward.name for reward in header.rewards}
     scored = {name.partition(".")[0] for name in reply.scores}
     if scored != asked:
-        raise RewardServiceError(f"asked for {_listed(asked)}, the service scored {_listed(scored)}")
+        raise RewardServiceError(f"requested {_listed(asked)}, the service scored {_listed(scored)}")
     for name, values in reply.scores.items():
         if len(values) != header.size:
-            raise RewardServiceError(f"{name}: the service gave {len(values)} scores for {header.size} samples")
+            raise RewardServiceError(f"{name}: the service returned {len(values)} scores for {header.size} samples")
     return reply.scores
 
 

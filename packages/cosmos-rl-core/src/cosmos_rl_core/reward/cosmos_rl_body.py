@@ -1,9 +1,9 @@
-"""The body that clients of NVIDIA's cosmos-rl send: a line of JSON with other keys, and one .npy file.
+"""Request body of NVIDIA's cosmos-rl clients: a line of JSON with other keys, then one .npy file.
 
     {"prompts": ["a cat", "a cat"], "reward_fn": {"ocr": 1.0}, "media_type": "image",
      "video_infos": [{"video_fps": 16.0}, ...]}
 
-`read_request` tells the two kinds apart by the key `reward_fn`. Neighbours with equal prompts become a group.
+`read_request` recognises it by the key `reward_fn`. Consecutive samples with equal prompts form a group.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _read_theirs(line: bytes, keys: dict[str, Any], places: dict[str, Place]) ->
 
 
 def _kind(media_type: str | None, place: Place) -> MediaKind:
-    """What the array is. cosmos-rl's trainers say "video" of latents too."""
+    """The kind of the array. cosmos-rl's trainers also send latents as "video"."""
     match (media_type or "latent").lower():
         case "image":
             return "image"
@@ -88,11 +88,11 @@ def _kind(media_type: str | None, place: Place) -> MediaKind:
         case "video" | "latent":
             return "latent"
         case other:
-            raise MalformedBody(f"header: {other!r} is none of image, video, latent - at `$.media_type`")
+            raise MalformedBody(f"header: {other!r} is not one of image, video, latent - at `$.media_type`")
 
 
 def _rows(prompts: Sequence[str], keys: dict[str, Any]) -> list[dict[str, Any]]:
-    """A row a sample: its prompt, and its entry of every further list that has one for each."""
+    """Return one row per sample: its prompt, and its entry of each other list of the same length."""
     known = set(_Metadata.__struct_fields__)
     extras = {
         name: v for name, v in keys.items() if name not in known and isinstance(v, list) and len(v) == len(prompts)

@@ -1,4 +1,4 @@
-"""A reward that a service computes. One for each component; those of one service share one request a group.
+"""A reward computed by a service. Rewards of the same service share one request per group.
 
 [[reward.functions]]
 name = "cosmos_rl_core.reward.remote:RemoteReward"
@@ -24,7 +24,7 @@ from cosmos_rl_core.reward.token import checked_token, client_token
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
 
-if TYPE_CHECKING:  # httpx is wanted when a reward is asked for, not where recipes are checked
+if TYPE_CHECKING:  # httpx is needed for requests, but not to check recipes
     from cosmos_rl_core.reward.client import ServiceAddress
 
 _ENQUEUE_VARIABLES = ("WFM_REWARD_ENQUEUE_URL", "REMOTE_REWARD_ENQUEUE_URL")
@@ -32,48 +32,48 @@ _FETCH_VARIABLES = ("WFM_REWARD_FETCH_URL", "REMOTE_REWARD_FETCH_URL")
 
 
 class RemoteReward(Strict):
-    """Scores of a reward service, one a rollout. `await reward(group)`; a failure is never a number."""
+    """Scores of a reward service, one per rollout: `await reward(group)`. A failure raises."""
 
     reward: str | dict[str, float]
-    """What the service calls it: "brightness", or "videoalign.vq" for one part; or several with their weights, which
-    are added up."""
+    """Name at the service: "brightness", or "videoalign.vq" for one part; or several with weights, for their weighted
+    sum."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Options of the reward for these requests, where the service allows them."""
+    """Options of the reward for these requests, if the service allows them."""
     url: str = ""
-    """Where the service is: "http://127.0.0.1:8300"; the two below are then its own."""
+    """Address of the service: "http://127.0.0.1:8300"; sets the two URLs below."""
     enqueue_url: str = ""
-    """Where requests go; by default WFM_REWARD_ENQUEUE_URL, or REMOTE_REWARD_ENQUEUE_URL."""
+    """URL for requests; default: WFM_REWARD_ENQUEUE_URL, or REMOTE_REWARD_ENQUEUE_URL."""
     fetch_url: str = ""
-    """Where results are; by default WFM_REWARD_FETCH_URL, or REMOTE_REWARD_FETCH_URL."""
+    """URL for results; default: WFM_REWARD_FETCH_URL, or REMOTE_REWARD_FETCH_URL."""
     token: SecretStr = SecretStr("")
-    """What lets in. A recipe is written into the run's directory: give it a token_file, or WFM_REWARD_TOKEN."""
+    """The service's token. As a recipe is written into the run's directory, prefer token_file or WFM_REWARD_TOKEN."""
     token_file: str = ""
-    """Where the token lies, readable by its owner alone."""
+    """File with the token, readable only by its owner."""
     media: Literal["video", "image", "latent", "none"] = "video"
-    """Which of `Rollout.media` is sent; "none" sends texts alone."""
+    """Kind of `Rollout.media` to send; "none": only texts."""
     beside: tuple[str, ...] = ()
-    """Others of them that go along, such as ["success"]; of one shape in all rollouts of a group."""
+    """Further media to send, such as ["success"]; of one shape in all rollouts of a group."""
     columns: tuple[str, ...] | None = None
-    """Columns of the prompt's row that are sent; without it all."""
+    """Columns of the prompt's row to send. Not set: all."""
     deadline_s: float = Field(default=50.0, gt=0)
-    """Longest to wait for scores, all attempts together. [reward] timeout_s should be longer."""
+    """Maximum wait for scores, including retries. [reward] timeout_s should be longer."""
 
     _requests: GroupRequests = PrivateAttr()
 
     @model_validator(mode="after")
     def _share(self) -> Self:
         if not self.weights:
-            raise ValueError("reward names nothing")
+            raise ValueError("reward is empty")
         self._requests = GroupRequests.shared(self)
         return self
 
     @property
     def weights(self) -> Mapping[str, float]:
-        """What is added up, by name."""
+        """Weights by name."""
         return {self.reward: 1.0} if isinstance(self.reward, str) else self.reward
 
     def address(self) -> ServiceAddress:
-        """Where the service is, from the options and the environment. Raises UserError where nothing says it."""
+        """Return the service's address from options and environment. Raises UserError if neither has it."""
         from cosmos_rl_core.reward.client import ServiceAddress
 
         base = self.url.rstrip("/")
@@ -93,40 +93,40 @@ class RemoteReward(Strict):
         return ServiceAddress(enqueue_url=enqueue_url, fetch_url=fetch_url, token=token)
 
     async def __call__(self, group: RolloutGroup) -> list[float]:
-        """Return the weighted scores [G]. Raises as `RewardClient.score` does."""
+        """Return the weighted scores [G]. Raises like `RewardClient.score`."""
         scores = await self._requests.scores(self, group)
         missing = [name for name in self.weights if name not in scores]
         if missing:
-            raise ValueError(f"the service gave no scores for {', '.join(missing)}; it gave {', '.join(scores)}")
+            raise ValueError(f"the service returned no scores for {', '.join(missing)}, but for {', '.join(scores)}")
         columns = [(weight, scores[name]) for name, weight in self.weights.items()]
         return [sum(weight * values[i] for weight, values in columns) for i in range(len(group.rollouts))]
 
 
 @dataclass(eq=False, slots=True)
 class _Flight:
-    """A request that is under way."""
+    """A request in flight."""
 
     group: RolloutGroup
-    """Held, so that its id() stays its own."""
+    """Kept alive, so that its id() stays unique."""
     task: asyncio.Task[dict[str, list[float]]]
     num_waiting: int = 0
 
 
 @dataclass(eq=False)
 class GroupRequests:
-    """Requests for the rewards of all components with the same settings: one a group, whoever asks first.
+    """Shared requests of all rewards with the same settings, one per group.
 
-    The components of a rubric are asked for the same group at the same time; the first sends a request for all of
-    them, and the others wait for its scores.
+    The rewards of a rubric score a group at the same time; the first one sends a request for all of them, and the
+    others wait for its scores.
     """
 
     wanted: dict[str, RewardSpec] = field(default_factory=dict)
-    """Rewards by the service's name, parts left out."""
+    """Requested rewards by their names at the service, without parts."""
     _flights: dict[int, _Flight] = field(default_factory=dict)
 
     @staticmethod
     def shared(reward: RemoteReward) -> GroupRequests:
-        """Return those that the reward shares with others, and ask for it there too."""
+        """Return the requests shared by the reward's settings, and add the reward to them."""
         settings = reward.model_dump_json(exclude={"reward", "token"}) + reward.token.get_secret_value()
         requests = _SHARED.get(settings)
         if requests is None:
@@ -137,7 +137,7 @@ class GroupRequests:
         return requests
 
     async def scores(self, reward: RemoteReward, group: RolloutGroup) -> dict[str, list[float]]:
-        """Return the scores of a group for everything that is wanted."""
+        """Return the scores of a group for all shared rewards."""
         flight = self._flights.get(id(group))
         if flight is None:
             task = asyncio.create_task(_request(reward, group, list(self.wanted.values())))
@@ -148,12 +148,12 @@ class GroupRequests:
             return await asyncio.shield(flight.task)
         finally:
             flight.num_waiting -= 1
-            if not flight.num_waiting and not flight.task.done():  # nobody waits any more
+            if not flight.num_waiting and not flight.task.done():  # no reward waits any more
                 flight.task.cancel()
 
 
 _SHARED: WeakValueDictionary[str, GroupRequests] = WeakValueDictionary()
-"""By settings; as long as a reward with them is alive."""
+"""Shared requests by settings, while a reward with them is alive."""
 
 
 async def _request(reward: RemoteReward, group: RolloutGroup, wanted: list[RewardSpec]) -> dict[str, list[float]]:
@@ -193,7 +193,7 @@ def _media(kind: str, media: Mapping[str, Any], group: RolloutGroup) -> Any:
 
 
 def _of_one_length(videos: Sequence[np.ndarray]) -> dict[str, list[np.ndarray]]:
-    """Return videos [F, H, W, 3] that hold their last frame until the longest ends, and how many frames each has."""
+    """Return videos [F, H, W, 3] padded to the longest by repeating their last frame, and each one's frame count."""
     lengths = [len(video) for video in videos]
     longest = max(lengths)
     if min(lengths) == longest:

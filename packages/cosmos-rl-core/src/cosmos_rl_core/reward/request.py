@@ -1,13 +1,13 @@
-"""What is asked of a reward service: one line of JSON, "\\n", then arrays as safetensors.
+"""A request to a reward service: one line of JSON, "\\n", then arrays as safetensors.
 
     {"id": "7f..", "media": "video", "fps": 16,                               the header, padded with blanks
      "groups": [{"size": 8, "row": {"caption": "a red ball"}}],               8 samples of one prompt
      "rewards": [{"name": "brightness"}, {"name": "speed"}]}
     video: uint8 [8, F, H, W, 3]                                              every array begins with [B]
-    num_frames: int32 [8]                                                     of each video, where they differ
+    num_frames: int32 [8]                                                     of each video, if they differ
 
-B is the sum of the groups' sizes. cosmos-rl's own body has the same frame with other keys and a .npy file behind it;
-`cosmos_rl_body` reads that.
+B is the sum of the groups' sizes. `cosmos_rl_body` reads the body of NVIDIA's cosmos-rl, with other keys and a .npy
+file.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 MediaKind = Literal["video", "image", "latent", "none"]
 NUM_FRAMES = "num_frames"
-"""Array that says how many frames of each video are its own; what follows repeats the last of them."""
+"""Name of the array with each video's number of frames; later frames are padding."""
 MAX_HEADER_BYTES = 4 * 2**20
 MAX_SAMPLES = 2**16
-"""B at most."""
+"""Maximum B."""
 _ALIGN = 64
-"""The arrays start at a multiple of this, so that they can be read where they lie."""
+"""The arrays start at a multiple of this, so that they can be read in place."""
 
 _SHAPES = {
     "video": (5, "[B, frames, height, width, 3]"),
@@ -41,40 +41,40 @@ _Label = Annotated[str, msgspec.Meta(max_length=200)]
 
 
 class RewardSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A reward that is asked for."""
+    """A requested reward."""
 
     name: _Name
-    """As the service knows it."""
+    """Name at the service."""
     weight: float = 1.0
-    """Its factor in `total`; scores come without it."""
+    """Factor in `total`; not applied to scores."""
     options: dict[str, Any] = {}
-    """Options of this request, where the service allows them."""
+    """Options of this request, if the service allows them."""
 
 
 class GroupSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Samples of one prompt, which a reward sees together."""
+    """Samples of one prompt, scored together."""
 
     size: Annotated[int, msgspec.Meta(ge=1)]
     row: dict[str, Any] = {}
-    """The prompt: "caption" and whatever else the rewards read."""
+    """The prompt: "caption" and other columns for the rewards."""
     prompt_text: str = ""
     texts: list[str] = []
-    """One a sample, where samples are or have texts; else empty."""
+    """One per sample if samples have texts; otherwise empty."""
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """What is asked."""
+    """Header of a request."""
 
     groups: Annotated[list[GroupSpec], msgspec.Meta(min_length=1)]
     rewards: Annotated[list[RewardSpec], msgspec.Meta(min_length=1)]
     media: MediaKind = "none"
-    """The array that must be there: `video`, `image` or `latent`. Others may come beside it."""
+    """The required array: `video`, `image` or `latent`. There may be others."""
     fps: float | None = None
-    """Frames a second; put into every row as "fps" that has none."""
+    """Frames per second; added to rows without "fps"."""
     client: _Label = ""
-    """Who asks, for logs."""
+    """Name of the client, for logs."""
     id: _Label = ""
-    """The client's name for this request. The same one sent twice is one job; empty: each is a job of its own."""
+    """The client's id of this request. Requests with the same id are one job; empty: each one is a separate job."""
 
     @property
     def size(self) -> int:
@@ -84,15 +84,15 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defau
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """A request whose arrays still lie in the body."""
+    """A request whose arrays are still in the body."""
 
     header: Header
     places: Mapping[str, Place]
 
     def read_groups(self, buffer: Buffer) -> list[RolloutGroup]:
-        """Return the groups as rewards take them: each array of a sample is in its rollout's `media`.
+        """Return the groups for the rewards: each array of a sample is in its rollout's `media`.
 
-        Raises ValueError for pixels that are no pixels, and lengths that are none.
+        Raises ValueError for invalid pixel values and invalid frame counts.
         """
         arrays = {name: place.read(buffer) for name, place in self.places.items()}
         kind = self.header.media
@@ -115,7 +115,7 @@ _decode_header = msgspec.json.Decoder(Header).decode
 
 
 def read_line(buffer: Buffer) -> tuple[bytes, int]:
-    """Return the header line and where the arrays start. Raises MalformedBody without a line."""
+    """Return the header line and the offset of the arrays. Raises MalformedBody without a line."""
     end = buffer.find(b"\n", 0, MAX_HEADER_BYTES)
     if end < 0:
         raise MalformedBody('the body must start with one line of JSON, ended by "\\n"')
@@ -123,7 +123,7 @@ def read_line(buffer: Buffer) -> tuple[bytes, int]:
 
 
 def decode_header(line: bytes) -> Header:
-    """Return the header. Raises MalformedBody, which names the field, for a line that is none."""
+    """Return the header. Raises MalformedBody, which names the field, for an invalid line."""
     try:
         header = _decode_header(line)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -140,7 +140,7 @@ def decode_header(line: bytes) -> Header:
 
 
 def checked(header: Header, places: Mapping[str, Place]) -> Request:
-    """Return the request. Raises MalformedBody for arrays that do not fit the header."""
+    """Return the request. Raises MalformedBody for arrays that do not match the header."""
     size = header.size
     for name, place in places.items():
         if place.shape[:1] != (size,):
@@ -154,7 +154,7 @@ def checked(header: Header, places: Mapping[str, Place]) -> Request:
 
 
 def encode_line(header: Header) -> bytes:
-    """Return the header line, padded so that what follows is aligned. Raises ValueError for what JSON cannot hold."""
+    """Return the header line, padded to align the arrays. Raises ValueError for values that are not JSON."""
     try:
         text = msgspec.json.encode(header)
     except TypeError as error:
@@ -165,9 +165,9 @@ def encode_line(header: Header) -> bytes:
 def encode_body(
     header: Header, arrays: Mapping[str, Sequence[np.ndarray]]
 ) -> tuple[Callable[[], Iterator[bytes]], int]:
-    """Return what yields the body piece by piece, each time it is called, and the body's size in bytes.
+    """Return a function that yields the body in pieces, and the body's size in bytes.
 
-    `arrays` holds one array a sample under each name. Raises ValueError for what cannot be sent.
+    `arrays` has one array per sample under each name. Raises ValueError for arrays that cannot be sent.
     """
     parts = [memoryview(encode_line(header)), *(safetensors_parts(arrays) if arrays else ())]
 
@@ -193,11 +193,11 @@ def _check_media(kind: str, place: Place) -> None:
 
 
 def _as_pixels(array: np.ndarray, *, name: str) -> np.ndarray:
-    """uint8 as it is; floats in [0, 1] as uint8."""
+    """Return uint8 unchanged, and floats in [0, 1] as uint8."""
     if array.dtype == np.uint8:
         return array
     if not (array.min() >= 0 and array.max() <= 1):  # a NaN fails both
-        raise ValueError(f"{name!r} holds floats from {array.min()} to {array.max()}; they must lie in [0, 1]")
+        raise ValueError(f"{name!r} holds floats from {array.min()} to {array.max()}; they must be in [0, 1]")
     return np.rint(array.astype(np.float32) * 255).astype(np.uint8)
 
 
@@ -228,23 +228,23 @@ def _as_group(
 
 
 class Enqueued(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The request is queued."""
+    """Reply to an accepted request."""
 
     uuid: str
-    """The service's name for it, to fetch it by."""
+    """The service's id of the request, for fetching its result."""
     id: str = ""
-    """The client's name for it, as it was given."""
+    """The client's id of the request."""
 
 
 class Fetched(msgspec.Struct, frozen=True, omit_defaults=True):
-    """How far a request is."""
+    """Status and result of a request."""
 
     status: Literal["pending", "done", "failed"]
     uuid: str
     id: str = ""
     scores: dict[str, list[float]] = {}
-    """One list of B for each reward, or for each of its parts as "reward.part"."""
+    """One list [B] per reward, or per part as "reward.part"."""
     total: list[float] = []
-    """Their sum by the request's weights, [B]."""
+    """Their weighted sum, [B]."""
     error: str = ""
-    """Why it has failed."""
+    """Reason of the failure."""

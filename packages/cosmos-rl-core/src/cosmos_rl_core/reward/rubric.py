@@ -1,4 +1,4 @@
-"""Weighted reward functions over a group. A failure is an error of the sample; it never becomes a number."""
+"""Weighted reward functions over a group. A failure is an error of the sample and never becomes a score."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cosmos_rl_core.types import Rollout, RolloutGroup
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WeightedReward:
-    """One row of the rubric."""
+    """One reward of the rubric."""
 
     name: str
     """Key in `reward_breakdown` and in metrics."""
@@ -29,12 +29,12 @@ class WeightedReward:
 
 
 class Rubric:
-    """Scores groups with every function and adds them up by weight.
+    """Scores groups with every function and computes the weighted sum.
 
-        scored = await rubric.score(group)      # rollouts carry reward and reward_breakdown, episodes those of steps
+        scored = await rubric.score(group)      # sets reward and reward_breakdown of rollouts, rewards of episodes
 
-    Plain functions run in a small pool of threads, so that a slow one does not hold up generation;
-    `async def` functions run on the caller's loop.
+    Plain functions run in a small thread pool, so that a slow one does not block generation; `async def` functions run
+    on the caller's event loop.
     """
 
     def __init__(self, rewards: Sequence[WeightedReward], *, timeout_s: float = 60.0, threads: int = 2) -> None:
@@ -58,7 +58,7 @@ class Rubric:
         return replace(group, rollouts=tuple(rollouts))
 
     def _of_steps(self, values: Mapping[str, np.ndarray], *, num_steps: int) -> np.ndarray:
-        """Add up the rewards of an episode's steps [S]; one for the whole counts at the end."""
+        """Return the weighted sum of step rewards [S]; a single value for the episode is added to its last step."""
         total = np.zeros(num_steps)
         for reward in self._rewards:
             given = values[reward.name]
@@ -71,10 +71,10 @@ class Rubric:
         try:
             async with limit:
                 values = await self._call(reward.function, group)
-        except Exception as error:  # user code may raise anything; it is reported, counted and never hidden
+        except Exception as error:  # user code may raise anything; it is reported and counted
             if limit.expired():
                 raise SampleError(f"{where} took longer than [reward] timeout_s = {self._timeout_s:g}") from error
-            final = not isinstance(error, ConnectionError | TimeoutError)  # a server of its own may answer next time
+            final = not isinstance(error, ConnectionError | TimeoutError)  # a retry may reach its server
             raise SampleError(f"{where} raised {type(error).__name__}: {error}", final=final) from error
         return _checked_steps(values, rollouts=group.rollouts, where=where)
 
@@ -90,7 +90,7 @@ class Rubric:
 def _in_thread(function: RewardFn, group: RolloutGroup) -> Any:
     try:
         return function(group)
-    except StopIteration as error:  # a future cannot carry it: it would never be done
+    except StopIteration as error:  # a future cannot hold it and would never be done
         raise RuntimeError("StopIteration") from error
 
 
@@ -99,7 +99,7 @@ def _name(group: RolloutGroup) -> str:
 
 
 def _checked_steps(values: Any, *, rollouts: Sequence[Rollout], where: str) -> list[np.ndarray]:
-    """As `checked_values`: arrays [S] for episodes that were given one reward a step, [1] for all others."""
+    """Like `checked_values`: arrays [S] for episodes with one reward per step, [1] for all others."""
     if all(rollout.episode is None for rollout in rollouts) or not isinstance(values, Sequence):
         return [np.array([value]) for value in checked_values(values, expected=len(rollouts), where=where)]
     totals = checked_values(
@@ -116,9 +116,11 @@ def _checked_steps(values: Any, *, rollouts: Sequence[Rollout], where: str) -> l
 
 
 def checked_values(values: Any, *, expected: int, where: str) -> list[float]:
-    """Return what a reward returned as floats. Raises SampleError, which says exactly what is wrong with it."""
+    """Return the values of a reward as floats. Raises SampleError with the problem of the first invalid value."""
     if isinstance(values, str | bytes) or (not isinstance(values, Sequence) and not _is_vector(values)):
-        raise SampleError(f"{where} returned {type(values).__name__}; it must return one number a rollout", final=True)
+        raise SampleError(
+            f"{where} returned {type(values).__name__}; it must return one number per rollout", final=True
+        )
     if len(values) != expected:
         raise SampleError(f"{where} returned {len(values)} values for {expected} rollouts", final=True)
     checked = []
@@ -134,5 +136,5 @@ def checked_values(values: Any, *, expected: int, where: str) -> list[float]:
 
 
 def _is_vector(values: Any) -> bool:
-    """numpy arrays and torch tensors of one dimension."""
+    """Whether the values are a 1-D numpy array or torch tensor."""
     return getattr(values, "ndim", None) == 1

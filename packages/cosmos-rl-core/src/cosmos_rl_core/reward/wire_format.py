@@ -1,4 +1,4 @@
-"""Where the arrays of a body lie: safetensors, or one .npy file. Nothing is copied and nothing is unpickled."""
+"""Locates the arrays in a request body: safetensors, or one .npy file. Copies and unpickles nothing."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import msgspec
 import numpy as np
 
 Buffer = bytes | mmap.mmap
-"""What a body is read from."""
+"""Memory of a request body."""
 
 _DTYPES = {
     "BOOL": np.dtype("?"),
@@ -34,7 +34,7 @@ _NPY_SIZES = {
     b"\x02\x00": struct.Struct("<I"),
     b"\x03\x00": struct.Struct("<I"),
 }
-"""By version: the size of the header."""
+"""Encoding of the header's size, by version."""
 _NPY_HEADER = re.compile(
     rb"\s*\{\s*'descr':\s*'([<>|][a-zA-Z]\d{0,2})',\s*'fortran_order':\s*(True|False),"
     rb"\s*'shape':\s*\(([\d, ]*)\),?\s*\}\s*"
@@ -48,26 +48,26 @@ _Size = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class MalformedBody(ValueError):
-    """A body that is not what the protocol says. The message names the field."""
+    """A body that violates the protocol. The message names the field."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """Where an array lies in a body."""
+    """Location, dtype and shape of an array in a body."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
     start: int
-    """First byte, counted from the start of the body."""
+    """Offset of the first byte in the body."""
     fortran: bool = False
-    """Whether the first index runs fastest, as .npy allows."""
+    """Whether the array is in column-major order, as .npy allows."""
 
     @property
     def num_bytes(self) -> int:
         return self.dtype.itemsize * math.prod(self.shape)
 
     def read(self, buffer: Buffer) -> np.ndarray:
-        """Return the array as a view of the buffer, or as a copy where its elements do not lie aligned."""
+        """Return the array as a view of the buffer, or as a copy if it is not aligned."""
         flat = np.frombuffer(buffer, self.dtype, count=math.prod(self.shape), offset=self.start)
         flat = flat if flat.flags.aligned else flat.copy()
         return flat.reshape(self.shape[::-1]).T if self.fortran else flat.reshape(self.shape)
@@ -84,10 +84,9 @@ _decode_entry = msgspec.json.Decoder(_Entry).decode
 
 
 def find_arrays(buffer: Buffer, start: int, *, npy_name: str = "array") -> dict[str, Place]:
-    """Return the arrays from byte `start` on, by name; a .npy file holds one, called `npy_name`.
+    """Return the arrays from byte `start` on, by name; a .npy file has a single one, with the name `npy_name`.
 
-    Raises MalformedBody for anything that is neither, for objects (they would be pickled), for a dtype that does not
-    travel, and for an array that is not wholly there.
+    Raises MalformedBody for another format, for Python objects, for an unsupported dtype and for an incomplete array.
     """
     if start == len(buffer):
         return {}
@@ -116,19 +115,19 @@ def _safetensors_places(buffer: Buffer, start: int) -> dict[str, Place]:
             raise MalformedBody(f"array {name!r} starts at byte {place.start - data} of the data, not {end - data}")
         end = place.start + place.num_bytes
     if end != len(buffer):
-        raise MalformedBody(f"the arrays take {end - data} bytes of data; {len(buffer) - data} came")
+        raise MalformedBody(f"the arrays take {end - data} bytes of data; received {len(buffer) - data}")
     return places
 
 
 def _place(name: str, entry: _Entry, data: int) -> Place:
     dtype = _DTYPES.get(entry.dtype)
     if dtype is None:
-        raise MalformedBody(f"array {name!r} has dtype {entry.dtype}; these travel: {', '.join(_DTYPES)}")
+        raise MalformedBody(f"array {name!r} has dtype {entry.dtype}; supported: {', '.join(_DTYPES)}")
     first, last = entry.data_offsets
     place = Place(dtype=dtype, shape=entry.shape, start=data + first)
     if last - first != place.num_bytes:
         raise MalformedBody(
-            f"array {name!r} {list(entry.shape)} has {place.num_bytes} bytes, its offsets say otherwise"
+            f"array {name!r} {list(entry.shape)} has {place.num_bytes} bytes, its offsets {last - first}"
         )
     return place
 
@@ -140,10 +139,10 @@ def _npy_place(buffer: Buffer, start: int) -> Place:
         raise MalformedBody("the .npy header is malformed: numpy.save writes none like it for an array of numbers")
     name, order, sizes = (group.decode() for group in found.groups())
     if name == "|O":
-        raise MalformedBody("the .npy file holds Python objects, which would have to be unpickled; send numbers")
+        raise MalformedBody("the .npy file holds Python objects, which are not accepted; send numbers")
     dtype = _NPY_DTYPES.get(name)
     if dtype is None:
-        raise MalformedBody(f"the .npy file has dtype {name}; these travel: {', '.join(map(str, _NAMES))}")
+        raise MalformedBody(f"the .npy file has dtype {name}; supported: {', '.join(map(str, _NAMES))}")
     lengths = [size.strip() for size in sizes.split(",") if size.strip()]
     if len(lengths) > _MAX_DIMS or not all(size.isdecimal() and len(size) <= _MAX_NPY_DIGITS for size in lengths):
         raise MalformedBody(f"the .npy header is malformed: shape ({sizes[:100]})")
@@ -155,7 +154,7 @@ def _npy_place(buffer: Buffer, start: int) -> Place:
 
 
 def _npy_header(buffer: Buffer, start: int) -> tuple[bytes, int]:
-    """Return the text of a .npy file's header and where its data starts. numpy's own reader evaluates that text."""
+    """Return the text of a .npy file's header and the offset of its data. (numpy's reader evaluates the text.)"""
     at = start + len(_NPY_MAGIC) + 2
     size = _NPY_SIZES.get(buffer[at - 2 : at])
     if size is None or at + size.size > len(buffer):
@@ -168,13 +167,13 @@ def _npy_header(buffer: Buffer, start: int) -> tuple[bytes, int]:
 
 
 def safetensors_parts(arrays: Mapping[str, Sequence[np.ndarray]]) -> Iterator[memoryview]:
-    """Yield the bytes of a safetensors file, piece by piece, in which each name holds its arrays as [B, ...].
+    """Yield the bytes of a safetensors file in pieces; each name has its arrays stacked as [B, ...].
 
-    Raises ValueError for arrays of one name that differ in shape or dtype, or whose dtype does not travel.
+    Raises ValueError for arrays of one name with different shapes or dtypes, or with an unsupported dtype.
     """
     index: dict[str, _Entry] = {}
     end = 0
-    widest_first = sorted(arrays.items(), key=lambda item: -item[1][0].dtype.itemsize)  # so that each lies aligned
+    widest_first = sorted(arrays.items(), key=lambda item: -item[1][0].dtype.itemsize)  # keeps each one aligned
     for name, parts in widest_first:
         shape, dtype = parts[0].shape, parts[0].dtype.newbyteorder("<")
         for i, part in enumerate(parts):
@@ -183,7 +182,7 @@ def safetensors_parts(arrays: Mapping[str, Sequence[np.ndarray]]) -> Iterator[me
                     f"{name!r} of sample {i} is {part.dtype} {part.shape}; that of sample 0 {dtype} {shape}"
                 )
         if dtype not in _NAMES:
-            raise ValueError(f"{name!r} has dtype {dtype}; these travel: {', '.join(map(str, _NAMES))}")
+            raise ValueError(f"{name!r} has dtype {dtype}; supported: {', '.join(map(str, _NAMES))}")
         start, end = end, end + len(parts) * dtype.itemsize * math.prod(shape)
         index[name] = _Entry(dtype=_NAMES[dtype], shape=(len(parts), *shape), data_offsets=(start, end))
     text = msgspec.json.encode(index)

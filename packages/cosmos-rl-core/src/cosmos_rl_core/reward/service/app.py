@@ -44,7 +44,7 @@ class _Fetch(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Refusal(Exception):
-    """An answer other than what was asked for."""
+    """A request was refused with a status and a message."""
 
     def __init__(self, status: int, error: str, **headers: str) -> None:
         super().__init__(error)
@@ -78,9 +78,9 @@ class RewardApp:
         self.asgi = Starlette(routes=routes)
 
     def _guarded(self, endpoint: Endpoint) -> Endpoint:
-        """Let only holders of the token in, and turn refusals into answers.
+        """Require the token, and turn refusals into responses.
 
-        A body that is refused unread is read and thrown away by uvicorn, so that the answer surely arrives.
+        uvicorn reads and discards the body of a refused request, so that the client receives the response.
         """
 
         @functools.wraps(endpoint)
@@ -95,7 +95,7 @@ class RewardApp:
                 response = _json({"error": str(refusal)}, refusal.status)
                 response.headers.update(refusal.headers)
             except ClientDisconnect:
-                response = Response(status_code=499)  # nobody reads it
+                response = Response(status_code=499)  # not sent: the client is gone
             self._backend.metrics.answers.labels(response.status_code).inc()
             return response
 

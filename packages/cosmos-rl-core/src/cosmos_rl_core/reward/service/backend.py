@@ -21,11 +21,11 @@ _SWEEP_S = 1.0
 
 
 class Unserved(Exception):
-    """A reward or an option that this server does not offer."""
+    """A reward or an option that this server does not serve."""
 
 
 class Backend:
-    """Takes requests, has them scored, and keeps the results for their time.
+    """Queues requests, scores them, and stores results until they expire.
 
     async with Backend(settings, log=print) as backend:        # workers are up; UserError
         job = backend.add(header, spool)                       # Unserved, Conflict
@@ -80,9 +80,9 @@ class Backend:
         await self._stack.aclose()
 
     def add(self, header: Header, spool: Spool) -> Job:
-        """Queue a request for each of its rewards; one whose id is known is not queued again.
+        """Queue a request for each of its rewards; a request with a known id is not queued again.
 
-        Raises Unserved for rewards and options that this server does not have, and Conflict.
+        Raises Unserved for rewards and options that this server does not serve, and Conflict.
         """
         for i, reward in enumerate(header.rewards):
             self._check(reward, at=f"$.rewards[{i}]")

@@ -1,4 +1,4 @@
-"""uvicorn, with bounds on connections that ask for nothing: it has none before the first request."""
+"""uvicorn with limits on idle connections; uvicorn itself has none before the first request."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uvicorn
 from cosmos_rl_core.wire.listening import SeldomFilter, SeldomLog, Strangers, accept_forever
 
 HEAD_S = 10.0
-"""Longest that a connection may take for the head of its first request."""
+"""Maximum seconds for the head of a connection's first request."""
 KEEP_ALIVE_S = 60
 MOST_IDLE = 1024
 _LEAST_IDLE = 16
@@ -29,17 +29,17 @@ class _Cycle(Protocol):
 
 
 class _Connection(Protocol):
-    """What uvicorn's two protocols for HTTP have in common."""
+    """Common interface of uvicorn's two HTTP protocols."""
 
     cycle: _Cycle | None
     transport: asyncio.Transport
 
 
 class HttpServer(uvicorn.Server):
-    """Serves an ASGI app on sockets that are open already; whoever runs the event loop handles its signals.
+    """Serves an ASGI app on open sockets; the caller handles signals.
 
-    Connections without a request under way are closed after `head_s`, or KEEP_ALIVE_S and `head_s` behind a request,
-    and sooner, oldest first, where there are more than `most_idle`.
+    Idle connections are closed after `head_s`, or KEEP_ALIVE_S + `head_s` after a request; earlier, oldest first, if
+    there are more than `most_idle`.
     """
 
     def __init__(self, app: Any, *, most_idle: int, log: Callable[[str], None], head_s: float = HEAD_S) -> None:
@@ -63,11 +63,11 @@ class HttpServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leave signals alone."""
+        """Do not handle signals."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        """Accept: asyncio's own servers, which uvicorn uses, flood the log when no descriptor is left."""
+        """Accept connections here: asyncio's servers, which uvicorn uses, flood the log without free descriptors."""
         self.servers = []
         for sock in sockets or ():
             sock.setblocking(False)
@@ -83,7 +83,7 @@ class HttpServer(uvicorn.Server):
         await super().shutdown(sockets)
 
     async def on_tick(self, counter: int) -> bool:
-        """Close connections that have been idle too long; uvicorn calls this ten times a second."""
+        """Close connections that were idle too long; called by uvicorn ten times per second."""
         self._sweep()
         return await super().on_tick(counter)
 
@@ -95,7 +95,7 @@ class HttpServer(uvicorn.Server):
         await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
 
     def _sweep(self) -> None:
-        """Find out who is idle."""
+        """Update the idle connections."""
         here = cast(set[_Connection], self.server_state.connections)
         for gone in self._idle.keys() - here:
             self._idle.leave(gone)

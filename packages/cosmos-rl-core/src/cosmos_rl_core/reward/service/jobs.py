@@ -1,6 +1,6 @@
-"""The requests of a server, from their arrival to the end of their results' time. Bounded, and nothing is dropped.
+"""The requests of a server, from arrival to the expiry of their results. Bounded; no request is dropped.
 
-reserved -- body read --> queued -- every reward has scored --> done | failed -- fetched or expired --> forgotten
+reserved -- body read --> queued -- all rewards scored --> done | failed -- fetched or expired --> deleted
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from cosmos_rl_core.reward.service.spool import Spool
 
 
 class QueueFull(Exception):
-    """There is no room now."""
+    """The queue has no room."""
 
 
 class Conflict(Exception):
-    """A request id came back with another body."""
+    """A request id was used again with another body."""
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
@@ -32,27 +32,27 @@ class Job:
     spool: Spool
     num_bytes: int
     uuid: str
-    """The server's name for it."""
+    """The server's id."""
     scores: dict[str, list[float]] = field(default_factory=dict)
-    """Of the rewards that have scored so far."""
+    """Scores of the finished rewards."""
     error: str = ""
-    """Why it has failed."""
+    """Reason of the failure."""
     waiting_for: set[int]
-    """Which of the header's rewards have not scored yet."""
+    """Indices of the header's unfinished rewards."""
     done: asyncio.Event = field(default_factory=asyncio.Event)
     was_fetched: bool = False
     expires_at: float = math.inf
 
     @property
     def total(self) -> list[float]:
-        """Sum of the rewards by weight, [B]; a reward in parts counts with their sum."""
+        """Weighted sum of the rewards, [B]; a reward in parts counts as their sum."""
         weights = {reward.name: reward.weight for reward in self.header.rewards}
         columns = [(weights[name.partition(".")[0]], values) for name, values in self.scores.items()]
         return [sum(weight * values[i] for weight, values in columns) for i in range(self.header.size)]
 
 
 class Jobs:
-    """All of them.
+    """All jobs of a server.
 
     with jobs.reserve(num_bytes):                 # QueueFull -> 429
         ...                                       # read the body
@@ -72,14 +72,14 @@ class Jobs:
         self._by_uuid: dict[str, Job] = {}
         self._by_id: dict[tuple[str, str], Job] = {}
         self.num_open = 0
-        """Requests that are arriving or not done."""
+        """Number of arriving and unfinished requests."""
         self.open_bytes = 0
-        """Size of their bodies."""
+        """Total size of their bodies."""
         self.closed = False
 
     @contextmanager
     def reserve(self, num_bytes: int) -> Iterator[None]:
-        """Hold a place for a body that is arriving; `add` takes it over. Raises QueueFull."""
+        """Reserve room for an arriving body; `add` takes over the reservation. Raises QueueFull."""
         full = self.num_open >= self._queue_size
         if full or (self.num_open and self.open_bytes + num_bytes > self._queue_bytes):
             raise QueueFull(f"{self.num_open} requests of {self.open_bytes} bytes are not done; ask again later")
@@ -90,9 +90,9 @@ class Jobs:
             self._open(-1, -num_bytes)
 
     def add(self, header: Header, spool: Spool) -> tuple[Job, bool]:
-        """Return the job of a request and whether it is new; the spool of a known one is closed.
+        """Return the job of a request and whether it is new; for a known job the spool is closed.
 
-        Raises Conflict for an id under which another body came before.
+        Raises Conflict for an id that was used with another body.
         """
         key = (header.client, header.id)
         known = self._by_id.get(key) if header.id else None
@@ -110,12 +110,12 @@ class Jobs:
         return job, True
 
     def find(self, uuid: str) -> Job | None:
-        """Return a job that was not forgotten."""
+        """Return a stored job."""
         job = self._by_uuid.get(uuid)
         return job if job is not None and job.expires_at > self._clock() else None
 
     def score(self, job: Job, reward: int, scores: dict[str, list[float]]) -> None:
-        """Take a reward's scores; after the last the job is done. Scores that are none fail it."""
+        """Store a reward's scores; the last one finishes the job. Invalid scores fail it."""
         name = job.header.rewards[reward].name
         if job.done.is_set():
             return
@@ -134,13 +134,13 @@ class Jobs:
             self._finish(job)
 
     def fetched(self, job: Job) -> None:
-        """Note that a job's result was sent: from the first time on it is kept for `fetched_ttl_s`."""
+        """Record that a result was sent; it expires `fetched_ttl_s` after the first time."""
         if not job.was_fetched:
             job.was_fetched = True
             job.expires_at = self._clock() + self._fetched_ttl_s
 
     def forget_expired(self) -> None:
-        """Forget results that nobody came for."""
+        """Delete expired results."""
         now = self._clock()
         for job in [job for job in self._by_uuid.values() if job.expires_at <= now]:
             del self._by_uuid[job.uuid]
@@ -149,7 +149,7 @@ class Jobs:
                 del self._by_id[key]
 
     def close(self) -> None:
-        """Wake who waits and let go of what is not done: the server is stopping, and clients ask its successor."""
+        """Wake all waiters and drop unfinished jobs: the server is stopping, and clients retry with the next one."""
         self.closed = True
         for job in self._by_uuid.values():
             if not job.done.is_set():
@@ -167,7 +167,7 @@ class Jobs:
 
 
 def _what_is_wrong(scores: dict[str, list[float]], *, name: str, size: int) -> str:
-    """Why a worker's scores are not taken; empty where they are. The worker checks too: this end trusts nobody."""
+    """Return the problem of a worker's scores, or an empty string. Checked again here, independently of the worker."""
     if not scores or any(key.partition(".")[0] != name for key in scores):
         return f"{name} gave scores for {', '.join(scores) or 'nothing'}"
     for key, values in scores.items():

@@ -2,8 +2,8 @@
 
     server -> worker    Build
     worker -> server    Ready, or Refused and the end
-    server -> worker    one descriptor an item, behind one byte; then Ask
-    worker -> server    Answer, with one result an item
+    server -> worker    one descriptor per item, after one byte; then Ask
+    worker -> server    Answer, with one result per item
 
 One Ask is outstanding at a time.
 """
@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 MAX_ITEMS = 64
-"""Requests in one Ask: descriptors go in one message, and systems allow some 250."""
+"""Maximum requests in one Ask: descriptors are sent in one message, and systems allow about 250."""
 
 
 class Build(msgspec.Struct, frozen=True, tag=True):
@@ -26,7 +26,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     name: str
     """Such as "module:attribute"."""
     label: str
-    """What its scores are called."""
+    """Name of its scores."""
     options: dict[str, Any]
 
 
@@ -35,7 +35,7 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The reward cannot be built, and trying again cannot help."""
+    """The reward cannot be built; a retry cannot succeed."""
 
     reason: str
 
@@ -46,20 +46,20 @@ class Item(msgspec.Struct, frozen=True):
     num_bytes: int
     """Size of its body."""
     reward: int
-    """Which of the header's rewards is asked for; its options are there."""
+    """Index of the requested reward in the header, which has its options."""
 
 
 class Ask(msgspec.Struct, frozen=True, tag=True):
-    """Score these."""
+    """Request to score items."""
 
     items: list[Item]
 
 
 class Result(msgspec.Struct, frozen=True):
-    """One request's scores, or why there are none."""
+    """One request's scores, or the error."""
 
     scores: dict[str, list[float]] = {}
-    """By name: the reward's own, or "reward.part" where it has parts. One value a sample."""
+    """Scores by the reward's name, or by "reward.part". One value per sample."""
     error: str = ""
 
 
@@ -68,7 +68,7 @@ class Answer(msgspec.Struct, frozen=True, tag=True):
 
     results: list[Result]
     seconds: float
-    """Time the reward took."""
+    """Duration of the scoring."""
 
 
 ToWorker = Build | Ask
@@ -76,10 +76,10 @@ FromWorker = Ready | Refused | Answer
 
 
 def send_descriptors(connection: socket.socket, descriptors: Sequence[int]) -> None:
-    """Send descriptors ahead of an Ask. Raises OSError."""
+    """Send the descriptors of the next Ask. Raises OSError."""
     socket.send_fds(connection, [b"\0"], descriptors)
 
 
 def receive_descriptors(connection: socket.socket) -> list[int]:
-    """Return the descriptors that come ahead of an Ask, which are the caller's to close; none at the end."""
+    """Receive the descriptors of the next Ask; the caller must close them. Empty at the end of the connection."""
     return socket.recv_fds(connection, 1, MAX_ITEMS)[1]

@@ -13,10 +13,10 @@ Kind = TypeVar("Kind", Counter, Gauge)
 
 
 class Metrics:
-    """Those of one server, in a registry of their own."""
+    """Metrics of one server, in a separate registry."""
 
     def __init__(self, *, clock: Callable[[], float]) -> None:
-        disable_created_metrics()  # one more line for each counter, which nobody reads
+        disable_created_metrics()  # omits an unused line per counter
         self.clock = clock
         self.registry = CollectorRegistry()
         self.answers = self.add(Counter, "http_answers", "HTTP answers by status.", ["status"])
@@ -45,7 +45,7 @@ class Metrics:
 
 
 class RewardMetrics:
-    """Those of one reward."""
+    """Metrics of one reward."""
 
     def __init__(self, metrics: Metrics, name: str) -> None:
         self._clock = metrics.clock
@@ -57,7 +57,7 @@ class RewardMetrics:
         self._seconds = metrics.seconds.labels(name)
 
     def settled(self, *, since: float, failed: bool) -> None:
-        """Count a request that has its result."""
+        """Count a finished request."""
         self._requests.inc()
         self._failures.inc(failed)
         self._seconds.observe(self._clock() - since)

@@ -1,11 +1,11 @@
-"""The workers of one reward and the requests that wait for them.
+"""The workers of one reward and their queue of requests.
 
     submit(task) --> queue --> a free worker takes up to batch_size --> scores | error --> on_result
                        ^                    |
-                       +--- worker died ----+     its requests go to the front, each to run alone
+                       +--- worker died ----+     its requests return to the front, each to run alone
 
-Nothing leaves the queue but with a result. A request whose worker dies is run again, `max_attempts` times in all; it
-runs alone then, so that the one a worker dies of takes no other with it.
+Every request gets a result. A request whose worker died is run again, up to `max_attempts` times in total, and alone,
+so that a request that crashes its worker affects no other.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Task:
 
     job: Job
     reward: int
-    """Which of the header's rewards."""
+    """Index of the reward in the header."""
     since: float
-    """When it was queued."""
+    """Time of queueing."""
     attempts: int = 0
 
 
@@ -51,16 +51,16 @@ class RewardPool:
     on_result: Callable[[Task, Result], None]
     metrics: RewardMetrics
     log: Callable[[str], None]
-    """Hears of workers that die."""
+    """Receives a message for each worker that dies."""
     python_path: Sequence[str] = ()
     _queue: deque[Task] = field(default_factory=deque)
     _arrived: asyncio.Event = field(default_factory=asyncio.Event)
     _workers: dict[int, WorkerProcess] = field(default_factory=dict)
     _runners: list[asyncio.Task[str]] = field(default_factory=list)
     _num_out: int = 0
-    """Workers that were given up."""
+    """Number of abandoned workers."""
     _broken: str = ""
-    """Why no worker is left, once none is."""
+    """The reason if no worker is left."""
 
     async def __aenter__(self) -> RewardPool:
         starting = [self._start() for _ in range(self.settings.workers)]
@@ -85,16 +85,16 @@ class RewardPool:
 
     @property
     def pids(self) -> list[int]:
-        """Processes of the workers that are up."""
+        """Process ids of the running workers."""
         return [worker.process.pid for worker in self._workers.values()]
 
     @property
     def depth(self) -> int:
-        """Requests that wait for a worker."""
+        """Number of requests waiting for a worker."""
         return len(self._queue)
 
     def submit(self, task: Task) -> None:
-        """Queue a request; `on_result` hears of it."""
+        """Queue a request; its result is passed to `on_result`."""
         if self._broken:
             self._settle(task, Result(error=self._broken))
             return
@@ -102,7 +102,7 @@ class RewardPool:
         self._arrived.set()
 
     async def _run(self, slot: int) -> str:
-        """Feed a worker, and start another when it dies. Returns why, when none can be."""
+        """Run a worker and replace it when it dies. Returns the reason if no replacement starts."""
         while True:
             worker = self._workers[slot]
             try:
@@ -117,7 +117,7 @@ class RewardPool:
                 return f"{self.settings.called}: its worker cannot be started again: {death}"
 
     async def _feed(self, worker: WorkerProcess) -> None:
-        """Give a worker one batch after the other. Raises WorkerDied, also for one that dies while nothing waits."""
+        """Send batches to a worker. Raises WorkerDied, also for an idle worker."""
         ended = asyncio.create_task(worker.process.ended())
         ended.add_done_callback(lambda _: self._arrived.set())
         try:
@@ -130,7 +130,7 @@ class RewardPool:
             ended.cancel()
 
     async def _take(self, ended: asyncio.Task[str]) -> list[Task]:
-        """Wait for requests and return up to batch_size, or one that is to run alone; none once `ended` is done."""
+        """Wait for requests and return up to batch_size, or one that must run alone; none if `ended` is done."""
         await self._wait_for(1, ended)
         if self.settings.batch_wait_s and self._queue and not self._queue[0].attempts:
             with contextlib.suppress(TimeoutError):
@@ -154,7 +154,7 @@ class RewardPool:
             await self._arrived.wait()
 
     async def _score(self, worker: WorkerProcess, batch: Sequence[Task]) -> None:
-        """Have a batch scored. Raises WorkerDied after its requests are back in the queue."""
+        """Score a batch. Raises WorkerDied after returning its requests to the queue."""
         batch = [task for task in batch if not task.job.done.is_set()]  # another reward may have failed the job
         if not batch:
             return
@@ -188,7 +188,7 @@ class RewardPool:
         return await WorkerProcess.start(self.settings, python_path=self.python_path)
 
     async def _restart(self) -> WorkerProcess:
-        """Start a worker in place of one that died, with growing pauses. Raises WorkerDied when that keeps failing."""
+        """Start a replacement for a dead worker, with backoff. Raises WorkerDied after repeated failures."""
         number = 0
         while True:
             try:
@@ -201,7 +201,7 @@ class RewardPool:
             await asyncio.sleep(min(_FIRST_PAUSE_S * 2**number, _LONGEST_PAUSE_S))
 
     def _count_out(self, runner: asyncio.Task[str]) -> None:
-        """Go on with a worker less; without any, fail what waits."""
+        """Continue with one worker fewer; if none is left, fail all waiting requests."""
         if runner.cancelled():
             return
         error = runner.exception()

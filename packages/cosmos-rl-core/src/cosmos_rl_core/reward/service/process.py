@@ -1,4 +1,4 @@
-"""One worker process as the server sees it: start, ask, kill."""
+"""The server's side of a worker process: start, send requests, kill."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from cosmos_rl_core.reward.service.settings import ServedReward
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
 
 SECRETS = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
-"""Variables that are the server's business and not its rewards'."""
+"""Environment variables of the server that rewards must not see."""
 
 
 class WorkerDied(Exception):
-    """The process has ended, or was killed because it took too long. Says how."""
+    """The process ended, or was killed after a timeout. The message is its exit status."""
 
 
 class WorkerProcess:
-    """A process that has built its reward.
+    """A worker process with its reward built.
 
     worker = await WorkerProcess.start(settings, python_path=())
     answer = await worker.ask(ask, descriptors)                    # WorkerDied
@@ -37,9 +37,9 @@ class WorkerProcess:
 
     @staticmethod
     async def start(settings: ServedReward, *, python_path: Sequence[str] = ()) -> WorkerProcess:
-        """Start one and wait until its reward is built.
+        """Start a process and wait until its reward is built.
 
-        Raises UserError where the reward refuses, and WorkerDied where the process ends or takes too long.
+        Raises UserError if the reward cannot be built, and WorkerDied if the process ends or takes too long.
         """
         worker = await _spawn(settings, python_path)
         try:
@@ -64,7 +64,7 @@ class WorkerProcess:
         """Return the worker's answer. Raises WorkerDied; a worker that takes longer than `timeout_s` is killed."""
         try:
             async with asyncio.timeout(self._timeout_s):
-                send_descriptors(self._socket, descriptors)  # nothing else is on its way, so it has room
+                send_descriptors(self._socket, descriptors)  # nothing else is in flight, so the buffer has room
                 await self._connection.send(ask)
                 answer: FromWorker = await self._connection.receive()
         except TimeoutError as error:
@@ -78,12 +78,12 @@ class WorkerProcess:
         return answer
 
     async def end(self) -> str:
-        """Let a process that closed its end come to its own, and return how; kill it where it does not."""
+        """Wait for a process that closed its socket and return its exit status; kill it if it does not end."""
         await all_ended([self.process], timeout_s=GRACE_S)
         return await self.kill()
 
     async def kill(self) -> str:
-        """End the process, and what it has started, and return how it ended: "exit code 1" or "signal SIGKILL"."""
+        """Kill the process and its children, and return its exit status: "exit code 1" or "signal SIGKILL"."""
         self.process.kill()
         self._connection.close()
         return await self.process.ended()
@@ -96,7 +96,7 @@ async def _spawn(settings: ServedReward, python_path: Sequence[str]) -> WorkerPr
         process, ours = ChildProcess.connected(
             [python, "-P", "-m", "cosmos_rl_core.reward.service.worker"],
             environment={**variables, **settings.env},
-            output=2,  # what a reward prints goes to the server's own messages
+            output=2,  # a reward's output is written to the server's stderr
         )
     except OSError as error:
         raise UserError(f"[[rewards]] {settings.name}: cannot run {python}: {error.strerror}") from error

@@ -1,4 +1,4 @@
-"""A reward inside a worker: built once, then asked for the scores of one or many groups."""
+"""A reward inside a worker: built once, then scores one or many groups per call."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from cosmos_rl_core.reward.rubric import checked_values
 from cosmos_rl_core.types import RolloutGroup
 
 Scores = dict[str, list[float]]
-"""By name: the reward's own, or "reward.part"; one finite float a rollout."""
+"""Scores by the reward's name, or by "reward.part"; one finite float per rollout."""
 
 
 @runtime_checkable
 class BatchReward(Protocol):
-    """A reward that would rather see many groups at once, as a network does. A class built with the options.
+    """A reward that scores a batch of groups in one call, as a network does. A class, constructed with the options.
 
-    It is called where `__call__` of a plain reward would be, once a batch; the groups may have other sizes and shapes.
+    Called once per batch instead of `__call__`; the groups may differ in sizes and shapes.
     """
 
     def score_groups(self, groups: Sequence[RolloutGroup]) -> Sequence[Any]:
-        """Return for each group what a RewardFn returns for it: a float a rollout, or a mapping of parts."""
+        """Return for each group the result of a RewardFn: one float per rollout, or a mapping of parts."""
         ...
 
 
 def build(name: str, options: Mapping[str, Any]) -> Any:
-    """Return a reward by the name recipes use: an installed one, "domain:reward", or "module:attribute".
+    """Return a reward by its name in recipes: an installed one, "domain:reward", or "module:attribute".
 
-    The first two are factories that take the options, and so is a class; any other attribute is the reward itself.
-    Raises UserError for a name nobody offers, and for options it does not take.
+    The first two, and classes, are called with the options; any other attribute is the reward itself. Raises UserError
+    for an unknown name, and for options that the reward does not accept.
     """
     domain_name, _, own = name.rpartition(":")
     is_domains = ":" in domain_name or domain_name in plugins.names("cosmos_rl.domains")
@@ -45,7 +45,7 @@ def build(name: str, options: Mapping[str, Any]) -> Any:
     try:
         return factory(**options)
     except (TypeError, ValueError) as error:  # pydantic's errors are ValueErrors
-        raise UserError(f"reward {name} does not take options {dict(options)}: {error}") from error
+        raise UserError(f"reward {name} does not accept options {dict(options)}: {error}") from error
 
 
 def _of_domain(name: str, reward: str) -> Callable[..., Any]:
@@ -59,24 +59,24 @@ def _of_domain(name: str, reward: str) -> Callable[..., Any]:
 
 
 class Served:
-    """A reward with its options, and an event loop of its own for one that waits.
+    """A reward with its options, and an event loop for async rewards.
 
-    scores = served.score([group, group, ...])          # a Scores a group, or the error as text
+    scores = served.score([group, group, ...])          # one Scores per group, or the error as text
     """
 
     def __init__(self, name: str, *, label: str, options: Mapping[str, Any]) -> None:
-        """Build it. Raises UserError as `build` does."""
+        """Build the reward. Raises UserError like `build`."""
         self._label = label
         self._reward = build(name, options)
         self._runner = asyncio.Runner()
 
     def score(self, groups: Sequence[RolloutGroup]) -> list[Scores | str]:
-        """Return each group's scores, or why it has none: one that fails costs no other its scores."""
+        """Return each group's scores or its error; a failed group does not affect the others."""
         try:
             values = self._values(groups)
             if len(values) != len(groups):
                 raise SampleError(f"{self._label} returned {len(values)} results for {len(groups)} groups")
-        except Exception as error:  # user code may raise anything; it is reported and never becomes a number
+        except Exception as error:  # user code may raise anything; it is reported as an error
             if len(groups) > 1:
                 return [scored for group in groups for scored in self.score([group])]
             return [self._reason(error)]

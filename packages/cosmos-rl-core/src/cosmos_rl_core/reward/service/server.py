@@ -1,4 +1,4 @@
-"""The reward server: workers, HTTP, and the signals that end it."""
+"""The reward server: workers, HTTP, signals."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from cosmos_rl_core.reward.service.settings import ServerSettings
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 
 _DESCRIPTORS_BESIDE = 512
-"""Open files that are no bodies: requests under way, workers, libraries. Each body that is not done is one too."""
+"""Descriptors reserved for connections, workers and libraries; each unfinished body needs another one."""
 
 
 class RewardServer:
@@ -25,7 +25,7 @@ class RewardServer:
 
     async with RewardServer(settings, token=token, log=print) as server:      # workers are up, the port is open
         print(server.url)
-        await server.stopped()                                                # until `stop`, or for ever
+        await server.stopped()                                                # until `stop`
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class RewardServer:
             log(f"queue_size = {settings.queue_size} takes up to {needed} open files; `ulimit -Hn` allows {allowed}")
         self._http = HttpServer(app.asgi, most_idle=(allowed - needed) // 2, log=log)
         self.url = ""
-        """http://host:port, once it is open."""
+        """http://host:port of the open server."""
 
     async def __aenter__(self) -> RewardServer:
         async with AsyncExitStack() as stack:
@@ -57,12 +57,12 @@ class RewardServer:
         await self._stack.aclose()
 
     def stop(self) -> None:
-        """Take no more requests and let `stopped` return; a fetch that waits is answered 503."""
+        """Refuse new requests and let `stopped` return; waiting fetches get 503."""
         self.backend.jobs.close()
         self._http.should_exit = True
 
     async def stopped(self) -> None:
-        """Wait until the server takes no more requests."""
+        """Wait until `stop` is called."""
         await asyncio.shield(self._serving)
 
     async def _close(self) -> None:
@@ -86,7 +86,7 @@ async def serve(
         served = ", ".join(f"{one.called} x{one.workers}" for one in settings.rewards)
         say(f"reward server: {server.url} ({served})")
         if not _is_loopback(settings.host):
-            say("it is reached from other machines, without TLS: put a proxy before it where the network is not yours")
+            say("it can be reached from other machines, without TLS: use a TLS proxy on untrusted networks")
         await server.stopped()
     say("reward server: stopped")
     return 130 if signal.SIGINT in received else 0
@@ -99,7 +99,7 @@ def _listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         why = str(error.strerror).partition(" (while ")[0]
         raise UserError(f"cannot listen on {host}:{port}: {why}; choose another host or port") from error
-    # asyncio does this for none but its own sockets; an answer's two parts would lie 40 ms apart
+    # asyncio does this only for its own sockets; without it the two parts of a response are 40 ms apart
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
 

@@ -13,66 +13,67 @@ from cosmos_rl_core.settings.problems import in_file_order, known_tables, proble
 
 
 class ServedReward(Strict):
-    """[[rewards]]: one reward and the processes that compute it."""
+    """[[rewards]]: one reward and its worker processes."""
 
     name: str = Field(min_length=1)
     """An installed reward, one of a domain ("wfm:brightness"), or "module:attribute"."""
     label: str = Field(default="", pattern=r"^[^.:\s]*$")
-    """What clients call it; by default what follows the last colon of the name."""
+    """Name for clients; default: the part of `name` after the last colon."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments for it."""
+    """Keyword arguments of the reward."""
     request_options: tuple[str, ...] = ()
-    """Options that a request may set for itself; any other is refused."""
+    """Options that a request may set; others are refused."""
     workers: int = Field(default=1, ge=1)
-    """Processes."""
+    """Number of worker processes."""
     python: str | None = Field(default=None, min_length=1)
-    """Interpreter they run under, of an environment that has cosmos-rl-core too; without it the server's own."""
+    """Python interpreter of the workers, with cosmos-rl-core installed; default: the server's."""
     env: dict[str, str] = Field(default_factory=dict)
-    """Environment variables of these processes, such as CUDA_VISIBLE_DEVICES."""
+    """Environment variables of the workers, such as CUDA_VISIBLE_DEVICES."""
     batch_size: int = Field(default=8, ge=1, le=MAX_ITEMS)
-    """Most requests that a worker is given at once."""
+    """Maximum requests in one batch of a worker."""
     batch_wait_s: float = Field(default=0.0, ge=0)
-    """How long a worker waits for a batch to fill once it has a first request."""
+    """Seconds a worker waits for a full batch after the first request."""
     timeout_s: float = Field(default=300.0, gt=0)
-    """Longest that a worker may take over a batch before it is killed."""
+    """Maximum seconds for a batch; then the worker is killed."""
     start_timeout_s: float = Field(default=900.0, gt=0)
-    """Longest that a worker may take to build the reward."""
+    """Maximum seconds for building the reward."""
     max_failed_starts: int = Field(default=5, ge=1)
-    """Times in a row that a worker in place of a dead one may fail to start, before the server goes on without it."""
+    """Consecutive failed starts of a dead worker's replacement, after which the server continues without it."""
     max_attempts: int = Field(default=3, ge=1)
-    """Times a request is given to a worker that dies of it, or takes too long, before it has failed."""
+    """Attempts of a request whose worker dies or times out, before the request fails."""
 
     @property
     def called(self) -> str:
-        """What clients call it."""
+        """Name for clients."""
         return self.label or self.name.rpartition(":")[2]
 
 
 class ServerSettings(Strict):
-    """Everything about a server but its token."""
+    """Settings of a server, without its token."""
 
     rewards: Annotated[tuple[ServedReward, ...], Field(min_length=1)]
-    """What it serves."""
+    """The served rewards."""
     host: str = Field(default="127.0.0.1", min_length=1)
-    """Address it listens on; the default is reached from this machine alone."""
+    """Address to listen on; the default is reachable only from this machine."""
     port: int = Field(default=8300, ge=0, le=65535)
-    """0 takes a free one, which is printed."""
+    """Port to listen on; 0 selects a free one and prints it."""
     token_file: str = ""
-    """Where the token lies, readable by its owner alone; made when it is not there. Variables come first."""
+    """File with the token, readable only by its owner; created if it is missing. Environment variables take
+    precedence."""
     queue_size: int = Field(default=256, ge=1)
-    """Most requests that are not done; the next is answered 429."""
+    """Maximum number of unfinished requests; further ones get 429."""
     queue_bytes: int = Field(default=8 * 2**30, ge=1)
-    """Most bytes of bodies that are not done, likewise."""
+    """Maximum total bytes of unfinished bodies; further ones get 429."""
     max_body_bytes: int = Field(default=4 * 2**30, ge=1)
-    """Largest body; a larger one is answered 413."""
+    """Maximum size of a body; a larger one gets 413."""
     upload_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest that a body may take to arrive."""
+    """Maximum seconds for receiving a body."""
     ttl_s: float = Field(default=900.0, gt=0)
-    """How long a result waits to be fetched."""
+    """Seconds that an unfetched result is stored."""
     fetched_ttl_s: float = Field(default=60.0, ge=0)
-    """How long it is kept after it was fetched, for an answer that was lost on the way."""
+    """Seconds that a result is stored after the first fetch, in case the response was lost."""
     max_wait_s: float = Field(default=30.0, ge=0)
-    """Longest that a fetch may wait for a result."""
+    """Maximum seconds that a fetch blocks for a result."""
 
     @field_validator("rewards")
     @classmethod
@@ -80,14 +81,16 @@ class ServerSettings(Strict):
         seen = [reward.called for reward in rewards]
         twice = sorted({name for name in seen if seen.count(name) > 1})
         if twice:
-            raise ValueError(f"two are called {', '.join(twice)}; give one a label of its own")
+            raise ValueError(f"two rewards are named {', '.join(twice)}; give one a label")
         if dotted := [name for name in seen if "." in name]:
-            raise ValueError(f"{dotted[0]} has a dot, which parts of a reward are told by; give it a label without one")
+            raise ValueError(
+                f"{dotted[0]} has a dot, which separates the parts of a reward; give it a label without one"
+            )
         return rewards
 
 
 def load_settings(raw: Mapping[str, Any], *, file: str = "") -> ServerSettings:
-    """Return the validated settings. Raises ConfigError with everything that is wrong with them."""
+    """Return the validated settings. Raises ConfigError with every problem."""
     try:
         return ServerSettings.model_validate(dict(raw))
     except ValidationError as error:

@@ -1,4 +1,4 @@
-"""A request's body in memory that other processes can be handed: an unnamed file, gone with its last descriptor."""
+"""A request's body in memory shared with other processes: an unnamed file, deleted with its last descriptor."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cosmos_rl_core.processes import unnamed_memory
 
 
 class Spool:
-    """Bytes as they arrive.
+    """A body that is written as it arrives.
 
         spool = Spool()
         spool.write(chunk) ...                  # once for each piece of the body
@@ -18,14 +18,13 @@ class Spool:
         socket.send_fds(sock, [frame], [spool.descriptor])
         spool.close()
 
-    A worker maps the descriptor, so a body of gigabytes is never copied from process to process, and a worker that
-    dies with it takes nothing along.
+    A worker maps the descriptor: a body of gigabytes is never copied between processes, and survives a worker's death.
     """
 
     def __init__(self) -> None:
         self.num_bytes = 0
         self.crc = 0
-        """CRC-32 of what was written: two bodies under one request id are told apart by it."""
+        """CRC-32 of the written bytes; detects different bodies with the same request id."""
         self._descriptor = unnamed_memory()
 
     @property
@@ -42,11 +41,11 @@ class Spool:
         self.num_bytes += len(chunk)
 
     def map(self) -> mmap.mmap:
-        """Return the bytes. Raises ValueError for none at all."""
+        """Return the bytes. Raises ValueError for an empty body."""
         return mmap.mmap(self.descriptor, self.num_bytes, access=mmap.ACCESS_READ)
 
     def close(self) -> None:
-        """Let go of the bytes; workers that map them keep them."""
+        """Release the bytes; workers keep their mappings."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1

@@ -1,4 +1,4 @@
-"""What `cosmos-rl reward-server` does, from its settings as they were written."""
+"""Entry point of `cosmos-rl reward-server`, from its unvalidated settings."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def run_server(
 ) -> int:
     """Serve until a signal, and return the exit code.
 
-    Raises UserError for settings that are wrong (all at once), a missing token, a missing package, a reward that
-    cannot be built, and an address that is taken.
+    Raises UserError for invalid settings (with every problem), a missing token, a missing package, a reward that
+    cannot be built, and an address in use.
     """
     settings = load_settings(raw, file=file)
     token = server_token(settings.token_file)

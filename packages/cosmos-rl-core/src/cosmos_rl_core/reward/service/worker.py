@@ -1,7 +1,7 @@
-"""A worker process of the reward server: one reward, built once, asked over a socket that it inherited.
+"""A worker process of the reward server: one reward, built once, which serves requests over an inherited socket.
 
-It may run under another interpreter than the server, in an environment that holds cosmos-rl-core and what the reward
-needs; it imports msgspec and numpy beside the reward.
+It may use another Python interpreter than the server, whose environment has cosmos-rl-core and the reward's
+dependencies; besides the reward it imports msgspec and numpy.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from cosmos_rl_core.wire.blocking import BlockingConnection
 
 MAX_ERROR_CHARS = 2000
 _MAX_VARIANTS = 8
-"""Instances of the reward with options of requests that are kept, beside the one with the server's."""
+"""Number of cached instances of the reward with options of requests, besides the one with the server's options."""
 
 
 class Worker:
@@ -45,7 +45,7 @@ class Worker:
     """
 
     def __init__(self, name: str, *, label: str, options: dict[str, Any]) -> None:
-        """Build the reward. Raises UserError where it cannot be."""
+        """Build the reward. Raises UserError if that fails."""
         self._name = name
         self._label = label
         self._options = options
@@ -53,14 +53,14 @@ class Worker:
         self._variants: dict[bytes, Served] = {}
 
     def answer(self, ask: Ask, descriptors: Sequence[int]) -> Answer:
-        """Score the items together, those with options of their own apart. Closes the descriptors."""
+        """Score the items in one batch, items with their own options separately. Closes the descriptors."""
         start = time.perf_counter()
         results: list[Result] = [Result()] * len(ask.items)
         together: dict[int, tuple[Served, list[int], list[list[RolloutGroup]]]] = {}
         for i, (item, descriptor) in enumerate(zip(ask.items, descriptors, strict=True)):
             try:
                 served, groups = self._read(item, descriptor)
-            except Exception as error:  # whatever is wrong with this request is its own
+            except Exception as error:  # an error of this request only
                 results[i] = Result(error=f"{self._label}: {error}"[:MAX_ERROR_CHARS])
                 continue
             _, indices, found = together.setdefault(id(served), (served, [], []))
@@ -75,7 +75,7 @@ class Worker:
 
     def _read(self, item: Item, descriptor: int) -> tuple[Served, list[RolloutGroup]]:
         try:
-            # a private mapping: the reward may write into its arrays, and nobody else sees it
+            # a private mapping: the reward may write into its arrays without effect on others
             buffer = mmap.mmap(descriptor, item.num_bytes, access=mmap.ACCESS_COPY)
         finally:
             os.close(descriptor)
@@ -83,7 +83,7 @@ class Worker:
         return self._with(request.header.rewards[item.reward].options), request.read_groups(buffer)
 
     def _with(self, options: dict[str, Any]) -> Served:
-        """The reward with options of a request on top of the server's."""
+        """Return the reward with a request's options merged into the server's."""
         if not options:
             return self._served
         key = msgspec.json.encode(options, order="deterministic")
@@ -95,7 +95,7 @@ class Worker:
 
 
 def _joined(scored: Sequence[Scores | str]) -> Result:
-    """The result of a request from those of its groups."""
+    """Combine the results of a request's groups."""
     scores: Scores = {}
     for one in scored:
         if isinstance(one, str):
@@ -106,7 +106,7 @@ def _joined(scored: Sequence[Scores | str]) -> Result:
 
 
 def main() -> None:
-    for number in (signal.SIGINT, signal.SIGHUP):  # they reach the whole terminal; the server decides who stops
+    for number in (signal.SIGINT, signal.SIGHUP):  # they reach all processes of the terminal; the server decides
         signal.signal(number, signal.SIG_IGN)
     inherited = inherited_socket()
     end_with(inherited)
