@@ -10,27 +10,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 FORBIDDEN = re.compile(
     r"(?<![a-z])(albums?|anchor(?:s|ed|ing)?|desks?|figures|films?|filmed|filming|heed(?:s|ed|ing)?|hear(?:s|d|ing)?"
-    r"|hand(?:s|ed|ing)?[ _]over|sheets?|tells?|told|lies|drawn|draws)(?![a-z])",
+    r"|hand(?:s|ed|ing)?[ _]over|sheets?|tells?|told|lies|drawn|draws)(?![a-z])(?!\(\))",
     re.IGNORECASE,
 )
 FIRST_WORDS = ("What", "Who", "How")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "cookbook/**/*.md", "cookbook/**/*.toml")
 SOURCES = ("cookbook/**/*.py", "scripts/*.py")
 CLEAN = (
-    "cosmos-rl-core/src/cosmos_rl_core/algorithms",
-    "cosmos-rl-core/src/cosmos_rl_core/checkpoint",
-    "cosmos-rl-core/src/cosmos_rl_core/cli",
-    "cosmos-rl-core/src/cosmos_rl_core/control",
-    "cosmos-rl-core/src/cosmos_rl_core/data",
-    "cosmos-rl-core/src/cosmos_rl_core/inference",
-    "cosmos-rl-core/src/cosmos_rl_core/monitor",
-    "cosmos-rl-core/src/cosmos_rl_core/observe",
-    "cosmos-rl-core/src/cosmos_rl_core/parallel",
-    "cosmos-rl-core/src/cosmos_rl_core/recipe",
-    "cosmos-rl-core/src/cosmos_rl_core/rollout",
-    "cosmos-rl-core/src/cosmos_rl_core/testing",
-    "cosmos-rl-core/src/cosmos_rl_core/train",
-    "cosmos-rl-core/src/cosmos_rl_core/workers",
+    "cosmos-rl-core/src",
     "cosmos-rl-llm/src/cosmos_rl_llm/rewards",
 )
 """Folders of packages without these words. The aim is all of them: add a folder once it is clean."""
@@ -51,6 +38,8 @@ def forbidden_words(path: Path) -> Iterator[str]:
         start, end = text.index("| not | but |"), text.index("## Tests")
         text = text[:start] + "\n" * text[start:end].count("\n") + text[end:]
     for number, line in enumerate(text.splitlines(), 1):
+        if '"anchor": "data_regularization"' in line:  # a key of an earlier version, which an error names
+            continue
         for found in FORBIDDEN.finditer(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", line)):
             yield f"{path.relative_to(ROOT)}:{number}: {found[0]}"
 

@@ -2,7 +2,7 @@
 
 workers = await start_processes(launch)
 ...
-await workers.leave()          once the controller has told them that the run is over
+await workers.leave()          once the controller has sent them Stop
 """
 
 from __future__ import annotations

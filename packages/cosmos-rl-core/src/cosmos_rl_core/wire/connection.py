@@ -39,13 +39,13 @@ class Connection:
     """A peer that proved it holds the run's token, or a process of the same family. Made by `channel`."""
 
     peer: Hello
-    """Who is on the other side."""
+    """The peer's name and role."""
     closed: asyncio.Event
     """Set once the connection has ended, for whatever reason."""
     reason: str
     """Why it ended; empty while it is open."""
     protocol: WireProtocol
-    """What the event loop calls for it."""
+    """The callbacks of the event loop for it."""
 
     def __init__(self, protocol: WireProtocol, *, peer: Hello) -> None:
         self.peer = peer
@@ -88,7 +88,7 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """Send what is still unsent, then end the connection. `closed` tells when."""
+        """Send what is still unsent, then end the connection. `closed` is set then."""
         self.protocol.close("closed by this side")
 
     def deliver(self, message: Any, *, num_bytes: int) -> None:
@@ -113,7 +113,7 @@ class Connection:
 
 @dataclass(eq=False, kw_only=True)
 class WireProtocol(asyncio.BufferedProtocol):
-    """What the event loop calls: the handshake first, then frames to and from the `Connection`.
+    """The callbacks of the event loop: the handshake first, then frames to and from the `Connection`.
 
     Without a token there is no handshake and no tag, and `hello` is the peer's name.
     """

@@ -24,7 +24,7 @@ _COUNTED_AT = _HEADER.size - _COUNTED.size
 HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 * 2**20
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What msgspec raises for bytes that are no message; text that is no UTF-8 is none of its own errors."""
+"""Errors of msgspec for bytes that are not a message; for text that is not UTF-8 it raises Python's own."""
 _BUFFER_BYTES = 64 * 2**10
 
 _encode_into = msgspec.msgpack.Encoder().encode_into
@@ -143,7 +143,7 @@ class FrameReader:
         self._opener.verify(tag, self._view[start + HEADER_BYTES : start + size])
         self._start = start + size
         if len(self._view) > _BUFFER_BYTES:
-            return self._hand_over(size)
+            return self._detach(size)
         return bytes(self._view[start + HEADER_BYTES : self._start])
 
     def _make_room(self, size: int) -> None:
@@ -155,8 +155,8 @@ class FrameReader:
         fresh[: len(pending)] = pending
         self._view, self._start, self._end = fresh, 0, len(pending)
 
-    def _hand_over(self, size: int) -> memoryview:
-        """Give a large frame's memory away with its body, and go on with a new buffer."""
+    def _detach(self, size: int) -> memoryview:
+        """Return a large frame's body with its memory, without a copy, and start a new buffer."""
         assert self._start == self._end == size == len(self._view)
         body = self._view[HEADER_BYTES:]
         self._view = memoryview(bytearray(_BUFFER_BYTES))

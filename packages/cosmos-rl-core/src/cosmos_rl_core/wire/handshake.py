@@ -36,7 +36,7 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9._-]{1,128}\Z")]
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Who a peer is."""
+    """The name and role of a peer."""
 
     name: Name
     """Unique in the run: "rollout-3"."""

@@ -1,4 +1,4 @@
-"""What every listening socket of a run needs, so that strangers cost it neither its descriptors nor its log.
+"""Parts of every listening socket of a run, so that strangers cost it neither its descriptors nor its log.
 
 raise_descriptor_limit()                          at the start of a process that listens
 complain = SeldomLog(log.warning)                 the same complaint once a minute
@@ -26,7 +26,7 @@ COMPLAIN_EVERY_S = 60.0
 RETRY_S = 0.1
 """Pause after an accept() that found no descriptor or no memory."""
 GRACE_S = 0.25
-"""How long a stranger keeps its place while others wait for one: a handshake takes milliseconds."""
+"""Least time that a stranger stays while others wait for room: a handshake takes milliseconds."""
 _FEW_DESCRIPTORS = 1024
 
 
@@ -51,29 +51,29 @@ class SeldomLog:
 
     def __init__(
         self,
-        say: Callable[[str], None],
+        log: Callable[[str], None],
         *,
         every_s: float = COMPLAIN_EVERY_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._say, self._every_s, self._clock = say, every_s, clock
+        self._log, self._every_s, self._clock = log, every_s, clock
         self._guard = threading.Lock()
-        self._said: dict[str, tuple[float, int]] = {}
+        self._passed: dict[str, tuple[float, int]] = {}
         """By complaint: when it was passed on, and how often it came since."""
 
     def __call__(self, complaint: str) -> None:
         """Pass a complaint on, or count it. It is kept, so it must not name the peer."""
         missed = self.due(complaint)
         if missed is not None:
-            self._say(f"{complaint} ({missed} times more since it was last reported)" if missed else complaint)
+            self._log(f"{complaint} ({missed} times more since it was last reported)" if missed else complaint)
 
     def due(self, complaint: str) -> int | None:
         """Return how often a complaint came since it was passed on, if it may be passed on now; else count it: None."""
         with self._guard:
             now = self._clock()
-            said_at, missed = self._said.get(complaint, (-math.inf, 0))
-            silent = now - said_at < self._every_s
-            self._said[complaint] = (said_at, missed + 1) if silent else (now, 0)
+            passed_at, missed = self._passed.get(complaint, (-math.inf, 0))
+            silent = now - passed_at < self._every_s
+            self._passed[complaint] = (passed_at, missed + 1) if silent else (now, 0)
         return None if silent else missed
 
 
