@@ -188,7 +188,7 @@ def _note(error: Exception) -> str:
     """An error as a cell of the table, without what the table says already and without measured numbers."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     text = text.removeprefix("model.path: ").partition("; choose")[0].partition("; set rollout")[0]
-    return re.sub(r"come out [\d.e+-]+ nats from", "are not", text).replace("|", "\\|")[:200]
+    return re.sub(r"are [\d.e+-]+ nats from", "are not", text).replace("|", "\\|")[:200]
 
 
 def render(findings: Sequence[Finding]) -> str:

@@ -119,5 +119,5 @@ def test_end_ids_are_those_of_tokenizer_and_generation_config():
     assert find_end_ids(tokenizer, 3) == {2, 3}
     assert find_end_ids(tokenizer, [3, 1]) == {1, 2, 3}
     tokenizer.eos_token = None
-    with pytest.raises(UserError, match="names no end-of-sequence token"):
+    with pytest.raises(UserError, match="has no end-of-sequence token"):
         find_end_ids(tokenizer, None)

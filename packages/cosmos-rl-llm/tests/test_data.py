@@ -129,7 +129,7 @@ def test_a_missing_column_is_named_with_those_there(tmp_path):
         ('{"prompt": 5}', r"a.jsonl:1: the prompt must be a string or a list of chat messages, not int 5"),
         ('{"prompt": "  "}', r"a.jsonl:1: the prompt is empty"),
         ('{"prompt": []}', r"a.jsonl:1: the prompt must be a string or a list"),
-        ('{"prompt": [{"role": "user"}]}', r"a.jsonl:1: message 0 must look like"),
+        ('{"prompt": [{"role": "user"}]}', r"a.jsonl:1: message 0 must be of the form"),
         ('{"prompt": [{"role": "me", "content": "x"}]}', r"a.jsonl:1: message 0: role must be one of"),
         ("", r"the dataset is empty"),
         ('{"prompt": "a"}\n{"prompt": "a", "n": %s}' % ("9" * 5000), r"a.jsonl:2: an integer of more than 4300 digits"),

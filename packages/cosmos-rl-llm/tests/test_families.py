@@ -40,10 +40,10 @@ LATER = {"granitemoe", "hyperclovax", "qwen3_5_text"}
 """Of the slow suite: in the other one, others stand for them."""
 REFUSED = {
     "deepseek_v32": "sparse attention",
-    "doge": "a mask of its own",
+    "doge": "its own mask",
     "inkling_text": "position_bias",
     "llama4_text": "no list of decoder layers",
-    "nemotron": "passes no keywords on",
+    "nemotron": "does not pass keywords on",
 }
 
 
@@ -136,7 +136,7 @@ class CarryingForCausalLM(LlamaForCausalLM):
 
 
 def test_a_model_that_leaks_into_other_rows_is_refused():
-    with pytest.raises(UserError, match=r"LeakyForCausalLM come out [\d.]+ nats from transformers'"):
+    with pytest.raises(UserError, match=r"LeakyForCausalLM are [\d.]+ nats from transformers'"):
         CausalLMPolicy(miniature(LeakyForCausalLM, AutoConfig.for_model("llama")))
 
 

@@ -259,7 +259,7 @@ def test_a_loader_that_keeps_what_it_computes_from_a_parameter_is_refused(checkp
         model: Any = twin(vllm_config(made.path))
         load, kept = model.load_weights, []
         model.load_weights = lambda weights: (load(weights), kept.append(torch.cat([model.model.norm.weight] * 2)))
-        with pytest.raises(ValueError, match=r"LlamaForCausalLM computes from model\.norm\.weight what new"):
+        with pytest.raises(ValueError, match=r"LlamaForCausalLM computes values from model\.norm\.weight, which new"):
             chart_of(model, made.specs)
 
 
@@ -493,7 +493,7 @@ def test_a_view_of_a_parameter_that_vllm_moved_is_refused(checkpoint):
         model = served(config, random_tensors(made.specs, seed=0))
         moved = next(layer for name, layer in model.named_modules() if name.endswith("conv1d"))
         moved.weight.data = moved.weight.data.clone()
-        with pytest.raises(ValueError, match=r"packed .*conv1d\.weight .*conv_weights.* would not reach"):
+        with pytest.raises(ValueError, match=r"packed .*conv1d\.weight .*conv_weights.* would not update"):
             Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
 
 
@@ -546,7 +546,7 @@ def test_a_model_that_computes_from_its_weights_after_loading_is_refused(checkpo
         model: Any = served(config, random_tensors(made.specs, seed=0))
         fused = type("Fuses", (type(model),), {"process_weights_after_loading": lambda self: None})
         model.__class__ = fused
-        with pytest.raises(ValueError, match=r'Fuses computes from its weights.*engine = "torch"'):
+        with pytest.raises(ValueError, match=r'Fuses computes values from its weights.*engine = "torch"'):
             Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)
 
 
@@ -644,5 +644,5 @@ def test_one_memory_for_two_trained_tensors_is_refused(checkpoint):
     with acting_as(0):
         model: Any = served(config, random_tensors(made.specs, seed=0))
         model.lm_head.weight = model.model.embed_tokens.weight
-        with pytest.raises(ValueError, match="share memory in the engine but are trained apart"):
+        with pytest.raises(ValueError, match="share memory in the engine but are trained separately"):
             Landing(model, chart_of(twin(config), made.specs), vllm_config=config, rank=0)

@@ -107,7 +107,7 @@ def test_a_shard_of_both_halves_is_two_places():
 
 def test_every_other_row_is_no_box():
     found = traced((4, 3), lambda p, x: p.copy_(x[::2]), source=(8, 3))
-    assert found.refused == {"x": "p: its parts are no boxes"}
+    assert found.refused == {"x": "p: its parts are not boxes"}
 
 
 def test_padding_is_no_landing():
@@ -187,7 +187,7 @@ def test_what_a_loader_computes_from_two_tensors_is_refused():
 
 def test_a_buffer_of_the_loader_is_refused():
     found = traced((4,), lambda p, x: torch.empty(4).copy_(x), source=(4,))
-    assert found.refused == {"x": "the loader keeps it outside the model's parameters"}
+    assert found.refused == {"x": "the loader stores it outside the model's parameters"}
 
 
 def test_loading_goes_on_behind_a_tensor_that_raises():

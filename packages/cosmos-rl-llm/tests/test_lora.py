@@ -180,7 +180,7 @@ def test_transformers_loads_what_is_written(tmp_path):
 
 def test_a_directory_of_adapters_is_no_model_to_train(tmp_path):
     CausalLMPolicy(adapted()).save_config(tmp_path)
-    with pytest.raises(UserError, match="holds adapters of another model"):
+    with pytest.raises(UserError, match="contains adapters of another model"):
         load_model(tmp_path, dtype=torch.float32)
 
 

@@ -61,7 +61,7 @@ def test_what_gives_no_rows_is_named(module, name, why):
 def test_rows_need_a_module_and_stand_alone():
     with pytest.raises(UserError, match=r"\[data\] rows = 'train' must be written as module:attribute"):
         load_rows(LLMDataConfig(rows="train"))
-    with pytest.raises(ValidationError, match="rows stand for path, split and subset"):
+    with pytest.raises(ValidationError, match="rows replaces path, split and subset"):
         LLMDataConfig(rows="my_rows:train", path="train.jsonl")
     with pytest.raises(ValidationError, match="path is missing"):
         LLMDataConfig()

@@ -66,7 +66,7 @@ def test_a_chat_that_the_template_rejects_is_told(template):
 
 def test_a_chat_without_a_token_is_told():
     chat = make_chat("{% for m in messages %}{{ m['content'] }}{% endfor %}")
-    with pytest.raises(UserError, match="no token of the assistant's to learn"):
+    with pytest.raises(UserError, match="no assistant token to learn"):
         encode_row({"messages": [{"role": "user", "content": ""}, {"role": "assistant", "content": ""}]}, chat=chat)
 
 
@@ -129,7 +129,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_with_the_way_out():
 def test_a_row_without_an_answer_is_an_error():
     with pytest.raises(UserError, match=r"data.response_column, or .* data.messages_column"):
         collate([{"prompt": "1"}], make_chat())
-    with pytest.raises(UserError, match=r"no token of the assistant's to learn; it begins '12'"):
+    with pytest.raises(UserError, match=r"no assistant token to learn; it begins '12'"):
         collate([{"messages": CHAT[:1]}], make_chat(TEMPLATE))
 
 
@@ -178,7 +178,7 @@ def test_a_column_of_chats_becomes_messages_and_the_prompt_of_the_last_answer(tm
 
 
 def test_a_chat_without_an_answer_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"a.jsonl:1: no message is the assistant's"):
+    with pytest.raises(UserError, match=r"a.jsonl:1: the chat has no assistant message"):
         load(tmp_path / "a.jsonl", [{"messages": CHAT[:1]}], messages_column="messages")
     with pytest.raises(UserError, match=r"a.jsonl:1: no column 'messages' \(data.messages_column\)"):
         load(tmp_path / "a.jsonl", [{"prompt": "x"}], messages_column="messages")

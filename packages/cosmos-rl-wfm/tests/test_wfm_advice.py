@@ -19,10 +19,10 @@ def said(*overrides):
 @pytest.mark.parametrize(
     ("overrides", "says"),
     [
-        ([MASTER], 'parameters = "float32", [model] dtype = "bfloat16" let policy and engine round differently'),
+        ([MASTER], 'parameters = "float32", [model] dtype = "bfloat16" make policy and engine round differently'),
         ([MASTER], '6e-4 where clip_high is 0.0001; policy.precision.parameters = "bfloat16" makes them 1'),
         ([MASTER, "sync.dtype=bfloat16"], 'policy.precision.parameters = "bfloat16" makes them 1'),
-        (["sync.dtype=bfloat16"], '[sync] dtype = "bfloat16" let policy and engine round differently'),
+        (["sync.dtype=bfloat16"], '[sync] dtype = "bfloat16" make policy and engine round differently'),
         (["sync.dtype=bfloat16"], 'policy.precision.parameters = "float32" and no [sync] dtype makes them 1'),
         (["model.ema.decay=0.9", "model.ema.reference=true", "algorithm.kl_coef=0"], "no effect without a KL term"),
     ],

@@ -68,7 +68,7 @@ def test_rows_of_a_module_are_a_list_of_prompts(tmp_path, monkeypatch):
         ("python_prompts:prompts[0]", "disc 0", "/clips/a.mp4"),
         ("python_prompts:prompts[1]", "disc 1", "/clips/a.mp4"),
     ]
-    with pytest.raises(ValidationError, match="rows stand for path and kind"):
+    with pytest.raises(ValidationError, match="rows replaces path and kind"):
         WFMDataConfig.model_validate({"rows": "python_prompts:prompts", "kind": "mock", "size": CLIP})
 
 

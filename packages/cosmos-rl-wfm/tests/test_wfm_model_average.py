@@ -76,7 +76,7 @@ def test_the_widest_average_is_the_plain_mean():
     [
         ({}, "either decay"),
         ({"decay": 0.5, "width": 0.1}, "either decay"),
-        ({"width": 0.1, "warmup_power": 0.75}, "warmup_power goes with decay"),
+        ({"width": 0.1, "warmup_power": 0.75}, "warmup_power needs decay"),
         ({"decay": 1.0}, "less than 1"),
         ({"decay": 0.0}, "greater than 0"),
         ({"width": 0.3}, "less than or equal to 0.288"),

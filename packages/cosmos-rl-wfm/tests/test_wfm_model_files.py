@@ -232,5 +232,5 @@ def test_adapters_alone_are_no_model(tmp_path):
     pytest.importorskip("peft", reason="an extra of the package")
     built = build_model(WFMModelConfig(family="wan", tiny=True, codec="pixels", text=WORDS, lora=WFMLoraSection()))
     built.save(tmp_path)
-    with pytest.raises(UserError, match="holds adapters of another model"):
+    with pytest.raises(UserError, match="contains adapters of another model"):
         build(tmp_path, codec="pixels")

@@ -1,4 +1,4 @@
-"""Build a trainable policy from [model]: adapted, spread over the ranks of its replica, weights loaded."""
+"""Builds a trainable policy from [model]: adds adapters, shards over the ranks of a replica, loads weights."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def build_policy(
     seed: int,
     setup: ModelSetup,
 ) -> TextPolicy | PipelinedPolicy:
-    """Load the model at `source` and spread it as `setup` says. All ranks of a replica call this together.
+    """Load the model at `source` and shard it according to `setup`. All ranks of a replica call this together.
 
     Args:
-        chat: makes what supervised training encodes rows with, from the model.
+        chat: returns the encoder of supervised rows for the loaded model.
         temperature: log-probabilities are of softmax(logits / temperature).
-        seed: of the first values of adapters.
+        seed: of the initial values of adapters.
 
-    Raises UserError for a model that cannot be loaded, or spread that way.
+    Raises UserError for a model that cannot be loaded or sharded that way.
     """
     dtype, compute_dtype = _dtypes(model, setup)
     whole = empty_model(source, dtype=dtype) if setup.mesh is not None else load_model(source, dtype=dtype)
@@ -63,7 +63,7 @@ def build_policy(
 
 
 def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torch.dtype | None]:
-    """Type of the trained weights, and of matrix products where it is another."""
+    """Dtype of the trained weights, and of matrix products if it differs."""
     if setup.precision.parameters == "bfloat16" and model.dtype == "float32":
         raise UserError(
             '[policy.precision] parameters = "bfloat16" computes in bfloat16: set model.dtype = "bfloat16" too, or '
@@ -93,5 +93,5 @@ def read_parts(module: nn.Module, path_or_id: str | os.PathLike[str]) -> None:
             sources |= dict.fromkeys(file.keys(), file)
         tensors = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
         for name, tensor in tensors.values():  # tied tensors once, under their first name
-            if (wanted := base_name(name)) is not None:  # an adapter has its first values already
+            if (wanted := base_name(name)) is not None:  # adapters are already initialised
                 fill_own_part(tensor, sources[wanted].get_slice(wanted).__getitem__)

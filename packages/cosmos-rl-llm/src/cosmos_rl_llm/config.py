@@ -12,35 +12,35 @@ from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.settings.base import Strict
 
 PLAIN_TEXT = "none"
-"""The `data.chat_template` that means: no template, prompts are plain text."""
+"""The value of `data.chat_template` for plain-text prompts without a template."""
 
 Overlong = Literal["error", "truncate", "drop"]
 
 
 class LLMLoraSection(LoraSection):
-    """[model.lora]: train low-rank adapters on linear layers and leave the model itself as it is."""
+    """[model.lora]: train low-rank adapters on linear layers and freeze the model itself."""
 
     rank: int = Field(default=16, ge=1)
     """Rank of the update of a layer's weight."""
 
 
 class LLMModelConfig(Strict):
-    """[model]: which causal language model is trained, and how it is held in memory."""
+    """[model]: the causal language model to train, its dtype and its adapters."""
 
     path: str = Field(min_length=1)
     """A Hugging Face model id, or a local directory with config.json, weights and tokenizer."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """Type of forward passes and of the engine's weights; [policy.precision] has that of trained weights."""
+    """Dtype of forward passes and of the engine's weights; [policy.precision] sets that of trained weights."""
     max_length: int | None = Field(default=None, ge=2)
     """Context limit in tokens, prompt and response together; without it the model's own."""
     revision: str | None = None
     """Branch, tag or commit on the hub; only for a model id."""
     lora: LLMLoraSection | None = None
-    """Train adapters of the model, and send them alone to the engines."""
+    """Train adapters of the model, and send only them to the engines."""
 
 
 class LLMDataConfig(Strict):
-    """[data]: where rows come from, and which of their columns are prompt, reference answer and response."""
+    """[data]: the source of rows, and their columns with prompt, reference answer and response."""
 
     path: str = ""
     """A .jsonl, .json or .parquet file, a directory of them, or a Hugging Face datasets id."""
@@ -48,7 +48,7 @@ class LLMDataConfig(Strict):
     """Instead of `path`, Python's "module:attribute": a list of rows, or a function without arguments that returns one.
     A row is a mapping of columns to JSON."""
     split: str | None = None
-    """Which split: the files of a directory that start with it, or of a datasets id ("train" if unset)."""
+    """Split: the files of a directory that start with it, or a split of a datasets id ("train" if unset)."""
     subset: str | None = None
     """The configuration name of a datasets id, such as "main" for openai/gsm8k."""
     prompt_column: str = "prompt"
@@ -68,7 +68,7 @@ class LLMDataConfig(Strict):
     messages_column: str | None = None
     """Column with whole chats instead, for supervised training: every turn of the assistant is learnt."""
     overlong: Overlong = "error"
-    """Rows above [model] max_length in supervised training: an error, cut at the end, or left out; both are counted."""
+    """Rows above [model] max_length in supervised training: an error, cut at the end, or dropped; both are counted."""
     limit: int | None = Field(default=None, ge=1)
     """Read only the first rows."""
 
@@ -83,7 +83,7 @@ class LLMDataConfig(Strict):
             raise ValueError(f"not a format string ({error}); write {{{{ and }}}} for literal braces") from None
         unnamed = [name for name in names if not name.isidentifier()]
         if unnamed:
-            raise ValueError(f"{{{unnamed[0]}}} is no column name; write {{{{ and }}}} for literal braces")
+            raise ValueError(f"{{{unnamed[0]}}} is not a column name; write {{{{ and }}}} for literal braces")
         return template
 
     @field_validator("answer_pattern")
@@ -102,13 +102,13 @@ class LLMDataConfig(Strict):
     @model_validator(mode="after")
     def _keys_fit_together(self) -> Self:
         if not self.path and self.rows is None:
-            raise ValueError('path is missing: where the rows are; or name Python\'s own by rows = "module:attribute"')
+            raise ValueError('path is missing: set it to the location of the rows, or set rows = "module:attribute"')
         if self.rows is not None and (self.path or self.split or self.subset):
-            raise ValueError("rows stand for path, split and subset; remove those, or rows")
+            raise ValueError("rows replaces path, split and subset; remove those, or rows")
         if self.answer_pattern is not None and self.answer_column is None:
             raise ValueError("answer_pattern needs answer_column, the column to search")
         if self.messages_column is not None and self.response_column is not None:
-            raise ValueError("messages_column holds the responses too; remove response_column")
+            raise ValueError("messages_column contains the responses too; remove response_column")
         if self.messages_column is not None and self.chat_template == PLAIN_TEXT:
             raise ValueError('messages_column needs a chat template; "none" takes prompts of plain text')
         if self.system_prompt is not None and self.chat_template == PLAIN_TEXT:
@@ -120,8 +120,8 @@ class TorchEngineOptions(Strict):
     """[rollout.options] of engine = "torch"."""
 
     max_sequences: int = Field(default=64, ge=1)
-    """Most sequences generated at the same time; more wait for a free place."""
+    """Maximum number of concurrent sequences; others wait for a free slot."""
     cache_bytes: int = Field(default=4 * 1024**3, ge=1)
-    """Most memory for the keys and values of running sequences."""
+    """Maximum memory for the keys and values of running sequences."""
     record_routes: bool = False
-    """Note which experts each token goes to, and let training take the same ones (mixtures of experts only)."""
+    """Record the experts of each token, and replay them in training (mixtures of experts only)."""

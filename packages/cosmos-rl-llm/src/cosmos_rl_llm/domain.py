@@ -1,4 +1,4 @@
-"""The language-model domain: what `cosmos_rl_core` asks for by the name "llm".
+"""The language-model domain: `cosmos_rl_core` loads it by the name "llm".
 
 Importing this module loads configs and data only; torch and transformers come with the first policy.
 """
@@ -50,7 +50,7 @@ class LLMDomain(DomainBase):
     row_keys = ("path", "rows", "split", "subset")
 
     def load_rows(self, data: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
-        """Read rows with `prompt`, `answer` and `response` beside their own columns, and their origin."""
+        """Read rows with `prompt`, `answer` and `response` in addition to their own columns, and their origin."""
         return load_rows(data)
 
     def prompt_row(
@@ -64,8 +64,8 @@ class LLMDomain(DomainBase):
     ) -> TextPolicy | PipelinedPolicy:
         """Load the model to train, with log-probabilities at the sampling temperature.
 
-        `model.dtype` is the type it computes in, [policy.precision] that of its weights. They come from a checkpoint,
-        so that `seed` decides nothing but the first values of adapters.
+        `model.dtype` is the compute dtype, [policy.precision] sets that of the weights. They come from a checkpoint, so
+        `seed` determines only the initial values of adapters.
         """
         quiet_torchao()
         from cosmos_rl_llm.build import build_policy
@@ -83,7 +83,7 @@ class LLMDomain(DomainBase):
     def build_engine(
         self, model: LLMModelConfig, *, data: LLMDataConfig, name: str, options: Mapping[str, Any]
     ) -> RolloutEngine:
-        """Load the engine called `name`, with a model of its own.
+        """Load the engine `name` with its own copy of the model.
 
         Raises:
             UserError: no engine of that name, or an option it does not have.
@@ -96,22 +96,22 @@ class LLMDomain(DomainBase):
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
     def spread_engine(self, name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
-        """vLLM cuts matrices over GPUs. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
+        """vLLM shards matrices over GPUs. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
         return spread(name, options, tp_size=tp_size)
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
-        """Names, shapes and types from the headers of a local directory's safetensors; None for a hub's id.
+        """Names, shapes and dtypes from the headers of a local directory's safetensors; None for a hub id.
 
         Raises:
-            UserError: the path means a directory and there is none, or one without a model.
+            UserError: the path denotes a directory that does not exist or has no model.
         """
         directory = Path(resolve(model.path))
-        if not directory.is_dir() or model.lora is not None:  # adapters are made when the model is
+        if not directory.is_dir() or model.lora is not None:  # adapters are created with the model
             return None
         return read_specs(directory)
 
     def model_shape(self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Any) -> ModelShape | None:
-        """From config.json and the headers of a local directory's safetensors; None for a hub's id.
+        """The shape from config.json and the headers of a local directory's safetensors; None for a hub id.
 
         Raises:
             UserError: as `weight_specs`.
@@ -123,7 +123,7 @@ class LLMDomain(DomainBase):
         return REWARDS
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
-        """Pack rollouts end to end, at most `microbatch_terms` tokens to a microbatch, prompts included."""
+        """Pack rollouts end to end, at most `microbatch_terms` tokens per microbatch, prompts included."""
         from cosmos_rl_llm.data.collate import collate
 
         return collate(groups, microbatch_terms=microbatch_terms, share=share)
@@ -140,7 +140,7 @@ class LLMDomain(DomainBase):
     def export_weights(
         self, model: LLMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
     ) -> Iterable[tuple[str, Tensor]]:
-        """The weights as they are; for adapters that are to be merged those of the base model with the updates."""
+        """The weights unchanged; with `merge_adapters` those of the base model plus the adapters' updates."""
         if model.lora is None or not merge_adapters:
             return tensors
         from cosmos_rl_core.parallel.lora import merge
@@ -234,7 +234,7 @@ def _chat(
 
 
 def _checkpoint(model: LLMModelConfig) -> str:
-    """Where model and tokenizer are read: the path as it is, or the files of one revision on the hub."""
+    """The source of model and tokenizer: the path itself, or the files of one revision on the hub."""
     if model.revision is None:
         return model.path
     if Path(model.path).expanduser().is_dir():
@@ -243,7 +243,7 @@ def _checkpoint(model: LLMModelConfig) -> str:
 
 
 def _directory(model: LLMModelConfig) -> Path:
-    """The directory of the model's files, fetched from the hub where that is needed."""
+    """The directory of the model's files, fetched from the hub if necessary."""
     source = Path(resolve(_checkpoint(model)))
     return source if source.is_dir() else Path(_fetch(model))
 

@@ -1,4 +1,4 @@
-"""A tiny language model, a tokenizer and problems made on the spot, for examples and tests without a download.
+"""A generated tiny language model, tokenizer and problems, for examples and tests without a download.
 
 model = write_tiny_model(directory / "base")
 train, test = write_sums(directory / "data")
@@ -13,7 +13,7 @@ from pathlib import Path
 from cosmos_rl_core.quiet import quiet_torchao
 
 CHARACTERS = "0123456789+="
-"""What the tokenizer knows, one token each, beside <pad>, <eos> and <unk>."""
+"""The tokenizer's characters, one token each, in addition to <pad>, <eos> and <unk>."""
 
 
 def write_sums(directory: Path, *, below: int = 100, held_out: int = 200, seed: int = 0) -> tuple[Path, Path]:
@@ -41,7 +41,7 @@ def write_tiny_model(directory: Path, *, num_layers: int = 4, initializer_range:
     from transformers import Qwen3Config, Qwen3ForCausalLM
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # one shard is no progress to look at
+    logging.disable_progress_bar()  # there is only one shard
     write_tokenizer(directory)
     config = Qwen3Config(
         vocab_size=3 + len(CHARACTERS),
@@ -63,7 +63,7 @@ def write_tiny_model(directory: Path, *, num_layers: int = 4, initializer_range:
 
 
 def write_tokenizer(directory: Path) -> None:
-    """Write a tokenizer with one token a character."""
+    """Write a tokenizer with one token per character."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

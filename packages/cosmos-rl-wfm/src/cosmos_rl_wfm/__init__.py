@@ -47,10 +47,10 @@ __all__ = [
 ]
 
 
-if not TYPE_CHECKING:  # a type checker takes the imports above, and so sees a misspelt name
+if not TYPE_CHECKING:  # a type checker uses the imports above, and so reports a misspelt name
 
     def __getattr__(name: str) -> Any:
-        """Import a public name when it is first used."""
+        """Import a public name at its first use."""
         if name not in _HOME:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)

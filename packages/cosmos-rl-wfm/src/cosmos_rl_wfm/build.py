@@ -1,4 +1,4 @@
-"""Policies and engines out of a recipe: parts loaded, adapted, spread over the ranks of a replica."""
+"""Builds policies and engines from a recipe: loads the parts, adds adapters, shards over the ranks of a replica."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ if TYPE_CHECKING:
 def build_policy(
     config: WFMModelConfig, *, data: WFMDataConfig, sampling: FlowSampling | None, seed: int, setup: ModelSetup
 ) -> FlowPolicy:
-    """Load the network and spread it as `setup` says. All ranks of a replica call this together.
+    """Load the network and shard it according to `setup`. All ranks of a replica call this together.
 
-    Codec and text encoder come with the first real clip, where there is any.
+    Codec and text encoder are loaded with the first real clip, if there is one.
     """
     in_parts = setup.mesh is not None and bool(config.path)
     held = getattr(torch, setup.precision.parameters)
@@ -48,7 +48,7 @@ def build_policy(
     unconditional = _unconditional(model, config) if guided else None
     if config.lora is None:
         model.network.requires_grad_(True)
-    model.network.eval()  # for good: no dropout; what is recomputed is decided by `parallel.remat`
+    model.network.eval()  # permanently: no dropout; `parallel.remat` decides what is recomputed
     computed = getattr(torch, config.dtype)
     parallelize(model.network, setup, compute_dtype=None if held == computed else computed)
     if in_parts:
@@ -97,7 +97,7 @@ def _conditions(
 
 
 def _unconditional(model: DiffusersModel, config: WFMModelConfig) -> Condition:
-    """Embed the negative prompt; the encoder is not kept for it."""
+    """Embed the negative prompt; does not keep the encoder in memory for it."""
     load_parts(model, config, {"text"}, seed=config.seed)
     condition = model.encode_text([model.traits.negative_prompt])
     model.free_captions()
@@ -107,7 +107,7 @@ def _unconditional(model: DiffusersModel, config: WFMModelConfig) -> Condition:
 def export_weights(
     config: WFMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
 ) -> Iterable[tuple[str, Tensor]]:
-    """Yield weights as they are; with `merge_adapters` those of the base network with these adapters."""
+    """Yield the weights unchanged; with `merge_adapters` those of the base network merged with these adapters."""
     if config.lora is None or not merge_adapters:
         return tensors
     base = build_model(config.model_copy(update={"lora": None}), seed=config.seed, device=torch.device("cpu"))
@@ -120,7 +120,7 @@ def size_of(data: WFMDataConfig) -> Size:
 
 
 def _check_sizes(model: DiffusersModel, data: WFMDataConfig) -> None:
-    """Raise UserError for a size of clips that the model cannot take."""
+    """Raise UserError for a clip size that the model does not accept."""
     for height, width in sorted({(data.size.height, data.size.width), *data.sizes}):
         model.check(Size(frames=data.size.frames, height=height, width=width))
 
@@ -137,14 +137,14 @@ def _clip_loader(config: WFMModelConfig, data: WFMDataConfig, *, text_width: int
 
 
 def _latents_cache(config: WFMModelConfig, data: WFMDataConfig) -> TensorCache | None:
-    """Where latents are kept: not where they are as quickly made, nor where no clip comes twice."""
+    """The cache of latents; None if encoding is as fast, or no clip repeats."""
     if config.codec == "pixels" or data.start == "random":
         return None
     return TensorCache(cache_folder(data.cache_path) / "latents", max_bytes=data.cache_bytes)
 
 
 def _codec_of(config: WFMModelConfig) -> str:
-    """What tells the model's codec from every other, in the names of cached latents."""
+    """Identifier of the model's codec, in the names of cached latents."""
     keys = {"path", "revision", "family", "network", "tiny", "seed", "codec", "codec_dtype"}
     weights = sorted((Path(config.path).expanduser() / "vae").glob("*.safetensors")) if config.path else []
     files = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in weights]

@@ -1,4 +1,4 @@
-"""What a prompt's samples are generated for: its embedded caption, and the frames that are given."""
+"""Conditions of a prompt's samples: the embedded caption and the given frames."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ _CPU = torch.device("cpu")
 
 
 class CaptionCache:
-    """Embedded captions in host memory, at most `max_bytes` of them; those not used for longest go first.
+    """LRU cache of embedded captions in host memory, at most `max_bytes`.
 
-    Predict2.5 embeds a caption as 512 x 100,352 numbers, 98 MiB in bfloat16: a limit on their number is none on memory.
+    The limit is in bytes since captions are large: 512 x 100,352 numbers in Predict2.5, 98 MiB in bfloat16.
     """
 
     def __init__(self, *, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self._held: OrderedDict[Hashable, Condition] = OrderedDict()
         self.num_bytes = 0
-        """Bytes that are held."""
+        """Bytes in the cache."""
 
     def get(self, key: Hashable) -> Condition | None:
-        """Return the condition [1] that was put under `key`, on the CPU; None if it is not held."""
+        """Return the condition [1] of `key`, on the CPU; None if it is not cached."""
         if key in self._held:
             self._held.move_to_end(key)
         return self._held.get(key)
 
     def put(self, key: Hashable, condition: Condition) -> None:
-        """Hold a condition [1] that lies on the CPU; one that is larger than the whole cache is not held."""
+        """Cache a condition [1] on the CPU, unless it is larger than the whole cache."""
         size = bytes_of(condition)
         if key in self._held or size > self._max_bytes:
             return
@@ -67,13 +67,13 @@ class Conditions:
 
     @property
     def unconditional(self) -> Condition:
-        """What guidance leads away from: the condition [1] of the model's negative prompt."""
+        """The condition [1] of the model's negative prompt, for guidance."""
         if self._unconditional is None:
             self._unconditional = self._model.encode_text([self._model.traits.negative_prompt]).to(_CPU)
         return self._unconditional
 
     def of(self, prompt: Prompt) -> Condition:
-        """Return the condition [1] of a prompt. Raises PromptError for a row that lacks what it takes."""
+        """Return the condition [1] of a prompt. Raises PromptError for a row without a caption or given frames."""
         caption = prompt.row.get("caption")
         if not isinstance(caption, str):
             raise PromptError(f"{prompt.origin}: the row has no caption")
@@ -88,7 +88,7 @@ class Conditions:
         return self.with_given(condition, torch.from_numpy(video)[None], rng)
 
     def of_caption(self, caption: str, row: Mapping[str, Any], *, text: np.ndarray | None = None) -> Condition:
-        """Return the condition [1] of a caption alone: of the row's own embedding, or of the model's encoder.
+        """Return the condition [1] of a caption alone: from the row's own embedding or the model's encoder.
 
         `text` float32 [L, E] is the row's embedding, where it was read before.
         """
@@ -105,7 +105,7 @@ class Conditions:
         return condition
 
     def with_given(self, condition: Condition, video: Tensor, rng: np.random.Generator) -> Condition:
-        """Give the first latent frames of `video` uint8 [1, F, H, W, 3]: as many as `rng` draws."""
+        """Add the first latent frames of `video` uint8 [1, F, H, W, 3] to the condition; `rng` samples their number."""
         section = self._given
         if not section.max_frames:
             return condition
@@ -120,9 +120,9 @@ def bytes_of(condition: Condition) -> int:
 
 
 def joined(conditions: Sequence[Condition], counts: Sequence[int]) -> Condition:
-    """Return conditions [1] as one [B], each for as many samples as `counts` says. All have the same parts.
+    """Return conditions [1] as one [B], each repeated for its number of samples in `counts`. All have the same parts.
 
-    Captions are in it once.
+    Each caption is stored once.
     """
     first, *others = conditions
     held = {field.name: getattr(first, field.name) for field in fields(first)}

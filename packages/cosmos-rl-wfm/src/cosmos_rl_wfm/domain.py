@@ -1,4 +1,4 @@
-"""World foundation models as a domain: captions in, images and videos out. Torch and diffusers load with the parts."""
+"""The domain of world foundation models: captions in, images and videos out. Imports torch and diffusers lazily."""
 
 from __future__ import annotations
 
@@ -44,20 +44,18 @@ class WFMDomain(DomainBase):
         return REWARDS
 
     def warnings(self, config: RunConfig) -> Sequence[str]:
-        """Say where ratios cannot be exact. Implements `cosmos_rl_core.optional.Warns`."""
+        """Warn of inexact ratios. Implements `cosmos_rl_core.optional.Warns`."""
         return recipe_warnings(config)
 
     def check_model(self, model: WFMModelConfig) -> None:
-        """Call a network of an unproven class once, without memory. Implements `core.abilities.ChecksModels`."""
+        """Call a network of an unlisted class once on the meta device. Implements `core.abilities.ChecksModels`."""
         from cosmos_rl_wfm.models.classes import network_class
         from cosmos_rl_wfm.models.source import is_here, network_of, open_source
 
         if not is_here(model):
             return
         class_name, config = network_of(model, open_source(model))
-        if (
-            network_class(class_name) is None
-        ):  # torch and diffusers take seconds to load, which others need not wait for
+        if network_class(class_name) is None:  # torch and diffusers take seconds to load, needed in this case only
             from cosmos_rl_wfm.models.try_forward import try_forward
 
             try_forward(class_name, config)
@@ -71,7 +69,7 @@ class WFMDomain(DomainBase):
     def prompt_row(
         self, data: WFMDataConfig, given: str | Mapping[str, Any], *, where: str, folder: Path
     ) -> Mapping[str, Any]:
-        """A caption alone, or with columns beside it. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
+        """A caption alone, or with other columns. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
         from cosmos_rl_wfm.data.prompts import prompt_row
 
         columns = {data.caption_column: given} if isinstance(given, str) else given
@@ -88,7 +86,7 @@ class WFMDomain(DomainBase):
     def build_policy(
         self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any, seed: int, setup: ModelSetup
     ) -> Policy:
-        """The network to train, spread over its ranks."""
+        """The network to train, sharded over its ranks."""
         from cosmos_rl_wfm.build import build_policy
 
         return build_policy(model, data=data, sampling=sampling, seed=seed, setup=setup)
@@ -96,36 +94,36 @@ class WFMDomain(DomainBase):
     def build_engine(
         self, model: WFMModelConfig, *, data: WFMDataConfig, name: str, options: Mapping[str, Any]
     ) -> RolloutEngine:
-        """An engine over network, codec and text encoder."""
+        """An engine with network, codec and text encoder."""
         from cosmos_rl_wfm.build import build_engine
         from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 
         return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
 
     def model_shape(self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any) -> ModelShape | None:
-        """The sizes of a network on this machine, or of one from scratch; None for one on a hub."""
+        """The sizes of a local network or one from scratch; None for one on a hub."""
         from cosmos_rl_wfm.shape import read_shape
 
         return read_shape(model, data)
 
     def is_own_reference(self, config: RunConfig) -> bool:
-        """The average of the weights may be the reference. Implements `core.abilities.CountsMemory`."""
+        """Whether the average of the weights is the reference. Implements `core.abilities.CountsMemory`."""
         return config.model.pulls_to_average
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """Averages, old weights, and what real clips want. Implements `core.abilities.CountsMemory`."""
+        """Averages, old weights, and memory for real clips. Implements `core.abilities.CountsMemory`."""
         from cosmos_rl_wfm.memory import held_by_policy
 
         return held_by_policy(config, rank)
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
-        """Encoders, autoencoder and what they work in. Implements `core.abilities.CountsMemory`."""
+        """Encoders, autoencoder and their activations. Implements `core.abilities.CountsMemory`."""
         from cosmos_rl_wfm.memory import held_by_rollout
 
         return held_by_rollout(config)
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
-        """Cut rollouts into denoising steps, `microbatch_terms` to a forward pass."""
+        """Split rollouts into denoising steps, `microbatch_terms` per forward pass."""
         from cosmos_rl_wfm.collate import collate
 
         return collate(groups, microbatch_terms=microbatch_terms, share=share)
@@ -139,7 +137,7 @@ class WFMDomain(DomainBase):
         microbatch_terms: int,
         share: Share,
     ) -> TrainBatch:
-        """Real clips, cut as `data` says, each noised at one time."""
+        """Real clips, cut as configured in `data`, each noised at one time."""
         from cosmos_rl_wfm.supervised import collate_sft
 
         assert policy.clips is not None, "a policy of real data has clips"
@@ -148,7 +146,7 @@ class WFMDomain(DomainBase):
     def export_weights(
         self, model: WFMModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
     ) -> Iterable[tuple[str, Tensor]]:
-        """The trained weights; for adapters that are to be merged those of the base network with the updates."""
+        """The trained weights; with `merge_adapters` those of the base network plus the adapters' updates."""
         from cosmos_rl_wfm.build import export_weights
 
         return export_weights(model, tensors, merge_adapters=merge_adapters)
@@ -165,31 +163,31 @@ WFM = WFMDomain()
 
 
 def recipe_warnings(config: RunConfig) -> Sequence[str]:
-    """Return a sentence for each thing that will not be as one may expect."""
+    """Return a warning for each unexpected effect of a valid recipe."""
     if config.is_sft:
         return ()
     return [text for text in (_of_ratios(config), _of_the_average(config)) if text]
 
 
 def _of_ratios(config: RunConfig) -> str:
-    """Policy and engine have to compute the same: ratios of denoising steps are clipped at 1e-4 from 1."""
+    """Warn if policy and engine round differently: ratios of denoising steps are clipped at 1e-4 from 1."""
     model: WFMModelConfig = config.model
-    trained, drawn = config.policy.precision.parameters, model.dtype
+    trained, sampled = config.policy.precision.parameters, model.dtype
     sent = config.sync.dtype or trained
-    if not config.rollout.sampling.trains_steps or trained == drawn == sent:
+    if not config.rollout.sampling.trains_steps or trained == sampled == sent:
         return ""
-    other = [] if config.sync.dtype in (None, drawn) else [f'[sync] dtype = "{sent}"']
-    keys = [f'[policy.precision] parameters = "{trained}"', f'[model] dtype = "{drawn}"', *other]
+    other = [] if config.sync.dtype in (None, sampled) else [f'[sync] dtype = "{sent}"']
+    keys = [f'[policy.precision] parameters = "{trained}"', f'[model] dtype = "{sampled}"', *other]
     also = " and no [sync] dtype" if other else ""
     return (
-        f"ratios are not exactly 1 before the first update: {', '.join(keys)} let policy and engine round differently, "
-        f"which moved single ratios by 6e-4 where clip_high is {config.algorithm.clip_high:g}; "
-        f'policy.precision.parameters = "{drawn}"{also} makes them 1'
+        f"ratios are not exactly 1 before the first update: {', '.join(keys)} make policy and engine round "
+        f"differently, which moved single ratios by 6e-4 where clip_high is {config.algorithm.clip_high:g}; "
+        f'policy.precision.parameters = "{sampled}"{also} makes them 1'
     )
 
 
 def _of_the_average(config: RunConfig) -> str:
-    """A reference that no KL term asks for."""
+    """Warn of a reference without a KL term."""
     model: WFMModelConfig = config.model
     if model.ema is None or not model.ema.reference or config.algorithm.kl_coef:
         return ""

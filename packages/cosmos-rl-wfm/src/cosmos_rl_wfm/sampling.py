@@ -1,4 +1,4 @@
-"""[rollout.sampling] of world models: how a sample is denoised, and which steps of it are trained. Free of torch."""
+"""[rollout.sampling] of world models: the denoising of a sample and the choice of its trained steps. No torch."""
 
 from __future__ import annotations
 
@@ -18,67 +18,67 @@ OldDecay = Literal["none", "slow", "late"]
 
 
 class FlowSampling(Strict):
-    """[rollout.sampling]: how a sample is denoised, and which steps of it are trained."""
+    """[rollout.sampling]: the denoising of a sample and the choice of its trained steps."""
 
     unit: ClassVar[str] = "terms"
     length_key: ClassVar[str] = "num_steps"
 
     num_steps: int = Field(default=10, ge=1)
-    """Denoising steps of a rollout; fewer than in use are enough to learn from."""
+    """Denoising steps of a rollout; training needs fewer than inference."""
     eval_num_steps: int = Field(default=40, ge=1)
-    """Steps of the ODE in an evaluation."""
+    """ODE steps in an evaluation."""
     rule: RuleName = "flow_sde"
-    """How a stochastic step is taken; "ode" for objectives that want clean samples alone, as nft."""
+    """Rule of a stochastic step; "ode" for objectives that need clean samples only, such as nft."""
     noise_level: float = Field(default=0.7, gt=0)
-    """How stochastic: FlowGRPO's a, DanceGRPO's eta, or that of CPS."""
+    """Noise of a stochastic step: FlowGRPO's a, DanceGRPO's eta, or the noise level of CPS."""
     schedule: ScheduleName = "flow"
-    """Where the times of the steps lie: equally spaced from 1 to 0 and shifted ("flow"), those of diffusers'
-    FlowMatchEulerDiscreteScheduler, as SD3's pipeline and flow_grpo take them ("flow_match_euler"), or at EDM's noise
+    """Times of the steps: equally spaced from 1 to 0 and shifted ("flow"), those of diffusers'
+    FlowMatchEulerDiscreteScheduler, as SD3's pipeline and flow_grpo use them ("flow_match_euler"), or EDM's noise
     levels ("edm")."""
     solver_order: Literal[1, 2] = 1
-    """Of the ODE's steps, in rollouts and evaluations: 2 takes the velocity before into account, and no more passes."""
+    """Order of ODE steps, in rollouts and evaluations: 2 also uses the previous velocity, without additional passes."""
     guidance: float | None = Field(default=None, ge=0)
-    """Scale of classifier-free guidance, in rollouts and in training, as the model's pipeline counts it; without it the
-    unconditional pass is not made."""
+    """Scale of classifier-free guidance, in rollouts and in training, in the convention of the model's pipeline;
+    without it there is no unconditional pass."""
     same_noise: bool = False
     """Start all rollouts of a group from the same noise."""
     window: WindowName = "all"
-    """Which steps are trained."""
+    """Rule that chooses the trained steps."""
     steps: tuple[int, ...] = ()
     """window = "fixed": the steps, 0 is the noisiest."""
     width: int = Field(default=4, ge=1)
-    """window = "random_window", "random_subset" or "sliding": how many steps."""
+    """window = "random_window", "random_subset" or "sliding": number of steps."""
     low: int = Field(default=0, ge=0)
-    """The same: the first step that may be among them."""
+    """The same windows: the first eligible step."""
     high: int | None = Field(default=None, ge=1)
-    """The same: the first step that may not; by default the last one."""
+    """The same windows: the end of the eligible steps, exclusive; by default the last step."""
     stride: int = Field(default=1, ge=1)
     """window = "sliding": steps it moves by."""
     every: int = Field(default=25, ge=1)
     """window = "sliding": versions after which it moves."""
     restart: bool = False
-    """window = "sliding": start over at the end of its range, and do not stay there."""
+    """window = "sliding": start over at the end of its range instead of staying there."""
     elsewhere: Literal["ode", "sde"] = "ode"
-    """What steps do that are not trained."""
+    """Rule of the steps that are not trained."""
     times_per_rollout: int = Field(default=2, ge=1)
     """rule = "ode": times at which each clean sample is trained."""
     density: DensityName = "uniform"
-    """rule = "ode": how those times are drawn."""
+    """rule = "ode": distribution of those times."""
     old_decay: OldDecay | None = None
-    """Draw rollouts with a second copy of the weights that follows the trained ones; nft contrasts the two. "none": it
-    is the copy of the step before, "slow": its decay grows to 0.5, "late": after 75 steps to 0.999."""
+    """Sample rollouts with a second copy of the weights that follows the trained ones; nft contrasts the two. "none":
+    the weights of the previous step, "slow": a decay that grows to 0.5, "late": after 75 steps to 0.999."""
 
     @model_validator(mode="after")
     def _trains_something(self) -> Self:
         if self.trains_steps:
-            self.chosen.at(self.num_steps)  # raises ValueError with what does not fit
+            self.chosen.at(self.num_steps)  # raises ValueError with the mismatch
         if self.rule == "cps" and self.noise_level > 1:
             raise ValueError(f"noise_level = {self.noise_level}: cps takes at most 1")
         return self
 
     @property
     def trains_steps(self) -> bool:
-        """Whether terms are steps that a rollout took, and not times at which its clean sample is noised again."""
+        """Whether terms are steps of a rollout, instead of times at which its clean sample is noised again."""
         return self.rule != "ode"
 
     @property
@@ -102,14 +102,14 @@ class FlowSampling(Strict):
 
     @property
     def least_microbatch_terms(self) -> int:
-        """1: every term has a forward pass of its own."""
+        """1: each term is one forward pass."""
         return 1
 
     def evaluation(self, *, temperature: float, max_terms: int | None) -> FlowSampling:
         """Follow the ODE in `eval_num_steps`."""
         if temperature or max_terms is not None:
             raise UserError(
-                "[eval] temperature and max_length are not for world models, which are evaluated without noise; remove "
+                "[eval] temperature and max_length do not apply to world models, evaluated without noise; remove "
                 "them, and set [rollout.sampling] eval_num_steps"
             )
         return self.model_copy(update={"rule": "ode", "num_steps": self.eval_num_steps, "times_per_rollout": 1})
@@ -118,7 +118,7 @@ class FlowSampling(Strict):
         return self
 
     def plan(self, *, shift: float, version: int = 0, seed: int = 0) -> Plan:
-        """Return the steps of a rollout drawn with weights `version`; `shift` is the model's."""
+        """Return the steps of a rollout sampled with weights `version`; `shift` is the model's."""
         from cosmos_rl_wfm.samplers.sampler import Plan
         from cosmos_rl_wfm.samplers.times import edm_times, flow_match_euler_times, flow_times
         from cosmos_rl_wfm.samplers.window import Steps

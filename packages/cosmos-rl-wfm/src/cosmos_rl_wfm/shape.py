@@ -1,4 +1,4 @@
-"""The sizes of a recipe's model, read off its configuration. No torch: the controller asks."""
+"""The sizes of a recipe's model, read from its configuration. No torch: the controller calls this."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cosmos_rl_wfm.parallel.shape import model_shape, num_tokens
 
 
 def read_shape(model: WFMModelConfig, data: WFMDataConfig) -> ModelShape | None:
-    """Return the shape of a model; None where it is not known before it is built.
+    """Return the shape of a model; None if it is not known before the model is built.
 
     Raises UserError for a model on this machine that is not supported.
     """
@@ -36,7 +36,7 @@ def read_shape(model: WFMModelConfig, data: WFMDataConfig) -> ModelShape | None:
 
 
 def _lora_targets(lora: WFMLoraSection | None, class_name: str) -> tuple[str, ...] | None:
-    """Ends of the names of adapted layers; None for all linear ones."""
+    """Name suffixes of adapted layers; None for all linear layers."""
     row = network_class(class_name)
     family = ATTENTION if row is None else row.lora_targets
     wanted = family if lora is None else lora.targets(family)

@@ -1,7 +1,7 @@
 """Rows to tokens and tokens to text, through the tokenizer's chat template or as plain text.
 
-A prompt and its response are tokenised apart, exactly as they meet in generation: the response never changes
-the prompt's tokens, and tokens that an engine drew are kept and never encoded again.
+A prompt and its response are tokenised separately, as in generation: the response never changes the prompt's tokens,
+and tokens sampled by an engine are kept and never encoded again.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Chat:
-    """How the rows of one dataset and the tokens of one model become each other."""
+    """Conversion between the rows of one dataset and the tokens of one model."""
 
     tokenizer: PreTrainedTokenizerBase
-    """With the chat template in it, where prompts are messages."""
+    """Has the chat template, if prompts are messages."""
     end_ids: frozenset[int]
-    """Tokens that end a response, and belong to it."""
+    """Tokens that end a response and are part of it."""
     max_length: int | None = None
-    """Most tokens of prompt and response together; None: no limit."""
+    """Maximum tokens of prompt and response together; None: no limit."""
     overlong: Overlong = "error"
-    """What supervised training does with rows above it."""
+    """Treatment of longer rows in supervised training."""
 
     def encode_prompt(self, row: Mapping[str, Any], *, where: str = "") -> tuple[str, np.ndarray]:
-        """Return the prompt as the model sees it and its tokens [prompt] int32.
+        """Return the text of the model's prompt and its tokens [prompt] int32.
 
-        Messages are followed by the opening of the assistant's turn. Plain text gets the tokenizer's own
-        opening token, where it has one; a template writes its own.
+        Messages are followed by the opening of the assistant's turn. Plain text gets the tokenizer's BOS token, if it
+        has one; a template writes its own.
 
         Raises:
             PromptError: the template rejects the messages, or no token is left.
@@ -51,9 +51,9 @@ class Chat:
         return text, np.asarray(ids, dtype=np.int32)
 
     def encode_response(self, row: Mapping[str, Any], *, prompt_text: str, where: str = "") -> np.ndarray:
-        """Return the tokens of row["response"] and of the end of its turn, [T] int32: what is learnt.
+        """Return the tokens of row["response"] and of the end of its turn, [T] int32: the training target.
 
-        Where the template continues the prompt's text, the turn is closed as the template closes it (up to
+        If the template continues the prompt's text, the turn is closed as the template closes it (up to
         its last end token); otherwise, and for plain text, with the tokenizer's end-of-sequence token.
 
         Raises:
@@ -78,25 +78,25 @@ class Chat:
         return text
 
     def decode_prompt(self, tokens: Sequence[int] | np.ndarray) -> str:
-        """Return the text of a prompt as the model saw it, special tokens included."""
+        """Return the text of a prompt, special tokens included."""
         text = self.tokenizer.decode([int(token) for token in tokens], clean_up_tokenization_spaces=False)
         assert isinstance(text, str)
         return text
 
     @property
     def closing_id(self) -> int:
-        """The end token that is written after a response which no template closes."""
+        """The end token written after a response that no template closes."""
         eos = self.tokenizer.eos_token_id
         return eos if isinstance(eos, int) else min(self.end_ids)
 
     def render(self, messages: Iterable[Mapping[str, Any]], *, where: str, add_generation_prompt: bool) -> str:
-        """Return messages as the chat template writes them. Raises PromptError where it rejects them."""
+        """Return messages as the chat template renders them. Raises PromptError if it rejects them."""
         text = self.apply_template(messages, where=where, tokenize=False, add_generation_prompt=add_generation_prompt)
         assert isinstance(text, str)
         return text
 
     def apply_template(self, messages: Iterable[Mapping[str, Any]], *, where: str, **options: Any) -> Any:
-        """Return what the tokenizer's own method makes of messages. Raises PromptError where the template does."""
+        """Call the tokenizer's `apply_chat_template`. Raises PromptError if the template rejects the messages."""
         from jinja2 import TemplateError
 
         conversation = [dict(message) for message in messages]
@@ -107,10 +107,10 @@ class Chat:
 
 
 def set_chat_template(tokenizer: PreTrainedTokenizerBase, template: str | None) -> None:
-    """Give the tokenizer what `data.chat_template` says: Jinja text, a .jinja file, or None for its own.
+    """Set the tokenizer's chat template from `data.chat_template`: Jinja text, a .jinja file, or None for its own.
 
     Raises:
-        UserError: the file is missing, or there is no template at all.
+        UserError: the file is missing, or there is no template.
     """
     if template == PLAIN_TEXT:
         return
@@ -134,13 +134,13 @@ def find_end_ids(tokenizer: PreTrainedTokenizerBase, generation_eos: int | Itera
     A chat model often has two: the end of its turn and the end of a text.
 
     Raises:
-        UserError: there is none, so that no response could end by itself.
+        UserError: there is none, so no response could end.
     """
     listed = [generation_eos] if isinstance(generation_eos, int) else generation_eos or []
     found = frozenset(token for token in (tokenizer.eos_token_id, *listed) if isinstance(token, int))
     if not found:
         raise UserError(
-            f"the tokenizer of {tokenizer.name_or_path or 'this model'} names no end-of-sequence token, nor "
+            f"the tokenizer of {tokenizer.name_or_path or 'this model'} has no end-of-sequence token, nor "
             "does generation_config.json; set eos_token in tokenizer_config.json"
         )
     return found

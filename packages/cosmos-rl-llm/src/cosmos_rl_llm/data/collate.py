@@ -1,4 +1,4 @@
-"""Rollouts to packed microbatches: sequences laid end to end in one row, without padding.
+"""Rollouts to packed microbatches: sequences concatenated in one row, without padding.
 
     rollouts     |prompt a|response a|  |prompt b|response b|
     tokens [L]    p p p p r r r          p p r r r r             microbatch 0
@@ -6,8 +6,8 @@
     logit_index         3 4 5              8 9 . .               the hidden state before each response token
     labels [T]          r r r              r r r r
 
-A microbatch holds whole rollouts, up to `microbatch_terms` tokens with the prompts; a rollout longer than that is a
-microbatch of its own. Which of them a rank gets is `balance.deal`'s decision, the same on every rank.
+A microbatch holds whole rollouts, up to `microbatch_terms` tokens including prompts; a longer rollout is a
+microbatch of its own. `balance.deal` assigns them to ranks, identically on every rank.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ class Sample:
     tokens: np.ndarray
     """[T] int32."""
     logprobs: np.ndarray
-    """[T] float32: under the engine that drew them; zeros in supervised training."""
+    """[T] float32: under the engine that sampled them; zeros in supervised training."""
     loss_mask: np.ndarray
     """[T] bool."""
     advantage: float
     routes: np.ndarray | None = None
-    """[prompt + T - 1, layers, k]: experts that the rollout's router chose, where they are to be replayed."""
+    """[prompt + T - 1, layers, k]: experts chosen by the rollout's router, if they are replayed."""
 
     @property
     def length(self) -> int:
-        """Tokens that are fed in: nothing is predicted from the last."""
+        """Input tokens: nothing is predicted from the last token."""
         return len(self.prompt_tokens) + len(self.tokens) - 1
 
 
@@ -51,14 +51,14 @@ EMPTY = Sample(
     loss_mask=np.zeros(1, bool),
     advantage=0.0,
 )
-"""Fills a microbatch of a rank that has no more sequences while others do: one pass that trains nothing."""
+"""Padding microbatch of a rank without further sequences while others have some: one pass that trains nothing."""
 
 
 def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
     """Pack the rollouts of groups that have advantages; return the microbatches of `share`.
 
-    A rollout without a single term to train on is counted in the metrics and left out of the microbatches: it
-    would cost a forward pass and add nothing to the loss.
+    A rollout without trained terms is counted in the metrics and left out of the microbatches: it
+    would take a forward pass and add nothing to the loss.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     trained = [(place, r) for place, group in enumerate(groups) for r in group.rollouts if r.loss_mask.any()]
@@ -101,14 +101,14 @@ def pack_batch(
     share: Share,
     metrics: Mapping[str, float],
 ) -> TrainBatch:
-    """Pack the part of `share`; counts and metrics are those of the whole batch.
+    """Pack the part of `share`; counts and metrics are of the whole batch.
 
-    Adds `packing_fraction`: tokens over the room of all microbatches, of all ranks.
+    Adds `packing_fraction`: tokens over the capacity of all microbatches, of all ranks.
     """
     lengths = [sequence.length for sequence in sequences]
     dealt = deal(lengths, capacity=microbatch_terms, share=share, groups=groups)
     room = len(dealt) * share.count * microbatch_terms
-    if any(sequence.routes is None for sequence in sequences):  # replayed for the whole batch or not at all
+    if any(sequence.routes is None for sequence in sequences):  # replayed for the whole batch or for none
         sequences = [replace(sequence, routes=None) for sequence in sequences]
     routes = sequences[0].routes if sequences else None
     empty = replace(EMPTY, routes=None if routes is None else np.zeros_like(routes[:1]))
@@ -151,5 +151,5 @@ def _pack(sequences: Sequence[Sample]) -> Microbatch:
 
 
 def _tensor(values: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
-    """A tensor of its own memory: arrays read off the wire may be read-only."""
+    """A copy as a tensor: arrays received over the network may be read-only."""
     return torch.tensor(values, dtype=dtype)

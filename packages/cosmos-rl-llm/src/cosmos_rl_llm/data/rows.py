@@ -1,10 +1,10 @@
-"""Rows of a dataset, checked and brought to one shape.
+"""Rows of a dataset, checked and normalised.
 
     files, a hub or a module --> (where, row) --> normalise --> {"prompt": ..., "answer": ..., "response": ..., own}
 
-`prompt` is a list of chat messages, or a string where no chat template is wanted; `answer` and `response` are
-strings, set where their columns are named in the config. With `messages_column` there is no `response`, but
-`messages`, a whole chat, of which `prompt` is what comes before the last answer. Any fault is one UserError with file,
+`prompt` is a list of chat messages, or a string if no chat template is used; `answer` and `response` are
+strings, set if their columns are named in the config. With `messages_column` there is no `response`, but
+`messages`, a whole chat; `prompt` is the part before the last answer. Any fault raises one UserError with file,
 row and key.
 """
 
@@ -27,10 +27,10 @@ ROLES = ("system", "user", "assistant", "tool")
 def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Read, check and normalise the dataset.
 
-    Returns the rows and their origin for messages: the file's name, the directory's, the datasets id, or [data] rows.
+    Returns the rows and their origin for messages: the name of the file or directory, the datasets id, or [data] rows.
 
     Raises:
-        UserError: a file, column or value that is missing or wrong, with its place and what to do.
+        UserError: a file, column or value is missing or wrong; names its location and the remedy.
     """
     located = islice(read_located(config), config.limit)
     rows = [normalise(row, where=where, config=config) for where, row in located]
@@ -44,10 +44,10 @@ def load_rows(config: LLMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
 
 
 def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
-    """Return the row with `prompt`, and where configured `answer` and `response`, beside its own columns.
+    """Return the row with its own columns, `prompt` and, if configured, `answer` and `response`.
 
     The three names win over columns of the same name: with answer_column = "answer" and an answer_pattern,
-    row["answer"] is what the pattern found.
+    row["answer"] is the match of the pattern.
     """
     result = dict(row)
     if config.messages_column is None:
@@ -65,7 +65,7 @@ def normalise(row: Mapping[str, Any], *, where: str, config: LLMDataConfig) -> d
 
 
 def prompt_row(given: str | Mapping[str, Any], *, where: str, config: LLMDataConfig) -> dict[str, Any]:
-    """Return the row of a prompt that is to be answered: a text, or columns, of which no answer is asked for."""
+    """Return the row of a prompt to answer, given as text or columns; needs no reference answer."""
     unasked = {"answer_column": None, "answer_pattern": None, "response_column": None, "messages_column": None}
     if isinstance(given, str):
         return normalise(
@@ -105,7 +105,7 @@ def _chat(row: Mapping[str, Any], *, where: str, config: LLMDataConfig, column: 
     value = _column(row, column, where=where, key=key)
     messages = _messages(value, "a chat must be a list of messages", where=where, key=key)
     if all(message["role"] != "assistant" for message in messages):
-        raise UserError(f"{where}: no message is the assistant's, so that there is nothing to learn ({key})")
+        raise UserError(f"{where}: the chat has no assistant message to learn ({key})")
     return _with_system_prompt(messages, config)
 
 
@@ -130,7 +130,7 @@ def _messages(value: Any, wanted: str, *, where: str, key: str) -> list[dict[str
     for place, message in enumerate(value):
         if not isinstance(message, Mapping) or not isinstance(message.get("content"), str):
             raise UserError(
-                f'{where}: message {place} must look like {{"role": "user", "content": "..."}}, '
+                f'{where}: message {place} must be of the form {{"role": "user", "content": "..."}}, '
                 f"not {shown(message)} ({key})"
             )
         if message.get("role") not in ROLES:

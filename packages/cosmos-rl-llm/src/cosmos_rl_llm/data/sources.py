@@ -1,4 +1,4 @@
-"""Rows as they are, each with its place: in files, in a directory, in a Hugging Face dataset, or in a Python module."""
+"""Raw rows with their locations, from files, a directory, a Hugging Face dataset or a Python module."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ HUB_ID = re.compile(r"[\w-][\w.-]*(/[\w-][\w.-]*)?")
 
 
 def read_located(config: LLMDataConfig) -> Iterator[Located]:
-    """Return the rows of `data.path` or `data.rows`, read as they are asked for.
+    """Return the rows of `data.path` or `data.rows`, read lazily.
 
     Raises:
-        UserError: what is missing or cannot be read, with its place and what to do.
+        UserError: data is missing or cannot be read; names its location and the remedy.
     """
     if config.rows is not None:
         return rows_of(config.rows)
@@ -30,7 +30,7 @@ def read_located(config: LLMDataConfig) -> Iterator[Located]:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """The end of a message: the known name most like `name`, if one is close."""
+    """A suffix for error messages: the known name closest to `name`, if one is similar."""
     close = difflib.get_close_matches(name, list(known), n=1)
     return f'. Did you mean "{close[0]}"?' if close else ""
 
@@ -51,7 +51,7 @@ def _read_local(path: Path, config: LLMDataConfig) -> Iterator[Located]:
 
 
 def _files_of_split(directory: Path, split: str | None) -> list[Path]:
-    """The directory's data files, of one split: two splits are never mixed in silence."""
+    """The directory's data files of one split; raises an error instead of mixing two."""
     files = sorted(file for file in directory.iterdir() if file.suffix in SUFFIXES)
     if not files:
         raise UserError(f"data.path = {str(directory)!r}: no {', '.join(SUFFIXES)} file in this directory")
@@ -116,14 +116,14 @@ def _read_hub(config: LLMDataConfig) -> Iterator[Located]:
         from datasets import load_dataset
     except ImportError:
         raise UserError(
-            f"data.path = {config.path!r} is no file or directory here; to load it from a hub: "
+            f"data.path = {config.path!r} is not a file or directory here; to load it from a hub: "
             "pip install 'cosmos-rl-llm[datasets]'"
         ) from None
     try:
         dataset = load_dataset(config.path, name=config.subset, split=split)
     except (OSError, ValueError, RuntimeError) as error:
         raise UserError(
-            f"data.path = {config.path!r} is no file or directory here, and from the hub came: {error}"
+            f"data.path = {config.path!r} is not a file or directory here, and loading it from the hub failed: {error}"
         ) from error
     for number, row in enumerate(dataset):
         assert isinstance(row, Mapping)

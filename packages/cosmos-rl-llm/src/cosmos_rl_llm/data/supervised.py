@@ -1,4 +1,4 @@
-"""Dataset rows with the wanted answers to packed microbatches.
+"""Dataset rows with target responses to packed microbatches.
 
 {"prompt", "response"}   the response and the end of its turn are learnt
 {"messages"}             every turn of the assistant is learnt
@@ -20,10 +20,10 @@ from cosmos_rl_llm.data.turns import encode_turns
 
 
 def collate_sft(rows: Sequence[Mapping[str, Any]], *, chat: Chat, microbatch_terms: int, share: Share) -> TrainBatch:
-    """Pack rows with the wanted answers; return the microbatches of `share`.
+    """Pack rows with target responses; return the microbatches of `share`.
 
-    Rows above `chat.max_length` tokens are treated as `chat.overlong` says; a row that would be cut before its first
-    answer is left out.
+    `chat.overlong` determines the treatment of rows above `chat.max_length` tokens; a row that would be cut before its
+    first answer is dropped.
 
     Raises:
         UserError: a row without an answer, or too long where that is an error.
@@ -47,7 +47,7 @@ def collate_sft(rows: Sequence[Mapping[str, Any]], *, chat: Chat, microbatch_ter
 
 
 def encode_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
-    """Return a row as prompt and response; the mask leaves out what others say between the assistant's turns."""
+    """Return a row as prompt and response; the mask excludes other roles' messages between the assistant's turns."""
     try:
         if "response" in row:
             prompt_text, prompt = chat.encode_prompt(row)
@@ -55,7 +55,7 @@ def encode_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
             return _sample(prompt, tokens, np.ones(len(tokens), dtype=bool))
         if "messages" not in row:
             raise UserError(
-                "supervised training needs the wanted responses: name their column in data.response_column, or that of "
+                "supervised training needs target responses: name their column in data.response_column, or that of "
                 "whole chats in data.messages_column"
             )
         tokens, mask = encode_turns(chat, row["messages"])
@@ -63,7 +63,7 @@ def encode_row(row: Mapping[str, Any], *, chat: Chat) -> Sample:
         raise UserError(error.reason) from error
     learnt = np.flatnonzero(mask[1:]) + 1  # the first token is predicted from nothing
     if not len(learnt):
-        raise UserError(f"a row has no token of the assistant's to learn; it begins {_beginning(row)}")
+        raise UserError(f"a row has no assistant token to learn; it begins {_beginning(row)}")
     first, end = learnt[0], learnt[-1] + 1
     return _sample(tokens[:first], tokens[first:end], mask[first:end])
 
@@ -74,7 +74,7 @@ def _sample(prompt: np.ndarray, tokens: np.ndarray, mask: np.ndarray) -> Sample:
 
 
 def _fit(sample: Sample, row: Mapping[str, Any], *, chat: Chat) -> Sample | None:
-    """The sample within the context; None where it is left out."""
+    """The sample cut to the context; None if it is dropped."""
     length = len(sample.prompt_tokens) + len(sample.tokens)
     if chat.max_length is None or length <= chat.max_length:
         return sample
@@ -96,6 +96,6 @@ def _fit(sample: Sample, row: Mapping[str, Any], *, chat: Chat) -> Sample | None
 
 def _beginning(row: Mapping[str, Any]) -> str:
     """The start of a row's text, for messages."""
-    said = row["prompt"] if "response" in row else row["messages"]
-    text = said if isinstance(said, str) else " ".join(str(message["content"]) for message in said)
+    content = row["prompt"] if "response" in row else row["messages"]
+    text = content if isinstance(content, str) else " ".join(str(message["content"]) for message in content)
     return repr(text[:80])

@@ -1,10 +1,10 @@
-"""Chats of several turns to tokens, and which of them the assistant wrote.
+"""Chats of several turns to tokens, with a mask of the assistant's tokens.
 
     <user>hi<end><assistant>hello<end> <user>bye<end><assistant>ciao<end>
                             ^^^^^^^^^^                           ^^^^^^^^^     learnt
 
-A template that marks the assistant's words itself ({% generation %}) is believed. Otherwise a turn is what a rendered
-chat has more than the chat before it with the opening of that turn, which is checked to be its beginning.
+If the template marks the assistant's text ({% generation %}), those marks are used. Otherwise a turn is the suffix that
+it adds to the rendered earlier chat with the opening of that turn; that prefix is verified.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ Message = Mapping[str, Any]
 
 
 def encode_turns(chat: Chat, messages: Sequence[Message], *, where: str = "") -> tuple[np.ndarray, np.ndarray]:
-    """Return the tokens [L] int32 of a whole chat and the mask [L] bool of those that are learnt.
+    """Return the tokens [L] int32 of a whole chat and the mask [L] bool of the learnt ones.
 
-    Without marks in the template each turn is tokenised apart, exactly as it meets the chat before it in generation,
+    Without marks in the template each turn is tokenised separately from the chat before it, as in generation,
     and is learnt up to its last end token.
 
     Raises:
-        PromptError: the template rejects the messages, or writes earlier turns anew as the chat goes on.
+        PromptError: the template rejects the messages, or changes earlier turns as the chat goes on.
     """
     template = chat.tokenizer.chat_template
     if isinstance(template, str) and _MARKER.search(template):
@@ -57,7 +57,7 @@ def _encode_marked(chat: Chat, messages: Sequence[Message], *, where: str) -> tu
 
 
 def _spans(chat: Chat, messages: Sequence[Message], *, where: str) -> list[tuple[str, bool]]:
-    """The rendered chat in pieces: what the assistant wrote (True) and what lies between."""
+    """The rendered chat in pieces: the assistant's text (True) and the text between."""
     spans: list[tuple[str, bool]] = []
     done = ""
     for place, message in enumerate(messages):
@@ -73,11 +73,11 @@ def _spans(chat: Chat, messages: Sequence[Message], *, where: str) -> list[tuple
 
 
 def _added(text: str, earlier: str, *, where: str) -> str:
-    """What `text` has after `earlier`."""
+    """The part of `text` after the prefix `earlier`."""
     if text.startswith(earlier):
         return text[len(earlier) :]
     raise PromptError(
         f"{where or 'a row'}: the chat template writes earlier turns differently as the chat goes on, so that the "
-        "assistant's words cannot be found; give data.chat_template one with {% generation %} marks around them, or "
-        "make a row of each answer with data.prompt_column and data.response_column"
+        "assistant's text cannot be found; set data.chat_template to one with {% generation %} marks around it, or "
+        "make each answer a row with data.prompt_column and data.response_column"
     )

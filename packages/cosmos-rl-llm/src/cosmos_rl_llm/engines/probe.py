@@ -1,4 +1,4 @@
-"""Whether this engine draws from the distribution that transformers computes, asked of a small model of the family.
+"""Check that this engine samples from the distribution that transformers computes, on a small model of the family.
 
 miniature -> RunningBatch: two prompts, prefill and decode steps -> tokens with their log-probabilities
 miniature -> transformers, untouched: the same tokens, each sequence alone            -> equal, or UserError
@@ -33,11 +33,11 @@ _TERMS = 3
 
 
 def check_generation(model: PreTrainedModel) -> None:
-    """Raise UserError for a family that this engine cannot generate with. `model` is left alone."""
+    """Raise UserError for a family that this engine cannot generate with. Does not change `model`."""
     name = type(model).__name__
     if runs_unpacked(model):
         raise UserError(
-            f'rollout.engine = "torch" packs prompts and keeps nothing but keys and values, while {name} carries more '
+            f'rollout.engine = "torch" packs prompts and caches only keys and values, while {name} carries more '
             'from token to token; set rollout.engine = "vllm"'
         )
     error = _largest_error(*describe(model), str(model.device))
@@ -51,7 +51,7 @@ def check_generation(model: PreTrainedModel) -> None:
 @lru_cache(maxsize=64)
 @torch.inference_mode()
 def _largest_error(kind: type[PreTrainedModel], config: str, device: str) -> float:
-    """In nats, over the terms of all sequences."""
+    """Maximum error in nats, over the terms of all sequences."""
     model, reference = (family_miniature(kind, config, device=device) for _ in range(2))
     prompts = [np.concatenate([sample.prompt_tokens, sample.tokens]) for sample in probe_samples()]
     sampling = Sampling(max_terms=_TERMS)
@@ -70,7 +70,7 @@ def _largest_error(kind: type[PreTrainedModel], config: str, device: str) -> flo
         batch.admit(requests, version=0)
         while batch.sequences:
             batch.step(version=0)
-    except Exception as error:  # of any family's own code
+    except Exception as error:  # any, from the family's own code
         raise UserError(
             f'rollout.engine = "torch" cannot generate with {kind.__name__} ({first_line(error)}); '
             'set rollout.engine = "vllm"'

@@ -39,7 +39,7 @@ _SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap", "output_logit_soft_ca
 """Config keys of the soft cap of logits: Gemma 2 and others, RecurrentGemma, xLSTM."""
 
 LOADING = threading.Lock()
-"""transformers swaps global defaults while it builds a model; policy and engine may load theirs in two threads."""
+"""transformers changes global defaults while it builds a model; policy and engine may load theirs in two threads."""
 
 _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.json", "vocab.json", "vocab.txt")
 
@@ -47,7 +47,7 @@ _VOCABULARIES = ("tokenizer.json", "tokenizer.model", "spiece.model", "tekken.js
 def load_model(
     path_or_id: str | os.PathLike[str], *, dtype: torch.dtype, attention: str | None = None
 ) -> PreTrainedModel:
-    """Load a causal language model from a local directory or a hub's id; safetensors only, no remote code.
+    """Load a causal language model from a local directory or a hub id; safetensors only, no remote code.
 
     Raises UserError when it cannot be found, read or is not a causal language model, or lacks weights.
     """
@@ -76,9 +76,9 @@ def load_model(
 
 
 def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype) -> PreTrainedModel:
-    """Make the model of a checkpoint without its weights: parameters are memory that nobody has touched yet.
+    """Make the model of a checkpoint without its weights: parameters are uninitialised memory.
 
-    What the model computes itself is there, such as rotary frequencies. Raises UserError when there is no such model.
+    Computed buffers are set, such as rotary frequencies. Raises UserError when there is no such model.
     """
     source = resolve(path_or_id)
     try:
@@ -115,7 +115,7 @@ def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBas
     """Load the tokenizer beside a model. Raises UserError when there is none."""
     source = resolve(path_or_id)
     directory = Path(source)
-    # transformers answers a directory without tokenizer files with an empty tokenizer of the model's class.
+    # For a directory without tokenizer files transformers returns an empty tokenizer of the model's class.
     if directory.is_dir() and not any((directory / name).is_file() for name in _VOCABULARIES):
         raise UserError(f"model.path = {source!r} has no tokenizer; add one of {', '.join(_VOCABULARIES)}")
     try:
@@ -127,7 +127,7 @@ def load_tokenizer(path_or_id: str | os.PathLike[str]) -> PreTrainedTokenizerBas
 def named_weights(model: nn.Module) -> dict[str, Tensor]:
     """Live parameters and persistent buffers by checkpoint name; tied tensors once, under their first name.
 
-    Of a model with adapters they are these alone (see `lora`): nothing else is trained.
+    Of a model with adapters only these are returned (see `lora`): nothing else is trained.
     """
     if adapters := adapter_weights(model):
         return adapters
@@ -141,7 +141,7 @@ def named_weights(model: nn.Module) -> dict[str, Tensor]:
 
 
 def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
-    """The list of a model's decoder layers, whatever its family calls it. Raises UserError for a model without one."""
+    """The list of a model's decoder layers, by any family's name. Raises UserError for a model without one."""
     decoder = model.base_model
     lists = [child for child in (*decoder.children(), *decoder.modules()) if isinstance(child, nn.ModuleList)]
     if decoder is model or not lists:
@@ -150,7 +150,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def context_length(model: PreTrainedModel) -> int | None:
-    """Most tokens the model's positions reach, or None where its config names no limit."""
+    """Maximum number of positions, or None if the config has no limit."""
     config = model.config.get_text_config()
     return getattr(config, "max_position_embeddings", None)
 
@@ -168,7 +168,7 @@ class Head:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Head:
-        """Read the head of a causal LM. Raises UserError where logits are made in another way."""
+        """Read the head of a causal LM. Raises UserError if it has no linear output layer."""
         config = model.config.get_text_config()
         linear = model.get_output_embeddings()
         if not isinstance(linear, nn.Linear):
@@ -177,7 +177,7 @@ class Head:
         return cls(linear.weight, linear.bias, softcap=caps[0] if caps else None, scale=_logit_scale(config))
 
     def cast(self, dtype: torch.dtype | None) -> Head:
-        """The same head in another type; gradients flow back to the original."""
+        """The same head in another dtype; gradients flow back to the original."""
         if dtype is None:
             return self
         return replace(self, weight=self.weight.to(dtype), bias=None if self.bias is None else self.bias.to(dtype))
@@ -190,9 +190,9 @@ class Head:
 
 
 def _logit_scale(config: PreTrainedConfig) -> float:
-    """What a family's forward pass multiplies its logits by."""
+    """Factor of the logits in a family's forward pass."""
     multipliers, divisors = _MULTIPLIERS, _DIVISORS
-    if config.model_type.startswith("hyperclovax"):  # multiplies by the key that others divide by
+    if config.model_type.startswith("hyperclovax"):  # multiplies by the key by which others divide
         multipliers, divisors = ("logits_scaling",), ()
     above = [float(getattr(config, key, None) or 1) for key in multipliers]
     below = [float(getattr(config, key, None) or 1) for key in divisors]
@@ -200,10 +200,10 @@ def _logit_scale(config: PreTrainedConfig) -> float:
 
 
 def _explain(source: str, error: Exception, *, what: str = "model") -> str:
-    """One message for everything transformers and the hub may say."""
+    """Error message for any exception of transformers and the hub."""
     return (
         f"model.path = {source!r}: no {what} could be loaded ({_first_line(error)}). "
-        "Give a local directory in Hugging Face format (config.json, *.safetensors, tokenizer files), "
+        "Set it to a local directory in Hugging Face format (config.json, *.safetensors, tokenizer files), "
         "or an id of a hub that this machine can reach"
     )
 

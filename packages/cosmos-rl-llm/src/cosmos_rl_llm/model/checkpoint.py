@@ -1,4 +1,4 @@
-"""A model's directory: where it is, and what its safetensors hold by their headers alone. No torch."""
+"""A model's directory: its location and the weights in its safetensors, by their headers only. No torch."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat
 
 
 def resolve(path_or_id: str | os.PathLike[str]) -> str:
-    """Return what transformers should open, or say what is missing on this disk."""
+    """Return the path or id for transformers. Raises UserError for an incomplete local directory."""
     text = os.fspath(path_or_id)
     path = Path(text).expanduser()
     if path.is_dir():
         if (path / "adapter_config.json").is_file():
             raise UserError(
-                f"model.path = {text!r} holds adapters of another model; give that model, or what "
-                "`cosmos-rl export --merge-adapters` makes of both"
+                f"model.path = {text!r} contains adapters of another model; set it to that model, or to the result of "
+                "`cosmos-rl export --merge-adapters`"
             )
         if not (path / "config.json").is_file():
-            raise UserError(f"model.path = {text!r} has no config.json; give a Hugging Face directory")
+            raise UserError(f"model.path = {text!r} has no config.json; set it to a Hugging Face directory")
         return str(path)
     looks_local = path.is_absolute() or text.startswith((".", "~")) or text.count("/") > 1 or path.exists()
     if looks_local:
         raise UserError(
-            f"model.path = {text!r} is not a directory; give one with config.json and *.safetensors, "
-            "or a Hugging Face id"
+            f"model.path = {text!r} is not a directory; set it to one with config.json and *.safetensors, "
+            "or to a Hugging Face id"
         )
     return text
 

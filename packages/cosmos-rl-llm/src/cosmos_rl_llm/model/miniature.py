@@ -1,10 +1,10 @@
-"""A small model of the same family: what a model's configuration says of how it computes, with small sizes.
+"""A small model of the same family: the model's configuration with small sizes.
 
     config of 32 layers, 4096 wide      layer_types  c c a c c a ...    experts 64    window 4096
     miniature of 4 layers, 64 wide                   c a c a                     4            6
 
-Every value that chooses code stays: layer types, activations, norms, scales, soft caps, biases. Windows and chunks
-become shorter than a probe's sequences, so that they show.
+Every value that selects code is kept: layer types, activations, norms, scales, soft caps, biases. Windows and chunks
+become shorter than a probe's sequences, so that they take effect.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from cosmos_rl_llm.model.causal_lm import LOADING
 VOCABULARY = 61
 NUM_LAYERS = 4
 _SPREAD = 0.15
-"""Standard deviation of first values: with the usual 0.02 nothing in a small model would reach the logits."""
+"""Standard deviation of initial values: with the usual 0.02 a small model's layers hardly change its logits."""
 
 _LAYERS = (
     "num_hidden_layers",
@@ -57,7 +57,7 @@ _SIZES: Mapping[str, int] = {
     **{"v_head_dim": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "qk_head_dim": 24, "rotary_dim": 8},
     **{"indexer_head_dim": 16, "indexer_n_heads": 4},
     **{"query_pre_attn_scalar": 16, "q_lora_rank": 24, "kv_lora_rank": 16, "o_lora_rank": 16, "d_rel": 8},
-    # States: a width of 64 expands to one of 128
+    # Recurrent states: a width of 64 expands to 128
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads", "n_mamba_heads"), 8),
     **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 16),
     **{"mamba_expand": 2, "expand": 2, "mamba_d_ssm": 128, "attention_hidden_size": 128, "attention_head_dim": 32},
@@ -66,12 +66,12 @@ _SIZES: Mapping[str, int] = {
     **dict.fromkeys(("mamba_chunk_size", "chunk_size", "block_size", "time_step_rank", "mamba_dt_rank"), 8),
     **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_num_heads": 4},
     **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim", "linear_head_dim"), 16),
-    # What few families have
+    # Keys of few families
     **dict.fromkeys(("hidden_size_per_layer_input", "laurel_rank", "adapter_rank", "hc_lowrank", "gated_norm_rank"), 8),
     **{"block_multiple_of": 8, "dim_model_base": 16, "patch_size": 4, "image_size": 8, "zero_expert_num": 2},
     **{"encoder_hash_byte_group_vocab": 64, "num_layers_per_stack": 2, "moe_layer_end_index": 3},
 }
-"""Key -> what it becomes, unless it is 0 or not there."""
+"""Key -> new value, unless it is 0 or missing."""
 _AT_MOST: Mapping[str, int] = {
     **dict.fromkeys(("num_key_value_heads", "swa_num_key_value_heads", "num_kv_heads", "num_query_groups"), 2),
     **dict.fromkeys(("num_global_key_value_heads", "num_kv_shared_layers", "max_window_layers"), 2),
@@ -95,27 +95,27 @@ _AT_LEAST: Mapping[str, int] = dict.fromkeys(
 )
 _SPREADS = ("initializer_range", "init_std", "init_method_std", "initializer_std")
 _PLACES = ("moe_layers", "attn_layer_indices", "full_attn_idxs", "hybrid_layer_ids", "mlp_only_layers", "ple_layer_ids")
-"""Keys that hold the numbers of layers."""
+"""Keys with layer numbers."""
 _DROPPED = ("quantization_config", "architectures", "dtype", "torch_dtype", "transformers_version", "auto_map")
 
 
 def miniature(kind: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small float32 model of the class `kind` out of a model's configuration, with random values.
+    """Make a small float32 model of the class `kind` from a model's configuration, with random values.
 
-    It attends with transformers' own plain code: its fused attention leaves soft caps and sinks out. The same
-    configuration gives the same values; the caller's random state is left alone.
+    It uses transformers' eager attention, since its fused attention omits soft caps and sinks. The same
+    configuration gives the same values; the caller's random state does not change.
     """
     with LOADING, forked_rng(seed=0):
         shrunk = type(config).from_dict(shrink(config.to_dict()))
         small = kind._from_config(shrunk, dtype=torch.float32, attn_implementation="eager")
         with torch.no_grad():
-            for parameter in small.parameters():  # what starts at zero or one, such as sinks and biases, counts too
+            for parameter in small.parameters():  # also those that start at zero or one, such as sinks and biases
                 parameter.add_(torch.randn_like(parameter), alpha=0.3 * _SPREAD)
     return small
 
 
 def shrink(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a configuration, with few layers and small sizes; small ones come back as they are."""
+    """Return the values of a configuration, with few layers and small sizes; small sizes are unchanged."""
     depth = next((values[key] for key in _LAYERS if isinstance(values.get(key), int)), None)
     kept = _kept_layers(values, depth)
     shrunk = {key: _value(key, value, depth, kept) for key, value in values.items() if key not in _DROPPED}
@@ -151,7 +151,7 @@ def _table(key: str, values: Mapping[str, Any], kept: Sequence[int]) -> dict[str
 
 
 def _kept_layers(values: Mapping[str, Any], depth: int | None) -> list[int]:
-    """One layer of each kind, in order, then the first ones again until there are enough; empty without kinds."""
+    """One layer of each kind, in order, then the first ones again up to the required depth; empty without kinds."""
     lists = [v for k, v in values.items() if isinstance(v, list) and len(v) == depth and k not in _PLACES]
     if not lists:
         return []
@@ -163,7 +163,7 @@ def _kept_layers(values: Mapping[str, Any], depth: int | None) -> list[int]:
 
 
 def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Tokens that lie outside of the small vocabulary get other places."""
+    """Move special tokens outside of the small vocabulary into it."""
     names = [key for key in values if key.endswith(("_token_id", "_token_index"))]
     high = [key for key in names if isinstance(values[key], int) and values[key] >= VOCABULARY]
     moved = {key: place for place, key in enumerate(sorted(high))}
@@ -171,19 +171,19 @@ def _special_tokens(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _heads(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Sizes that hang together."""
+    """Sizes that depend on one another."""
     together: dict[str, Any] = {}
     if "qk_rope_head_dim" in values:  # latent attention: every head has its own keys
         together |= {"num_key_value_heads": 4} | ({"head_dim": 8} if "head_dim" in values else {})
     elif values.get("num_key_value_heads") == values.get("num_attention_heads") is not None:
         together["num_key_value_heads"] = _SIZES["num_attention_heads"]
-    if {"num_heads", "head_dim", "expand", "state_size"} <= values.keys():  # Mamba-2: all heads together are a state
+    if {"num_heads", "head_dim", "expand", "state_size"} <= values.keys():  # Mamba-2: all heads together form a state
         together |= {"num_heads": 8, "head_dim": 16}
     return together
 
 
 def _rotary(values: Mapping[str, Any], shrunk: Mapping[str, Any]) -> dict[str, Any]:
-    """Factors of a rotary embedding: one for each pair of the elements of a head that are turned."""
+    """Factors of a rotary embedding: one for each rotated pair of a head's elements."""
     rope = shrunk.get("rope_parameters")
     if not isinstance(rope, Mapping) or not isinstance(rope.get("long_factor"), list):
         return {}

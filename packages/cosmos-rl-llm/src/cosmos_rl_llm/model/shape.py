@@ -16,12 +16,12 @@ from cosmos_rl_llm.model.checkpoint import read_specs
 
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _GATE_COPIES = {"gpt_oss": 7}
-"""Families whose gate is more than an activation times up: gpt-oss clamps both and scales the gate."""
+"""Families whose gated activation is not activation(gate) * up: gpt-oss clamps both and scales the gate."""
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
 def read_shape(directory: Path, model: LLMModelConfig) -> ModelShape | None:
-    """Return the shape of the model in `directory`; None for a family whose config names its sizes in another way."""
+    """Return the shape of the model in `directory`; None for a family with other config keys for its sizes."""
     whole = read_json_object(directory / "config.json", hint="see model.path")
     config = whole.get("text_config", whole)
     weights = read_specs(directory)
@@ -52,7 +52,7 @@ def read_shape(directory: Path, model: LLMModelConfig) -> ModelShape | None:
 
 
 def _expert_sizes(config: Mapping[str, Any], weights: Iterable[WeightSpec]) -> dict[str, Any]:
-    """What a mixture of experts has beside; nothing for a dense model."""
+    """Additional sizes of a mixture of experts; empty for a dense model."""
     number = _first(config, _EXPERTS)
     with_experts = sorted(
         {layer for spec in weights if is_expert(spec.name) and (layer := layer_of(spec.name)) is not None}
@@ -75,7 +75,7 @@ def _first(config: Mapping[str, Any], keys: Sequence[str]) -> int:
 
 
 def _adapter_parameters(weights: Iterable[WeightSpec], lora: LoraSection | None, *, experts: int) -> int:
-    """Numbers in the low-rank updates of linear layers: rank x (inputs + outputs) each."""
+    """Number of parameters in the low-rank updates of linear layers: rank x (inputs + outputs) each."""
     if lora is None:
         return 0
     return sum(lora.rank * sum(spec.shape) for spec in weights if _is_adapted(spec, lora, experts=experts))

@@ -1,13 +1,13 @@
-"""From scores to weights: causal attention of sequences of one length, in a fused kernel where one can do it.
+"""Causal attention of sequences of one length, with soft caps, windows and sinks; in a fused kernel if possible.
 
     s = scale * q . k        s = softcap * tanh(s / softcap)        weight_j = exp(s_j) / (sum_i exp(s_i) + exp(sink))
 
-A sink is a score per head that takes weight and gives no value. Fused kernels do not know sinks, but they know keys:
+A sink is a score per head that takes weight and has no value. Fused kernels have no sinks; they are expressed as keys:
 
-    queries  [ 0 | sink/scale ]  one query that is thrown away      keys  [ 0 | 1 ]  the sink
+    queries  [ 0 | sink/scale ]  one query, dropped                 keys  [ 0 | 1 ]  the sink
              [ q | sink/scale ]  the real ones                            [ k | 0 ]  the real ones
 
-so that scale * q' . k' is the sink for the first key and scale * q . k for the others. Being first, it is seen by all.
+so that scale * q' . k' is the sink for the first key and scale * q . k for the others. All queries see the first key.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from torch import Tensor
 from torch.nn import functional as F
 
 _ALIGNED = 8
-"""Columns a head grows by to hold its sink: fused kernels like head dims that are multiples of this."""
+"""Columns added to a head for its sink: fused kernels prefer head dims that are multiples of this."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Scoring:
-    """How an attention layer turns dot products into weights."""
+    """Parameters of an attention layer that turn dot products into weights."""
 
     scale: float
     window: int | None = None
-    """A token sees itself and the `window` - 1 before it; None: all before it."""
+    """A token attends to itself and the `window` - 1 before it; None: to all before it."""
     softcap: float | None = None
     """Gemma 2, arXiv:2408.00118, section 2."""
     sinks: Tensor | None = None
@@ -67,7 +67,7 @@ def causal_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 
 
 def _fused_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    """Without a mask: causal. Fused kernels want values as wide as keys; narrower ones (MLA) are filled up."""
+    """Without a mask: causal. Fused kernels need values as wide as keys; narrower ones (MLA) are zero-padded."""
     width = value.shape[-1]
     output = F.scaled_dot_product_attention(
         query,
@@ -91,11 +91,11 @@ def _plain_attention(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring
 
 
 def _band(query: Tensor, window: int | None) -> Tensor | None:
-    """[L, L] bool, or None where a window hides nothing."""
+    """[L, L] bool, or None if the window hides nothing."""
     length = query.shape[2]
     return None if window is None or window >= length else _seen(length, window, query.device)
 
 
 def _seen(length: int, window: int, device: torch.device) -> Tensor:
-    """[length, length] bool: place i sees places i - window + 1 .. i."""
+    """[length, length] bool: position i attends to positions i - window + 1 .. i."""
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)

@@ -1,4 +1,4 @@
-"""A packed row cut over the ranks of `cp`: which tokens and terms a rank has, and how it attends.
+"""Context parallelism of a packed row over `cp`: the tokens and terms of a rank, and its attention.
 
 row   | 0 .. l-1 | l .. 2l-1 | ...      rank r has rows r*l .. (r+1)*l - 1, and the terms predicted there
 attention over the whole row by heads/cp heads (`parallel.context`): sequences, shared prefixes, windows and sinks
@@ -26,7 +26,7 @@ class ContextLayout:
     """Attention of a rank's rows [L/cp] to the whole row."""
 
     whole: PackedLayout
-    """Of all L rows."""
+    """Layout of all L rows."""
     axis: DeviceMesh
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -36,7 +36,7 @@ class ContextLayout:
         return heads_to_rows(output[0], self.axis).unsqueeze(0)
 
     def _own_heads(self, states: Tensor) -> Tensor:
-        """[1, heads, L/cp, D] -> [1, heads/cp, L, D]; what fewer than cp heads share is repeated, gradients add up."""
+        """[1, heads, L/cp, D] -> [1, heads/cp, L, D]; fewer than cp heads are repeated, gradients add up."""
         rows = states[0].transpose(0, 1)
         heads = rows.shape[1]
         times = math.lcm(heads, self.axis.size()) // heads
@@ -51,7 +51,7 @@ class ContextLayout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ContextPart:
-    """What one rank of the axis has of a row of L tokens and T terms: l = L / cp tokens and t terms."""
+    """One rank's part of a row of L tokens and T terms: l = L / cp tokens and t terms."""
 
     tokens: Tensor
     """[1, l] int64."""
@@ -59,31 +59,31 @@ class ContextPart:
     """[1, l] int64."""
     layout: ContextLayout
     rows: slice
-    """Which of the L rows."""
+    """Indices of this part among the L rows."""
     term_rows: Tensor
-    """[t] int64: place among the l rows of the hidden state that predicts a term."""
+    """[t] int64: index among the l rows of the hidden state that predicts a term."""
     labels: Tensor
     """[t] int64."""
     terms: Tensor
-    """[t] int64: which of the T terms."""
+    """[t] int64: indices among the T terms."""
     num_terms: int
     """T."""
 
     def all_terms(self, values: Tensor) -> Tensor:
-        """Bring values of terms [t] together: [T] on every rank. Differentiable; all ranks of the axis call it."""
+        """Gather values of terms [t] into [T] on every rank. Differentiable; collective over the axis."""
         return place_terms(values, self.terms, self.num_terms, self.layout.axis)
 
 
 def cut(
     *, tokens: Tensor, positions: Tensor, layout: PackedLayout, term_rows: Tensor, labels: Tensor, axis: DeviceMesh
 ) -> ContextPart:
-    """Return this rank's part of a packed row. Nothing is sent.
+    """Return this rank's part of a packed row, without communication.
 
     Args:
         tokens: [L] int64; cp divides L.
         positions: [L] int64.
         layout: of all L rows.
-        term_rows: [T] int64: place in the row of the hidden state that predicts a term.
+        term_rows: [T] int64: index in the row of the hidden state that predicts a term.
         labels: [T] int64.
         axis: the ranks along cp.
     """
@@ -105,10 +105,10 @@ def cut(
 
 
 def check_heads(config: PreTrainedConfig, *, tp: int, cp: int) -> None:
-    """Raise UserError where the query heads cannot be cut over tp and cp."""
+    """Raise UserError if tp x cp does not divide the query heads."""
     heads = config.get_text_config().num_attention_heads
     if heads % (tp * cp):
         raise UserError(
             f"[policy.parallel] tp x cp = {tp} x {cp} = {tp * cp} does not divide the model's {heads} attention heads: "
-            "each rank attends with some of them; lower cp or tp"
+            "each rank needs the same number of them; lower cp or tp"
         )

@@ -1,9 +1,9 @@
-"""Experts of a Hugging Face model, spread over the ranks of the mesh.
+"""Experts of a Hugging Face model, sharded over the ranks of the mesh.
 
     hidden [N, H], chosen experts and gates [N, k]
-      tp    its ranks have the same rows: each sees to a part of them and leaves the others zero, to be summed
+      tp    its ranks have the same rows: each computes a part of them and leaves the others zero; outputs are summed
       ep    rows travel to the ranks of their experts and back (`parallel.expert`)
-      efsdp the weights of a rank's experts are cut further by FSDP, over all ranks that hold the same experts
+      efsdp the weights of a rank's experts are sharded by FSDP over all ranks with the same experts
 
 Works for every family whose experts transformers has fused into [E, ...] weights (its experts interface). Routers and
 shared experts are ordinary modules.
@@ -27,7 +27,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 
 
 def spread_experts(model: PreTrainedModel, mesh: ReplicaMesh) -> list[nn.Module]:
-    """Cut the experts' weights over ep, in place, and let their tokens travel.
+    """Shard the experts' weights over ep, in place, and route their tokens over the ranks.
 
     Weights may be on meta; nothing is communicated.
 
@@ -35,16 +35,16 @@ def spread_experts(model: PreTrainedModel, mesh: ReplicaMesh) -> list[nn.Module]
         The experts modules, for FSDP over `mesh.expert_fsdp`; none for a dense model.
 
     Raises:
-        UserError: ep does not divide the number of experts, or the model has no experts that can be spread.
+        UserError: ep does not divide the number of experts, or the model has no experts that can be sharded.
     """
     found = {name: module for name, module in model.named_modules() if is_experts(module)}
     if mesh.dims.ep > 1 and not found:
         kind = type(model).__name__
-        raise UserError(f"[policy.parallel] ep = {mesh.dims.ep}: {kind} has no experts that can be spread; set ep = 1")
+        raise UserError(f"[policy.parallel] ep = {mesh.dims.ep}: {kind} has no experts that can be sharded; set ep = 1")
     for name, module in found.items():
         num_experts = _cut(name, module, mesh)
         forward = partial(_forward, module, num_experts=num_experts, ep=mesh.axis("ep"), tp=mesh.axis("tp"))
-        # Splits differ from pass to pass, so that nothing here is worth compiling.
+        # Splits differ from pass to pass, so compiling this would not pay off.
         module.forward = torch.compiler.disable(forward)
     return list(found.values())
 
@@ -97,13 +97,13 @@ def _forward(
 
 def run_experts(module: nn.Module, rows: Tensor, linear: Callable[[str, Tensor], Tensor]) -> Tensor:
     """Run rows [R, H], sorted by expert, through experts; `linear` multiplies rows by the weights of a name."""
-    family = cast(Any, module)  # carries what transformers' `use_experts_implementation` notes about it
+    family = cast(Any, module)  # has the attributes set by transformers' `use_experts_implementation`
     if family.has_gate:
         rows = family._apply_gate(linear("gate_up_proj", rows))
     else:
         rows = family.act_fn(linear("up_proj", rows))
     rows = linear("down_proj", rows)
-    # transformers 5.19 knows no family with such a norm and does not note it.
+    # transformers 5.19 has no family with such a norm and does not set the attribute.
     return family.post_expert_norm(rows) if vars(module).get("has_post_expert_norm") else rows
 
 

@@ -1,16 +1,16 @@
-"""Log-probability and entropy of terms from hidden states; vocabulary-sized work is done in place and in chunks.
+"""Log-probability and entropy of terms from hidden states; vocabulary-sized tensors are computed in place, in chunks.
 
 For a term with logits z = head(h) / temperature, p = softmax(z), label y:
 
     logprob  = z_y - logsumexp(z)            d logprob / dz   = onehot(y) - p
     entropy  = - sum_v p_v log p_v           d entropy / dz_v = -p_v log p_v - p_v entropy
 
-A [chunk, V] buffer is all that lives at a time. Where all terms fit into the budget, the one buffer is kept
-and becomes the gradient; otherwise the backward pass computes each chunk's logits again.
+Only one [chunk, V] buffer exists at a time. If all terms fit into the budget, it is kept and becomes the gradient;
+otherwise the backward pass recomputes each chunk's logits.
 
-With the head cut along the vocabulary over tp, each rank makes the logits of its own tokens alone. What a term needs
-of the others are numbers: max_v z_v, sum_v exp(z_v - max), z_y and the entropy are reduced over tp in the forward
-pass. The backward pass sends nothing, and returns this rank's part of d hidden.
+With the head sharded along the vocabulary over tp, each rank computes only the logits of its own tokens. Per term the
+forward pass reduces scalars over tp: max_v z_v, sum_v exp(z_v - max), z_y and the entropy. The backward pass sends
+nothing, and returns this rank's part of d hidden.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def term_logprobs(
     """Return log-probabilities [T] float32 of `labels` [T], and entropies [T] if asked for, from hidden [T, hidden].
 
     Args:
-        logits_bytes: bounds the float32 logits alive at a time; at least one term is always done.
-        vocabulary: which part of it `head` holds on this rank; None: all of it. With a part, all ranks along tp call
-            this with the same `hidden` and `labels`; results are the same on all, gradients are each rank's part.
+        logits_bytes: bounds the float32 logits in memory at a time; a chunk has at least one term.
+        vocabulary: the part of it in this rank's `head`; None: all of it. With a part, all ranks along tp call this
+            with the same `hidden` and `labels`; results are the same on all, gradients are each rank's part.
     """
     chunk = max(1, logits_bytes // (4 * head.weight.shape[0]))
     part = vocabulary or Vocabulary(0, head.weight.shape[0], None)
@@ -55,7 +55,7 @@ def term_logprobs(
 
 @dataclass(frozen=True, slots=True)
 class Vocabulary:
-    """The tokens whose logits this rank makes."""
+    """The tokens whose logits this rank computes."""
 
     start: int
     stop: int
@@ -76,7 +76,7 @@ class Vocabulary:
         return self._reduce(values, dist.ReduceOp.SUM)
 
     def own(self, labels: Tensor) -> tuple[Tensor, Tensor]:
-        """labels [n] -> place of each among this rank's tokens [n], and whether it is one of them [n]."""
+        """labels [n] -> index of each among this rank's tokens [n], and whether it is one of them [n]."""
         mine = (labels >= self.start) & (labels < self.stop)
         return torch.where(mine, labels - self.start, 0), mine
 
@@ -121,7 +121,7 @@ class _TermLogprobs(torch.autograd.Function):
         kept = probabilities if keep else None
         ctx.save_for_backward(hidden, weight, bias, labels, entropy, largest, total, kept)
         ctx.options = (softcap, scale, temperature, chunk, vocabulary)
-        ctx.set_materialize_grads(False)  # entropy is often only looked at: then it costs the backward pass nothing
+        ctx.set_materialize_grads(False)  # entropy is often only a metric: then the backward pass skips it
         return logprobs, entropy
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Low-rank adapters of language models: which layers get them, and what is written beside them.
+"""Low-rank adapters of language models: their layers, and the files written with them.
 
-Their names, first values and merging are core's (`parallel/lora.py`).
+Their names, initial values and merging are in core (`parallel/lora.py`).
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ from cosmos_rl_core.parallel import lora
 from cosmos_rl_core.parallel.config import LoraSection
 
 MERGED = "merged"
-"""Folder, in a directory of adapters, with the files of the merged model that are not those of the adapters."""
+"""Subfolder of a directory of adapters, with the files of the merged model that differ from those of the adapters."""
 
 _NAMES_OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
-"""Linear layers that are left out beside stacked experts: peft would adapt the experts and the router instead."""
+"""Linear layers excluded if experts are stacked: peft would adapt the experts and the router instead."""
 
 
 def add_adapters(model: PreTrainedModel, section: LoraSection, *, base: str, seed: int = 0) -> None:
     """Put adapters on the linear layers of `model`, in place, and freeze the rest.
 
     Args:
-        base: the model's path or id, for those who load the adapters later.
-        seed: of the values of A, which depend on nothing else but the layer's name.
+        base: the model's path or id, recorded for loading the adapters later.
+        seed: of the values of A, which depend only on it and the layer's name.
 
-    Raises UserError for layers that the model does not have, and where peft is not installed.
+    Raises UserError for layers that the model does not have, and if peft is not installed.
     """
     output, path = model.get_output_embeddings(), Path(base).expanduser()
     has_experts = any(parameter.ndim == 3 for parameter in model.parameters())
@@ -52,7 +52,7 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, *, base: str, see
 def with_adapters(plan: Mapping[str, str]) -> dict[str, str]:
     """Extend a tensor-parallel plan (layer -> "colwise", "rowwise", ...) to the parts of adapted layers.
 
-    In columns W and B are cut along out and A is whole; in rows W and A are cut along in and B is whole.
+    Column-wise: W and B are sharded along out, A is whole; row-wise: W and A are sharded along in, B is whole.
     """
     matrix = {"colwise": "lora_B", "rowwise": "lora_A"}
     extended = dict(plan)
@@ -63,10 +63,10 @@ def with_adapters(plan: Mapping[str, str]) -> dict[str, str]:
 
 
 def write_config(model: PreTrainedModel, directory: Path, *, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Write what loads a model beside its weights: configuration, with adapters theirs, and the tokenizer if any.
+    """Write the files that load a model except weights: configuration, that of adapters, and the tokenizer if any.
 
-    adapter_config.json sends transformers to the base model, which a config.json beside it would not; that of the
-    merged model therefore lies in merged/.
+    adapter_config.json makes transformers load the base model, unless there is a config.json beside it; that of the
+    merged model is therefore in merged/.
     """
     if lora.adapter_weights(model):
         lora.write_adapter_config(model, directory)
@@ -83,5 +83,5 @@ def read_tensors(directory: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a model's safetensors, one in memory at a time."""
     for path in sorted(directory.glob("*.safetensors")):
         with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118  # a file, no mapping
+            for name in file.keys():  # noqa: SIM118  # a file, not a mapping
                 yield name, file.get_tensor(name)

@@ -1,7 +1,7 @@
-"""Attention of this package: one function installed into a model, told by a layout which tokens see which.
+"""Attention of packed sequences: one function, installed into a model, that follows a layout of the row.
 
     packed row     | prompt 0 | response 0 | prompt 1 | response 1 | ...   [1, L]
-    padded blocks  [sequences, heads, longest, head_dim]                   causal, pads on the right are never seen
+    padded blocks  [sequences, heads, longest, head_dim]                   causal, right padding is never attended to
 
 A right-padded causal block needs no mask, so a packed row costs one gather, one fused attention per block of
 similar lengths, and one scatter. Everything else in the network runs on the L real tokens only, and on the prompt
@@ -36,7 +36,7 @@ _MAX_PADDING_TERMS = 32
 
 
 class Layout(Protocol):
-    """What a forward pass hands to every attention layer as the keyword `layout`."""
+    """The keyword `layout` of a forward pass, passed to every attention layer."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query [B, heads, Q, D], key [B, kv_heads, K, D], value [B, kv_heads, K, D'] -> [B, Q, heads, D']."""
@@ -57,13 +57,13 @@ def layout_attention(
     s_aux: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attend as `layout` says, without dropout; transformers calls this through its `AttentionInterface`.
+    """Attend according to `layout`, without dropout; transformers calls this through its `AttentionInterface`.
 
-    Raises UserError for a layer that asks for what a layout does not do.
+    Raises UserError for a layer with a feature that layouts do not support.
     """
     asked = [name for name in _NOT_DONE if others.get(name) is not None]
     if asked or layout is None or attention_mask is not None:
-        why = f"asks for {asked[0]}" if asked else "brings a mask of its own" if layout else "passes no keywords on"
+        why = f"needs {asked[0]}" if asked else "uses its own mask" if layout else "does not pass keywords on"
         raise UserError(
             f"model.path: {type(module).__name__} {why}, so that packed sequences cannot be separated; choose another"
         )
@@ -74,7 +74,7 @@ def layout_attention(
 
 
 def _configured_window(module: nn.Module) -> int | None:
-    """The window of a layer whose family puts it into the mask alone: PhiMoE, Qwen2-MoE."""
+    """The window of a layer whose family encodes it only in the mask: PhiMoE, Qwen2-MoE."""
     config, layer = getattr(module, "config", None), getattr(module, "layer_idx", None)
     kinds = getattr(config, "layer_types", None)
     slides = kinds is None or layer is None or kinds[layer] == "sliding_attention"
@@ -84,7 +84,7 @@ def _configured_window(module: nn.Module) -> int | None:
 def install_attention(model: PreTrainedModel, *, traced: bool = True) -> None:
     """Make `model` use `layout_attention`. Raises UserError for a model with its own attention code.
 
-    `traced` = False keeps torch.compile out of it: compiled code would be made again for each new layout.
+    `traced` = False excludes it from torch.compile, which would recompile for each new layout.
     """
     name = ATTENTION if traced else f"{ATTENTION}_untraced"
     AttentionInterface.register(name, layout_attention if traced else torch.compiler.disable(layout_attention))
@@ -101,7 +101,7 @@ class Block:
     """Sequences of similar length, right-padded to the longest."""
 
     source: Tensor
-    """[rows * longest] int64: place in the packed row; pads repeat the sequence's first token."""
+    """[rows * longest] int64: index in the packed row; padding repeats the sequence's first token."""
     rows: int
     longest: int
 
@@ -112,11 +112,11 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class PackedLayout:
-    """Sequences in one row, each causal and blind to the others; sequences may share the rows of a common prefix."""
+    """Sequences in one row, causal and isolated from one another; they may share the rows of a common prefix."""
 
     blocks: tuple[Block, ...]
     restore: Tensor
-    """[L] int64: place of each token of the packed row in the concatenated padded blocks."""
+    """[L] int64: index of each token of the packed row in the concatenated padded blocks."""
 
     @classmethod
     def of(
@@ -130,7 +130,7 @@ class PackedLayout:
         """Lay out sequences of `lengths` (all positive), in packed order.
 
         Args:
-            rows: [sum(lengths)] int64: place in the packed row of each sequence's tokens; None: end to end.
+            rows: [sum(lengths)] int64: index in the packed row of each sequence's tokens; None: end to end.
             padding: False lets only sequences of equal length share a block, so that a sequence's result does
                 not depend on the others in the row, to the last bit.
         """
@@ -159,7 +159,7 @@ class PackedLayout:
 
 @dataclass(frozen=True, slots=True)
 class CausalRows:
-    """One sequence a row, right-padded: what is causal by itself, such as a recurrent layer, needs no more."""
+    """One sequence per row, right-padded: sufficient for causal layers, such as recurrent ones."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         return causal_attention(query, key, value, scoring).transpose(1, 2)
@@ -168,11 +168,11 @@ class CausalRows:
 def share_prefixes(given: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
     """Return the row [sum(lengths)] int64 of each token when sequences reuse their neighbour's rows.
 
-    A hidden state depends on what is given up to its own token only, so a sequence takes the rows of the prefix that
-    it has in common with the sequence before: the prompt of a group is computed once, with the same result.
+    A hidden state depends only on the inputs up to its own token, so a sequence reuses the rows of the prefix that
+    it shares with the previous sequence: the prompt of a group is computed once, with the same result.
 
     Args:
-        given: [sum(lengths), n]: each token, and whatever else decides what is computed of it.
+        given: [sum(lengths), n]: each token, and all other inputs that determine its hidden state.
         lengths: of the sequences, laid end to end.
     """
     rows = np.empty(len(given), dtype=np.int64)

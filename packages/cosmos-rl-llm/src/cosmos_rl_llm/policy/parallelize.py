@@ -1,8 +1,8 @@
-"""Spreads a model, or a stage of it, over the ranks of its replica. In this order, for each step needs the one before:
+"""Shards a model, or a stage of it, over the ranks of its replica, in this order (each step needs the previous one):
 
     float8 -> oneDNN -> experts (ep) -> matrices (tp) -> recomputation, offload, compile -> fully_shard
 
-With one process only what needs no other rank happens.
+A single process runs only the steps that need no other rank.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from cosmos_rl_llm.policy.token_model import TermModel
 
 
 def parallelize(terms: TermModel, setup: ModelSetup) -> None:
-    """Spread `terms` in place; every trained parameter is a DTensor afterwards, where there is a mesh.
+    """Shard `terms` in place; with a mesh, every trained parameter is a DTensor afterwards.
 
-    Parameters are cut from the rank's own copy and nothing is sent: all ranks must hold the same values, or fill them
-    in later. Raises UserError for a model that cannot be spread as `setup` says.
+    Parameters are sharded from the rank's own copy without communication: all ranks must have the same values, or load
+    them later. Raises UserError for a model that cannot be sharded according to `setup`.
     """
     mesh = setup.mesh
     head = terms.causal_lm.get_output_embeddings()
     use_float8(terms, setup.precision.fp8, skip=[head, *adapter_layers(terms)])
-    if setup.memory.compile:  # which calls oneDNN itself
+    if setup.memory.compile:  # torch.compile calls oneDNN itself
         install_attention(terms.causal_lm, traced=False)
     else:
         use_onednn(terms)

@@ -1,6 +1,6 @@
-"""A causal language model whose layers lie on several ranks: the policy of a recipe with pp above 1.
+"""A causal language model with its layers on several ranks: the policy of a recipe with pp above 1.
 
-microbatch -> Row, in every stage alike
+microbatch -> Row, the same in every stage
 Row.tokens -> first stage -> hidden [1, l, H] -> ... -> last stage -> log-probabilities [T] -> loss
 """
 
@@ -57,7 +57,7 @@ class TermStage:
 class PipelinedPolicy(PolicyBase[PreTrainedModel]):
     """`interfaces.Policy` like `TextPolicy`, over this rank's stages of the model.
 
-    `module` is all that this rank holds, under the names of the whole model.
+    `module` contains this rank's parts, under the names of the whole model.
     """
 
     def __init__(
@@ -70,17 +70,17 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         compute_dtype: torch.dtype | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
-        """Take over the whole `model`, keep what this rank's stages need, and spread it over the ranks of `setup`.
+        """Take over the whole `model`, keep the parts of this rank's stages, and shard them over the ranks of `setup`.
 
         Args:
             setup: with a mesh whose axis pp is above 1.
-            chat: what supervised training encodes its rows with.
+            chat: the encoder of rows in supervised training.
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
-            compute_dtype: run matrix products in this type while the weights keep theirs.
-            logits_bytes: most memory for logits at a time; larger microbatches are cut into chunks of terms.
+            compute_dtype: dtype of matrix products; the weights keep theirs.
+            logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms.
 
-        Raises UserError for a model that cannot be cut or spread as `setup` says, or whose log-probabilities would not
-        be those of transformers.
+        Raises UserError for a model that cannot be split or sharded according to `setup`, or whose log-probabilities
+        would differ from those of transformers.
         """
         mesh, section = setup.mesh, setup.parallel
         assert mesh is not None and section.pp > 1
@@ -113,7 +113,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         """Return log-probabilities [T] float32 without gradient; zeros on the ranks before the last stage."""
         outputs = self._pipeline.forward(microbatch, with_entropy=with_entropy)
         for stage in self._stages:
-            reshard(stage.module)  # no backward pass follows that would
+            reshard(stage.module)  # no backward pass follows to reshard it
         if outputs is not None:
             return outputs
         nothing = torch.zeros(len(microbatch.inputs["labels"]), device=self._mesh.device)
@@ -125,11 +125,11 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
             self._pipeline.forward_backward(microbatches, loss=loss, with_entropy=with_entropy)
 
     def second_copies(self) -> Sequence[nn.Parameter]:
-        """The embedding's matrix on the last stage, where it is the head; the first stage counts its gradient."""
+        """The embedding's matrix on the last stage, if it is the head; the first stage counts its gradient."""
         return self._tied_parameters() if self._pipeline.is_last else ()
 
     def metrics(self) -> Mapping[str, float]:
-        """Load of the experts since the last call, over the layers of all stages, where there are any."""
+        """Load of the experts since the last call, over the layers of all stages; empty without experts."""
         return self._load.take(self._mesh)
 
     def weights(self) -> dict[str, Tensor]:

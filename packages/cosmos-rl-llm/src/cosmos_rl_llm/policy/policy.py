@@ -29,14 +29,14 @@ from cosmos_rl_llm.policy.token_model import TermModel
 class CausalLMPolicy(PolicyBase[TermModel]):
     """`interfaces.Policy` over any Hugging Face causal LM that uses transformers' AttentionInterface.
 
-    `Microbatch.inputs`, all int64 tensors, rollouts laid end to end in one row:
+    `Microbatch.inputs`, all int64 tensors, rollouts concatenated in one row:
 
     - `tokens` [L]: prompt and response of each rollout without its last token, from which nothing is predicted.
     - `positions` [L]: restart at 0 for each rollout.
-    - `sequence_index` [L]: which rollout a token belongs to, non-decreasing.
-    - `logit_index` [T]: place in the row whose hidden state predicts the term.
+    - `sequence_index` [L]: index of the token's rollout, non-decreasing.
+    - `logit_index` [T]: index in the row of the hidden state that predicts the term.
     - `labels` [T]: the term's token.
-    - `routes` [L, layers, k], optional: experts that each token takes, of all layers; zeros for those without experts.
+    - `routes` [L, layers, k], optional: experts of each token in all layers; zeros for layers without experts.
     """
 
     def __init__(
@@ -49,14 +49,14 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         setup: ModelSetup | None = None,
         logits_bytes: int = LOGITS_BYTES,
     ) -> None:
-        """Take over `model` (its attention is replaced), and spread it over the ranks of `setup`.
+        """Take over `model` (its attention is replaced), and shard it over the ranks of `setup`.
 
         Args:
-            tokenizer: saved beside the weights.
+            tokenizer: saved with the weights.
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
-            compute_dtype: run matrix products in this type while the weights keep theirs.
-            setup: the mesh and what is traded for memory; None: this process, nothing traded.
-            logits_bytes: most memory for logits at a time; larger microbatches are cut into chunks of terms.
+            compute_dtype: dtype of matrix products; the weights keep theirs.
+            setup: the mesh and the memory options; None: one process without memory options.
+            logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms.
         """
         setup = setup or ModelSetup()
         module = TermModel(
@@ -74,13 +74,13 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         self._tokenizer = tokenizer
 
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
-        """Log-probabilities [T] float32, and where asked for entropies [T] of the whole vocabulary."""
+        """Log-probabilities [T] float32, and with `with_entropy` entropies [T] over the whole vocabulary."""
         inputs = {name: tensor.to(self.module.device) for name, tensor in microbatch.inputs.items()}
         logprobs, entropy = self.module(None, self.module.row(inputs), with_entropy)
         return PolicyOutputs(logprobs=logprobs, entropy=entropy)
 
     def metrics(self) -> Mapping[str, float]:
-        """Load of the experts since the last call, where there are any."""
+        """Load of the experts since the last call; empty without experts."""
         return self._load.take(self.module.mesh)
 
     def weights(self) -> dict[str, Tensor]:
@@ -88,5 +88,5 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         return named_weights(self.module.causal_lm)
 
     def save_config(self, directory: Path) -> None:
-        """Write what loads the model beside its weights: configuration, and the tokenizer if there is one."""
+        """Write the configuration, and the tokenizer if there is one."""
         write_config(self.module.causal_lm, directory, tokenizer=self._tokenizer)

@@ -1,14 +1,14 @@
-"""Whether this package computes what transformers computes: asked of a small model of the family, before any step.
+"""Check that this package computes the same as transformers: on a small model of the family, before the first step.
 
     miniature of the policy's model
       transformers, untouched, eval     each sequence alone             -> wanted
       TermModel, packed                 both in one row, prompt shared  -> equal: the family runs packed
-      TermModel, unpacked               one sequence a row              -> equal: it carries a state, and runs unpacked
+      TermModel, unpacked               one sequence per row            -> equal: it carries a state, and runs unpacked
                                                                            else UserError
 
-A family is judged by what it computes, not by its name: what a newer transformers adds or changes is judged too.
-docs/decisions/0014 says why a miniature is asked and not the policy's own weights; docs/families.md has the answers for
-all families of transformers.
+The check compares outputs, not names of families, and so covers additions and changes of newer transformers versions.
+docs/decisions/0014 explains the use of a miniature instead of the policy's own weights; docs/families.md has the
+results for all families of transformers.
 """
 
 from __future__ import annotations
@@ -29,24 +29,24 @@ from cosmos_rl_llm.model.miniature import VOCABULARY, miniature, shrink
 from cosmos_rl_llm.policy.token_model import TermModel
 
 TOLERANCE = 1e-3
-"""Largest difference of a log-probability in float32, in nats. Rounding makes some 1e-6, a leak 0.1 and more."""
+"""Maximum difference of a log-probability in float32, in nats. Rounding gives about 1e-6, a leak 0.1 and more."""
 
 _SPARSE = "its sparse attention chooses tokens by a mask, which packed rows do not have"
 
 _PROMPT, _RESPONSES = 7, (9, 13)
-"""Tokens: longer than the windows and chunks of a miniature."""
+"""Numbers of tokens: above the windows and chunks of a miniature."""
 
 
 def runs_unpacked(
     model: PreTrainedModel, *, compute_dtype: torch.dtype | None = None, mesh: ReplicaMesh | None = None
 ) -> bool:
-    """Return whether the family of `model` has to run one sequence a row; False for one that is right packed.
+    """Return whether the family of `model` must run one sequence per row; False if packing is correct.
 
-    Nothing is sent and `model` is left alone: its weights need not be there. Answers are kept for the process.
+    Sends nothing and does not use `model`'s weights, which need not be loaded. Results are cached for the process.
 
     Raises:
-        UserError: log-probabilities are not those of transformers either way, or there are none; or the family runs
-            unpacked and the mesh has an axis (tp, cp) that cuts layers or sequences.
+        UserError: log-probabilities differ from those of transformers both ways, or there are none; or the family runs
+            unpacked and the mesh has an axis (tp, cp) that splits layers or sequences.
     """
     kind, config = describe(model)
     unpacked = _verdict(kind, config, str(model.device if mesh is None else mesh.device))
@@ -62,20 +62,20 @@ def runs_unpacked(
 
 
 def describe(model: PreTrainedModel) -> tuple[type[PreTrainedModel], str]:
-    """Return what `family_miniature` makes a small model of: class, and small configuration as JSON."""
+    """Return the arguments of `family_miniature`: class, and small configuration as JSON."""
     return type(model), json.dumps(shrink(model.config.to_dict()), sort_keys=True, default=str)
 
 
 @torch.no_grad()
 def compare(model: PreTrainedModel) -> tuple[float, float]:
-    """Take over `model`; return how far packed and unpacked log-probabilities are from transformers', in nats.
+    """Take over `model`; return the errors of packed and unpacked log-probabilities against transformers', in nats.
 
     Raises UserError for a model that does not run, by itself or packed.
     """
     name, samples = type(model).__name__, probe_samples()
     try:
         wanted = torch.cat([plain_logprobs(model, sample.prompt_tokens, sample.tokens) for sample in samples])
-    except Exception as error:  # of any family's own code
+    except Exception as error:  # any, from the family's own code
         raise UserError(
             f"model.path: {name} cannot be checked, since a small model of its configuration does not run "
             f"({first_line(error)}); choose another model"
@@ -92,7 +92,7 @@ def compare(model: PreTrainedModel) -> tuple[float, float]:
 
 
 def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarray) -> Tensor:
-    """Log-probabilities [T] of `tokens` [T] after `prompt` by transformers' own forward pass, alone in its batch."""
+    """Log-probabilities [T] of `tokens` [T] after `prompt` by transformers' own forward pass, in a batch of one."""
     row = torch.from_numpy(np.concatenate([prompt, tokens])).long().to(model.device)
     logits = model(input_ids=row[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
     return torch.log_softmax(logits, dim=-1).gather(1, row[len(prompt) :, None])[:, 0]
@@ -101,17 +101,17 @@ def plain_logprobs(model: PreTrainedModel, prompt: np.ndarray, tokens: np.ndarra
 def probe_samples() -> list[Sample]:
     """Two sequences of random tokens with one prompt."""
     rng = np.random.default_rng(0)
-    prompt = rng.integers(VOCABULARY // 3, VOCABULARY, _PROMPT, dtype=np.int32)  # above all special tokens
+    prompt = rng.integers(VOCABULARY // 3, VOCABULARY, _PROMPT, dtype=np.int32)  # greater than all special tokens
     return [_sample(prompt, rng.integers(VOCABULARY // 3, VOCABULARY, size, dtype=np.int32)) for size in _RESPONSES]
 
 
 def family_miniature(kind: type[PreTrainedModel], config: str, *, device: str = "cpu") -> PreTrainedModel:
-    """`miniature` of a configuration as JSON, in eval mode. Raises UserError where none can be made."""
+    """`miniature` of a configuration as JSON, in eval mode. Raises UserError if none can be made."""
     try:
-        assert kind.config_class is not None, f"{kind} is no model of its own"
+        assert kind.config_class is not None, f"{kind} is not a concrete model"
         model = miniature(kind, kind.config_class.from_dict(json.loads(config))).eval()
         return model.to(device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
-    except Exception as error:  # of any family's own code
+    except Exception as error:  # any, from the family's own code
         raise UserError(
             f"model.path: {kind.__name__} cannot be checked, since no small model can be made of its configuration "
             f"({first_line(error)}); choose another model"
@@ -126,7 +126,7 @@ def _verdict(kind: type[PreTrainedModel], config: str, device: str) -> bool:
     if unpacked <= TOLERANCE:
         return True
     raise UserError(
-        f"model.path: log-probabilities of {kind.__name__} come out {unpacked:.2g} nats from transformers' own, also "
+        f"model.path: log-probabilities of {kind.__name__} are {unpacked:.2g} nats from transformers' own, also "
         f"of a sequence alone: {_why(family_miniature(kind, config, device=device))}; choose another model"
     )
 
@@ -135,7 +135,7 @@ def _verdict(kind: type[PreTrainedModel], config: str, device: str) -> bool:
 def _check_type(
     kind: type[PreTrainedModel], config: str, weights: torch.dtype, compute: torch.dtype | None, unpacked: bool
 ) -> None:
-    """Raise UserError where the family does not run in a type. Values are compared in float32 alone (see 0014)."""
+    """Raise UserError if the family does not run in a dtype. Values are compared only in float32 (see 0014)."""
     if weights == torch.float32 and compute is None:
         return
     model = family_miniature(kind, config)
@@ -143,7 +143,7 @@ def _check_type(
     try:
         with torch.no_grad():
             found = _logprobs(TermModel(model, compute_dtype=compute), probe_samples(), unpacked=unpacked)
-    except Exception as error:  # of any family's own code
+    except Exception as error:  # any, from the family's own code
         found, why = None, first_line(error)
     else:
         why = "values that are not finite"
@@ -181,8 +181,8 @@ def _why(model: PreTrainedModel) -> str:
     prompt, tokens = probe_samples()[1].prompt_tokens, probe_samples()[1].tokens
     whole, beginning = plain_logprobs(model, prompt, tokens), plain_logprobs(model, prompt, tokens[:-3])
     if _difference(whole[:-3], beginning) > TOLERANCE:
-        return "its tokens see later ones"
-    return "its attention, or what follows its decoder, does something that is not supported"
+        return "its tokens attend to later ones"
+    return "its attention, or its code after the decoder, does something that is not supported"
 
 
 def _is_sparse(model: PreTrainedModel) -> bool:

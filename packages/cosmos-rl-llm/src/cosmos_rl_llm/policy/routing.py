@@ -1,13 +1,13 @@
-"""Which experts each token goes to: counted in training, recorded in generation, replayed in training.
+"""Routing of tokens to experts: counted in training, recorded in generation, replayed in training.
 
     rollout    router -> top k of its scores -> recorded: routes [tokens, layers, k]
     training   router -> its own scores of the recorded experts -> gates, with gradient
 
-A router whose scores are nearly tied may choose otherwise in training than in generation, for the two round
-differently, and then log-probabilities of the same weights are far apart. Replaying the choice keeps them together
-(rollout routing replay, R3, arXiv:2510.11370); the gates stay those of the trained router.
+Training and generation round differently, so a router with nearly tied scores may choose different experts in the two,
+and log-probabilities of the same weights differ much. Replaying the choice prevents this (rollout routing replay, R3,
+arXiv:2510.11370); the gates remain those of the trained router.
 
-`layers` are all decoder layers of the whole model; those without a router hold zeros that nobody reads.
+`layers` are all decoder layers of the whole model; those without a router have zeros, which are not read.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from cosmos_rl_llm.model.causal_lm import decoder_layers
 from cosmos_rl_llm.policy.experts import is_experts
 
 _ROUTERS = ("gate", "router")
-"""Names that families give the router beside a layer's `experts`. It returns (logits, gates [N, k], experts [N, k])."""
+"""Attribute names of the router of a layer with `experts`. It returns (logits, gates [N, k], experts [N, k])."""
 
 
 def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
-    """The routers by number of their layer, of the layers that are here; empty for a dense model."""
+    """The routers by layer number, of the local layers; empty for a dense model."""
     found: dict[int, nn.Module] = {}
     for name, module in model.named_modules():
         numbered = re.search(r"\blayers\.(\d+)\.", name)
@@ -44,7 +44,7 @@ def routers(model: PreTrainedModel) -> dict[int, nn.Module]:
 
 
 class RouteRecorder:
-    """Notes what the routers of a model choose. One thread runs the model and takes the notes.
+    """Records the choices of a model's routers. One thread runs the model and takes the routes.
 
     recorder = RouteRecorder(model)
     model(tokens)
@@ -64,7 +64,7 @@ class RouteRecorder:
             router.register_forward_hook(partial(self._note, layer))
 
     def take(self) -> Tensor:
-        """Return the routes [tokens, layers, k] of the last forward pass, uint8 or int16, and forget them."""
+        """Return the routes [tokens, layers, k] of the last forward pass, uint8 or int16, and delete them."""
         first = next(iter(self._chosen.values()))
         routes = torch.zeros(len(first), self._num_layers, first.shape[1], dtype=self._dtype, device=first.device)
         for layer, experts in self._chosen.items():
@@ -83,20 +83,20 @@ class RouteRecorder:
 
 
 class ExpertLoad:
-    """Counts how many tokens each expert gets in training."""
+    """Counts the tokens of each expert in training."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        """Count in `model`, or the stage of a pipeline; nothing in a dense model."""
+        """Count in `model`, or a stage of a pipeline; a dense model has no counts."""
         self._shape = _sizes(model)
         self._counts: dict[int, Tensor] = {}
         for layer, router in routers(model).items():
             router.register_forward_hook(partial(self._count, layer))
 
     def take(self, mesh: ReplicaMesh | None) -> dict[str, float]:
-        """Return the metrics of the step and start again; all ranks call it together.
+        """Return the metrics of the step and reset; all ranks call it together.
 
-        `expert_load_max` is the load of the fullest expert over the mean load, `expert_load_entropy` the entropy of the
-        load over that of an even one; both are means over the layers with experts. Empty where nothing was counted.
+        `expert_load_max` is the maximum load of an expert over the mean load, `expert_load_entropy` the entropy of the
+        load over that of a uniform one; both are means over the layers with experts. Empty without counts.
         """
         num_experts = self._shape[1]
         if num_experts == 0:
@@ -117,8 +117,8 @@ class ExpertLoad:
         }
 
     def _count(self, layer: int, router: nn.Module, inputs: Any, outputs: tuple[Tensor, ...]) -> None:
-        # Passes without gradient are no training. Ranks along tp, and recomputation, count all tokens of a layer again,
-        # which leaves their proportions as they are.
+        # Passes without gradient are not training. Ranks along tp, and recomputation, count all tokens of a layer
+        # again, which does not change their proportions.
         chosen = _choice(outputs) if torch.is_grad_enabled() else None
         if chosen is not None:
             counts = chosen.detach().reshape(-1).bincount(minlength=self._shape[1])
@@ -126,10 +126,10 @@ class ExpertLoad:
 
 
 def install_replay(model: PreTrainedModel) -> None:
-    """Make each router choose what the keyword `routes` [tokens, layers, k] of the forward pass says, if it is there.
+    """Make each router choose the experts of the forward pass's keyword `routes` [tokens, layers, k], if given.
 
-    The keyword travels through the decoder to each layer's attention, as `layout` does, which is why recomputation and
-    microbatches in flight find their own. Routers of layers whose attention is not called `self_attn` hear of none.
+    The decoder passes the keyword to each layer's attention, like `layout`, so recomputation and concurrent
+    microbatches get their own routes. Layers whose attention is not named `self_attn` do not receive it.
     """
     for layer, router in routers(model).items():
         beside = dict(decoder_layers(model)[layer].named_children())
@@ -140,17 +140,17 @@ def install_replay(model: PreTrainedModel) -> None:
 
 
 def check_replay(model: PreTrainedModel) -> None:
-    """Raise UserError where a router of `model` cannot be told what to choose."""
+    """Raise UserError if the choice of a router of `model` cannot be replayed."""
     for layer in routers(model):
         if "self_attn" not in dict(decoder_layers(model)[layer].named_children()):
             raise UserError(
-                f"rollout.options.record_routes: {type(model).__name__} has no attention beside its routers to hand "
+                f"rollout.options.record_routes: {type(model).__name__} has no attention beside its routers to pass "
                 "them the experts; set it to false"
             )
 
 
 class _Replay:
-    """The choice that a layer's router is to make: heard by the attention before it, in the same forward pass."""
+    """The replayed choice of a layer's router, received by the attention before it in the same forward pass."""
 
     def __init__(self, layer: int, router: nn.Module, *, num_experts: int) -> None:
         self._layer = layer
@@ -180,8 +180,8 @@ class _Replay:
 class _Chosen(TorchFunctionMode):
     """Makes `torch.topk` over scores [N, E] return the scores of `experts` [N, k], in their order.
 
-    So the gates are what the family's own router makes of the scores of these experts. A router that first chooses
-    among groups of experts does so over fewer scores, and to no effect.
+    The family's own router thus computes the gates from the scores of these experts. A router that first chooses
+    among groups of experts does so over fewer scores, without effect.
     """
 
     def __init__(self, experts: Tensor, *, num_experts: int) -> None:
@@ -204,14 +204,14 @@ class _Chosen(TorchFunctionMode):
 
 
 def _choice(outputs: Any) -> Tensor | None:
-    """The experts [N, k] among what a router returns; None where that is something else."""
+    """The experts [N, k] in a router's outputs; None if there are none."""
     tensors = [each for each in outputs if isinstance(each, Tensor)] if isinstance(outputs, tuple) else []
     whole = [each for each in tensors if each.ndim == 2 and not each.is_floating_point()]
     return whole[0] if len(whole) == 1 else None
 
 
 def _num_scores(router: nn.Module) -> int | None:
-    """How many experts a router gives scores to, those included that do nothing (LongCat); None without a matrix."""
+    """Number of experts with scores, including no-op experts (LongCat); None for a router without a matrix."""
     matrices = [parameter for parameter in router.parameters() if parameter.ndim == 2]
     return matrices[-1].shape[0] if matrices else None
 

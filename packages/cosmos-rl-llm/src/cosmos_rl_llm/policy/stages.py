@@ -1,12 +1,12 @@
-"""Cuts a causal language model into the stages of a pipeline.
+"""Splits a causal language model into the stages of a pipeline.
 
     whole        embed_tokens  layers.0  layers.1  layers.2  layers.3  norm  lm_head
     stage 0      embed_tokens  layers.0  layers.1     -         -       -      -
     stage 1           -           -         -      layers.2  layers.3  norm  lm_head
 
-A part that lies elsewhere becomes a `PassThrough`, so that names of weights and numbers of layers are those of the
-whole model. `parallel.stages.cut_layers` says which layers a stage gets. A head tied to the embedding keeps it: the
-last stage then holds `embed_tokens` too, under its own name, and runs it as the head only.
+A part of another stage becomes a `PassThrough`, so that weight names and layer numbers are those of the whole model.
+`parallel.stages.cut_layers` assigns layers to stages. With a tied head the last stage also has `embed_tokens`, under
+its own name, and uses it only as the head.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cosmos_rl_core.parallel.stages import cut_layers, num_stages
 
 
 class PassThrough(nn.Module):
-    """Stands where a part of another stage was: gives back the hidden states it gets."""
+    """Replaces a part of another stage: returns its input hidden states."""
 
     def forward(self, hidden_states: Tensor, *_: object, **__: object) -> Tensor:
         return hidden_states
@@ -36,12 +36,12 @@ def is_tied(model: PreTrainedModel) -> bool:
 
 
 def cut_model(model: PreTrainedModel, *, section: ParallelSection, stage: int) -> list[PreTrainedModel]:
-    """Leave of `model`, in place, what rank `stage` of the pipeline holds; return its stages in order.
+    """Reduce `model`, in place, to the parts of rank `stage` of the pipeline; return its stages in order.
 
-    The stages are models over the modules of `model`: what is done to a layer of one is done to both.
+    The stages share the modules of `model`: a change of a layer affects all models that contain it.
 
     Raises:
-        UserError: the model has fewer layers than there are stages, or is of a family that cannot be cut.
+        UserError: the model has fewer layers than there are stages, or its family cannot be split.
     """
     count = num_stages(section)
     mine = range(stage, count, section.pp)
@@ -63,11 +63,11 @@ def _view(model: PreTrainedModel, parts: Mapping[str, set[int]], stage: int) -> 
     for name, holders in parts.items():
         if stage not in holders:
             done[id(model.get_submodule(name))] = PassThrough()
-    return copy.deepcopy(model, done)  # which takes what is in `done` for copied already
+    return copy.deepcopy(model, done)  # entries of `done` count as copied
 
 
 def _parts(model: PreTrainedModel, num_stages: int) -> dict[str, set[int]]:
-    """Name of each part that has weights -> the stages that hold it; in the order of transformers' plan."""
+    """Name of each part with weights -> its stages, in the order of transformers' plan."""
     decoder, prefix = model.base_model, model.base_model_prefix
     plan = list(model.config.get_text_config().base_model_pp_plan or ())
     weighty = [name for name, child in decoder.named_children() if any(True for _ in child.parameters())]

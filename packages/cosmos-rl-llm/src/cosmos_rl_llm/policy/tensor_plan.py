@@ -1,7 +1,7 @@
-"""Which parameters of a transformers model are cut over tp, and where its regions are.
+"""Tensor parallelism of a transformers model: its sharded parameters and its regions.
 
-transformers says for each family which linear layers come in columns and which in rows (`base_model_tp_plan`). Every
-part of a decoder layer that holds such layers becomes a region (core's `parallel.tensor`), and there the rest follows.
+transformers' `base_model_tp_plan` of each family lists its column-wise and row-wise linear layers. Every part of a
+decoder layer with such layers becomes a region (core's `parallel.tensor`), which determines the rest.
 
     embed_tokens     vocabulary                   layers.i.self_attn   region: q, k, v columns, o rows, others whole
     layers.i.*norm   whole                        layers.i.mlp         region: gate, up columns, down rows
@@ -33,14 +33,14 @@ from cosmos_rl_llm.model.causal_lm import decoder_layers
 from cosmos_rl_llm.policy.lora import with_adapters
 
 Styles = Mapping[nn.Module, str]
-"""Modules to cut: "colwise", "rowwise" or "per_head"."""
+"""Styles of sharded modules: "colwise", "rowwise" or "per_head"."""
 
 _CUT = {"colwise": cut_columns, "rowwise": cut_rows, "per_head": cut_vectors}
 _FOLLOWS = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
-"""Styles of what is whole in a region: nothing to do."""
+"""Styles of unsharded modules in a region: no change."""
 
 _VOCABULARY = ("embed_tokens", "embedding_rowwise")
-"""What `_spread_vocabulary` does; until 5.20 transformers plans it for every model with a tied head."""
+"""Handled by `_spread_vocabulary`; until 5.20 transformers plans it for every model with a tied head."""
 
 _ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
 _LATENT_ATTENTION = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
@@ -49,13 +49,13 @@ _LEFT_OUT: Mapping[str, Mapping[str, str]] = {
     "gpt_oss": {f"layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()}
     | {"layers.*.self_attn": "per_head"},  # its sinks
 }
-"""By model_type: what transformers' plans leave out."""
+"""By model_type: entries missing in transformers' plans."""
 
 
 def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collection[nn.Module] = ()) -> None:
-    """Cut the model's parameters over `axis`, in place and without sending anything; they become DTensors.
+    """Shard the model's parameters over `axis`, in place and without communication; they become DTensors.
 
-    `experts` are left alone: they are spread already and fit into a region (`experts.spread_experts`). Raises UserError
+    `experts` are skipped: they are already sharded and fit into a region (`experts.spread_experts`). Raises UserError
     for a family without a plan, or sizes that do not divide.
     """
     styles = _styles(model)
@@ -73,7 +73,7 @@ def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collect
 
 
 def check_sizes(config: PreTrainedConfig, *, tp: int) -> None:
-    """Raise a UserError with the numbers where a model of `config` cannot be cut over `tp` ranks."""
+    """Raise UserError with the sizes if a model of `config` cannot be sharded over `tp` ranks."""
     sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
     for what, number in sizes.items():
         if number % tp:
@@ -93,7 +93,7 @@ def _styles(model: PreTrainedModel) -> Styles:
     unknown = sorted({style for style in plan.values() if style not in _CUT and style not in _FOLLOWS})
     if unknown or not plan:
         raise UserError(
-            f"[policy.parallel] tp: {type(model).__name__} has no plan for cutting its matrices that is supported "
+            f"[policy.parallel] tp: {type(model).__name__} has no supported plan for sharding its matrices "
             f"({', '.join(unknown) or 'it has none'}); set tp = 1"
         )
     plan = with_adapters(plan)
@@ -107,7 +107,7 @@ def _pattern(name: str) -> str:
 
 
 def _spread_part(part: nn.Module, styles: Styles, axis: TensorAxis, *, experts: Collection[nn.Module]) -> None:
-    """A direct child of a decoder layer: a region, something every rank computes whole, or a norm."""
+    """Shard a direct child of a decoder layer: a region, a module that every rank computes whole, or a norm."""
     inside = [module for module in part.modules() if module not in experts]
     if any(module in styles for module in inside) or any(module in experts for module in part.modules()):
         for module in inside:
@@ -129,7 +129,7 @@ def _hold_all(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
 
 
 def _spread_vocabulary(embedding: nn.Module, head: nn.Module | None, axis: TensorAxis) -> None:
-    """Cut embedding and head along the vocabulary; a stage of a pipeline may lack either."""
+    """Shard embedding and head along the vocabulary; a stage of a pipeline may lack either."""
     tied = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and head.weight is embedding.weight
     if isinstance(embedding, nn.Embedding):
         cut_vocabulary(embedding, axis)

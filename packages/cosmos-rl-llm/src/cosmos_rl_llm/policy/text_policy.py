@@ -1,4 +1,4 @@
-"""A policy together with how rows become its tokens."""
+"""A policy with the encoding of rows as its tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
 
 class TextPolicy(CausalLMPolicy):
-    """A `CausalLMPolicy` with the `chat` that supervised training encodes its rows with."""
+    """A `CausalLMPolicy` with the `chat` that encodes rows in supervised training."""
 
     def __init__(
         self,

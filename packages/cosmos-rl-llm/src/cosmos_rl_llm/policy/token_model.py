@@ -1,16 +1,16 @@
 """A causal language model as a module from a packed row to the log-probabilities of its terms.
 
-    Microbatch.inputs -> Row       what is computed: shared prefixes once, cut over cp                 (arithmetic)
+    Microbatch.inputs -> Row       the input: shared prefixes once, split over cp                      (arithmetic)
     tokens [1, l] -> decoder -> hidden [1, l, H] -> hidden[term_rows] [t] -> log-probabilities [t]     (one forward)
                                                                           -> over cp -> [T]
 
-Layers that carry a state from token to token (recurrent, linear attention, convolutions) would carry it from one
+Layers with a state across tokens (recurrent, linear attention, convolutions) would carry it from one
 sequence of a packed row into the next. Families with such layers run *unpacked*:
 
-    tokens [1, L] -> blocks [sequences, longest], right-padded -> decoder, a pass a block -> hidden [1, L, H]
+    tokens [1, L] -> blocks [sequences, longest], right-padded -> decoder, one pass per block -> hidden [1, L, H]
 
-Everything happens in one `forward`, so that a fully sharded root gathers the output head where it is used. A stage of a
-pipeline is the same module: the first takes tokens, all but the last return hidden states.
+Everything is in one `forward`, so that a fully sharded root gathers the output head when it is used. A stage of a
+pipeline is the same module: the first stage takes tokens, all but the last return hidden states.
 """
 
 from __future__ import annotations
@@ -40,26 +40,26 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
-    """What one rank computes of a microbatch: l of its tokens, t of its T terms."""
+    """One rank's part of a microbatch: l of its tokens, t of its T terms."""
 
     tokens: Tensor
     """[1, l] int64."""
     positions: Tensor
     """[1, l] int64."""
     layout: Layout
-    """Which tokens attend to which."""
+    """Attention layout of the tokens."""
     term_rows: Tensor
-    """[t] int64: place among the l tokens of the hidden state that predicts a term."""
+    """[t] int64: index among the l tokens of the hidden state that predicts a term."""
     labels: Tensor
     """[t] int64: the terms' tokens."""
     routes: Tensor | None = None
-    """[l, layers, k] int64: experts to take, where the microbatch says so."""
+    """[l, layers, k] int64: replayed experts, if the microbatch has any."""
     context: ContextPart | None = None
-    """With cp: what brings the terms of all ranks together."""
+    """With cp: gathers the terms of all ranks."""
 
 
 class TermModel(nn.Module):
-    """Holds the parts of a `PreTrainedModel`, under their own names, and runs them from tokens to terms."""
+    """Contains the parts of a `PreTrainedModel`, under their own names, and runs them from tokens to terms."""
 
     def __init__(
         self,
@@ -78,14 +78,14 @@ class TermModel(nn.Module):
 
         Args:
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
-            compute_dtype: type of matrix products while the weights keep theirs: by autocast in one process, by
+            compute_dtype: dtype of matrix products while the weights keep theirs: by autocast in one process, by
                 `fully_shard` with a mesh.
-            logits_bytes: most memory for logits at a time; more terms are cut into chunks.
-            mesh: the ranks this module will be spread over; `parallelize` does the spreading.
-            sequence_parallel: with tp, activations are cut along the sequence between matrix products.
-            unpacked: one sequence a row of the decoder's input, and no shared prefixes.
-            first: whether tokens come in, not hidden states.
-            last: whether log-probabilities go out, not hidden states.
+            logits_bytes: maximum memory for logits at a time; more terms are split into chunks.
+            mesh: the ranks for this module; `parallelize` does the sharding.
+            sequence_parallel: with tp, activations are sharded along the sequence between matrix products.
+            unpacked: one sequence per row of the decoder's input, and no shared prefixes.
+            first: whether inputs are tokens, not hidden states.
+            last: whether outputs are log-probabilities, not hidden states.
         """
         super().__init__()
         decoder_layers(model)
@@ -93,7 +93,7 @@ class TermModel(nn.Module):
         install_replay(model)
         for name, child in model.named_children():
             self.add_module(name, child)
-        self._whole = (model,)  # in a tuple: its parts are registered, not itself, so that names have no prefix
+        self._whole = (model,)  # in a tuple: only its parts are registered, so that names have no prefix
         self.mesh = mesh
         self.axis = _tensor_axis(mesh, sequence=sequence_parallel)
         self.compute_dtype = compute_dtype
@@ -104,16 +104,16 @@ class TermModel(nn.Module):
         self.eval()
 
     def train(self, mode: bool = True) -> Self:
-        """Stay in eval mode: a term's log-probability is that of the model that generates.
+        """Stay in eval mode: a term's log-probability must be that of the generating model.
 
         Dropout of every kind, also `functional.dropout(training=self.training)`, and the noise of routers are off.
-        What is recomputed in the backward pass is our own decision (`parallel.remat`) and needs no training mode.
+        Recomputation in the backward pass (`parallel.remat`) does not depend on training mode.
         """
         return super().train(False)
 
     @property
     def causal_lm(self) -> PreTrainedModel:
-        """The model as transformers knows it, over the same parameters."""
+        """The transformers model with the same parameters."""
         return self._whole[0]
 
     @property
@@ -122,20 +122,20 @@ class TermModel(nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where inputs have to be."""
+        """Device of the inputs."""
         return self.causal_lm.device if self.mesh is None else self.mesh.device
 
     @property
     def blocks(self) -> list[nn.Module]:
-        """The decoder layers that lie here, in order."""
+        """The local decoder layers, in order."""
         layers = decoder_layers(self.causal_lm)
         return [layer for layer in layers if any(True for _ in layer.parameters())]
 
     def row(self, inputs: Mapping[str, Tensor]) -> Row:
         """Lay out `Microbatch.inputs` (see `CausalLMPolicy`): prefixes once, and this rank's part of them over cp.
 
-        Ranks along tp, cp and pp give the same inputs; nothing is sent, but for the number of blocks where the model
-        runs unpacked.
+        Ranks along tp, cp and pp pass the same inputs; nothing is sent, except the number of blocks if the model runs
+        unpacked.
         """
         if "routes" in inputs:
             check_replay(self.causal_lm)
@@ -147,7 +147,7 @@ class TermModel(nn.Module):
         kept = np.unique(rows, return_index=True)[1]
         term_rows = torch.from_numpy(rows)[inputs["logit_index"].cpu()]
         if missing := -len(kept) % self._multiple:
-            # A sequence more that nobody looks at: its tokens are whatever comes first.
+            # An additional sequence as padding: its tokens are the first ones, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
             kept = np.concatenate([kept, np.zeros(missing, dtype=kept.dtype)])
         taken = torch.from_numpy(kept).to(inputs["tokens"].device)
@@ -163,7 +163,7 @@ class TermModel(nn.Module):
 
     def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> Row:
         layout = PackedLayout.of(_lengths(inputs), device=self.device)
-        # All ranks that gather parameters together make as many passes; the spare ones run one token.
+        # All ranks that gather parameters together run the same number of passes; additional ones run one token.
         passes = len(layout.blocks) if self.mesh is None else self.mesh.most_over_shards(len(layout.blocks))
         spare = Block(torch.zeros(1, dtype=torch.int64, device=self.device), rows=1, longest=1)
         return Row(
@@ -181,8 +181,8 @@ class TermModel(nn.Module):
         """Run the stage.
 
         Args:
-            hidden: [1, l, H] of the stage before, None on the first. l is the local length: cut over cp, and over tp
-                with sequence_parallel.
+            hidden: [1, l, H] of the previous stage, None on the first. l is the local length: sharded over cp, and over
+                tp with sequence_parallel.
 
         Returns:
             Hidden states [1, l, H]; of the last stage log-probabilities [T] float32, and entropies [T] if asked for.
@@ -207,7 +207,7 @@ class TermModel(nn.Module):
         return row.context.all_terms(logprobs), None if entropy is None else row.context.all_terms(entropy)
 
     def _decode(self, hidden: Tensor | None, row: Row) -> Tensor:
-        """Tokens, or hidden states [1, l, H] of the stage before -> hidden states [1, l, H]."""
+        """Tokens, or hidden states [1, l, H] of the previous stage -> hidden states [1, l, H]."""
         given = row.tokens if self.first else hidden
         assert given is not None
         if not self.unpacked:
@@ -236,7 +236,7 @@ class TermModel(nn.Module):
         return output.last_hidden_state
 
     def _head(self) -> tuple[Head, Vocabulary | None]:
-        """The output head: this rank's part of it over tp, and which part that is."""
+        """The output head: this rank's part of it over tp, and the vocabulary of that part."""
         head = Head.of(self.causal_lm)
         if self.axis is None:
             return head, None
@@ -274,7 +274,7 @@ class TermModel(nn.Module):
 
     @property
     def _multiple(self) -> int:
-        """What the length of a row must be a multiple of."""
+        """Divisor of a row's length."""
         context = 1 if self._context is None else self._context.size()
         return context * (self.axis.size if self.axis is not None and self.axis.sequence else 1)
 
@@ -289,5 +289,5 @@ def _tensor_axis(mesh: ReplicaMesh | None, *, sequence: bool) -> TensorAxis | No
 
 
 def _lengths(inputs: Mapping[str, Tensor]) -> list[int]:
-    """Of the sequences in a packed row."""
+    """Lengths of the sequences in a packed row."""
     return torch.unique_consecutive(inputs["sequence_index"], return_counts=True)[1].tolist()

@@ -1,7 +1,7 @@
 """Shipped rewards by name. Each is a strict model of its options and is called with a group.
 
     reward = REWARDS["numeric"](tolerance=0.01)
-    values = reward(group)                          # one float a rollout
+    values = reward(group)                          # one float per rollout
 
 The reference answer is `group.prompt.row["answer"]`: data.answer_column, cut out by data.answer_pattern.
 """

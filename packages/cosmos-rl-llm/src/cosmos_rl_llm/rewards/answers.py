@@ -1,8 +1,7 @@
-"""The final answer in a text, and whether two answers mean the same.
+"""Extraction of the final answer from a text, and equivalence of two answers.
 
-Rewards run in threads, where the timeouts of `math-verify` (SIGALRM) cannot work. They are turned off, and
-what could run for long is kept away from the symbolic comparison: long expressions, towers of powers, big
-factorials, sums and integrals.
+Rewards run in threads, where the timeouts of `math-verify` (SIGALRM) cannot work. They are turned off, and costly
+expressions are excluded from the symbolic comparison: long ones, towers of powers, big factorials, sums and integrals.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from fractions import Fraction
 LONGEST_TEXT = 20_000
 """Characters searched for an answer, from the end."""
 LONGEST_EXPRESSION = 200
-"""Characters handed to the symbolic comparison."""
+"""Maximum characters of an expression in the symbolic comparison."""
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER_IN_TEXT = re.compile(rf"(?:(?<![\w)\]}}])-\s?)?\$?(?:{_DIGITS})(?:/\d+(?![\d/]))?")
@@ -37,7 +36,7 @@ _COSTLY = re.compile(
 
 
 def last_boxed(text: str) -> str | None:
-    """Return what stands in the last closed \\boxed{...}, or None."""
+    """Return the content of the last closed \\boxed{...}, or None."""
     text = text[-LONGEST_TEXT:]
     end = len(text)
     while (start := text.rfind("\\boxed{", 0, end)) >= 0:
@@ -57,7 +56,7 @@ def last_number(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    """Return the answer that is marked as such, by \\boxed{...} or after "####", or None."""
+    """Return the answer marked by \\boxed{...} or "####", or None."""
     boxed = last_boxed(text)
     if boxed is not None:
         return boxed
@@ -66,7 +65,7 @@ def marked_answer(text: str) -> str | None:
 
 
 def final_answer(text: str) -> str | None:
-    """Return the marked answer, else what follows "answer is", else the last $...$, else the last number."""
+    """Return the marked answer, else the text after "answer is", else the last $...$, else the last number."""
     marked = marked_answer(text)
     if marked is not None:
         return marked
@@ -83,7 +82,7 @@ def final_answer(text: str) -> str | None:
 
 
 def as_number(text: str) -> Fraction | None:
-    """Read one number as people write it: "1,234.50", "$20", "50%", "\\frac{3}{4}"; None for the rest."""
+    """Parse one number in common notation: "1,234.50", "$20", "50%", "\\frac{3}{4}"; None for other text."""
     plain = text.strip().strip("$").strip()
     for mark in ("\\$", "$", "\\%", "%", "\\!", "{,}", "\\,", " "):
         plain = plain.replace(mark, "," if mark == "{,}" else "")
@@ -96,7 +95,7 @@ def as_number(text: str) -> Fraction | None:
 
 
 def close(a: Fraction, b: Fraction, *, tolerance: float) -> bool:
-    """Whether two numbers differ by at most `tolerance` of the second, or of 1 where that is smaller."""
+    """Whether |a - b| <= tolerance * max(1, |b|)."""
     return abs(a - b) <= Fraction(tolerance) * max(abs(b), 1)
 
 
@@ -107,14 +106,14 @@ def equivalent(answer: str, reference: str, *, tolerance: float = 1e-6) -> bool:
     a, b = as_number(answer), as_number(reference)
     if a is not None and b is not None:
         return close(a, b, tolerance=tolerance)
-    # A word is no product of its letters: math-verify alone would call "listen" and "silent" equal.
+    # math-verify reads a word as a product of its letters: alone it would find "listen" and "silent" equal.
     if _WORDS.fullmatch(_normal(reference)) or is_costly(answer) or is_costly(reference):
         return False
     return _same_mathematics(answer, reference)
 
 
 def is_costly(expression: str) -> bool:
-    """Whether evaluating the expression could take seconds, or for ever."""
+    """Whether evaluating the expression could take seconds or never end."""
     return len(expression) > LONGEST_EXPRESSION or _COSTLY.search(expression) is not None
 
 
@@ -124,7 +123,7 @@ def _normal(text: str) -> str:
 
 
 def _same_mathematics(answer: str, reference: str) -> bool:
-    from math_verify import (  # a second of sympy, paid by the first answer that is not a plain number
+    from math_verify import (  # sympy takes a second to import, at the first answer that is not a plain number
         parse,
         verify,
     )

@@ -1,4 +1,4 @@
-"""The answer is right: as mathematics, as a number, or inside a box."""
+"""Rewards for correct answers: as mathematics, as a number, or inside a box."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from cosmos_rl_llm.rewards.rules import reference_answer
 
 
 class MathReward(Strict):
-    """1 where the response's final answer means the same as the reference, else 0.
+    """1 if the response's final answer is equivalent to the reference, else 0.
 
-    The final answer is the last \\boxed{...}, or what follows "####", "answer is" or "Answer:", or the last
+    The final answer is the last \\boxed{...}, or the text after "####", "answer is" or "Answer:", or the last
     formula or number. Numbers are compared as numbers, the rest by `math-verify`.
     """
 
     tolerance: float = Field(default=1e-6, ge=0)
-    """Relative difference allowed between two numbers."""
+    """Allowed relative difference between two numbers."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         wanted = _marked_or_whole(reference_answer(group))
@@ -36,10 +36,10 @@ class MathReward(Strict):
 
 
 class BoxedReward(Strict):
-    """1 where the last \\boxed{...} of the response means the same as the reference; 0 without a box."""
+    """1 if the last \\boxed{...} of the response is equivalent to the reference; 0 without a box."""
 
     tolerance: float = Field(default=1e-6, ge=0)
-    """Relative difference allowed between two numbers."""
+    """Allowed relative difference between two numbers."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         wanted = _marked_or_whole(reference_answer(group))
@@ -48,10 +48,10 @@ class BoxedReward(Strict):
 
 
 class NumericReward(Strict):
-    """1 where the last number in the response equals the reference, else 0."""
+    """1 if the last number in the response equals the reference, else 0."""
 
     tolerance: float = Field(default=1e-6, ge=0)
-    """Relative difference allowed."""
+    """Allowed relative difference."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         reference = _marked_or_whole(reference_answer(group))
@@ -63,7 +63,7 @@ class NumericReward(Strict):
 
 
 def _marked_or_whole(reference: str) -> str:
-    """A reference may be a whole solution with its answer marked, or the answer alone."""
+    """The marked answer of a reference that is a whole solution; else the reference itself."""
     marked = marked_answer(reference)
     return reference.strip() if marked is None else marked
 

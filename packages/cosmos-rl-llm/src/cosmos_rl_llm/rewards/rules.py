@@ -1,4 +1,4 @@
-"""Rule-based rewards of a response: equal to the reference answer, of the wanted format, of the wanted length."""
+"""Rule-based rewards of a response: equality with the reference answer, format, length."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from cosmos_rl_core.types import RolloutGroup
 
 
 class ExactReward(Strict):
-    """1 where the response equals the reference answer, else 0. Runs of white space count as one blank."""
+    """1 if the response equals the reference answer, else 0. Runs of white space count as one blank."""
 
     ignore_case: bool = False
-    """Compare without regard to upper and lower case."""
+    """Ignore case."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         wanted = self._normal(reference_answer(group))
@@ -28,12 +28,12 @@ class ExactReward(Strict):
 
 
 class FormatReward(Strict):
-    """1 where the regular expression matches the response, else 0."""
+    """1 if the regular expression matches the response, else 0."""
 
     pattern: str
-    """Python regular expression; "." matches line ends too: "<think>.*</think>.*<answer>.*</answer>"."""
+    """Python regular expression; "." also matches line ends: "<think>.*</think>.*<answer>.*</answer>"."""
     whole: bool = False
-    """The whole response must match, not a part of it."""
+    """Match the whole response instead of a part of it."""
 
     @field_validator("pattern")
     @classmethod
@@ -51,18 +51,18 @@ class FormatReward(Strict):
 
 
 class LengthReward(Strict):
-    """1 between `min_tokens` and `max_tokens`; outside it falls along a line to 0 over `slack_tokens`.
+    """1 between `min_tokens` and `max_tokens`; outside it falls linearly to 0 over `slack_tokens`.
 
     With `num` generated tokens and `outside = max(min_tokens - num, num - max_tokens, 0)`, the reward is
     max(0, 1 - outside / slack_tokens).
     """
 
     min_tokens: int = Field(default=0, ge=0)
-    """Fewest tokens that earn the full reward."""
+    """Minimum tokens for the full reward."""
     max_tokens: int = Field(ge=0)
-    """Most tokens that earn the full reward."""
+    """Maximum tokens for the full reward."""
     slack_tokens: int = Field(default=1, ge=1)
-    """This many tokens outside the range earn nothing."""
+    """Distance from the range, in tokens, at which the reward is 0."""
 
     @model_validator(mode="after")
     def _is_a_range(self) -> Self:

@@ -104,7 +104,7 @@ def open_folder(path: str, *, revision: str | None = None, parts: Sequence[str] 
 def _open(root: Path) -> ModelFolder:
     if (root / "adapter_config.json").is_file():
         raise UserError(
-            f"model.path = {str(root)!r} holds adapters of another model; give that model, or what "
+            f"model.path = {str(root)!r} contains adapters of another model; give that model, or what "
             "`cosmos-rl export --merge-adapters` makes of both"
         )
     if (root / INDEX).is_file():

@@ -1,10 +1,10 @@
 """Shipped rewards by name. Each is a strict model of its options and is called with a group.
 
     reward = REWARDS["speed"](floor=0.05)
-    values = reward(group)                          # one float a rollout
+    values = reward(group)                          # one float per rollout
 
-The clip is `rollout.media["video"]`, uint8 [F, H, W, 3]; texts come from the group's row. Torch and transformers are
-imported by the first group of a reward that needs them.
+A clip is `rollout.media["video"]`, uint8 [F, H, W, 3]; texts come from the group's row. Torch and transformers are
+imported when a reward that needs them scores its first group.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ class ClipEncoder:
 
     @torch.inference_mode()
     def texts(self, texts: Sequence[str]) -> np.ndarray:
-        """N texts -> float32 [N, E]; what is longer than the model can read is cut."""
+        """N texts -> float32 [N, E]; texts above the model's length limit are truncated."""
         config = self._model.config
         is_siglip = config.model_type.startswith("siglip")  # trained on texts padded to one length, without a mask
         tokens = self._words(

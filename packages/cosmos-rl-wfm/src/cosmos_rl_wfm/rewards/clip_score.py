@@ -1,4 +1,4 @@
-"""How well the frames of a clip fit a text, by a model that knows both."""
+"""Similarity of a clip's frames to a text, by a CLIP or SigLIP model."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class ClipScoreReward(Pretrained):
     column: str = "caption"
     """Column of the row with the text."""
     template: str = "{caption}"
-    """What is compared with the frames; {caption} is the text of the column."""
+    """Text that is compared with the frames; {caption} is the text of the column."""
     _encoder: Exclusive[ClipEncoder] = PrivateAttr()
 
     @field_validator("template")
     @classmethod
     def _has_caption(cls, template: str) -> str:
         if "{caption}" not in template:
-            raise ValueError("must have {caption} in it")
+            raise ValueError("must contain {caption}")
         return template
 
     def model_post_init(self, context: Any, /) -> None:

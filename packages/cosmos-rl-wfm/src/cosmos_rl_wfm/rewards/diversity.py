@@ -1,4 +1,4 @@
-"""How far the clips of a group lie apart: what falls when a model makes the same clip of everything."""
+"""Distance between the clips of a group; it falls with mode collapse."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from cosmos_rl_wfm.rewards.video import group_videos, sample_frames
 class DiversityReward(Strict):
     """Mean distance of a clip to the others of its group, in [0, 1]; 0 for a clip alone, as in an evaluation.
 
-    The distance of two clips is the root of the mean squared difference of their pixels, made smaller first. Its mean
-    over the group is the mean over pairs.
+    The distance of two clips is the root mean squared difference of their downscaled pixels. The mean reward of a group
+    is the mean over its pairs.
     """
 
     num_frames: int = Field(default=16, ge=1)
-    """Frames that are compared, from equal parts of the clip."""
+    """Compared frames, from equal parts of the clip."""
     side: int = Field(default=64, ge=1)
     """Most pixels of the longer side; larger frames are averaged down by a whole factor."""
 
@@ -34,7 +34,7 @@ class DiversityReward(Strict):
 def distances(videos: np.ndarray) -> np.ndarray:
     """uint8 [G, F, H, W, 3] -> float64 [G, G]: root mean squared differences of pixels in [0, 1]."""
     flat = videos.reshape(len(videos), -1) / 255
-    flat -= flat.mean(axis=0)  # |a - b|^2 = aa - 2 ab + bb loses digits where all clips share a large part
+    flat -= flat.mean(axis=0)  # |a - b|^2 = aa - 2 ab + bb loses digits if all clips share a large part
     products = flat @ flat.T
     squares = np.diag(products)
     return np.sqrt(np.maximum(squares[:, None] + squares - 2 * products, 0.0) / flat.shape[1])

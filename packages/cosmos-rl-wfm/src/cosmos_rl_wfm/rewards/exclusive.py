@@ -1,4 +1,4 @@
-"""A model that several threads want: loaded by the first, used by one at a time."""
+"""A model shared by threads: loaded at its first use, used by one thread at a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class Exclusive(Generic[T]):
-    """Makes a value when it is first used, and lends it to one thread at a time. What failed is tried again.
+    """Makes a value at its first use, and gives one thread at a time access to it. Retries `make` after a failure.
 
     model = Exclusive(load)         # nothing is loaded
     with model.use() as loaded:     # loads; others wait: tokenizers and readers are not safe for two threads at once

@@ -1,4 +1,4 @@
-"""How probable a vision-language model thinks each of a few answers, looking at frames."""
+"""Probabilities that a vision-language model assigns to a few answers about frames."""
 
 from __future__ import annotations
 
@@ -21,10 +21,8 @@ class JudgeModel:
         dtype = getattr(torch, options.dtype)
         self._processor: Any = options.load(AutoProcessor.from_pretrained)
         if getattr(self._processor, "chat_template", None) is None:
-            raise UserError(
-                f"model = {options.model!r} has no chat template; take one that was tuned to answer questions"
-            )
-        self._processor.tokenizer.padding_side = "left"  # every row ends where its answer begins
+            raise UserError(f"model = {options.model!r} has no chat template; choose an instruction-tuned model")
+        self._processor.tokenizer.padding_side = "left"  # the next token of every row is the first of its answer
         model: Any = options.load(lambda source: AutoModelForImageTextToText.from_pretrained(source, dtype=dtype))
         self._model = model.eval().requires_grad_(False).to(options.torch_device())
         self._tokens = answer_tokens(self._processor.tokenizer, answers)
@@ -32,7 +30,7 @@ class JudgeModel:
 
     @torch.inference_mode()
     def probabilities(self, clips: Sequence[np.ndarray], question: str) -> list[Mapping[str, float]]:
-        """Return p(answer) for each clip [N, H, W, 3] by answer: the sum over the tokens that begin with it."""
+        """Return p(answer) for each clip [N, H, W, 3] by answer: the sum over the tokens that spell it."""
         found: list[Mapping[str, float]] = []
         for start in range(0, len(clips), self._batch_size):
             inputs = self._inputs(clips[start : start + self._batch_size], question)
@@ -55,10 +53,10 @@ class JudgeModel:
 
 
 def answer_tokens(tokenizer: Any, answers: Sequence[str]) -> dict[str, list[int]]:
-    """Return the tokens that say an answer: as written, in small letters and capitals, and after a blank.
+    """Return the tokens of each answer: as written, lower, upper and capitalised, with and without a leading blank.
 
     Raises:
-        UserError: an answer is no single token, or two are the same one.
+        UserError: an answer is not a single token, or two answers are the same one.
     """
     tokens: dict[str, list[int]] = {}
     for answer in answers:

@@ -1,4 +1,4 @@
-"""A vision-language model asked a question about a clip; the reward is the answer it expects of itself."""
+"""A vision-language model as judge: asks a question about a clip; the reward is the expected value of the answer."""
 
 from __future__ import annotations
 
@@ -19,23 +19,23 @@ QUESTION = 'These are frames of one video. Does it show "{caption}"? Answer with
 
 
 class VlmJudgeReward(Pretrained):
-    """Expected value of the answer: sum of p(answer) value(answer) / sum of p(answer), over the first token said.
+    """Expected value of the answer: sum of p(answer) value(answer) / sum of p(answer), over the first token.
 
-    No text is parsed: p is read off the model's distribution over its next token. With answers 1 to 5 it is a rating as
+    No text is parsed: p is the model's distribution over its next token. With answers 1 to 5 it is a rating as
     G-Eval's (Liu et al. 2023, arXiv 2303.16634), with yes = 1 and no = 0 the probability of yes as VQAScore's (Lin et
     al. 2024, arXiv 2404.01291).
     """
 
     question: str = QUESTION
-    """Asked after the frames; {caption} is the text of the column."""
+    """Question after the frames; {caption} is the text of the column."""
     answers: dict[str, float] = Field(default={"yes": 1.0, "no": 0.0})
     """Value of each answer; {"1" = 1, "2" = 2, ...} for a rating. Capitals and a blank before it do not matter."""
     column: str = "caption"
-    """Column of the row that {caption} stands for."""
+    """Column of the row that replaces {caption}."""
     min_mass: float = Field(default=0.1, ge=0, le=1)
-    """Where the answers together are less probable than this, the model says something else: an error of the sample."""
+    """Minimum total probability of the answers; below it the model answers something else, an error of the sample."""
     batch_size: int = Field(default=4, ge=1)
-    """Most clips in one pass."""
+    """Maximum number of clips in one pass."""
     _judge: Exclusive[JudgeModel] = PrivateAttr()
 
     @field_validator("answers")
@@ -64,8 +64,8 @@ class VlmJudgeReward(Pretrained):
         if mass <= 0 or mass < self.min_mass:
             wanted = ", ".join(self.answers)
             raise ValueError(
-                f"for rollout {index} the judge gives the answers {wanted} together a probability of {mass:.2g}, less "
-                f"than min_mass = {self.min_mass:g}: ask so that it answers with one of these words"
+                f"for rollout {index} the judge gives the answers {wanted} a total probability of {mass:.2g}, less "
+                f"than min_mass = {self.min_mass:g}: change the question so that it answers with one of these words"
             )
         return sum(probability * self.answers[answer] for answer, probability in probabilities.items()) / mass
 

@@ -1,4 +1,4 @@
-"""The text in a clip is the text its caption quotes."""
+"""OCR reward: compares the text in a clip with the text that its caption quotes."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ _QUOTED = re.compile(r'"([^"]+)"|“([^”]+)”')
 
 
 class OcrReward(Strict):
-    """max(0, 1 - edit distance / length of the wanted text), mean over the frames that are read: in [0, 1].
+    """max(0, 1 - edit distance / length of the wanted text), mean over the sampled frames: in [0, 1].
 
-    Flow-GRPO's reward for rendered text (Liu et al. 2025, arXiv 2505.05470): capitals and blanks do not count,
-    and a frame that has the wanted text somewhere in what is read has distance 0.
+    Flow-GRPO's reward for rendered text (Liu et al. 2025, arXiv 2505.05470): case and blanks are ignored,
+    and a frame has distance 0 if its text contains the wanted text.
     """
 
     reader: str = "easyocr"
     """"easyocr", "paddleocr" or "pytesseract", if installed, or a `TextReader` of your own as "module:attribute"."""
     reader_options: dict[str, Any] = Field(default_factory=dict)
-    """Handed to the reader, such as {languages = ["en", "de"]} for easyocr."""
+    """Keyword arguments of the reader, such as {languages = ["en", "de"]} for easyocr."""
     column: str = "caption"
-    """Column of the row with the quoted text; several quotations are one text."""
+    """Column of the row with the quoted text; several quotations are joined."""
     num_frames: int = Field(default=4, ge=1)
-    """Frames of a clip that are read, evenly spaced."""
+    """Evenly spaced frames of a clip that are read."""
     _reader: Exclusive[TextReader] = PrivateAttr()
 
     @model_validator(mode="after")
@@ -58,20 +58,20 @@ class OcrReward(Strict):
 
 
 def quoted(caption: str) -> str:
-    """Return what stands in double quotes.
+    """Return the text in double quotes.
 
     Raises:
-        UserError: nothing does.
+        UserError: there is none.
     """
     parts = [straight or curly for straight, curly in _QUOTED.findall(caption)]
     text = " ".join(parts).strip()
     if not _bare(text):
-        raise UserError(f'the caption {caption[:80]!r} quotes no text; the wanted text stands in double quotes: "STOP"')
+        raise UserError(f'the caption {caption[:80]!r} quotes no text; put the wanted text in double quotes: "STOP"')
     return text
 
 
 def match(text: str, wanted: str) -> float:
-    """Return max(0, 1 - edit distance / length of `wanted`), blanks and capitals aside; 1 where `text` contains it."""
+    """Return max(0, 1 - edit distance / length of `wanted`), ignoring blanks and case; 1 if `text` contains it."""
     text, wanted = _bare(text), _bare(wanted)
     if wanted in text:
         return 1.0
@@ -79,7 +79,7 @@ def match(text: str, wanted: str) -> float:
 
 
 def edit_distance(a: str, b: str) -> int:
-    """Return the fewest letters to insert, delete or replace that turn one text into the other (Levenshtein)."""
+    """Return the Levenshtein distance: the fewest insertions, deletions and replacements that turn `a` into `b`."""
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):
         left, row[0] = row[0], i

@@ -1,4 +1,4 @@
-"""What rewards with a model of transformers share: its name, its place, and a clear word when it is not there."""
+"""Base of rewards with a transformers model: its name, device and dtype, and an error if it cannot be loaded."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ T = TypeVar("T")
 
 
 class Pretrained(Strict):
-    """A model by name, and how it is run."""
+    """A model by name, with its device, dtype and batch size."""
 
     model: str
     """Id on the Hugging Face hub, or a folder."""
     device: str = "auto"
-    """Where it runs, such as "cuda:1" or "cpu"; "auto" is the current GPU, or the CPU where there is none."""
+    """Device, such as "cuda:1" or "cpu"; "auto" is the current GPU, or the CPU if there is none."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type it computes in."""
+    """Dtype of the model."""
     num_frames: int = Field(default=8, ge=1)
-    """Frames of a clip it is shown, evenly spaced; a shorter clip shows all it has."""
+    """Evenly spaced input frames of a clip; all frames of a shorter clip."""
     batch_size: int = Field(default=32, ge=1)
-    """Most samples in one pass: frames of a CLIP, clips of a VLM."""
+    """Maximum samples in one pass: frames for a CLIP, clips for a VLM."""
 
     @field_validator("model")
     @classmethod
@@ -40,7 +40,7 @@ class Pretrained(Strict):
 
     @property
     def source(self) -> str:
-        """What `from_pretrained` takes."""
+        """Argument of `from_pretrained`."""
         return str(Path(self.model).expanduser()) if self.model.startswith("~") else self.model
 
     def torch_device(self) -> torch.device:
@@ -55,9 +55,13 @@ class Pretrained(Strict):
         """Return `make(source)`.
 
         Raises:
-            UserError: there is no such model, or it is of a kind that `make` does not know.
+            UserError: there is no such model, or `make` does not support its kind.
         """
         try:
             return make(self.source)
-        except (OSError, ValueError, ImportError) as error:  # how transformers reports names, kinds and missing parts
+        except (
+            OSError,
+            ValueError,
+            ImportError,
+        ) as error:  # unknown names and kinds, missing parts
             raise UserError(f"model = {self.model!r} cannot be loaded: {str(error).strip()[:500]}") from error

@@ -1,4 +1,4 @@
-"""How fast what is bright moves where the caption says: a reward that pixels can prove."""
+"""Speed of the bright object in the direction that the caption names: a reward verifiable from pixels."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _MOVING = re.compile(r"\bmov(?:ing|es)\s+(?:to\s+the\s+)?(left|right|up|down)", 
 
 
 class SpeedReward(Strict):
-    """Speed of the centre of brightness along the caption's "moving left|right|up|down", in pixels a frame.
+    """Speed of the centre of brightness along the caption's "moving left|right|up|down", in pixels per frame.
 
-    Against the direction it is negative, across it 0. A clip in which fewer than two frames have a pixel brighter than
-    `floor` shows nothing that moves, and has 0.
+    It is negative against the direction, 0 across it, and 0 for a clip in which fewer than two frames have a pixel
+    brighter than `floor`.
     """
 
     column: str = "caption"
     """Column of the row that names the direction."""
     floor: float = Field(default=0.1, ge=0, lt=1)
-    """Brightness up to which a pixel is background; keeps the noise of codec and model out of the centre."""
+    """Maximum brightness of background pixels; excludes the noise of codec and model from the centre."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         towards = direction(row_text(group, self.column))
@@ -36,7 +36,7 @@ class SpeedReward(Strict):
 
 
 def direction(caption: str) -> tuple[float, float]:
-    """Return the unit vector (row, column) a caption names.
+    """Return the unit vector (row, column) of the direction in a caption.
 
     Raises:
         UserError: it names none, or more than one.
@@ -44,12 +44,12 @@ def direction(caption: str) -> tuple[float, float]:
     named = {word.lower() for word in _MOVING.findall(caption)}
     if len(named) != 1:
         found = " and ".join(sorted(named)) or "none"
-        raise UserError(f"the caption {caption[:80]!r} must say once moving left, right, up or down; it says: {found}")
+        raise UserError(f"the caption {caption[:80]!r} must name one of moving left, right, up, down; found: {found}")
     return DIRECTIONS[named.pop()]
 
 
 def speed(video: np.ndarray, towards: tuple[float, float], *, floor: float = 0.1) -> float:
-    """Return the slope of the centre of brightness along `towards` (row, column), in pixels a frame.
+    """Return the slope of the centre of brightness along `towards` (row, column), in pixels per frame.
 
     Least squares over the frames that have a centre; `video` is uint8 [F, H, W, 3].
     """

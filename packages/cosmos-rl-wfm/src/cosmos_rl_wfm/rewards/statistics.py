@@ -53,7 +53,7 @@ def motion(video: np.ndarray) -> float:
 def flicker(video: np.ndarray) -> float:
     """Return the mean of |y[f-1] - 2 y[f] + y[f+1]| / 2 over pixels, in [0, 1]. Needs 3 frames.
 
-    A second difference: what stays, or changes at a steady rate, does not flicker; black and white in turns has 1.
+    A second difference: 0 for constant brightness or a constant rate of change, 1 for alternating black and white.
     """
     y = luma(video)
     return float(np.abs(y[:-2] - 2 * y[1:-1] + y[2:]).mean(dtype=np.float64) / 2)
@@ -74,7 +74,7 @@ class ContrastReward(Strict):
 
 
 class SaturationReward(Strict):
-    """How far colours are from grey, in [0, 1]."""
+    """Distance of colours from grey, in [0, 1]."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         return [saturation(video) for video in group_videos(group)]

@@ -1,4 +1,4 @@
-"""Readers of the text in frames: packages for optical character recognition, where they are installed."""
+"""Readers of the text in frames, based on optional packages for optical character recognition."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cosmos_rl_core.errors import UserError
 class TextReader(Protocol):
     """Reads frames.
 
-    texts = reader.read(frames)     # one a frame, "" where there is none; lines and words joined by blanks
+    texts = reader.read(frames)     # one per frame, "" if there is none; lines and words joined by blanks
     """
 
     def read(self, frames: np.ndarray) -> list[str]:
@@ -72,12 +72,12 @@ READERS: Mapping[str, Callable[..., TextReader]] = {
 
 
 def reader_class(name: str) -> Callable[..., TextReader]:
-    """Return the reader of that name, or a user's own as "module:attribute". Raises UserError for an unknown one."""
+    """Return the reader of that name, or a custom one as "module:attribute". Raises UserError for an unknown one."""
     if name in READERS:
         return READERS[name]
     if ":" not in name:
         raise UserError(
-            f"no reader is called {name!r}; known: {', '.join(READERS)}; one of your own is module:attribute"
+            f"no reader is called {name!r}; known: {', '.join(READERS)}; or a custom reader as module:attribute"
         )
     return plugins.attribute(name, kind="reader")
 

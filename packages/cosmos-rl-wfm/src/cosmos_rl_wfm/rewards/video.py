@@ -1,4 +1,4 @@
-"""What a reward looks at: the clips of a group and the columns of its row."""
+"""The inputs of rewards: the clips of a group and the columns of its row."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def luma(video: np.ndarray) -> np.ndarray:
 
 def _checked(video: np.ndarray | None, index: int, min_frames: int) -> np.ndarray:
     if video is None:
-        raise UserError(f"rollout {index} carries no video; rewards of the wfm domain need the engine of that domain")
+        raise UserError(f"rollout {index} has no video; rewards of the wfm domain need the engine of that domain")
     if video.dtype != np.uint8 or video.ndim != 4 or video.shape[-1] != 3 or 0 in video.shape:
         found = f"{video.dtype} {list(video.shape)}"
         raise UserError(f"the video of rollout {index} is {found}; it must be uint8 [F, H, W, 3]")

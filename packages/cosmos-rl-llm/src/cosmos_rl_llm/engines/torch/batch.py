@@ -1,8 +1,8 @@
-"""The sequences that run together: prefill of new prompts, one decode step, removal.
+"""The batch of running sequences: prefill of new prompts, one decode step, removal.
 
-admit   prompts packed in one row -> model -> keys and values to each sample's slot, first terms drawn
-step    last term of each sequence [n, 1] -> model with the cache -> next terms drawn
-both    record what was drawn and let finished sequences go
+admit   prompts packed in one row -> model -> keys and values to each sample's slot, first terms sampled
+step    last term of each sequence [n, 1] -> model with the cache -> next terms sampled
+both    record the sampled terms and remove finished sequences
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
 from cosmos_rl_llm.policy.routing import RouteRecorder
 
 _STOP_MARGIN = 8
-"""Tokens decoded before the first place of a stop string, for tokenizers that trim a text's start."""
+"""Tokens decoded before the first position of a stop string, for tokenizers that trim a text's start."""
 
 
 @dataclass(slots=True)
 class EngineStats:
-    """Counters since the engine was made."""
+    """Counters since the engine was created."""
 
     steps: int = 0
     """Forward passes, prefill and decode: grows while the engine works."""
@@ -43,7 +43,7 @@ class EngineStats:
 
 
 class RunningBatch:
-    """Owns the model's cache; its methods are called by one thread, between which weights may change."""
+    """Owns the model's cache. One thread calls its methods; weights may change between calls."""
 
     def __init__(
         self,
@@ -70,7 +70,7 @@ class RunningBatch:
         self._cache = SlotCache(model.config.get_text_config().num_hidden_layers, limit=cache_terms)
         self._recorder = RouteRecorder(model) if record_routes else None
         self._sampler: Sampler | None = None
-        # One column a row of the batch: token and place of the last term, and the random counter.
+        # One entry per row of the batch: token and position of the last term, and the random counter.
         self._token = np.zeros(rows, dtype=np.int64)
         self._place = np.zeros(rows, dtype=np.int64)
         self._seed = np.zeros(rows, dtype=np.uint64)
@@ -78,18 +78,18 @@ class RunningBatch:
         self._term = np.zeros(rows, dtype=np.int64)
 
     def samples_at_a_time(self, num_terms: int) -> int:
-        """Most sequences of `num_terms`, prompt included, that can run together; 0 when they never fit."""
+        """Maximum number of concurrent sequences of `num_terms`, prompt included; 0 if none fits."""
         room = self._cache_terms // self._whole_spans(num_terms)
         return min(room, self._max_sequences) if room >= MIN_ROWS else 0
 
     def fits(self, requests: Sequence[Request]) -> bool:
-        """Whether `requests` can run beside what runs now."""
+        """Whether `requests` fit next to the running sequences."""
         running = [*requests, *(sequence.request for sequence in self.sequences)]
         rows = len(self.sequences) + sum(request.num_samples for request in requests)
         return rows <= self.samples_at_a_time(max(request.num_terms for request in running))
 
     def admit(self, requests: Sequence[Request], *, version: int) -> list[Request]:
-        """Prefill the prompts in one pass, draw each sample's first term, and return finished requests."""
+        """Prefill the prompts in one pass, sample each sequence's first term, and return finished requests."""
         first = len(self.sequences)
         for request in requests:
             self._add(request)
@@ -105,12 +105,12 @@ class RunningBatch:
         logits = self._logits(hidden[0, np.cumsum(lengths) - 1])
         samples = torch.tensor([request.num_samples for request in requests], device=logits.device)
         new = slice(first, len(self.sequences))
-        return self._draw(logits.repeat_interleave(samples, dim=0), new, version)
+        return self._sample_terms(logits.repeat_interleave(samples, dim=0), new, version)
 
     def step(self, *, version: int) -> list[Request]:
-        """Draw one term for every running sequence and return finished requests."""
+        """Sample one term for every running sequence and return finished requests."""
         count = len(self.sequences)
-        self._place[count:MIN_ROWS] = 0  # spare rows: they write into unused slots
+        self._place[count:MIN_ROWS] = 0  # padding rows write into unused slots
         rows = slice(0, max(count, MIN_ROWS))
         place = torch.from_numpy(self._place[rows]).to(self._model.device)
         span = self._whole_spans(int(self._place[rows].max()) + 1)
@@ -118,10 +118,10 @@ class RunningBatch:
         hidden = self._forward(self._token[rows, None], self._place[rows, None], DecodeLayout(place=place, span=span))
         self.stats.decode_terms += count
         self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
-        return self._draw(self._logits(hidden[:count, 0]), slice(0, count), version)
+        return self._sample_terms(self._logits(hidden[:count, 0]), slice(0, count), version)
 
     def drop(self, request: Request) -> None:
-        """Let the sequences of a request go."""
+        """Remove the sequences of a request."""
         for sequence in request.sequences:
             sequence.finish_reason = sequence.finish_reason or "cancelled"
         self._compact()
@@ -151,7 +151,7 @@ class RunningBatch:
         self._cache.begin_prefill(*tensors)
 
     def _prefill(self, tokens: np.ndarray, lengths: Sequence[int]) -> Tensor:
-        """tokens [sum(lengths)] of prompts -> last hidden states [1, L, hidden], with spare rows up to `MIN_ROWS`."""
+        """tokens [sum(lengths)] of prompts -> last hidden states [1, L, hidden], padded to `MIN_ROWS` rows."""
         spare = max(0, MIN_ROWS - len(tokens))
         lengths = [*lengths, spare] if spare else lengths
         return self._forward(
@@ -174,7 +174,7 @@ class RunningBatch:
         return output.last_hidden_state
 
     def _note_routes(self, lengths: Sequence[int], owners: Sequence[Sequence[RunningSequence]]) -> None:
-        """Hand the experts of the pass just done to its sequences: of `lengths[i]` tokens to each of `owners[i]`."""
+        """Record the experts of the last pass: those of `lengths[i]` tokens for each sequence of `owners[i]`."""
         if self._recorder is None:
             return
         routes = self._recorder.take().cpu().numpy()
@@ -188,11 +188,11 @@ class RunningBatch:
         missing = max(0, MIN_ROWS - len(hidden))
         return self._head.logits(F.pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
 
-    def _draw(self, logits: Tensor, rows: slice, version: int) -> list[Request]:
-        """Draw from logits [n, V] of `rows`, record, let finished sequences go, return finished requests."""
+    def _sample_terms(self, logits: Tensor, rows: slice, version: int) -> list[Request]:
+        """Sample from logits [n, V] of `rows`, record, remove finished sequences, return finished requests."""
         sampler = self._sampler_of(rows, vocab_size=logits.shape[1])
         uniform = uniforms(self._seed[rows], self._sample[rows], self._term[rows])
-        tokens, logprobs = sampler.draw(logits, uniform)
+        tokens, logprobs = sampler.sample(logits, uniform)
         self._token[rows] = tokens.cpu().numpy()
         self._place[rows] += 1
         self._term[rows] += 1
@@ -228,7 +228,7 @@ class RunningBatch:
         return any(text in tail for text in stop)
 
     def _compact(self) -> None:
-        """Fill the rows of finished sequences with the last ones."""
+        """Move the last sequences into the rows of finished ones."""
         for row in reversed(range(len(self.sequences))):
             if self.sequences[row].finish_reason is None:
                 continue

@@ -1,11 +1,11 @@
-"""Keys and values of running sequences: one slot a sequence, slots 0 .. n-1 in use.
+"""Keys and values of running sequences: one slot per sequence, slots 0 .. n-1 in use.
 
     keys[layer]   [slots, kv_heads, capacity, head_dim]      values alike
     prefill       a packed row of prompts; each prompt's rows are copied to the slots of all its samples
     decode step   row i writes at (i, place[i]) and attends to (i, 0 .. place[i])
 
-Finished sequences are replaced by the last one in use, so a step costs what runs and no more. Slots and
-capacity grow by powers of two within a limit: memory follows what requests need, not what the model could reach.
+The last slot in use replaces a finished sequence, so a step computes only running ones. Slots and capacity grow by
+powers of two within a limit: memory follows the requests, not the model's context length.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from transformers import Cache, PreTrainedConfig, PreTrainedModel
 from cosmos_rl_llm.policy.attention import Scoring
 
 _VECTORS = 32
-"""Places that are whole vectors of any CPU."""
+"""Positions that fill whole vectors of any CPU."""
 _FEWEST_PRODUCTS = 400
-"""torch multiplies batches of matrices on the CPU in a loop of its own below this (`bmm_out_or_baddbmm_`)."""
+"""Below this torch multiplies batches of matrices on the CPU in its own loop (`bmm_out_or_baddbmm_`)."""
 
 
 class SlotCache(Cache):
-    """The `past_key_values` of prefill and decode passes; one of the two `begin_` methods goes before each."""
+    """The `past_key_values` of prefill and decode passes; call one of the two `begin_` methods before each."""
 
     def __init__(self, num_layers: int, *, limit: int) -> None:
-        """`limit`: most slots * capacity to allocate."""
+        """`limit`: maximum slots * capacity to allocate."""
         super().__init__(layers=[])
         self._limit = limit
         self.slots = 0
@@ -42,7 +42,7 @@ class SlotCache(Cache):
         self._targets: dict[int, Tensor] = {}
 
     def reserve(self, *, slots: int, capacity: int) -> None:
-        """Make room for `slots` sequences of `capacity` tokens (whole spans); what the first `slots` hold stays."""
+        """Reserve `slots` sequences of `capacity` tokens (whole spans); the contents of the first `slots` are kept."""
         if slots <= self.slots and capacity <= self.capacity:
             return
         generous = max(self.slots, _power_of_two(slots)), max(self.capacity, _power_of_two(capacity))
@@ -51,12 +51,12 @@ class SlotCache(Cache):
         self._stores = [pair and (self._grown(pair[0]), self._grown(pair[1])) for pair in self._stores]
 
     def begin_prefill(self, source: Tensor, slot: Tensor, place: Tensor) -> None:
-        """Copy packed rows `source` [m] of the coming pass to (`slot` [m], `place` [m])."""
+        """Copy packed rows `source` [m] of the next pass to (`slot` [m], `place` [m])."""
         self._source, self._slot, self._place = source, slot, place
         self._targets.clear()
 
     def begin_decode(self, place: Tensor, *, span: int) -> None:
-        """Row i of the coming pass goes to slot i at `place` [n]; `span` places are read."""
+        """Row i of the next pass is written to slot i at position `place` [n]; `span` positions are read."""
         self._source, self._slot, self._place = None, torch.arange(len(place), device=place.device), place
         self._span = span
         self._targets.clear()
@@ -64,7 +64,7 @@ class SlotCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Store new keys and values [B, kv_heads, Q, head_dim]; return those that the layer attends to."""
+        """Store new keys and values [B, kv_heads, Q, head_dim]; return those for the layer's attention."""
         stores = self._stores[layer_idx]
         if stores is None:
             stores = (self._empty(key_states), self._empty(value_states))
@@ -95,7 +95,7 @@ class SlotCache(Cache):
         store.view(-1, head_dim).index_copy_(0, self._target(kv_heads), new)
 
     def _target(self, kv_heads: int) -> Tensor:
-        """[m * kv_heads]: rows of a store seen as [slots * kv_heads * capacity, head_dim]."""
+        """[m * kv_heads]: rows of a store viewed as [slots * kv_heads * capacity, head_dim]."""
         if kv_heads not in self._targets:
             heads = torch.arange(kv_heads, device=self._slot.device)
             rows = (self._slot[:, None] * kv_heads + heads) * self.capacity + self._place[:, None]
@@ -103,7 +103,7 @@ class SlotCache(Cache):
         return self._targets[kv_heads]
 
     def _empty(self, states: Tensor) -> Tensor:
-        # Zeros, not garbage: masked places are multiplied by a weight of 0, and 0 * nan is nan.
+        # Zeros, not garbage: masked positions are multiplied by a weight of 0, and 0 * nan is nan.
         return states.new_zeros(self.slots, states.shape[1], self.capacity, states.shape[3])
 
     def _grown(self, old: Tensor) -> Tensor:
@@ -114,10 +114,10 @@ class SlotCache(Cache):
 
 @dataclass(frozen=True, slots=True)
 class DecodeLayout:
-    """One new token a row, attending to its own slot of a `SlotCache` up to and including itself."""
+    """One new token per row; it attends to its own slot of a `SlotCache` up to and including itself."""
 
     place: Tensor
-    """[n] int64: place of the new token, so that 0 .. place are seen."""
+    """[n] int64: position of the new token; it attends to 0 .. place."""
     span: int
     _masks: dict[int | None, Tensor] = field(default_factory=dict)
 
@@ -129,7 +129,7 @@ class DecodeLayout:
         return torch.matmul(weights, value).view(rows, 1, heads, -1)
 
     def _mask(self, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[n, 1, 1, span]: 0 where seen, -inf elsewhere; made once a step."""
+        """[n, 1, 1, span]: 0 where visible, -inf elsewhere; computed once per step."""
         if window not in self._masks:
             places = torch.arange(self.span, device=self.place.device)
             hidden = places > self.place[:, None]
@@ -141,7 +141,7 @@ class DecodeLayout:
 
 
 def bytes_per_term(model: PreTrainedModel) -> int:
-    """Bytes that a cache keeps of one token, all layers: keys and values, or the latent that MLA expands to both."""
+    """Cache bytes of one token over all layers: keys and values, or the latent that MLA expands to both."""
     config = model.config.get_text_config()
     latent = getattr(config, "kv_lora_rank", None)
     if latent is not None:
@@ -151,10 +151,10 @@ def bytes_per_term(model: PreTrainedModel) -> int:
 
 
 def span_unit(model: PreTrainedModel) -> int:
-    """Decode steps read a multiple of this many places.
+    """Decode steps read a multiple of this many positions.
 
-    Shapes that repeat, and one kernel for all of them, so that a sequence's result does not depend on how far the
-    longest one beside it reaches.
+    This gives recurring shapes and one kernel for all of them, so that a sequence's result does not depend on the
+    length of the longest sequence in the batch.
     """
     config = model.config.get_text_config()
     narrowest = getattr(config, "v_head_dim", None) or _head_dim(config)

@@ -1,7 +1,7 @@
 """Generation with a Hugging Face model in this process: continuous batching, on CPU or one GPU.
 
 A round of the engine's thread (`rollout/engine_thread.py`): free cancelled sequences -> admit waiting requests -> one
-decode step. The thread waits only for posts, and only when nothing runs.
+decode step. The thread waits only for new requests and commands, and only when nothing runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cosmos_rl_llm.engines.torch.sequence import Request, RunningSequence
 from cosmos_rl_llm.model.causal_lm import context_length, named_weights
 
 PREFILL_TERMS = 8192
-"""Most prompt tokens of one prefill pass, unless a single prompt is longer."""
+"""Maximum prompt tokens of one prefill pass, unless a single prompt is longer."""
 
 
 class TorchEngine(ThreadedEngine[Request]):
@@ -49,16 +49,16 @@ class TorchEngine(ThreadedEngine[Request]):
         Args:
             encode: a prompt's tokens [prompt] int32, or PromptError.
             decode: text of a response's tokens, for `Rollout.text` and stop strings.
-            decode_prompt: text of a prompt's tokens as people should see it; None takes `decode`.
-            stop_ids: tokens that end a response (and belong to it).
-            max_sequences: most sequences that run at a time; further requests wait in order.
-            max_length: most tokens of prompt and response; None takes the model's own context length.
-            cache_bytes: most memory for keys and values.
-            record_routes: note the experts of each token in `Rollout.arrays["routes"]`
-                [prompt + T - 1, layers, k], of all tokens that were fed in; UserError for a model without experts.
-            version: policy version of the weights as they are.
+            decode_prompt: text of a prompt's tokens for display; None: `decode`.
+            stop_ids: tokens that end a response and are part of it.
+            max_sequences: maximum concurrent sequences; further requests wait in order.
+            max_length: maximum tokens of prompt and response; None: the model's context length.
+            cache_bytes: maximum memory for keys and values.
+            record_routes: record the experts of each input token in `Rollout.arrays["routes"]`
+                [prompt + T - 1, layers, k]; UserError for a model without experts.
+            version: policy version of the current weights.
 
-        Raises UserError for a family that cannot be generated with.
+        Raises UserError for a family that this engine does not support.
         """
         check_generation(model)
         super().__init__("torch-engine", version=version)
@@ -92,10 +92,10 @@ class TorchEngine(ThreadedEngine[Request]):
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
     ) -> tuple[str, list[Rollout]]:
-        """Return the prompt as the model saw it and `num_samples` rollouts (see `interfaces.RolloutEngine`).
+        """Return the rendered prompt and `num_samples` rollouts (see `interfaces.RolloutEngine`).
 
         `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
-        stop string. Groups larger than fit at a time are cut into parts with a prefill each.
+        stop string. Groups that do not fit at once are split into parts with a prefill each.
         """
         tokens = np.asarray(self._encode(prompt), dtype=np.int32)
         at_a_time = self._samples_at_a_time(prompt, tokens, sampling)
@@ -114,7 +114,7 @@ class TorchEngine(ThreadedEngine[Request]):
         return self._decode_prompt(tokens.tolist()), [s.rollout(self._text(s)) for s in finished]
 
     def _samples_at_a_time(self, prompt: Prompt, tokens: np.ndarray, sampling: Sampling) -> int:
-        """How many samples of a prompt can run together. Raises PromptError if not even one."""
+        """Number of concurrent samples of a prompt. Raises PromptError if not even one fits."""
         where = prompt.origin or f"prompt {prompt.sample_id}"
         length, most = len(tokens), sampling.max_terms
         if length == 0:

@@ -1,8 +1,8 @@
-"""Experts, routers and activations on a CPU whose rows do not depend on their neighbours.
+"""Batch-invariant experts, routers and activations on a CPU: a row's bits do not depend on the other rows.
 
-How many rows an expert gets depends on everything that runs at the time, and torch's grouped product takes other
-kernels for few rows than for many. Here each expert gets at least `MIN_ROWS`, filled up, through `linear.product`.
-Routers are no linear modules, but multiply like one.
+The number of an expert's rows depends on the whole batch, and torch's grouped product uses different kernels for few
+and many rows. Here each expert's rows are padded to `MIN_ROWS` and multiplied by `linear.product`. Routers are not
+linear modules, but multiply like one.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class _SteadyProducts(TorchFunctionMode):
 
 
 def use_steady_experts(model: PreTrainedModel) -> None:
-    """Let experts and routers of a model on the CPU give each row the same bits whatever runs beside it."""
+    """Make experts and routers of a model on the CPU batch-invariant, to the bit."""
     if model.device.type != "cpu":
         return
     for module in model.modules():
@@ -73,16 +73,16 @@ def _steady_product(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor
 
 
 _GRAIN = 32768
-"""Fewest elements torch gives to a thread (`at::internal::GRAIN_SIZE`)."""
+"""Minimum elements per torch thread (`at::internal::GRAIN_SIZE`)."""
 _GELU_GRAIN = 16384
-"""`F.gelu` takes all threads above this."""
+"""`F.gelu` uses all threads above this."""
 _GELU = (nn.GELU, GELUActivation, GELUTanh)
 _VECTOR = 64
-"""Elements of the widest step of torch's vectorised loops, of any type and instruction set."""
+"""Elements of the widest step of torch's vectorised loops, over all dtypes and instruction sets."""
 
 
 def use_steady_activations(model: nn.Module) -> None:
-    """Let the activation modules of a model on the CPU give each element the same bits whatever lies beside it."""
+    """Make the activation modules of a model on the CPU give each element the same bits in any batch."""
     kinds = {entry[0] if isinstance(entry, tuple) else entry for entry in ACT2CLS.values()}
     for module in model.modules():
         if type(module) in kinds:
@@ -90,7 +90,7 @@ def use_steady_activations(model: nn.Module) -> None:
 
 
 def _steady(activation: Callable[[Tensor], Tensor], input: Tensor, *, is_gelu: bool) -> Tensor:
-    """Apply to each element of `input`, of any shape."""
+    """Apply `activation` to each element of `input`, of any shape."""
     size = input.numel()
     missing = -size % (_VECTOR * _num_threads(size, is_gelu=is_gelu))
     if input.device.type != "cpu" or (missing == 0 and input.is_contiguous()):
@@ -99,7 +99,7 @@ def _steady(activation: Callable[[Tensor], Tensor], input: Tensor, *, is_gelu: b
 
 
 def _num_threads(size: int, *, is_gelu: bool) -> int:
-    """How many threads torch cuts `size` elements among, and as many when they are filled up to whole vectors."""
+    """Number of threads that torch uses for `size` elements; unchanged after padding to whole vectors."""
     most = torch.get_num_threads()
     if is_gelu:
         return most if size > _GELU_GRAIN else 1

@@ -1,9 +1,9 @@
-"""Draws next tokens: one counter-based random number a token, inverted through the cumulative distribution.
+"""Samples next tokens: one counter-based random number per token, inverted through the cumulative distribution.
 
-The number for (seed, sample, position) depends on nothing else, so a rollout does not change with the sequences
-that happen to run beside it. Log-probabilities are those of the distribution drawn from: after temperature and,
-where set, after top-k and top-p (in this order) with the kept tokens renormalised. A policy's log-probabilities are
-over the whole vocabulary; with top-k or top-p the two differ. Greedy rows report theirs under temperature 1.
+The number depends only on (seed, sample, position), so a rollout does not change with the other sequences of the
+batch. Log-probabilities are those of the sampling distribution: after temperature and, if set, after top-k and top-p
+(in this order) with the kept tokens renormalised. A policy's log-probabilities are over the whole vocabulary; with
+top-k or top-p the two differ. Greedy rows report theirs under temperature 1.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from torch.nn import functional as F
 from cosmos_rl_core.types import Sampling
 
 _BLOCK = 256
-"""Tokens a block of the two-level inversion: V numbers are summed, but only V / 256 + 256 accumulated."""
+"""Tokens per block of the two-level inversion: V numbers are summed, but only V / 256 + 256 accumulated."""
 _VECTOR = 32
-"""Numbers that torch's element-wise CPU kernels take at a time; what is left over is rounded differently."""
+"""Vector width of torch's element-wise CPU kernels; the remainder is rounded differently."""
 _ALL = 2**62
 _CANDIDATES = 256
-"""First guess at how many of the likeliest tokens hold `top_p` of the mass."""
+"""Initial number of most likely tokens for `top_p` of the mass."""
 
 
 def uniforms(seeds: np.ndarray, samples: np.ndarray, positions: np.ndarray) -> np.ndarray:
@@ -47,24 +47,24 @@ def _mix(x: np.ndarray) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """How the n rows of a batch are drawn, prepared once for each change of the batch's members."""
+    """Sampling parameters of a batch's n rows, prepared once for each change of the batch's members."""
 
     scale: Tensor
     """[n, 1] float32: 1 / temperature; 1 for greedy rows."""
     greedy: Tensor | None
-    """[n] bool, or None where no row is greedy."""
+    """[n] bool, or None if no row is greedy."""
     restricted: Tensor | None
     """[r] int64: rows with top-k or top-p, or None."""
     top_k: Tensor | None
-    """[r, 1] int64: `_ALL` where top-k is off."""
+    """[r, 1] int64: `_ALL` if top-k is off."""
     top_p: Tensor | None
     """[r, 1] float32."""
     candidates: int
-    """Likeliest tokens to look at first in restricted rows: no fewer than the largest top-k."""
+    """Initial number of most likely tokens in restricted rows: at least the largest top-k."""
 
     @classmethod
     def of(cls, rows: Sequence[Sampling], *, vocab_size: int, device: torch.device | str = "cpu") -> Sampler:
-        """Prepare for one `Sampling` a row."""
+        """Prepare for one `Sampling` per row."""
         greedy = [row.temperature == 0 for row in rows]
         limited = [i for i, row in enumerate(rows) if row.temperature and (0 < row.top_k < vocab_size or row.top_p < 1)]
         top_k = [rows[i].top_k if 0 < rows[i].top_k < vocab_size else _ALL for i in limited]
@@ -77,7 +77,7 @@ class Sampler:
             candidates=max([_CANDIDATES, *(k for k in top_k if k != _ALL)]),
         )
 
-    def draw(self, logits: Tensor, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
         """Return tokens [n] int64 and their log-probabilities [n] float32.
 
         Args:
@@ -87,7 +87,7 @@ class Sampler:
         u = torch.from_numpy(uniform).to(logits.device)
         logits = _aligned(logits.mul_(self.scale))
         logits.sub_(logits.amax(-1, keepdim=True))
-        limited = None if self.restricted is None else self._draw_restricted(logits, u)
+        limited = None if self.restricted is None else self._sample_restricted(logits, u)
         mass = logits.exp()
         tokens = _invert(mass, u)
         if self.greedy is not None:
@@ -97,8 +97,8 @@ class Sampler:
             tokens[self.restricted], logprobs[self.restricted] = limited
         return tokens, logprobs
 
-    def _draw_restricted(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
-        """Draw the rows with top-k or top-p from their likeliest tokens."""
+    def _sample_restricted(self, logits: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        """Sample the rows with top-k or top-p from their most likely tokens."""
         assert self.restricted is not None and self.top_k is not None and self.top_p is not None
         values, tokens, kept = _nucleus(logits[self.restricted], self.top_k, self.top_p, count=self.candidates)
         mass = values.exp().masked_fill(~kept, 0)
@@ -108,15 +108,15 @@ class Sampler:
 
 
 def _aligned(logits: Tensor) -> Tensor:
-    """Extend rows to whole vectors, so that a row's `exp` does not depend on where in the batch it lies."""
+    """Pad rows to whole vectors, so that a row's `exp` does not depend on its position in the batch."""
     return F.pad(logits, (0, -logits.shape[1] % _VECTOR), value=float("-inf"))
 
 
 def _nucleus(logits: Tensor, top_k: Tensor, top_p: Tensor, *, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the likeliest tokens' logits, ids and which are kept (bool), each [n, c] in falling order.
+    """Return logits, ids and a mask of the kept (bool) of the most likely tokens, each [n, c] in descending order.
 
-    Kept are the `top_k` likeliest and, of their renormalised mass, the fewest that reach `top_p`, at least one.
-    `count` is how many to look at first: at least every top-k below V.
+    Kept are the `top_k` most likely and, of their renormalised mass, the fewest that reach `top_p`, at least one.
+    `count` is the initial number of candidates: at least every top-k below V.
     """
     vocab_size = logits.shape[1]
     everything = logits.exp().sum(-1, keepdim=True)

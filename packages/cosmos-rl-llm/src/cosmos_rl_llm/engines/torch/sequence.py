@@ -1,4 +1,4 @@
-"""What an engine is asked for, and what grows while it answers."""
+"""A request to an engine, and its sequences during generation."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 
 @dataclass(eq=False, slots=True, kw_only=True)
 class Request(EngineRequest):
-    """Samples of one prompt that start together and share its prefill."""
+    """Samples of one prompt that start together and share one prefill."""
 
     prompt_tokens: np.ndarray
     """[prompt] int32."""
@@ -22,11 +22,11 @@ class Request(EngineRequest):
     sampling: Sampling
     seed: int
     sequences: list[RunningSequence] = field(default_factory=list)
-    """In order of sample number, once admitted."""
+    """Its sequences in order of sample number, once admitted."""
 
     @property
     def num_terms(self) -> int:
-        """Places a sequence of this request may come to need."""
+        """Maximum cache positions of a sequence of this request."""
         return len(self.prompt_tokens) + self.sampling.max_terms
 
     @property
@@ -34,7 +34,7 @@ class Request(EngineRequest):
         return bool(self.sequences) and all(s.finish_reason is not None for s in self.sequences)
 
     def start(self) -> list[RunningSequence]:
-        """Make the sequences."""
+        """Create the sequences."""
         numbers = range(self.first_sample, self.first_sample + self.num_samples)
         self.sequences = [RunningSequence(request=self, sample=number) for number in numbers]
         return self.sequences
@@ -50,11 +50,11 @@ class RunningSequence:
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     routes: list[np.ndarray] = field(default_factory=list)
-    """Where they are recorded: [tokens, layers, k] of the prompt, then of each token that was fed in."""
+    """Recorded experts: [tokens, layers, k] of the prompt, then of each input token."""
     finish_reason: FinishReason | None = None
 
     def rollout(self, text: str) -> Rollout:
-        """The finished sample as the rest of the system sees it."""
+        """The finished sample as a `Rollout`."""
         assert self.finish_reason is not None
         arrays = {
             "prompt_tokens": self.request.prompt_tokens,

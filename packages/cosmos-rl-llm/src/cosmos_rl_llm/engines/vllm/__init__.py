@@ -1,1 +1,1 @@
-"""vLLM as an engine: start, sampling, weights that land while it serves."""
+"""The vLLM engine: start, sampling, weight updates during generation."""

@@ -1,13 +1,13 @@
-"""Generation with vLLM: continuous batching and prefix caching in processes of its own.
+"""Generation with vLLM: continuous batching and prefix caching in separate processes.
 
     asyncio loop (this file)                  engine core            workers
-    generate   one request a sample  ------>  schedules  ----------> forward passes, sampling
+    generate   one request per sample  ---->  schedules  ----------> forward passes, sampling
                <--- tokens, log-probs, the weight version of each token
-    switch     pause at a token boundary, apply, name the version, go on
-    subscriber                                                       pull weights beside generation
+    switch     pause at a token boundary, apply, set the version, resume
+    subscriber                                                       pull weights during generation
 
-Tokens go in and come out; text is made here. vLLM itself notes the version under which a token was drawn, so that it
-is exact whenever an answer is read. Prompts share keys and values only with prompts of the same version.
+Input and output are tokens; text is decoded here. vLLM itself records the version that sampled each token, so it is
+exact at whatever time an output is read. Prompts share keys and values only with prompts of the same version.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 LOOK_S = 0.5
-"""How often a call that waits for vLLM looks whether it still lives; vLLM leaves such calls waiting."""
+"""Interval at which a waiting call checks that vLLM is alive; a dead vLLM leaves such calls waiting."""
 
 
 class VllmEngine:
@@ -55,9 +55,9 @@ class VllmEngine:
         """Take over `llm`, made by `vllm_start.start`.
 
         encode: a prompt's tokens [prompt] int32, or PromptError. decode: text of a response's tokens.
-        decode_prompt: text of a prompt's tokens as people should see it. stop_ids: tokens that end a response, and
-        belong to it. recompute_kv: at a switch, compute the keys and values of running sequences anew.
-        version: policy version of the weights as they are.
+        decode_prompt: text of a prompt's tokens for display. stop_ids: tokens that end a response and are part of it.
+        recompute_kv: recompute the keys and values of running sequences at a switch.
+        version: policy version of the current weights.
         """
         self._llm = llm
         self._encode, self._decode, self._decode_prompt = encode, decode, decode_prompt
@@ -72,31 +72,31 @@ class VllmEngine:
 
     @property
     def version(self) -> int:
-        """Policy version the next term will be drawn with."""
+        """Policy version of the next sampled term."""
         return self._version
 
     @property
     def progress(self) -> int:
-        """Answers read from vLLM so far, for heartbeats: it stands still when the engine hangs."""
+        """Outputs read from vLLM so far, for heartbeats: stops increasing if the engine hangs."""
         return self._progress
 
     def weights(self) -> dict[str, Tensor]:
-        """None: the live weights are in vLLM's workers, and `subscriber` brings new ones there."""
+        """Empty: the live weights are in vLLM's workers, updated through `subscriber`."""
         return {}
 
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
     ) -> tuple[str, list[Rollout]]:
-        """Return the prompt as the model saw it and `num_samples` rollouts (see `interfaces.RolloutEngine`).
+        """Return the rendered prompt and `num_samples` rollouts (see `interfaces.RolloutEngine`).
 
         `tokens` end with the stop token or with the token that completed a stop string; `text` ends before the
-        stop string. The same seed gives the same rollouts as far as vLLM's batches give the same bits.
+        stop string. The same seed gives the same rollouts if vLLM's batches give the same bits.
         """
         tokens = np.asarray(self._encode(prompt), dtype=np.int32)
         self._check(prompt, tokens, sampling)
         samples = [Sample(tokens, decode=self._decode, stop=sampling.stop) for _ in range(num_samples)]
         tasks = [
-            asyncio.create_task(self._draw(sample, parameters(sampling, seed, number, self._stop_ids)))
+            asyncio.create_task(self._generate_one(sample, parameters(sampling, seed, number, self._stop_ids)))
             for number, sample in enumerate(samples)
         ]
         self._running.update(tasks)
@@ -114,9 +114,9 @@ class VllmEngine:
         return self._decode_prompt(tokens.tolist()), [sample.rollout() for sample in samples]
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
-        """Run `apply` in a thread while vLLM stands between two tokens; running sequences go on afterwards.
+        """Run `apply` in a thread while vLLM is paused between two tokens; running sequences continue afterwards.
 
-        An error in `apply` leaves the weights in doubt and therefore stops the engine.
+        An error in `apply` leaves the weights in an unknown state and therefore stops the engine.
         """
         async with self._switching:
             await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
@@ -135,7 +135,7 @@ class VllmEngine:
             await self._call(self._llm.resume_generation())
 
     async def subscriber(self, address: str, *, backend: str, settings: SyncSettings) -> ReplicaSubscriber:
-        """Let vLLM's workers take new weights from `address`, all together (see `weight_sync.OwnsSubscriber`).
+        """Make vLLM's workers receive new weights from `address`, all together (see `weight_sync.OwnsSubscriber`).
 
         Raises UserError for a model that new weights cannot reach.
         """
@@ -144,7 +144,7 @@ class VllmEngine:
         from cosmos_rl_transfer import ReplicaSubscriber, published_specs
 
         if backend != "transfer":
-            raise UserError(f'[sync] backend = {backend!r}: the vllm engine reads from "transfer" alone')
+            raise UserError(f'[sync] backend = {backend!r}: the vllm engine supports only "transfer"')
         token, timeout_s = settings.token, settings.timeout_s
         specs = await asyncio.to_thread(published_specs, address, token=token, timeout_s=timeout_s)
         num_ranks = self._llm.vllm_config.parallel_config.world_size
@@ -160,7 +160,7 @@ class VllmEngine:
         }
         try:
             await self._call(self._llm.init_weight_transfer_engine(WeightTransferInitRequest(init_info=connection)))
-        except Exception as error:  # of no class of its own: vLLM reports what its workers raise as text
+        except Exception as error:  # any class: vLLM reports its workers' exceptions as text
             await replica.close()
             if (why := refusal(str(error))) is None:
                 raise
@@ -168,7 +168,7 @@ class VllmEngine:
         return replica
 
     async def close(self) -> None:
-        """End vLLM's processes. Requests still waiting get a RuntimeError."""
+        """End vLLM's processes. Pending requests get a RuntimeError."""
         self._stop(RuntimeError("the engine was closed"))
         await asyncio.gather(*self._running, return_exceptions=True)
         await asyncio.to_thread(self._llm.shutdown)
@@ -179,7 +179,7 @@ class VllmEngine:
             task.cancel()
 
     def _check(self, prompt: Prompt, tokens: np.ndarray, sampling: Sampling) -> None:
-        """Raise PromptError for a prompt that never fits."""
+        """Raise PromptError for an empty or too long prompt."""
         if self._stopped is not None:
             raise RuntimeError("the engine has stopped") from self._stopped
         where = prompt.origin or f"prompt {prompt.sample_id}"
@@ -192,26 +192,26 @@ class VllmEngine:
                 f"of {limit}; shorten it, lower rollout.sampling.max_tokens or raise model.max_length"
             )
 
-    async def _draw(self, sample: Sample, params: Any) -> None:
-        """Fill `sample` with what vLLM answers."""
+    async def _generate_one(self, sample: Sample, params: Any) -> None:
+        """Fill `sample` with vLLM's outputs."""
         from vllm.inputs.engine import tokens_input
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         name = f"sample-{next(self._names)}"
-        # what was computed with other weights must not be shared: the version is part of the cache's key
+        # the cache must not share keys and values of other weights: the version is part of its key
         tokens = tokens_input(sample.prompt_tokens.tolist(), cache_salt=str(self._version))
         try:
             async with aclosing(self._llm.generate(tokens, params, name)) as answers:
                 async for answer in answers:
                     self._progress += 1
                     if sample.add(answer.outputs[0], first_version=self._first_version):
-                        await self._llm.abort(name)  # the next answer is then the last
+                        await self._llm.abort(name)  # the next output is then the last
         except (EngineDeadError, EngineGenerateError) as error:
             self._stop(error)
             raise RuntimeError("the engine has stopped") from error
 
     async def _call(self, work: Awaitable[T]) -> T:
-        """Return what `work` does. Raises RuntimeError once vLLM is dead, which leaves its own calls waiting."""
+        """Await `work`. Raises RuntimeError if vLLM has died, which leaves its own calls waiting."""
         task = asyncio.ensure_future(work)
         try:
             while not (await asyncio.wait([task], timeout=LOOK_S))[0]:
@@ -223,12 +223,12 @@ class VllmEngine:
 
 
 def refusal(report: str) -> str | None:
-    """Return the sentence of a worker that refused the model, out of vLLM's report of it; None if there is none."""
+    """Return the message of a worker that refused the model, from vLLM's report; None if there is none."""
     _, found, rest = report.partition(REFUSED)
     return found + rest.partition("', please check the stack trace")[0] if found else None
 
 
 def _cancelled() -> bool:
-    """Whether the running task itself was cancelled, and not one it waits for."""
+    """Whether the running task itself was cancelled, instead of one that it awaits."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

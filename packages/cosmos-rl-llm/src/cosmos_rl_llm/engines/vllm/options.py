@@ -28,55 +28,55 @@ OURS = frozenset({
     "trust_remote_code",
     "weight_transfer_config",
 })  # fmt: skip
-"""Arguments of vLLM that the engine sets itself, or that would move live weights away."""
+"""Arguments of vLLM that the engine sets itself, or that would move the live weights."""
 
 
 class VllmEngineOptions(Strict):
-    """How vLLM holds the model and runs it; what is left out is vLLM's own choice."""
+    """[rollout.options] of vLLM; omitted keys have vLLM's own defaults."""
 
     tensor_parallel_size: int = Field(default=1, ge=1)
-    """Worker processes, and GPUs, that each matrix is cut over."""
+    """Worker processes, and GPUs, over which each matrix is sharded."""
     max_model_len: int | None = Field(default=None, ge=2)
     """Context limit in tokens, prompt and response together; without it [model] max_length, or the model's own."""
     max_sequences: int = Field(default=256, ge=1)
-    """Most sequences generated at the same time; more wait for a free place."""
+    """Maximum number of concurrent sequences; others wait."""
     gpu_memory_utilization: float = Field(default=0.9, gt=0, le=1)
-    """Share of a GPU's memory for weights, activations, keys and values."""
+    """Fraction of a GPU's memory for weights, activations, keys and values."""
     cache_bytes: int | None = Field(default=None, ge=1)
-    """Memory for keys and values; without it what gpu_memory_utilization leaves, or 1 GiB where there is no GPU."""
+    """Memory for keys and values; without it the rest of gpu_memory_utilization, or 1 GiB without a GPU."""
     prefix_caching: bool = True
-    """Keep keys and values of prompts for later ones that begin alike, until the weights change."""
+    """Reuse keys and values of prompts for later ones with the same prefix, until the weights change."""
     recompute_kv: bool = False
-    """Compute keys and values of running sequences anew after each change of weights, instead of keeping them."""
+    """Recompute keys and values of running sequences after each change of weights, instead of keeping them."""
     enforce_eager: bool | None = None
-    """Run without compiling and graphs; without it so where there is no GPU, and compiled on one."""
+    """Run without compilation and graphs; by default true without a GPU, and false on one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Type of weights and activations; without it [model] dtype."""
+    """Dtype of weights and activations; without it [model] dtype."""
     quantization: str | None = None
-    """A quantization method of vLLM, such as "fp8"; without it the weights are as they arrive."""
+    """A quantization method of vLLM, such as "fp8"; without it the weights are as received."""
     extra: dict[str, Any] = Field(default_factory=dict)
-    """Further arguments of vLLM's AsyncEngineArgs by their names there, such as { kv_cache_dtype = "fp8" }."""
+    """Further arguments of vLLM's AsyncEngineArgs by name, such as { kv_cache_dtype = "fp8" }."""
 
     @field_validator("extra")
     @classmethod
     def _not_ours(cls, extra: dict[str, Any]) -> dict[str, Any]:
         if taken := sorted(OURS & extra.keys() | cls.model_fields.keys() & extra.keys()):
-            raise ValueError(f"{', '.join(taken)}: set by the engine or by an option of its own; remove it from extra")
+            raise ValueError(f"{', '.join(taken)}: set by the engine or by another option; remove it from extra")
         return extra
 
 
 def spread(name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
-    """Return [rollout.options] of an engine over `tp_size` GPUs. Raises UserError where that contradicts them."""
+    """Return [rollout.options] of an engine over `tp_size` GPUs. Raises UserError if that contradicts them."""
     if name != "vllm":
         if tp_size > 1:
             raise UserError(
-                f'--tp-size {tp_size}: the engine {name!r} holds the model on one GPU; set rollout.engine = "vllm"'
+                f'--tp-size {tp_size}: the engine {name!r} runs the model on one GPU; set rollout.engine = "vllm"'
             )
         return options
     written = options.get("tensor_parallel_size", tp_size)
     if written != tp_size:
         raise UserError(
-            f"--tp-size {tp_size} is not rollout.options.tensor_parallel_size = {written}; give --tp-size {written}, "
-            "or remove the key"
+            f"--tp-size {tp_size} differs from rollout.options.tensor_parallel_size = {written}; set --tp-size "
+            f"{written}, or remove the key"
         )
     return {**options, "tensor_parallel_size": tp_size}

@@ -1,4 +1,4 @@
-"""One sample: how vLLM is asked for it, and what grows while it answers."""
+"""One sample: its vLLM request, and its state during generation."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ if TYPE_CHECKING:
     from vllm.outputs import CompletionOutput
 
 TOKENS_AN_ANSWER = 16
-"""Tokens that vLLM collects before it answers, where no stop string asks to look at each."""
+"""Tokens that vLLM collects per output, unless stop strings require a check of each token."""
 _STOP_MARGIN = 4
-"""Tokens looked at before those that could hold a stop string: a character may be cut over several."""
+"""Tokens decoded before those that could contain a stop string: a character may span several."""
 
 
 def parameters(sampling: Sampling, seed: int, number: int, stop_ids: Sequence[int]) -> SamplingParams:
-    """Return how sample `number` of a group is drawn."""
+    """Return the sampling parameters of sample `number` of a group."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -31,8 +31,8 @@ def parameters(sampling: Sampling, seed: int, number: int, stop_ids: Sequence[in
         max_tokens=sampling.max_terms,
         seed=int(np.random.SeedSequence([seed, number]).generate_state(1, np.uint64)[0] >> 1),
         stop_token_ids=list(stop_ids),
-        ignore_eos=True,  # those are listed
-        logprobs=0,  # of the drawn token alone
+        ignore_eos=True,  # they are in `stop_ids`
+        logprobs=0,  # only of the sampled token
         flat_logprobs=True,
         detokenize=False,
         output_kind=RequestOutputKind.DELTA,
@@ -41,7 +41,7 @@ def parameters(sampling: Sampling, seed: int, number: int, stop_ids: Sequence[in
 
 
 class Sample:
-    """A sequence in the making."""
+    """A sequence during generation."""
 
     def __init__(self, prompt_tokens: np.ndarray, *, decode: Callable[[Sequence[int]], str], stop: tuple[str, ...]):
         self.prompt_tokens = prompt_tokens
@@ -53,15 +53,15 @@ class Sample:
         self._finish_reason: FinishReason | None = None
 
     def add(self, part: CompletionOutput, *, first_version: int) -> bool:
-        """Take in the tokens that came; say whether one of them completed a stop string.
+        """Append the received tokens; return whether one of them completed a stop string.
 
-        first_version: that of tokens drawn before vLLM was told of any.
+        first_version: version of tokens sampled before vLLM received any version.
         """
         stopped_before = self._finish_reason is not None
         if not stopped_before:
             self._grow(part)
         if part.finish_reason is not None:
-            assert part.weight_versions is not None, "vLLM named no weight version"
+            assert part.weight_versions is not None, "vLLM returned no weight version"
             for span in part.weight_versions:
                 version = first_version if span.version == "default" else int(span.version)
                 self._versions += [version] * (span.end - span.start)
@@ -72,7 +72,7 @@ class Sample:
 
     def _grow(self, part: CompletionOutput) -> None:
         flat: Any = part.logprobs
-        assert flat is not None, "asked for by `parameters`, flat"
+        assert flat is not None, "`parameters` requests flat logprobs"
         for token, at in zip(part.token_ids, flat.start_indices, strict=True):
             self._tokens.append(token)
             self._logprobs.append(flat.logprobs[at])
@@ -87,7 +87,7 @@ class Sample:
         return any(text in tail for text in self._stop)
 
     def rollout(self) -> Rollout:
-        """Return the finished sample as the rest of the system sees it."""
+        """Return the finished sample as a `Rollout`."""
         assert self._finish_reason is not None
         num_terms = len(self._tokens)
         text = self._decode(self._tokens)

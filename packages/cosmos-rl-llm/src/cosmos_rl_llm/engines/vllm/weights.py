@@ -1,8 +1,8 @@
-"""New weights inside a vLLM worker. vLLM imports this module through `vllm_plugin`, in each of its workers.
+"""Weight updates inside a vLLM worker. vLLM imports this module through `vllm_plugin`, in each of its workers.
 
-init_transfer_engine     where each box of a checkpoint tensor lands in this worker's parameters; what all workers
-                         hold, exchanged once; a subscriber of this part, and a member that obeys the replica
-its thread               Stage: pulls and verifies beside generation     Commit: writes, while vLLM is paused
+init_transfer_engine     maps checkpoint tensors to this worker's parameters; exchanges the parts of all workers once;
+                         creates a subscriber of this part, and a member controlled by the replica
+its thread               Stage: pulls and verifies during generation     Commit: writes, while vLLM is paused
 """
 
 from __future__ import annotations
@@ -30,23 +30,23 @@ from cosmos_rl_transfer import Manifest, ReplicaMember, Subscriber
 log = logging.getLogger(__name__)
 
 NAMED = 3
-"""Tensors that a message names at most."""
+"""Maximum number of tensors in a message."""
 ACCEPTED = b"+"
-"""A worker's answer to the others where new weights can reach it; else the answer is why not."""
+"""A worker's message to the others if it accepts new weights; otherwise the message is the reason."""
 
 
 @dataclass
 class Connection(WeightTransferInitInfo):
-    """What a worker needs to take part. Travels to it as a dict of plain values."""
+    """Connection parameters of a worker, sent as a dict of plain values."""
 
     publishers: str
-    """Address of every rank that publishes."""
+    """Address of every publishing rank."""
     replica: str
-    """Address of the replica's own process, which orders what happens when."""
+    """Address of the replica's own process, which controls the updates."""
     token: bytes
     """The run's secret."""
     specs: list[tuple[str, list[int], str]]
-    """Name, shape and dtype of every tensor that is published."""
+    """Name, shape and dtype of every published tensor."""
     transport: str
     timeout_s: float
     staging: Literal["shadow", "in_place"]
@@ -54,11 +54,11 @@ class Connection(WeightTransferInitInfo):
 
 @dataclass
 class NoUpdate(WeightTransferUpdateInfo):
-    """Nothing: the replica orders updates itself."""
+    """Empty: the replica starts updates itself."""
 
 
 class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
-    """One worker's side of a replica. vLLM makes it, with the loaded model."""
+    """One worker's side of a replica. vLLM creates it, with the loaded model."""
 
     init_info_cls = Connection
     update_info_cls = NoUpdate
@@ -70,13 +70,13 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
     def init_transfer_engine(self, init_info: Connection) -> None:
         """Join the replica; all its workers call this together.
 
-        Raises ValueError, in all of them, where what is published cannot make up the model of one.
+        Raises ValueError in all of them if the published tensors are insufficient for the model of one.
         """
         self.shutdown()
         group = get_world_group()
         specs = [WeightSpec(name=name, shape=tuple(shape), dtype=dtype) for name, shape, dtype in init_info.specs]
         landing = self._land(specs, group)
-        _tell(landing, rank=group.rank_in_group)
+        _log_indirect(landing, rank=group.rank_in_group)
         parts = exchange(landing.manifest.encode(), group=group.cpu_group)
         subscriber = self._subscriber = Subscriber(
             init_info.publishers,
@@ -98,7 +98,7 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
         )
 
     def _land(self, specs: list[WeightSpec], group: GroupCoordinator) -> Landing:
-        """Find where the tensors land. A worker that cannot tells the others, which would wait for its manifest."""
+        """Map the tensors. A worker that fails sends its error to the others, which would wait for its manifest."""
         landing, answer = None, ACCEPTED
         try:
             with set_current_vllm_config(self.vllm_config):
@@ -119,10 +119,10 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
         self._member = self._subscriber = None
 
     def _commit(self, subscriber: Subscriber, landing: Landing) -> None:
-        """Write what is staged, in the member's thread, and wait until the device has it."""
+        """Write the staged tensors, in the member's thread, and wait for the device."""
         on_gpu = self.device.type == "cuda"
         if on_gpu:
-            torch.cuda.set_device(self.device)  # each thread has its own
+            torch.cuda.set_device(self.device)  # the current device is per thread
         with torch.no_grad(), self.device:
             subscriber.apply()
             landing.settle()
@@ -133,15 +133,15 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
         """Nothing to prepare."""
 
     def receive_weights(self, update_info: NoUpdate) -> None:
-        """Refuse: nobody but the replica may write."""
-        raise RuntimeError("weights come by the orders of the replica: use the subscriber of the engine")
+        """Refuse: only the replica may write."""
+        raise RuntimeError("only the replica updates weights: use the subscriber of the engine")
 
     def finish_weight_update(self) -> None:
-        """Nothing to end."""
+        """Nothing to finish."""
 
 
 def exchange(data: bytes, *, group: dist.ProcessGroup) -> list[bytes]:
-    """Return what every rank of the group gave, in the order of ranks. All of them call it at the same time."""
+    """All-gather `data`: return the value of every rank, in rank order. Collective over the group."""
     count = dist.get_world_size(group)
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(count)]
     dist.all_gather(lengths, torch.tensor([len(data)]), group=group)
@@ -152,8 +152,8 @@ def exchange(data: bytes, *, group: dist.ProcessGroup) -> list[bytes]:
     return [one.numpy().tobytes()[: int(length)] for one, length in zip(everyones, lengths)]
 
 
-def _tell(landing: Landing, *, rank: int) -> None:
-    """Log what does not go straight into a parameter."""
+def _log_indirect(landing: Landing, *, rank: int) -> None:
+    """Log the tensors that are not written directly into a parameter, and parameters without tensors."""
     if reloaded := landing.reloaded:
         some = "; ".join(f"{name}: {why}" for name, why in list(reloaded.items())[:NAMED])
         log.warning("rank %d: %d tensors go through load_weights (%s)", rank, len(reloaded), some)

@@ -1,1 +1,1 @@
-"""An aesthetic score: CLIP features, a head, and how to train one."""
+"""An aesthetic score: CLIP features, a head, and its training."""

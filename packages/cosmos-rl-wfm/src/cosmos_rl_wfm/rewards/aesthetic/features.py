@@ -1,4 +1,4 @@
-"""What an aesthetic head is fed: metrics of a clip's pixels, or its frames in the space of a CLIP model."""
+"""Features of an aesthetic head: metrics of a clip's pixels, or its frames in the space of a CLIP model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from cosmos_rl_wfm.rewards.clip_encoder import ClipEncoder
 
 BINS = 8
-"""Of the histogram of brightness."""
+"""Bins of the histogram of brightness."""
 
 
 def pixel_features(videos: Sequence[np.ndarray]) -> np.ndarray:

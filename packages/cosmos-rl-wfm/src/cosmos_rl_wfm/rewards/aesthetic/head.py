@@ -1,4 +1,4 @@
-"""The small classifier of the aesthetic reward: one safetensors file with its layers and what they are fed."""
+"""The small classifier of the aesthetic reward: one safetensors file with its layers and the kind of their features."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ class Head:
     """10 sigmoid(f((x - mean) / scale)), with f one linear layer or several with ReLU between."""
 
     features: Features
-    """What x is: metrics of the pixels, or the mean vector of the frames in the space of a CLIP model."""
+    """Kind of x: metrics of the pixels, or the mean vector of the frames in the space of a CLIP model."""
     model: str
     """The CLIP model, by name or folder; empty for metrics of the pixels."""
     num_frames: int
-    """Frames of a clip the CLIP model is shown."""
+    """Input frames of the CLIP model per clip."""
     mean: np.ndarray
     """[D] float32."""
     scale: np.ndarray
@@ -34,10 +34,10 @@ class Head:
         """[N, D] -> [N] in [0, 10].
 
         Raises:
-            UserError: x is of another width.
+            UserError: x has another width.
         """
         if x.shape[1] != len(self.mean):
-            raise UserError(f"the head takes {len(self.mean)} features and is given {x.shape[1]}; train it again")
+            raise UserError(f"the head takes {len(self.mean)} features and got {x.shape[1]}; train it again")
         hidden = (x.astype(np.float64) - self.mean) / self.scale
         *inner, (weight, bias) = self.layers
         for inner_weight, inner_bias in inner:
@@ -59,10 +59,10 @@ class Head:
 
 
 def load_head(path: Path) -> Head:
-    """Read what `Head.save` wrote.
+    """Read a head from the file of `Head.save`.
 
     Raises:
-        UserError: the file is no such head.
+        UserError: the file is not an aesthetic head.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -75,7 +75,7 @@ def load_head(path: Path) -> Head:
     number = sum(name.endswith(".weight") for name in tensors)
     wanted = {"mean", "scale"} | {f"layers.{i}.{part}" for i in range(number) for part in ("weight", "bias")}
     if set(tensors) != wanted or not number or metadata.get("features") not in get_args(Features):
-        raise UserError(f"{path} is no aesthetic head: train one with cosmos_rl_wfm.train_aesthetic")
+        raise UserError(f"{path} is not an aesthetic head: train one with cosmos_rl_wfm.train_aesthetic")
     return Head(
         features="clip" if metadata["features"] == "clip" else "statistics",
         model=metadata.get("model", ""),

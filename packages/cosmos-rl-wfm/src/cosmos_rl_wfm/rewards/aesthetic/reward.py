@@ -1,4 +1,4 @@
-"""How good a clip looks, by a small classifier that was fitted to people's scores."""
+"""Aesthetic quality of a clip, by a small classifier fitted to human scores."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ class AestheticReward(Strict):
     head: str
     """Safetensors file made by `cosmos_rl_wfm.train_aesthetic`; it names its features and CLIP model."""
     device: str = "auto"
-    """Where the CLIP model runs."""
+    """Device of the CLIP model."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Type the CLIP model computes in."""
+    """Dtype of the CLIP model."""
     batch_size: int = Field(default=32, ge=1)
-    """Most frames in one pass of the CLIP model."""
+    """Maximum frames in one pass of the CLIP model."""
     _loaded: Exclusive[tuple[Head, Describe]] = PrivateAttr()
 
     @field_validator("head")
@@ -58,7 +58,7 @@ class AestheticReward(Strict):
 
 
 def clip_describe(options: Pretrained, *, num_frames: int) -> Describe:
-    """Load a CLIP model and return what turns clips into its vectors."""
+    """Load a CLIP model and return the function from clips to its vectors."""
     from cosmos_rl_wfm.rewards.clip_encoder import ClipEncoder  # torch and transformers
 
     encoder = ClipEncoder(options)

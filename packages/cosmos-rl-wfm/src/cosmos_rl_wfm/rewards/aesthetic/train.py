@@ -1,6 +1,6 @@
-"""Fit the head of the aesthetic reward to clips with scores.
+"""Fits the head of the aesthetic reward to clips with scores.
 
-rows -- features [N, D] -- held-out part set aside --> AdamW over the rest, all rows a step --> head, its errors
+rows -- features [N, D] -- held-out part set aside --> AdamW over the rest, all rows per step --> head, its errors
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from cosmos_rl_wfm.rewards.pretrained import Pretrained
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trained:
-    """A head and how well it fits."""
+    """A head and its errors."""
 
     head: Head
     train_error: float
     """Root of the mean squared error over the rows it was fitted to, in points of the score."""
     held_out_error: float
-    """The same over the rows it never saw."""
+    """The same over the held-out rows."""
     constant_error: float
-    """Of the held-out rows, for a head that says the mean score of the others to everything."""
+    """Baseline on the held-out rows: the error of predicting the mean score of the fitted rows."""
 
 
 def train_aesthetic(
@@ -51,7 +51,7 @@ def train_aesthetic(
     are the widths of layers between; none makes it linear.
 
     Raises:
-        UserError: a score outside [0, 10], or fewer rows than a part to fit and a part to hold out need.
+        UserError: a score outside [0, 10], or too few rows for a fitted and a held-out part.
     """
     videos, scores = _checked(rows)
     order = np.random.default_rng(seed).permutation(len(videos))

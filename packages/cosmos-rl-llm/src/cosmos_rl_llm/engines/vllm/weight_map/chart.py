@@ -1,4 +1,4 @@
-"""The places of all tensors of a checkpoint in a model, by the table and the trace."""
+"""Maps all tensors of a checkpoint to places in a model, by the table and the trace."""
 
 from __future__ import annotations
 
@@ -17,30 +17,30 @@ from cosmos_rl_llm.engines.vllm.weight_map.trace import Trace, touched, trace
 from cosmos_rl_transfer import Box, TensorLayout, whole_box
 
 _FLOATS = ("float64", "float32", "bfloat16", "float16")
-"""What may be cast into one another without a scale."""
+"""Dtypes that can be cast into one another without a scale."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chart:
-    """Where the tensors of a checkpoint land in one rank's model, as it is before vLLM processes its parameters."""
+    """Map of a checkpoint's tensors to one rank's model, before vLLM processes its parameters."""
 
     specs: dict[str, WeightSpec]
-    """By checkpoint name, in the checkpoint's order. The dtype is that of the parameter, or of the checkpoint where
+    """Specs by checkpoint name, in the checkpoint's order. The dtype is that of the parameter, or of the checkpoint if
     the tensor lands in none."""
     places: dict[str, tuple[Place, ...]]
-    """Several for experts held more than once, and for tensors whose parts lie apart; none for tensors of other ranks.
-    Without the computed and the refused."""
+    """Places by tensor: several for replicated experts and for tensors with separate parts; none for tensors of other
+    ranks. Excludes computed and refused tensors."""
     computed: dict[str, tuple[str, ...]]
-    """By tensor, the parameters that the loader computes from it: it is delivered whole, and the loader given it."""
+    """By tensor, the parameters that the loader computes from it: it is delivered whole and passed to the loader."""
     refused: dict[str, str]
-    """Why it is not known where a tensor lands: it must be delivered whole, and the loader given all tensors."""
+    """By tensor, why its place is unknown: it must be delivered whole, and all tensors passed to the loader."""
     strides: dict[str, tuple[tuple[int, ...], tuple[int, ...]]]
     """Shape and strides of each parameter and buffer."""
     aliases: dict[str, str]
-    """Buffers that are views of a parameter, and of which: what is written to the one must be seen in the other."""
+    """Buffer -> the parameter of which it is a view: a write to one must be visible in the other."""
 
     def box(self, name: str) -> Box | None:
-        """Return the least box with all that this rank needs of a tensor; None if it needs nothing of it."""
+        """Return the smallest box of a tensor with all elements that this rank needs; None if it needs none."""
         if name in self.refused or name in self.computed:
             return whole_box(self.specs[name].shape)
         boxes = [found.box for found in self.places[name] if found.box.numel]
@@ -51,11 +51,11 @@ class Chart:
         return Box(offset, tuple(high - low for low, high in zip(offset, end)))
 
     def is_scattered(self, name: str) -> bool:
-        """Say whether parts of a tensor that are no box together land apart."""
+        """Whether parts of a tensor land separately and do not form a box."""
         return any(found.box != self.box(name) for found in self.places.get(name, ()) if found.box.numel)
 
     def layouts(self, rank: int) -> tuple[TensorLayout, ...]:
-        """Return what this rank needs, as the layouts of a manifest."""
+        """Return this rank's parts as the layouts of a manifest."""
         boxes = {name: self.box(name) for name in self.specs}
         return tuple(
             TensorLayout(spec, {rank: box} if (box := boxes[name]) else {}) for name, spec in self.specs.items()
@@ -63,18 +63,18 @@ class Chart:
 
 
 def chart_of(model: nn.Module, specs: Sequence[WeightSpec]) -> Chart:
-    """Find the places of all tensors in a `twin`, whose parameters nobody has processed.
+    """Find the places of all tensors in a `twin`, before vLLM processes its parameters.
 
-    The rules of the table and the model's own loader are both asked. Where they differ, the loader decides once it has
-    shown on values that the places are right (`replay`). Must run under the parallel state the model was built in.
-    Raises ValueError for tensors that need scales the checkpoint lacks, where neither answer is right, and for a loader
-    that keeps what it computes out of parameters.
+    Uses the rules of the table and the model's own loader. If they differ, the loader decides, after a run on values
+    has confirmed the places (`replay`). Must run under the parallel state in which the model was built.
+    Raises ValueError for tensors that need scales the checkpoint lacks, if neither result is right, and for a loader
+    that stores computed values outside of parameters.
     """
     names, traced = Names(model), trace(model, specs)
     if traced.read:
         raise ValueError(
-            f"the loader of {type(model).__name__} computes from {min(traced.read)} what new weights would not reach; "
-            'set rollout.engine = "torch"'
+            f"the loader of {type(model).__name__} computes values from {min(traced.read)}, "
+            'which new weights would not update; set rollout.engine = "torch"'
         )
     places: dict[str, tuple[Place, ...]] = {}
     for spec in specs:
@@ -104,24 +104,24 @@ def _aliases(model: nn.Module) -> dict[str, str]:
 def _decided(
     model: nn.Module, spec: WeightSpec, by_rule: Sequence[Place], by_loader: Sequence[Place]
 ) -> Sequence[Place]:
-    """Return the places that the loader fills when it runs on values."""
+    """Return the places that the loader fills in a run on values."""
     watched = (*by_rule, *by_loader)
     for found in (by_loader, by_rule):
         if lands(model, spec, found, beside=watched):
             return found
     where = ", ".join(sorted({place.parameter for place in watched}))
     raise ValueError(
-        f"{spec.name} cannot be delivered: the loader of {type(model).__name__} does not put it where its layer "
-        f'expects it ({where}), and where it lands could not be found out; set rollout.engine = "torch"'
+        f"{spec.name} cannot be delivered: the loader of {type(model).__name__} does not write it to the expected "
+        f'place of its layer ({where}), and its actual place is unknown; set rollout.engine = "torch"'
     )
 
 
 def _computed(
     model: nn.Module, specs: Sequence[WeightSpec], places: Mapping[str, Sequence[Place]], traced: Trace
 ) -> tuple[dict[str, tuple[str, ...]], dict[str, str]]:
-    """Return the tensors that the loader may be given alone at any time, with what it computes, and the refused.
+    """Return the tensors that can be loaded alone at any time, with their computed parameters, and the refused ones.
 
-    A tensor that lands beside a computed one, as values beside reordered queries, goes with it.
+    A tensor in the same parameter as a computed one, such as values next to reordered queries, is passed with it.
     """
     if not traced.computed:
         return {}, traced.refused
@@ -140,7 +140,7 @@ def _computed(
 def _groups(
     specs: Sequence[WeightSpec], computed: Mapping[str, Sequence[str]]
 ) -> list[tuple[list[WeightSpec], set[str]]]:
-    """Return the least groups of tensors that share no parameter, with their parameters: values are proven by group."""
+    """Return the smallest groups of tensors that share no parameter, with their parameters: checked group by group."""
     groups: list[tuple[list[WeightSpec], set[str]]] = []
     for spec in specs:
         members, parameters = [spec], set(computed[spec.name])
@@ -152,11 +152,11 @@ def _groups(
 
 
 def _landed(spec: WeightSpec, dtype: torch.dtype) -> WeightSpec:
-    """Return the spec with the dtype of the parameter the tensor lands in."""
+    """Return the spec with the dtype of the tensor's parameter."""
     name = str(dtype).removeprefix("torch.")
     if name != spec.dtype and not (name in _FLOATS and spec.dtype in _FLOATS):
         raise ValueError(
-            f"{spec.name} is {spec.dtype} at the trainer and {name} in the engine: publish quantised weights with "
-            "their scales, or let the engine quantise a checkpoint that is not"
+            f"{spec.name} is {spec.dtype} in the trainer and {name} in the engine: publish quantised weights with "
+            "their scales, or let the engine quantise an unquantised checkpoint"
         )
     return WeightSpec(name=spec.name, shape=spec.shape, dtype=name)

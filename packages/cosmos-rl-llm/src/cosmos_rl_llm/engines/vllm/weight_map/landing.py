@@ -4,13 +4,13 @@
     Subscriber(..., landing.views, manifest=..., rank=...)            writes the views, the engine paused
     landing.settle()                                                  after each commit, still paused
 
-A view is a part of a live parameter wherever vLLM left it as it was loaded. A layer that vLLM repacked or quantised is
-kept in host memory as it was before that, and `settle` lets vLLM process it again. That is so for
+A view is a part of a live parameter if vLLM left it as loaded. The unprocessed parameters of a layer that vLLM repacked
+or quantised are kept in host memory, and `settle` makes vLLM process them again. This applies to
 
     quantised layers   weights quantised by the sender with their scales, or whole ones that vLLM quantises itself
     packed layers      all of vLLM's CPU kernels, and those of experts other than Triton's
 
-Of the quantised ones vLLM can process `fp8_channel` on any CPU: the tests do. It needs a GPU (or AMX) for the others.
+On any CPU vLLM can process only `fp8_channel` of the quantised ones (used in the tests); others need a GPU or AMX.
 """
 
 from __future__ import annotations
@@ -34,28 +34,28 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 _KEPT_EXPERTS = ("TRITON", "BATCHED_TRITON")
-"""Kernels of unquantised experts that read the weights as they were loaded."""
+"""Kernels of unquantised experts that use the weights as loaded."""
 _UNPROCESSED = (
     "UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod", "_GateLinearMethod",
     "PlainLinear", "PlainEmbedding",
 )  # fmt: skip
-"""Classes whose processing after loading leaves a parameter as it is, but for the packing that is looked for."""
+"""Classes whose processing after loading does not change a parameter, except for the packing that is checked."""
 _COPIES = ("_cpu_unpacked_conv_weight", "_bf16x3_weight")
-"""Attributes of layers that vLLM repacked a weight for: convolutions on CPU, routers on AMD's GPUs."""
+"""Attributes with repacked weights of layers: convolutions on CPU, routers on AMD GPUs."""
 _PROCESS = "process_weights_after_loading"
 
 
 def landing_of(model: nn.Module, specs: Sequence[WeightSpec], *, vllm_config: VllmConfig, rank: int) -> Landing:
-    """Find where the tensors of a checkpoint land in a loaded model.
+    """Map the tensors of a checkpoint to a loaded model.
 
-    `specs` are what will be delivered, by checkpoint name; `rank` is this worker's in its replica. Builds the model
-    once more without memory. Raises ValueError if the delivered tensors cannot make up the model.
+    `specs` are the delivered tensors, by checkpoint name; `rank` is this worker's in its replica. Builds the model once
+    more without memory. Raises ValueError if the delivered tensors are insufficient for the model.
     """
     return Landing(model, chart_of(twin(vllm_config), specs), vllm_config=vllm_config, rank=rank)
 
 
 def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec]) -> Manifest:
-    """Describe what all ranks of a replica need, in a process without workers: rank = pp_rank * tp_size + tp_rank."""
+    """Describe the parts of all ranks of a replica, in one process: rank = pp_rank * tp_size + tp_rank."""
     parallel = vllm_config.parallel_config
     tp, pp = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     if parallel.data_parallel_size > 1:
@@ -68,9 +68,9 @@ def manifest_for(vllm_config: VllmConfig, specs: Sequence[WeightSpec]) -> Manife
 
 
 def replica_manifest(parts: Iterable[Manifest]) -> Manifest:
-    """Join what the ranks of a replica need, each of which names the tensors of all in the same order.
+    """Join the manifests of a replica's ranks, each with the tensors of all ranks in the same order.
 
-    The dtype of a tensor is that of a rank that needs it: the others do not know it.
+    The dtype of a tensor is taken from a rank that needs it; other ranks do not have the engine's dtype.
     """
     return Manifest(tuple(_joined(layouts) for layouts in zip(*(part.layouts for part in parts), strict=True)))
 
@@ -82,7 +82,7 @@ def _joined(layouts: Sequence[TensorLayout]) -> TensorLayout:
 
 
 class Landing:
-    """What one worker needs of each version, where it is written, and what makes it take effect."""
+    """One worker's parts of each version, their destinations, and the processing after a commit."""
 
     def __init__(self, model: nn.Module, chart: Chart, *, vllm_config: VllmConfig, rank: int) -> None:
         self._model = model
@@ -90,13 +90,13 @@ class Landing:
         self._config = vllm_config
         self._live = dict(model.named_buffers()) | dict(model.named_parameters(remove_duplicate=False))
         self.manifest = Manifest(chart.layouts(rank))
-        """This rank's boxes, every tensor named; specs have the dtypes of the engine. For `replica_manifest`."""
+        """This rank's boxes, with all tensors listed; specs have the dtypes of the engine. For `replica_manifest`."""
         self._moved = self._layers_not_live()
         """By layer, why none of its parameters can be written in place."""
         self._refused = chart.refused | self._computed_elsewhere()
-        """Why a tensor must go through the loader with all others: where it lands in the live model is not known."""
+        """By tensor, why all tensors must go through the loader: its place in the live model is unknown."""
         self.reloaded = self._reasons()
-        """By name, why a tensor is not written straight into a live parameter."""
+        """By name, why a tensor is not written directly into a live parameter."""
         self.scattered = tuple(name for name in chart.specs if chart.is_scattered(name))
         """Tensors whose parts lie apart: the least box with all of them is taken in host memory and copied from it."""
         self.untouched = self._untouched()
@@ -142,14 +142,14 @@ class Landing:
         return view
 
     def _stage_blanks(self) -> None:
-        """Keep zeros for what the loader of this rank overwrites with them: a layer is reloaded with all it has."""
+        """Keep zeros for the parts that this rank's loader zeroes: a layer is reloaded with all its parameters."""
         for places in () if self._refused else self._chart.places.values():
             for place in places:
                 if not place.box.numel and _layer(place.parameter) in self._moved:
                     self._memory(place)
 
     def _memory(self, place: Place) -> Tensor:
-        """The parameter a place is part of: the live one, or the one kept for reloading its layer."""
+        """The parameter of a place: the live one, or the one kept for reloading its layer."""
         if place.name not in self.reloaded:
             return self._live[place.parameter]
         if place.parameter not in self._staged:
@@ -162,7 +162,7 @@ class Landing:
         return getattr(torch, self._chart.specs[name].dtype)
 
     def _layers_not_live(self) -> dict[str, str]:
-        """Find the layers that are reloaded as a whole, for one of their parameters at least."""
+        """Find the layers that are reloaded whole, because of at least one of their parameters."""
         layers: dict[str, str] = {}
         for places in self._chart.places.values():
             for place in places:
@@ -171,7 +171,7 @@ class Landing:
         return layers
 
     def _computed_elsewhere(self) -> dict[str, str]:
-        """Find the tensors from which the loader computes a parameter that is not live as it was created."""
+        """Find the tensors from which the loader computes a parameter that is not live in its original form."""
         reasons = {}
         for name, parameters in self._chart.computed.items():
             for parameter in parameters:
@@ -184,8 +184,8 @@ class Landing:
         """Find the tensors that have no live view."""
         computed = {name: f"the loader computes {', '.join(p)}" for name, p in self._chart.computed.items()}
         landing = {name: [_layer(place.parameter) for place in found] for name, found in self._chart.places.items()}
-        if self._refused:  # where they land is not known: every layer goes through the loader
-            why = f"{next(iter(self._refused))} must go through the loader, in which layer is not known"
+        if self._refused:  # places unknown: every layer goes through the loader
+            why = f"{next(iter(self._refused))} must go through the loader, and its layer is unknown"
             return {name: why for name, layers in landing.items() if layers} | computed | self._refused
         moved = {
             name: [self._moved[layer] for layer in layers if layer in self._moved] for name, layers in landing.items()
@@ -222,11 +222,11 @@ class Landing:
         return tuple(n for n, _ in self._model.named_parameters() if n in self._chart.strides and n not in landed)
 
     def _check(self) -> None:
-        """Raise ValueError where new weights would not reach all that vLLM computes with."""
+        """Raise ValueError if new weights would not update every tensor that vLLM uses."""
         if _definer(self._model) is not None:
             raise ValueError(
-                f"{type(self._model).__name__} computes from its weights once they are loaded, which new ones would "
-                'not reach; set rollout.engine = "torch"'
+                f"{type(self._model).__name__} computes values from its weights after loading, which new weights "
+                'would not update; set rollout.engine = "torch"'
             )
         self._check_shared()
         reloaded = {_layer(place.parameter) for name in self.reloaded for place in self._chart.places.get(name, ())}
@@ -239,8 +239,8 @@ class Landing:
         for buffer, parameter in self._chart.aliases.items():
             if _memory_of(self._live[buffer]) != _memory_of(self._live[parameter]):
                 raise ValueError(
-                    f"vLLM packed {parameter} for the kernels of this CPU and computes with {buffer} as well, which "
-                    'new weights would not reach; set rollout.options.dtype = "float32", or rollout.engine = "torch"'
+                    f"vLLM packed {parameter} for the kernels of this CPU and also uses {buffer}, which new weights "
+                    'would not update; set rollout.options.dtype = "float32", or rollout.engine = "torch"'
                 )
 
     def _check_shared(self) -> None:
@@ -254,12 +254,12 @@ class Landing:
                 owner = owners.setdefault((_memory_of(live), int(live.storage_offset())), place.parameter)
                 if owner != place.parameter:
                     raise ValueError(
-                        f"{place.parameter} and {owner} share memory in the engine but are trained apart: the engine "
-                        "found them equal when it loaded them; set tie_word_embeddings in the model's config.json"
+                        f"{place.parameter} and {owner} share memory in the engine but are trained separately: they "
+                        "were equal when the engine loaded them; set tie_word_embeddings in the model's config.json"
                     )
 
     def _whole(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield whole tensors of which the box this rank needs is filled: the loader cuts it out again."""
+        """Yield whole tensors with only this rank's box filled: the loader slices it again."""
         for name in self.reloaded:
             whole = torch.zeros(self._chart.specs[name].shape, dtype=self._dtype(name), device="cpu")
             if (box := self._chart.box(name)) is not None:
@@ -268,9 +268,9 @@ class Landing:
 
 
 def _kept_by_attention(layer: nn.Module) -> Any:
-    """Return what has to process an attention layer's weights again, and may at any time: the layer or its kernels.
+    """Return the object that can reprocess an attention layer's weights at any time: the layer or its kernels.
 
-    Not a plain layer itself, which would forget the scales of its keys and values.
+    Never a plain layer itself, which would lose the scales of its keys and values.
     """
     is_attention = is_a(layer, "AttentionLayerBase") or is_a(layer, "MMEncoderAttention")
     if not is_attention or (definer := _definer(layer)) is None:
@@ -282,7 +282,7 @@ def _kept_by_attention(layer: nn.Module) -> Any:
 
 
 def _definer(value: object) -> str | None:
-    """Return the name of the class that says how `value` processes weights after loading."""
+    """Return the name of the class that defines how `value` processes weights after loading."""
     return next((kind.__name__ for kind in type(value).__mro__ if _PROCESS in vars(kind)), None)
 
 

@@ -1,7 +1,7 @@
-"""Which layers of a vLLM model take a checkpoint tensor, by the model's own name maps.
+"""The layers of a vLLM model that take a checkpoint tensor, by the model's own name maps.
 
 checkpoint name -> hf_to_vllm_mapper        renames, and shard ids of fused parameters
-                -> packed_modules_mapping   fused parameters of models whose mapper knows no shards
+                -> packed_modules_mapping   fused parameters of models whose mapper has no shards
                 -> RoutedExperts            experts, every copy of each
 """
 
@@ -50,14 +50,14 @@ class Names:
         self._parameters = {name for name, _ in model.named_parameters()}
         self._elsewhere = tuple(
             f"{path}." for path, layer in self._modules.items() if is_a(layer, "PPMissingLayer")
-        )  # held by other pipeline stages
+        )  # on other pipeline stages
         self._mapper = getattr(model, "hf_to_vllm_mapper", None)
         packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
         self._packed = {part: (fused, i) for fused, parts in packed.items() for i, part in enumerate(parts)}
         self._experts = {path: _experts(layer) for path, layer in self._modules.items() if is_a(layer, "RoutedExperts")}
 
     def __call__(self, name: str) -> list[Target] | None:
-        """Return the parameters that take the tensor, none if this rank takes none of it, None if that is not known."""
+        """Return the parameters that take the tensor, an empty list if there are none on this rank, None if unknown."""
         targets: list[Target] = []
         for mapped, shard in self._mapped(name):
             found = self._find(mapped, shard)
@@ -94,7 +94,7 @@ class Names:
         if layer is None or attribute not in dict(layer.named_parameters(recurse=False)):
             return None
         target = Target(layer, path, attribute, shard)
-        return [target] if target.parameter in self._parameters else []  # an alias is fed by its first name
+        return [target] if target.parameter in self._parameters else []  # an alias is loaded under its first name
 
     def _find_expert(self, name: str) -> list[Target] | None:
         prefix, _, rest = name.partition(".experts.")
@@ -121,5 +121,5 @@ def _experts(layer: Any) -> dict[str, list[tuple[str, int, str]]]:
 
 
 def is_a(value: object, name: str) -> bool:
-    """Say whether a class of this name is among those of `value`: vLLM's layers, without importing them."""
+    """Whether `value` is an instance of a class of this name: vLLM's layers, without importing them."""
     return any(kind.__name__ == name for kind in type(value).__mro__)

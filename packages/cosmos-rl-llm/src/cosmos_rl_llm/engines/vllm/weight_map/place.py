@@ -1,4 +1,4 @@
-"""Where one box of a checkpoint tensor lies in a parameter."""
+"""The place of one box of a checkpoint tensor in a parameter."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ class Place:
     name: str
     """The tensor, by checkpoint name."""
     box: Box
-    """In checkpoint coordinates. Without elements where the layer takes the tensor but none of it on this rank."""
+    """Box in checkpoint coordinates. Empty if the layer takes the tensor but none of it on this rank."""
     parameter: str
     """Qualified name in the engine's model."""
     strides: tuple[int, ...]
-    """Elements between neighbours in the parameter's memory, one a dim of the box; 0 for dims of size 1."""
+    """Stride in the parameter's memory for each dim of the box, in elements; 0 for dims of size 1."""
     start: int
-    """Elements from the parameter's first to the box's first."""
+    """Offset of the box's first element in the parameter, in elements."""
 
     @classmethod
     def of(cls, name: str, box: Box, *, parameter: str, whole: Tensor, view: Tensor) -> Place:
         """Describe `view`, a view of `whole` with the shape of the box."""
-        assert tuple(view.shape) == box.shape, f"{name}: {tuple(view.shape)} is no place for {box}"
+        assert tuple(view.shape) == box.shape, f"{name}: {tuple(view.shape)} does not fit {box}"
         if not box.numel:
             return cls.nothing(name, parameter, ndim=len(box.shape))
         strides = tuple(0 if size == 1 else step for size, step in zip(view.shape, view.stride()))
@@ -41,5 +41,5 @@ class Place:
         return cls(name, Box((0,) * ndim, (0,) * ndim), parameter, (0,) * ndim, 0)
 
     def view(self, parameter: Tensor) -> Tensor:
-        """Return the region [*box.shape] of a parameter that has the strides the place was made with."""
+        """Return the region [*box.shape] of a parameter with the strides for which the place was made."""
         return parameter.detach().as_strided(self.box.shape, self.strides, parameter.storage_offset() + self.start)

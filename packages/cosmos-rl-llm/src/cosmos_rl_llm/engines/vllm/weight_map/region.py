@@ -1,4 +1,4 @@
-"""Strided parts of a checkpoint tensor on strided parts of a parameter, and how several join into one box."""
+"""Copies of strided parts of a checkpoint tensor to strided parts of a parameter, and their union as boxes."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Region:
     first: int
     """Flat index of the first element in the tensor."""
     start: int
-    """Elements from the parameter's first to the region's first."""
+    """Offset of the region's first element in the parameter, in elements."""
     steps: tuple[tuple[int, int, int], ...]
     """(size, stride in the tensor, stride in the parameter) of each dim with more than one index."""
 
@@ -30,14 +30,14 @@ class Region:
     def boxed(self, shape: tuple[int, ...]) -> tuple[Box, tuple[int, ...]] | None:
         """Return the box in a tensor of `shape` and the parameter's stride in each of its dims, 0 for dims of size 1.
 
-        None if the part is no box.
+        None if the part is not a box.
         """
         steps = {step: (size, stride) for size, step, stride in self.steps}
         sizes, strides, offset = [], [], []
         below = 1  # elements of the tensor under one index of the dim
         for whole in reversed(shape):
             size, stride = steps.pop(below, (1, 0)) if whole > 1 else (1, 0)
-            if size > whole and size % whole == 0:  # one dim of the copy runs through several of the tensor
+            if size > whole and size % whole == 0:  # one dim of the copy spans several of the tensor
                 steps[below * whole] = (size // whole, stride * whole)
                 size = whole
             sizes.append(size)
@@ -50,13 +50,13 @@ class Region:
 
 
 Landed = tuple[Box, tuple[int, ...], int]
-"""A box, the parameter's stride in each of its dims, and where its first element lies."""
+"""A box, the parameter's stride in each of its dims, and the offset of its first element."""
 
 
 def join(regions: list[Region], shape: tuple[int, ...]) -> list[Landed] | None:
-    """Return the boxes that regions of one tensor in one parameter make up, as few as neighbours can be joined to.
+    """Join the regions of one tensor in one parameter into boxes, merging neighbours.
 
-    None if a region is no box.
+    Return None if a region is not a box.
     """
     parts: list[Landed] = []
     for region in regions:
@@ -72,7 +72,7 @@ def join(regions: list[Region], shape: tuple[int, ...]) -> list[Landed] | None:
 
 
 def _join_along(parts: list[Landed], dim: int) -> list[Landed]:
-    """Join runs of boxes that are neighbours along `dim` and lie at equal distances in the parameter."""
+    """Join runs of boxes that are neighbours along `dim` and equally spaced in the parameter."""
     rows: dict[object, list[Landed]] = {}
     for part in parts:
         box, strides, _ = part
@@ -82,7 +82,7 @@ def _join_along(parts: list[Landed], dim: int) -> list[Landed]:
 
 
 def _join_row(row: list[Landed], dim: int) -> list[Landed]:
-    """Join boxes of one row, sorted by offset; those that do not fit are returned as they are."""
+    """Join boxes of one row, sorted by offset; those that do not fit are returned unchanged."""
     if len(row) == 1:
         return row
     touching = all(a[0].end[dim] == b[0].offset[dim] for a, b in pairwise(row))

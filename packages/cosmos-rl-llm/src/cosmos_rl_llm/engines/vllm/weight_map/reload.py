@@ -1,7 +1,7 @@
-"""New weights for layers that vLLM repacks or quantises after loading, by vLLM's own layerwise reload.
+"""Weight updates of layers that vLLM repacks or quantises after loading, by vLLM's own layerwise reload.
 
-It brings a layer's parameters back as they were created, lets them be filled, processes them as after loading, and
-copies the outcome over the tensors that kernels and captured graphs know.
+It restores a layer's parameters as they were created, fills them, processes them as after loading, and copies the
+result into the tensors used by kernels and captured graphs.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ if TYPE_CHECKING:
 
 
 def reload_layers(model: nn.Module, parameters: Mapping[str, Tensor], *, model_config: ModelConfig) -> None:
-    """Process the layers that own `parameters` again; all parameters of such a layer are given.
+    """Process the layers that own `parameters` again; `parameters` must contain all parameters of such a layer.
 
-    `parameters` are by qualified name and as vLLM creates them, before processing.
+    They are by qualified name and as vLLM creates them, before processing.
     """
     layers: dict[str, dict[str, Tensor]] = {}
     for name, tensor in parameters.items():
@@ -50,9 +50,9 @@ def _reload(layer: nn.Module, tensors: Mapping[str, Tensor], model_config: Model
     empty: dict[str, Any] = {name: p for name in tensors if (p := layer.get_parameter(name)).is_meta}
     loaders = {name: parameter.weight_loader.__wrapped__ for name, parameter in empty.items()}
     for parameter in empty.values():
-        parameter.weight_loader = default_weight_loader  # the tensors are cut already
+        parameter.weight_loader = default_weight_loader  # the tensors are already sharded
     initialize_online_processing(layer)
-    for name in tensors.keys() - empty.keys():  # vLLM leaves biases where they are
+    for name in tensors.keys() - empty.keys():  # vLLM does not move biases
         layer.get_parameter(name).data.copy_(tensors[name])
     for name, parameter in empty.items():
         parameter.weight_loader(parameter, tensors[name])
@@ -62,7 +62,7 @@ def _reload(layer: nn.Module, tensors: Mapping[str, Tensor], model_config: Model
 
 
 def _forget_packing(layer: nn.Module) -> None:
-    """Let CPU experts be packed again, which vLLM does only while it makes their kernel."""
+    """Reset CPU experts so that they are packed again, which vLLM does only when it creates their kernel."""
     method: Any = getattr(layer, "quant_method", None)
     backend = getattr(method, "unquantized_backend", None)
     if backend is not None and backend.name == "CPU":

@@ -1,9 +1,9 @@
-"""A model's own loader run on values, to prove what the table or the trace says of a few tensors.
+"""Runs a model's own loader on values, to verify the result of the table or the trace for a few tensors.
 
-A twin has no memory: the parameters in question get some while the loader runs, and the others none.
+A twin has no memory: only the parameters under test get memory while the loader runs.
 
-lands           numbers go in, and the places must hold what the loader made of the parameters
-is_repeatable   the outcome must be the same whatever the parameters held before
+lands           load numbers; the places must have the same values as the parameters filled by the loader
+is_repeatable   the result must not depend on the parameters' previous values
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ _EXACT = {
     "float64": 1 << 24, "float32": 1 << 24, "bfloat16": 256, "float16": 2048, "float8_e4m3fn": 16, "float8_e5m2": 8,
     "int64": 1 << 24, "int32": 1 << 24, "int16": 1 << 15, "int8": 128, "uint8": 256,
 }  # fmt: skip
-"""Whole numbers below these survive any cast between the dtypes."""
+"""Integers below these survive any cast between the dtypes."""
 
 
 def lands(model: nn.Module, spec: WeightSpec, places: Sequence[Place], *, beside: Sequence[Place] = ()) -> bool:
-    """Say whether `load_weights`, given this tensor alone, fills the places with their boxes and leaves the rest zero.
+    """Whether `load_weights` with only this tensor fills the places with their boxes and leaves the rest zero.
 
-    beside: what else to watch, where nothing may land.
+    beside: other places to check, where nothing may land.
     """
     before = dict(model.named_parameters()) | dict(model.named_buffers())
     names = {place.parameter for place in (*places, *beside)}
@@ -49,9 +49,9 @@ def lands(model: nn.Module, spec: WeightSpec, places: Sequence[Place], *, beside
 
 
 def is_repeatable(model: nn.Module, specs: Sequence[WeightSpec], parameters: set[str]) -> bool:
-    """Say whether `load_weights` makes of these tensors alone all of the parameters, and nothing else.
+    """Whether `load_weights` with only these tensors sets all elements of the parameters, and nothing else.
 
-    If so, it may be called with new values at any time, on a model that serves.
+    If so, it may be called with new values at any time, on a serving model.
     """
     if touched(model, specs) != parameters:
         return False
@@ -62,7 +62,7 @@ def is_repeatable(model: nn.Module, specs: Sequence[WeightSpec], parameters: set
 
 
 def _loaded(model: nn.Module, tensors: Mapping[str, Tensor], names: set[str], *, fill: int) -> dict[str, Tensor] | None:
-    """Return what the named parameters hold after loading, if they held `fill` before; None if the loader fails."""
+    """Return the named parameters after loading, initialised with `fill`; None if the loader fails."""
     loader: Any = model
     with torch.no_grad(), _memory(model, names, fill=fill):
         try:
@@ -75,7 +75,7 @@ def _loaded(model: nn.Module, tensors: Mapping[str, Tensor], names: set[str], *,
 
 @contextmanager
 def _memory(model: nn.Module, names: set[str], *, fill: int) -> Iterator[None]:
-    """Give parameters and buffers memory, wherever the model holds them."""
+    """Allocate the named parameters and buffers in all modules that have them."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     made = {id(tensors[name]): _filled(tensors[name], fill) for name in names}
     held = [
@@ -95,7 +95,7 @@ def _memory(model: nn.Module, names: set[str], *, fill: int) -> Iterator[None]:
 
 
 def _filled(tensor: Tensor, fill: int) -> Tensor:
-    """Return a tensor in memory of the same class, with the same attributes: loaders look at both."""
+    """Return an allocated tensor of the same class with the same attributes: loaders check both."""
     made: Any = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu").fill_(fill)
     made.__class__ = type(tensor)
     made.__dict__.update(vars(tensor))

@@ -1,8 +1,8 @@
-"""The layer classes of vLLM and what each holds of a checkpoint tensor: one short rule a class.
+"""The layer classes of vLLM and each one's part of a checkpoint tensor: one short rule per class.
 
-A rule gets the parameter that takes a tensor and the tensor's whole shape, and returns the box this rank holds with
-the view of the parameter where it lands, shaped like the box; None where one box cannot say it. Parameters are as
-they are before vLLM processes them after loading.
+A rule gets the parameter that takes a tensor and the tensor's whole shape, and returns this rank's box with the view
+of the parameter, in the shape of the box; None if one box is not enough. Parameters are in their state before vLLM
+processes them after loading.
 """
 
 from __future__ import annotations
@@ -21,32 +21,32 @@ Shape = tuple[int, ...]
 Rule = Callable[[Any, Target, Shape], tuple[Box, Tensor] | None]
 
 _PLAIN_PARAMETERS = ("Parameter", "ModelWeightParameter")
-"""Classes of parameters that hold the values of the checkpoint; scales and packed ones are traced."""
+"""Classes of parameters with the checkpoint's values; scales and packed ones are traced."""
 _LOADERS = ("weight_loader", "weight_loader_v2", "load_weights")
 
 
 def cut(shape: Shape, dim: int, start: int, size: int) -> Box:
-    """Return the box that takes `size` indices of one dim and all of the others."""
+    """Return the box with `size` indices of one dim and all of the others."""
     offset, sizes = [0] * len(shape), list(shape)
     offset[dim], sizes[dim] = start, size
     return Box(tuple(offset), tuple(sizes))
 
 
 def replicated(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """Every rank holds all of it."""
+    """Every rank has all of it."""
     tensor = target.tensor
     return (whole_box(shape), tensor) if tuple(tensor.shape) == shape else None
 
 
 def column(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """Rows are cut over the ranks."""
+    """Rows are sharded over the ranks."""
     tensor = target.tensor
     rows = tensor.shape[0]
     return (cut(shape, 0, layer.tp_rank * rows, rows), tensor) if shape[0] == rows * layer.tp_size else None
 
 
 def merged_column(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """Several matrices one under the other, each cut over the ranks."""
+    """Several matrices stacked in rows, each sharded over the ranks."""
     if not isinstance(target.shard, int):
         return replicated(layer, target, shape) if layer.tp_size == 1 and target.shard is None else None
     rows = [size // layer.tp_size for size in layer.output_sizes]
@@ -57,7 +57,7 @@ def merged_column(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor
 
 
 def qkv(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """Queries, keys and values one under the other, cut by heads; neighbours share a key head when there are few."""
+    """Queries, keys and values stacked in rows, sharded by heads; ranks share a key head when there are few."""
     if not isinstance(target.shard, str):
         return replicated(layer, target, shape) if layer.tp_size == 1 else None
     q, k = layer.num_heads * layer.head_size, layer.num_kv_heads * layer.head_size
@@ -70,7 +70,7 @@ def qkv(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
 
 
 def row(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """Columns are cut over the ranks; the bias is not."""
+    """Columns are sharded over the ranks; the bias is not."""
     tensor = target.tensor
     if tensor.ndim == 1:
         return replicated(layer, target, shape)
@@ -79,7 +79,7 @@ def row(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
 
 
 def vocabulary(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """Rows are padded, then cut over the ranks; the last ranks may hold padding alone."""
+    """Rows are padded, then sharded over the ranks; the last ranks may have only padding."""
     start, end = layer.shard_indices.org_vocab_start_index, layer.shard_indices.org_vocab_end_index
     if shape[0] != layer.org_vocab_size:
         return None
@@ -87,14 +87,14 @@ def vocabulary(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] |
 
 
 def heads(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """One value a query head."""
+    """One value per query head."""
     tensor = target.tensor
     size = tensor.shape[0]
     return cut(shape, 0, layer.qkv_proj.tp_rank * size, size), tensor
 
 
 def experts(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """One matrix (or bias) of one expert: gate (w1) over up (w3) in w13, down in w2, cut along the expert's width."""
+    """One matrix (or bias) of one expert: gate (w1) over up (w3) in w13, down in w2; the expert's width is sharded."""
     if target.expert is None or layer.moe_config.tp_shard_with_padding or not layer.moe_config.is_act_and_mul:
         return None
     local = layer.expert_map_manager.map_global_to_local(target.expert)
@@ -110,9 +110,9 @@ def experts(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | No
 
 
 def stacked_experts(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
-    """All experts in one tensor as gpt-oss has them: input before output, gate and up interleaved, biases.
+    """All experts in one tensor as in gpt-oss: input before output, gate and up interleaved, biases.
 
-    w13 [E, H, 2I], w2 [E, I, H]. The down projection's bias is added by the first rank alone.
+    w13 [E, H, 2I], w2 [E, I, H]. Only the first rank adds the down projection's bias.
     """
     tensor = target.tensor
     if tensor.ndim == 3:
@@ -130,7 +130,7 @@ def stacked_experts(layer: Any, target: Target, shape: Shape) -> tuple[Box, Tens
 
 
 def _cut_expert(layer: Any, view: Tensor, shape: Shape, *, dim: int) -> tuple[Box, Tensor] | None:
-    """Cut along the expert's width; the parameter may be padded beyond it and beyond the model's width."""
+    """Shard along the expert's width; the parameter may be padded beyond it and beyond the model's width."""
     ranks = layer.moe_config.moe_parallel_config.tp_size
     if shape[dim] % ranks:
         return None
@@ -151,11 +151,11 @@ TABLE: dict[str, Rule] = {
     "GptOssRoutedExperts": stacked_experts,
     "OAIAttention": heads,  # gpt-oss's sinks
 }
-"""By class name; subclasses that load as their base does fall under its rule."""
+"""By class name; subclasses with their base's loader use its rule."""
 
 
 def place(names: Names, name: str, shape: Shape) -> list[Place] | None:
-    """Return where a tensor lands: one place a copy, none if it does not land on this rank, None if not known."""
+    """Return a tensor's places: one per copy, empty if it does not land on this rank, None if unknown."""
     targets = names(name)
     if targets is None:
         return None
@@ -182,7 +182,7 @@ def _apply(target: Target, shape: Shape) -> tuple[Box, Tensor] | None:
 
 
 def rule_of(target: Target) -> Rule | None:
-    """Return the rule of a parameter; None for a class the table does not know or a loader that is not its class's."""
+    """Return the rule of a parameter; None for a class not in the table or a loader that is not its class's."""
     parameter = target.layer.get_parameter(target.attribute)
     if type(parameter).__name__ not in _PLAIN_PARAMETERS:
         return None
@@ -200,5 +200,5 @@ def rule_of(target: Target) -> Rule | None:
 
 
 def _is_bound(loader: Callable[..., object], layer: nn.Module) -> bool:
-    """Say whether a loader is a method of the layer, whatever it is wrapped in."""
+    """Whether a loader is a (possibly wrapped) method of the layer."""
     return getattr(inspect.unwrap(loader), "__self__", None) is layer

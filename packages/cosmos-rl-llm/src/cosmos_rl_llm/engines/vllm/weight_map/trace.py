@@ -1,9 +1,9 @@
-"""Where a model's own `load_weights` puts checkpoint tensors, found by running it on tensors without data.
+"""Traces a model's own `load_weights` on tensors without data, to find the places of checkpoint tensors.
 
-    TracedTensor   views of it are views of a meta tensor, whose strides say which elements of the checkpoint are meant
-    a copy_ into a parameter of the model is a landing: a strided part of the one on a strided part of the other
-    arithmetic on one tensor, or on a parameter it was copied to, makes the parameter a computed one (see `replay`)
-    anything else that needs values (item, cat with other tensors) refuses the tensor
+    TracedTensor   views of it are views of a meta tensor, whose strides identify the elements of the checkpoint
+    a copy_ into a parameter of the model is a landing: from a strided part of the tensor to one of the parameter
+    arithmetic on one tensor, or on a parameter that contains it, makes the parameter a computed one (see `replay`)
+    for any other use of values (item, cat with other tensors) the tensor is refused
 
 Run it on a model without memory (`twin`): loaders also write padding.
 """
@@ -27,11 +27,11 @@ _aten = torch.ops.aten
 _COPIES = (_aten.clone.default, _aten._to_copy.default, _aten.contiguous.default)
 _CONSTANTS = (_aten.fill_.Scalar, _aten.zero_.default)
 LOADER_ERRORS = (AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What a loader raises over a tensor that is not what it looks like."""
+"""Exceptions that a loader raises for a traced tensor."""
 
 
 class Untraceable(RuntimeError):
-    """A loader asked for values."""
+    """A loader needs values."""
 
 
 class TracedTensor(torch.Tensor):
@@ -41,9 +41,9 @@ class TracedTensor(torch.Tensor):
     source: Tensor
     """Meta view of the whole tensor: storage offset, shape and strides are in elements of the checkpoint's tensor."""
     is_blank: bool
-    """The loader overwrote it with zeros."""
+    """Whether the loader overwrote it with zeros."""
     is_computed: bool
-    """It holds the outcome of arithmetic, not elements of the tensor."""
+    """Whether it is the result of arithmetic instead of elements of the tensor."""
 
     @staticmethod
     def __new__(
@@ -90,12 +90,12 @@ class TracedTensor(torch.Tensor):
 
 
 def _is_whole(traced: TracedTensor) -> bool:
-    """Say whether it is all of a tensor: views of it that were made before do not hear of what is written to it."""
+    """Whether it is a whole tensor: writes to it do not propagate to earlier views."""
     return traced.source.numel() * traced.source.itemsize == traced.source.untyped_storage().nbytes()
 
 
 def _computed(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return what arithmetic makes of one traced tensor. Raises Untraceable for several, and where it needs values."""
+    """Return the result of arithmetic on one traced tensor. Raises Untraceable for several, and if it needs values."""
     traced = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, TracedTensor)]
     names = {one.tensor_name for one in traced}
     if func._schema.is_mutable or len(names) > 1 or any(one.is_blank for one in traced):
@@ -112,29 +112,29 @@ def _computed(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _shape_of(tensor: Tensor) -> Tensor:
-    """Return a contiguous tensor of this shape without data: a traced one's strides are those of the checkpoint."""
+    """Return a contiguous tensor of this shape without data: a traced one has the strides of the checkpoint."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
 class _Recorder(TorchDispatchMode):
-    """Sees every operation while a loader runs and keeps the copies into parameters."""
+    """Intercepts every operation of a loader and records the copies into parameters."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         tensors = [*model.named_parameters(), *model.named_buffers()]
         self._owners = {t.untyped_storage()._cdata: (name, t) for name, t in reversed(tensors)}
         self.regions: dict[tuple[str, str], list[Region]] = {}
-        """By tensor and parameter."""
+        """Regions by tensor and parameter."""
         self.blank: set[tuple[str, str]] = set()
-        """Tensor and parameter: zeros landed in its stead."""
+        """(tensor, parameter) for which zeros were copied instead."""
         self.computed: set[str] = set()
-        """Parameters that hold something other than values of the checkpoint."""
+        """Parameters with other values than those of the checkpoint."""
         self.outcomes: set[tuple[str, str]] = set()
-        """Tensor and parameter: what the loader computed from the one landed in the other."""
+        """(tensor, parameter): values computed from the tensor were copied to the parameter."""
         self.read: set[str] = set()
-        """Parameters out of which something was computed."""
+        """Parameters from which values were computed."""
         self.lost: set[str] = set()
-        """Tensors that were copied to something that is no parameter."""
+        """Tensors copied to a destination that is not a parameter."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -146,7 +146,7 @@ class _Recorder(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def pending(self, names: Iterable[str]) -> list[str]:
-        """Return the tensors that landed nowhere so far."""
+        """Return the tensors that have not landed so far."""
         landed = {name for name, _ in (*self.regions, *self.outcomes, *self.blank)}
         return [name for name in names if name not in landed]
 
@@ -180,22 +180,22 @@ class _Recorder(TorchDispatchMode):
 
 @dataclass(slots=True)
 class Trace:
-    """What a model's loader did with the tensors of a checkpoint."""
+    """Result of a loader's run: the places of a checkpoint's tensors."""
 
     places: dict[str, list[Place]] = field(default_factory=dict)
-    """By checkpoint name; no place where the loader let it pass."""
+    """Places by checkpoint name; empty if the loader ignored the tensor."""
     computed: dict[str, tuple[str, ...]] = field(default_factory=dict)
-    """By checkpoint name, the parameters that the loader computes with the tensor, and those it lands in beside."""
+    """By checkpoint name, the parameters that the loader computes with the tensor, and others to which it copies it."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Why a tensor's landing cannot be said as views of parameters."""
+    """By tensor, why its landing cannot be expressed as views of parameters."""
     read: set[str] = field(default_factory=set)
-    """Parameters out of which the loader computes something that it keeps elsewhere."""
+    """Parameters from which the loader computes values stored elsewhere."""
 
 
 def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
-    """Run `model.load_weights` on tensors without data and return where they land.
+    """Run `model.load_weights` on tensors without data and return their places.
 
-    `specs` are in the checkpoint's order. Must run under the parallel state the model was built in.
+    `specs` are in the checkpoint's order. Must run under the parallel state in which the model was built.
     """
     recorder = _Recorder(model)
     shapes = {spec.name: spec.shape for spec in specs}
@@ -206,7 +206,7 @@ def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
                 found.refused[failed] = f"{type(error).__name__}: {error}"
     found.read = (recorder.read - recorder.computed) & {parameter for _, parameter in recorder.regions}
     for name in recorder.lost:
-        found.refused.setdefault(name, "the loader keeps it outside the model's parameters")
+        found.refused.setdefault(name, "the loader stores it outside the model's parameters")
     by_arithmetic = {name for name, parameter in recorder.regions if parameter in recorder.computed}
     by_arithmetic |= {name for name, _ in recorder.outcomes}
     for name in by_arithmetic:
@@ -217,7 +217,7 @@ def trace(model: nn.Module, specs: Sequence[WeightSpec]) -> Trace:
         if boxes is not None:
             found.places[name] += [Place(name, box, parameter, strides, start) for box, strides, start in boxes]
         elif name not in by_arithmetic:
-            found.refused.setdefault(name, f"{parameter}: its parts are no boxes")
+            found.refused.setdefault(name, f"{parameter}: its parts are not boxes")
     for name, parameter in recorder.blank:
         found.places[name].append(Place.nothing(name, parameter, ndim=len(shapes[name])))
     for name in found.refused:
@@ -237,7 +237,7 @@ def touched(model: nn.Module, specs: Sequence[WeightSpec]) -> set[str] | None:
 
 
 def _load(model: Any, specs: Sequence[WeightSpec]) -> Iterator[tuple[str | None, Exception]]:
-    """Load all tensors, going on behind each that raises; yield its name, or None for an error after the last."""
+    """Load all tensors, continuing after each that raises; yield its name, or None for an error after the last."""
     rest = list(specs)
     while rest:
         feed = _Feed(rest)
@@ -250,13 +250,13 @@ def _load(model: Any, specs: Sequence[WeightSpec]) -> Iterator[tuple[str | None,
 
 
 class _Feed:
-    """Tensors without data, and how far a loader got with them."""
+    """Iterates over tensors without data, and records a loader's progress."""
 
     def __init__(self, specs: Sequence[WeightSpec]) -> None:
         self._specs = specs
         self.taken = 0
         self.is_done = False
-        """The loader asked for one more than there are."""
+        """Whether the loader has consumed all tensors."""
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         for spec in self._specs:

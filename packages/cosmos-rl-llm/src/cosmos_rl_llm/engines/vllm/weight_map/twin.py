@@ -1,4 +1,4 @@
-"""A vLLM model without memory, as any rank of any layout would build it, in one process.
+"""A vLLM model without memory, as built by any rank of any layout, in one process.
 
 with acting_as(rank, tp=4, pp=2):
     model = twin(vllm_config)
@@ -23,7 +23,7 @@ _GROUPS = ("_WORLD", "_TP", "_PP", "_DP", "_EP", "_EPLB", "_PCP", "_DCP")
 
 
 class _Ranks:
-    """What a layer asks a process group for while it is built: how many ranks there are, and which this one is."""
+    """Stand-in for a process group while a layer is built: number of ranks, and index of this one."""
 
     def __init__(self, index: int, count: int) -> None:
         self.rank_in_group = self.rank = self.local_rank = index
@@ -48,14 +48,14 @@ class _Size:
 
 @contextmanager
 def acting_as(rank: int, *, tp: int = 1, pp: int = 1) -> Iterator[None]:
-    """Let models be built and traced as on `rank` of a replica of pp x tp ranks, tensor parallelism innermost.
+    """Build and trace models as on `rank` of a replica of pp x tp ranks, tensor parallelism innermost.
 
-    For a process in which no vLLM worker runs: vLLM's process groups are put aside meanwhile.
+    For a process without vLLM workers: vLLM's process groups are replaced within the context.
     """
     from vllm.distributed import parallel_state
 
     if not 0 <= rank < tp * pp:
-        raise ValueError(f"rank {rank} is none of a replica of {tp * pp} ranks")
+        raise ValueError(f"rank {rank} is not in a replica of {tp * pp} ranks")
     before = {name: vars(parallel_state)[name] for name in _GROUPS}
     one = _Ranks(0, 1)
     in_tp = _Ranks(rank % tp, tp)
@@ -72,7 +72,7 @@ def acting_as(rank: int, *, tp: int = 1, pp: int = 1) -> Iterator[None]:
 def twin(vllm_config: VllmConfig) -> nn.Module:
     """Build the model of a configuration without memory under the current parallel state.
 
-    Its parameters are as before loading. Neither a live model of the same configuration nor vLLM's caches notice.
+    Its parameters are as before loading. It affects neither a live model of the same configuration nor vLLM's caches.
     """
     from vllm.config import set_current_vllm_config
     from vllm.model_executor.layers import rotary_embedding
@@ -80,7 +80,7 @@ def twin(vllm_config: VllmConfig) -> nn.Module:
     from vllm.utils.torch_utils import set_default_torch_dtype
 
     config = detached(vllm_config)
-    ropes = rotary_embedding._ROPE_DICT  # shared between models: ours have no values
+    ropes = rotary_embedding._ROPE_DICT  # shared between models: the twin's have no values
     kept = dict(ropes)
     ropes.clear()
     try:
@@ -92,7 +92,7 @@ def twin(vllm_config: VllmConfig) -> nn.Module:
 
 
 class _NoMemory(TorchFunctionMode):
-    """Lets `torch.empty` make meta tensors; tables that layers compute, such as expert maps, keep their values."""
+    """Makes `torch.empty` return meta tensors; tables computed by layers, such as expert maps, keep their values."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -102,7 +102,7 @@ class _NoMemory(TorchFunctionMode):
 
 
 def detached(vllm_config: VllmConfig) -> VllmConfig:
-    """Return the configuration with a register of layers of its own: building a model writes to it."""
+    """Return the configuration with a separate register of layers: building a model writes to it."""
     config: Any = copy.copy(vllm_config)
     config.compilation_config = copy.copy(vllm_config.compilation_config)
     config.compilation_config.static_forward_context = {}
