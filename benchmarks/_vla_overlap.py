@@ -26,7 +26,7 @@ import torch
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.engines.torch import SimulationEngine, TorchEngineOptions
-from cosmos_rl_vla.models.base import Acted, Draw, Inputs
+from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.models.loaded import Loaded
@@ -142,9 +142,9 @@ def note_passes(loaded: Loaded, passes: list[Callable[[], Acted]]) -> None:
     """Let the model note each of its passes, to be made again."""
     act = loaded.model.act
 
-    def noted(inputs: Inputs, *, draw: Draw, greedy: bool = False) -> Acted:
-        passes.append(lambda: act(inputs, draw=draw, greedy=greedy))
-        return act(inputs, draw=draw, greedy=greedy)
+    def noted(inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
+        passes.append(lambda: act(inputs, randomness=randomness, greedy=greedy))
+        return act(inputs, randomness=randomness, greedy=greedy)
 
     loaded.module.act = noted
 

@@ -47,11 +47,11 @@ class LightMetaWorld(_Drawn):
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
         full = self._scene.reset(seed or 0)
-        return self.seen(full, self._scene.draw(CAMERA)), {}
+        return self.seen(full, self._scene.render(CAMERA)), {}
 
     def step(self, action: np.ndarray) -> tuple[Any, float, bool, bool, dict[str, Any]]:
         full, reward, success = self._scene.step(action)
-        return self.seen(full, self._scene.draw(CAMERA)), reward, False, False, {"success": success}
+        return self.seen(full, self._scene.render(CAMERA)), reward, False, False, {"success": success}
 
 
 class StockMetaWorld(_Drawn):

@@ -122,7 +122,7 @@ def test_the_statistics_of_a_lerobot_policy_are_read(tmp_path):
 
 def test_a_lerobot_policy_without_the_numbers_of_its_mode_says_which(tmp_path):
     save_lerobot(tmp_path, norm_map={"ACTION": "QUANTILES"}, numbers={"action.mean": [0]})
-    with pytest.raises(UserError, match=r"no action\.q01, which mode QUANTILES wants"):
+    with pytest.raises(UserError, match=r"no action\.q01, which mode QUANTILES needs"):
         ActionStats.load(tmp_path)
 
 

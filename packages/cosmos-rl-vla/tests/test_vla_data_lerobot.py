@@ -192,7 +192,7 @@ def fields(episode):
         ({"action_column": "actions"}, r"info.json: no feature 'actions', which \[data\] action_column names; it has"),
         ({"state_column": CAMERA}, r"'observation.images.top', which \[data\] state_column names, is (image|video)"),
         ({"aux_columns": ("mug",)}, r"no feature 'mug', which \[data\] aux_columns names"),
-        ({"cameras": ("action",)}, r"\[data\] cameras: 'action' holds float32, not pictures"),
+        ({"cameras": ("action",)}, r"\[data\] cameras: 'action' holds float32, not images"),
         ({"episodes": (0, 3)}, r"has no episode 3; it has 3"),
     ],
 )
@@ -202,19 +202,19 @@ def test_what_a_recipe_names_wrongly_is_named(written, keys, message):
 
 
 def test_what_is_no_dataset_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"is no dataset in LeRobot's format: .*info\.json is not there"):
+    with pytest.raises(UserError, match=r"is not a dataset in LeRobot's format: .*info\.json does not exist"):
         read_dataset(tmp_path / "demos")
 
 
 def test_an_interrupted_recording_is_named(tmp_path):
     (tmp_path / "demos.partial").mkdir()
-    with pytest.raises(UserError, match=r"demos\.partial was left when its recording was interrupted: record it again"):
+    with pytest.raises(UserError, match=r"demos\.partial is left of an interrupted recording: record it again"):
         read_dataset(tmp_path / "demos")
 
 
 def test_an_unknown_version_is_named(written):
     change_info(written, codebase_version="v1.6")
-    with pytest.raises(UserError, match=r"info\.json: codebase_version 'v1\.6'; read are v2\.0, v2\.1, v3\.0"):
+    with pytest.raises(UserError, match=r"info\.json: codebase_version 'v1\.6'; supported are v2\.0, v2\.1, v3\.0"):
         read_dataset(written)
 
 
@@ -232,7 +232,7 @@ def test_a_missing_key_is_named(written):
         ('{"episode_index": 0, "tasks": ["a"], "length": "x"}', "meta has a value of the wrong type"),
         ('{"episode_index": %s}' % ("9" * 5000), r"episodes\.jsonl:1: an integer of more than 4300 digits"),
         ("[" * 5000, r"episodes\.jsonl:1: lists and objects are nested"),
-        ("[]", r"episodes\.jsonl:1 is no JSON object"),
+        ("[]", r"episodes\.jsonl:1 is not a JSON object"),
         ("\xff", r"episodes\.jsonl:1: not valid JSON"),
     ],
     ids=lambda value: value[:40],
@@ -258,7 +258,7 @@ def test_a_truncated_file_is_named(written):
 
 def test_a_missing_file_is_named(written):
     next((written / "meta/episodes").rglob("*.parquet")).unlink()
-    with pytest.raises(UserError, match=r"meta/episodes holds no parquet file"):
+    with pytest.raises(UserError, match=r"meta/episodes has no parquet file"):
         opened(written)
 
 
@@ -275,10 +275,10 @@ def replaced(column, values):
     ("change", "message"),
     [
         (lambda table: table.drop_columns(["action"]), r"file-000\.parquet has no column 'action'; it has"),
-        (lambda table: table.slice(0, 15), r"'episode_index' has 4 frames of episode 2, meta/ says 5"),
+        (lambda table: table.slice(0, 15), r"'episode_index' has 4 frames of episode 2, meta/ has 5"),
         (
             replaced("observation.state", pa.array(np.zeros((16, 3)).tolist())),
-            r"'observation\.state' has 3 numbers a frame, meta/info\.json says 2",
+            r"'observation\.state' has 3 numbers per frame, meta/info\.json has 2",
         ),
         (replaced("action", pa.array(["left"] * 16)), r"'action' holds string, not numbers"),
         (
@@ -316,7 +316,7 @@ def test_pictures_of_several_sizes_cannot_be_stacked(tmp_path):
     with DemoWriter(tmp_path / "demos", fps=10, cameras=cameras, state_dim=2, action_dim=1) as writer:
         images = {**demonstration(0, 3).images, "wrist": np.zeros((3, 16, 16, 3), np.uint8)}
         writer.add(Demonstration(**{**fields(demonstration(0, 3)), "images": images, "columns": {}}))
-    with pytest.raises(UserError, match=r"pictures of several sizes.*name those of one size in \[data\] cameras"):
+    with pytest.raises(UserError, match=r"images of several sizes.*set \[data\] cameras to those of one size"):
         opened(tmp_path / "demos")
     chosen = opened(tmp_path / "demos", cameras=(CAMERA,)).read([{"episode": 0, "frame": 0}], horizon=1)
     assert chosen.images.shape == (1, 1, 32, 48, 3)

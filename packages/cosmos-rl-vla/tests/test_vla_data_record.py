@@ -12,7 +12,7 @@ from cosmos_rl_vla.data.config import VLADataConfig
 from cosmos_rl_vla.data.demos import Demonstrations, demonstrated_rows
 from cosmos_rl_vla.data.recording.expert import Expert
 from cosmos_rl_vla.data.recording.record import LOOKS, Manner, record
-from cosmos_rl_vla.data.recording.takes import Series
+from cosmos_rl_vla.data.recording.recordings import Series
 from cosmos_rl_vla.sims.reach import Reach
 
 TASKS = ("red", "blue")
@@ -102,7 +102,7 @@ def test_noise_is_executed_but_not_imitated(tmp_path):
         ({"options": {"colour": 2}}, r"simulator 'reach': .*unexpected keyword argument 'colour'"),
         (
             {"simulator": "cosmos_rl_vla.sims.faulty:Faulty"},
-            r"has no expert: it wants expert_action\(\) and privileged",
+            r"has no expert: it needs expert_action\(\) and privileged",
         ),
         ({"options": {"max_steps": 2}}, r"the expert failed in \d+ of 15 episodes of 'red': give it more time"),
         ({"manner": Manner(speed=(1, 1, 1))}, r"3 speeds for 2 dimensions of an action"),
@@ -136,7 +136,7 @@ def test_progress_is_told_for_each_task_about_ten_times(tmp_path):
     lines = []
     recorded(tmp_path / "demos", tasks=("red",), episodes_per_task=20, looks_per_task=3, progress=lines.append)
     assert [line.split(",")[0] for line in lines[:10]] == [f"red: {n} of 20 episodes" for n in range(2, 21, 2)]
-    assert lines[10:] == [f"red: {n} of 3 pictures of beginnings" for n in (1, 2, 3)]
+    assert lines[10:] == [f"red: {n} of 3 initial observations" for n in (1, 2, 3)]
 
 
 def test_the_command_records(tmp_path):

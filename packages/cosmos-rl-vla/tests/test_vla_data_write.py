@@ -52,7 +52,7 @@ def test_an_interrupted_writing_leaves_a_marker_and_no_dataset(tmp_path):
         demos.add(episode(3))
         raise KeyboardInterrupt
     assert [path.name for path in tmp_path.iterdir()] == ["demos.partial"]
-    with pytest.raises(UserError, match=r"demos\.partial was left when its recording was interrupted"):
+    with pytest.raises(UserError, match=r"demos\.partial is left of an interrupted recording"):
         read_dataset(tmp_path / "demos")
     with writer(tmp_path / "demos") as demos:
         demos.add(episode(3))
@@ -62,7 +62,7 @@ def test_an_interrupted_writing_leaves_a_marker_and_no_dataset(tmp_path):
 def test_a_dataset_is_never_written_over(tmp_path):
     (tmp_path / "demos").mkdir()
     (tmp_path / "demos/kept").touch()
-    with pytest.raises(UserError, match=r"demos is there already: name another directory, or remove it"):
+    with pytest.raises(UserError, match=r"demos exists: name another directory, or remove it"):
         writer(tmp_path / "demos")
 
 

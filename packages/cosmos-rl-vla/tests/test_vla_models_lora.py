@@ -12,7 +12,7 @@ from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_policy
 from cosmos_rl_vla.data.config import VLADataConfig
-from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.sampling import VLASampling
@@ -60,7 +60,7 @@ def inputs():
 
 
 def act(loaded, *, greedy=False):
-    return loaded.model.act(inputs(), draw=Draw(seeds=[1, 2], places=[0, 0]), greedy=greedy)
+    return loaded.model.act(inputs(), randomness=Randomness(seeds=[1, 2], places=[0, 0]), greedy=greedy)
 
 
 @FAMILIES

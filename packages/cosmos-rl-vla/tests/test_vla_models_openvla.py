@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.openvla.config import Critic, tiny
 from cosmos_rl_vla.models.openvla.folder import random_openvla
 from cosmos_rl_vla.models.openvla.model import ActionBins
@@ -29,7 +29,7 @@ def observations(batch=4, *, cameras=2, length=6, seed=0):
 
 
 def draw(batch=4):
-    return Draw(seeds=range(10, 10 + batch), places=[2] * batch)
+    return Randomness(seeds=range(10, 10 + batch), places=[2] * batch)
 
 
 def model_of(config):
@@ -86,7 +86,7 @@ def test_a_uniform_number_draws_the_token_whose_share_it_falls_into():
 @BOTH
 def test_training_finds_the_log_probs_and_values_of_the_rollout(config):
     model, inputs = model_of(replace(config, temperature=1.6)), observations()
-    acted = model.act(inputs, draw=draw())
+    acted = model.act(inputs, randomness=draw())
     evaluated = model.evaluate(inputs, acted.replay, with_entropy=True)
     assert acted.actions.shape == acted.logprobs.shape == (4, config.horizon, config.action_dim)
     torch.testing.assert_close(evaluated.logprobs, acted.logprobs, atol=1e-5, rtol=1e-5)
@@ -97,7 +97,7 @@ def test_training_finds_the_log_probs_and_values_of_the_rollout(config):
 
 def test_the_distribution_is_that_of_a_plain_llama_over_the_last_real_ids():
     model, inputs = model_of(replace(OPENVLA, temperature=1.6)), chosen(observations(), 0)
-    acted = model.act(inputs, draw=draw(1))
+    acted = model.act(inputs, randomness=draw(1))
     tokens, language = acted.replay["tokens"][0].long(), model.language_model
     pictures = model.projector(model.vision_backbone(inputs.images))
     words = language.model.embed_tokens(inputs.tokens)
@@ -110,8 +110,8 @@ def test_the_distribution_is_that_of_a_plain_llama_over_the_last_real_ids():
 @BOTH
 def test_an_episode_draws_the_same_alone_and_among_others(config):
     model, inputs = model_of(config), observations()
-    together = model.act(inputs, draw=draw())
-    alone = model.act(chosen(inputs, 1), draw=Draw(seeds=[11], places=[2]))
+    together = model.act(inputs, randomness=draw())
+    alone = model.act(chosen(inputs, 1), randomness=Randomness(seeds=[11], places=[2]))
     assert torch.equal(alone.replay["tokens"], together.replay["tokens"][1:2])
     torch.testing.assert_close(alone.logprobs, together.logprobs[1:2], atol=1e-5, rtol=1e-5)
 
@@ -120,7 +120,7 @@ def test_an_episode_draws_the_same_alone_and_among_others(config):
 def test_words_that_are_not_there_are_not_read(config):
     model, inputs = model_of(config), chosen(observations(), 1)
     shorter = replace(inputs, tokens=inputs.tokens[:, :2], token_mask=inputs.token_mask[:, :2])
-    acted = model.act(inputs, draw=draw(1))
+    acted = model.act(inputs, randomness=draw(1))
     same = model.evaluate(shorter, acted.replay)
     torch.testing.assert_close(same.logprobs, acted.logprobs, atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(same.values, acted.values, atol=1e-5, rtol=1e-5)
@@ -147,10 +147,10 @@ def test_tokens_of_a_chunk_of_oft_are_independent_of_one_another():
 @BOTH
 def test_greedy_takes_the_likeliest_and_says_nothing_of_chance(config):
     model, inputs = model_of(config), observations()
-    acted = model.act(inputs, draw=draw(), greedy=True)
+    acted = model.act(inputs, randomness=draw(), greedy=True)
     cold = random_openvla(replace(config, temperature=1e-4), seed=0)
     cold.load_state_dict(model.state_dict())
-    assert torch.equal(acted.actions, cold.act(inputs, draw=draw()).actions)
+    assert torch.equal(acted.actions, cold.act(inputs, randomness=draw()).actions)
     assert not acted.logprobs.any() and not acted.replay
 
 
@@ -159,13 +159,13 @@ def test_every_camera_is_seen(camera):
     model, inputs = model_of(OFT), observations(1)
     images = inputs.images.clone()
     images[:, camera] = 0
-    acted = model.act(inputs, draw=draw(1))
+    acted = model.act(inputs, randomness=draw(1))
     assert not torch.allclose(model.evaluate(replace(inputs, images=images), acted.replay).logprobs, acted.logprobs)
 
 
 def test_state_is_read_up_to_its_bounds():
     model, inputs = model_of(OFT), replace(observations(1), state=torch.tensor([[1.0, -1.0, 0.2, 0.3]]))
-    acted = model.act(inputs, draw=draw(1))
+    acted = model.act(inputs, randomness=draw(1))
     beyond, other = (replace(inputs, state=torch.tensor([[x, -9.0, 0.2, 0.3]])) for x in (5.0, 0.5))
     assert torch.equal(model.evaluate(beyond, acted.replay).logprobs, model.evaluate(inputs, acted.replay).logprobs)
     assert not torch.allclose(model.evaluate(other, acted.replay).logprobs, acted.logprobs)
@@ -174,14 +174,14 @@ def test_state_is_read_up_to_its_bounds():
 @pytest.mark.parametrize(("per", "count"), [("none", 0), ("chunk", 1), ("action", 3)])
 def test_a_critic_gives_as_many_values_as_it_was_asked_for(per, count):
     model = random_openvla(replace(OFT, critic=Critic(per=per, hidden=(8,))), seed=0)
-    assert model.act(observations(), draw=draw()).values.shape == (4, count) and model.value_dim == count
+    assert model.act(observations(), randomness=draw()).values.shape == (4, count) and model.value_dim == count
 
 
 @pytest.mark.parametrize("detach", [True, False])
 def test_the_critics_gradient_stays_in_it_if_it_is_detached(detach):
     model = random_openvla(replace(OFT, critic=Critic(hidden=(8,), detach=detach)), seed=0)
     inputs = observations()
-    model.evaluate(inputs, model.act(inputs, draw=draw()).replay).values.sum().backward()
+    model.evaluate(inputs, model.act(inputs, randomness=draw()).replay).values.sum().backward()
     moved = {name.partition(".")[0] for name, p in model.named_parameters() if p.grad is not None}
     assert "value_head" in moved and (moved == {"value_head"}) == detach
 
@@ -192,7 +192,7 @@ def test_imitation_is_cross_entropy_of_the_demonstrated_tokens(config):
     actions = torch.linspace(-1.2, 1, 2 * config.horizon * config.action_dim).view(2, config.horizon, -1)
     mask = torch.ones(2, config.horizon, dtype=torch.bool)
     mask[1] = False
-    loss = model.supervised(inputs, actions, mask, draw=draw(2)).loss
+    loss = model.supervised(inputs, actions, mask, randomness=draw(2)).loss
     model.config = replace(config, temperature=1.0)
     logprobs = model.evaluate(inputs, {"tokens": model.bins.encode(actions)}).logprobs
     torch.testing.assert_close(loss, torch.stack([-logprobs[0].mean(), torch.tensor(0.0)]), atol=1e-5, rtol=1e-5)
@@ -206,9 +206,9 @@ def test_a_policy_learns_what_it_is_shown(config):
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     for _ in range(25):
         optimizer.zero_grad()
-        model.supervised(inputs, actions, mask, draw=draw(2)).loss.mean().backward()
+        model.supervised(inputs, actions, mask, randomness=draw(2)).loss.mean().backward()
         optimizer.step()
-    acted = model.act(inputs, draw=draw(2), greedy=True).actions
+    acted = model.act(inputs, randomness=draw(2), greedy=True).actions
     assert (acted - actions).abs().max() < 0.01
 
 
@@ -223,5 +223,5 @@ def test_pictures_are_stretched_from_their_middle():
 def test_sizes_that_do_not_fit_are_named():
     with pytest.raises(ValueError, match="no room for 256 action tokens"):
         replace(OFT, language={**OFT.language, "vocab_size": 300}).check()
-    with pytest.raises(ValueError, match=r"towers see \[4, 8\] patches"):
+    with pytest.raises(ValueError, match=r"towers have \[4, 8\] patches"):
         replace(OFT, towers=(OFT.towers[0], replace(OFT.towers[1], patch_size=4))).check()

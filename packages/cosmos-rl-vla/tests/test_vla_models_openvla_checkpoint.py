@@ -13,7 +13,7 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats, Gripper
-from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.models.instructions import Instructions
@@ -40,7 +40,7 @@ def observations():
 
 
 def act(loaded):
-    return loaded.model.act(observations(), draw=Draw(seeds=[1, 2], places=[0, 0]))
+    return loaded.model.act(observations(), randomness=Randomness(seeds=[1, 2], places=[0, 0]))
 
 
 @pytest.fixture
@@ -189,7 +189,7 @@ def test_proprioception_is_read_if_its_projector_is_there(tmp_path):
 def test_what_a_public_directory_does_not_say_is_asked_for(tmp_path):
     with pytest.raises(UserError, match='set \\[model\\] family to "openvla" or "openvla_oft"'):
         read_config(public(tmp_path), family=None, action_dim=7)
-    with pytest.raises(UserError, match="vision towers resnet; known are vit_large"):
+    with pytest.raises(UserError, match="vision towers resnet; supported are vit_large"):
         read_config(public(tmp_path, timm_model_ids=["resnet"]), family="openvla", action_dim=7)
     with pytest.raises(UserError, match="language model of type 'phi'"):
         read_config(public(tmp_path, text_config={"model_type": "phi"}), family="openvla", action_dim=7)
@@ -261,7 +261,7 @@ def test_the_prompt_is_openvlas(tmp_path):
 
 def test_a_tokenizer_of_another_family_is_named(tmp_path):
     Tokenizer(WordLevel({"<unk>": 0}, unk_token="<unk>")).save(str(tmp_path / "tokenizer.json"))
-    with pytest.raises(UserError, match=r"has no token <s>, .* take Llama 2's tokenizer"):
+    with pytest.raises(UserError, match=r"has no token <s>, .* use Llama 2's tokenizer"):
         Instructions.load(tmp_path, format="openvla", max_length=40)
 
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 from vla_fixtures import small_pi
 
-from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.noise import Noise
 from cosmos_rl_vla.models.pi.backbone import to_pixels
 from cosmos_rl_vla.models.pi.config import ValueSize, tiny
@@ -32,7 +32,7 @@ def observations(batch=4, *, cameras=1, length=5, seed=0):
 
 
 def draw(batch=4):
-    return Draw(seeds=range(10, 10 + batch), places=[2] * batch)
+    return Randomness(seeds=range(10, 10 + batch), places=[2] * batch)
 
 
 def model_of(config, *, stirred=True):
@@ -61,7 +61,7 @@ NOISES = [
 @pytest.mark.parametrize("config", [CONFIG, PI0], ids=["pi05", "pi0"])
 def test_training_finds_the_log_probs_and_values_of_the_rollout(config, noise):
     model, inputs = model_of(replace(config, noise=noise)), observations()
-    acted = model.act(inputs, draw=draw())
+    acted = model.act(inputs, randomness=draw())
     evaluated = model.evaluate(inputs, acted.replay, with_entropy=True)
     assert acted.actions.shape == acted.logprobs.shape == evaluated.logprobs.shape == (4, 3, 2)
     torch.testing.assert_close(evaluated.logprobs, acted.logprobs, atol=1e-5, rtol=0)
@@ -72,29 +72,29 @@ def test_training_finds_the_log_probs_and_values_of_the_rollout(config, noise):
 @pytest.mark.parametrize("noise", NOISES, ids=lambda noise: f"{noise.kind}-{noise.steps}-{noise.ignore_last}")
 def test_a_sample_draws_the_same_alone_and_in_a_batch(noise):
     model, inputs = model_of(replace(CONFIG, noise=noise)), observations()
-    together = model.act(inputs, draw=draw())
-    alone = model.act(inputs.select(torch.tensor([2])), draw=Draw(seeds=[12], places=[2]))
+    together = model.act(inputs, randomness=draw())
+    alone = model.act(inputs.select(torch.tensor([2])), randomness=Randomness(seeds=[12], places=[2]))
     torch.testing.assert_close(alone.actions[0], together.actions[2], atol=1e-5, rtol=0)
     torch.testing.assert_close(alone.logprobs[0], together.logprobs[2], atol=1e-4, rtol=0)
 
 
 def test_another_place_or_seed_draws_something_else():
     model, inputs = model_of(CONFIG), observations(1)
-    draws = [Draw(seeds=[1], places=[0]), Draw(seeds=[1], places=[1]), Draw(seeds=[2], places=[0])]
-    actions = [model.act(inputs, draw=draw).actions for draw in draws]
+    draws = [Randomness(seeds=[1], places=[0]), Randomness(seeds=[1], places=[1]), Randomness(seeds=[2], places=[0])]
+    actions = [model.act(inputs, randomness=draw).actions for draw in draws]
     assert not torch.allclose(actions[0], actions[1])
     assert not torch.allclose(actions[0], actions[2])
 
 
 def test_a_random_step_is_drawn_for_each_sample_and_covers_all_that_may_draw():
     model = model_of(replace(CONFIG, num_steps=4, noise=Noise(kind="sde", level=0.5, steps="random", ignore_last=True)))
-    index = model.act(observations(40), draw=draw(40)).replay["index"]
+    index = model.act(observations(40), randomness=draw(40)).replay["index"]
     assert sorted(set(index.flatten().tolist())) == [0, 1, 2]
 
 
 def test_the_log_prob_is_of_the_stochastic_step_alone():
     model, inputs = model_of(CONFIG), observations()
-    acted = model.act(inputs, draw=draw())
+    acted = model.act(inputs, randomness=draw())
     before, after = acted.replay["before"][:, 0], acted.replay["after"][:, 0]
     prefix = model.backbone(inputs)
     velocity = model.denoiser(before, tau=torch.full((4,), 1 / 3), state=inputs.state, prefix=prefix).velocity
@@ -105,7 +105,7 @@ def test_the_log_prob_is_of_the_stochastic_step_alone():
 
 def test_the_joint_log_prob_is_the_mean_over_the_steps_and_the_first_noise():
     model, inputs = model_of(replace(CONFIG, noise=Noise(kind="fixed", level=0.3, steps="all"))), observations()
-    acted = model.act(inputs, draw=draw())
+    acted = model.act(inputs, randomness=draw())
     prefix, before, after = model.backbone(inputs), acted.replay["before"], acted.replay["after"]
     logprobs = [torch.distributions.Normal(0.0, 1.0).log_prob(before[:, 0, :3, :2])]
     for step in range(3):
@@ -118,7 +118,7 @@ def test_the_joint_log_prob_is_the_mean_over_the_steps_and_the_first_noise():
 
 def test_a_greedy_policy_follows_the_ode():
     model, inputs = model_of(CONFIG), observations()
-    acted = model.act(inputs, draw=draw(), greedy=True)
+    acted = model.act(inputs, randomness=draw(), greedy=True)
     x = torch.from_numpy(np.stack([g.standard_normal((4, 5), dtype=np.float32) for g in draw().generators()]))
     prefix = model.backbone(inputs)
     for step in range(3):
@@ -136,7 +136,7 @@ def test_padding_of_the_instruction_changes_nothing():
         tokens=torch.nn.functional.pad(inputs.tokens, (0, 3), value=7),
         token_mask=torch.nn.functional.pad(inputs.token_mask, (0, 3)),
     )
-    acted, padded = (model.act(x, draw=draw()) for x in (inputs, longer))
+    acted, padded = (model.act(x, randomness=draw()) for x in (inputs, longer))
     torch.testing.assert_close(acted.actions, padded.actions, atol=1e-5, rtol=0)
     torch.testing.assert_close(acted.values, padded.values, atol=1e-5, rtol=0)
 
@@ -146,14 +146,14 @@ def test_padding_of_the_instruction_changes_nothing():
 def test_actions_depend_on_all_that_is_seen(config, changed):
     model, inputs = model_of(config), observations()
     other = replace(inputs, **{changed: getattr(observations(seed=1), changed)})
-    acted, differently = (model.act(x, draw=draw(), greedy=True) for x in (inputs, other))
+    acted, differently = (model.act(x, randomness=draw(), greedy=True) for x in (inputs, other))
     assert (acted.actions - differently.actions).abs().max() > 1e-4
 
 
 def test_the_critic_does_not_move_what_it_reads():
     for config in (CONFIG, PI0):
         model, inputs = model_of(config), observations()
-        acted = model.act(inputs, draw=draw())
+        acted = model.act(inputs, randomness=draw())
         model.evaluate(inputs, acted.replay).values.sum().backward()
         moved = {name.split(".")[0] for name, parameter in model.named_parameters() if parameter.grad is not None}
         assert moved == {"value_head"}
@@ -161,7 +161,7 @@ def test_the_critic_does_not_move_what_it_reads():
 
 def test_the_critic_moves_the_trunk_where_it_is_asked_to():
     model, inputs = model_of(replace(CONFIG, value=ValueSize(hidden=(16,), detach=False))), observations()
-    acted = model.act(inputs, draw=draw())
+    acted = model.act(inputs, randomness=draw())
     model.evaluate(inputs, acted.replay).values.sum().backward()
     assert model.backbone.state_in.weight.grad.abs().sum() > 0
 
@@ -172,19 +172,19 @@ def test_values_come_one_a_chunk_or_one_an_action(place, pool):
     for per, count in (("chunk", 1), ("action", 3)):
         value = ValueSize(place=place, per=per, pool=pool, hidden=(16,))
         model = model_of(replace(CONFIG, value=value, noise=Noise(kind="learned", steps="all")))
-        acted = model.act(observations(), draw=draw())
+        acted = model.act(observations(), randomness=draw())
         assert acted.values.shape == (4, count) == (4, model.value_dim)
         torch.testing.assert_close(model.evaluate(observations(), acted.replay).values, acted.values)
 
 
 def test_a_model_without_critic_has_no_values():
     model = model_of(replace(CONFIG, value=ValueSize(place="none")))
-    assert model.act(observations(), draw=draw()).values.shape == (4, 0)
+    assert model.act(observations(), randomness=draw()).values.shape == (4, 0)
 
 
 def test_the_learned_std_has_gradient_and_entropy():
     model, inputs = model_of(replace(CONFIG, noise=Noise(kind="learned", steps="last"))), observations()
-    acted = model.act(inputs, draw=draw())
+    acted = model.act(inputs, randomness=draw())
     evaluated = model.evaluate(inputs, acted.replay, with_entropy=True)
     low, high = (0.5 * np.log(2 * np.pi * np.e * std**2) for std in (0.08, 0.16))
     assert low <= evaluated.entropy.min() <= evaluated.entropy.max() <= high
@@ -195,7 +195,7 @@ def test_the_learned_std_has_gradient_and_entropy():
 def test_supervised_loss_is_that_of_the_velocity_over_real_dimensions():
     model, inputs = model_of(CONFIG), observations()
     actions, mask = torch.randn(4, 4, 2), torch.tensor([[True, True, True, False]] * 3 + [[False] * 4])
-    losses = model.supervised(inputs, actions, mask, draw=draw())
+    losses = model.supervised(inputs, actions, mask, randomness=draw())
     generator = draw().generators()[1]
     tau = torch.tensor([0.999 * generator.random() ** (2 / 3) + 0.001], dtype=torch.float32)
     noise = torch.from_numpy(generator.standard_normal((1, 4, 5)).astype(np.float32))
@@ -212,7 +212,7 @@ def test_supervised_loss_is_that_of_the_velocity_over_real_dimensions():
 def test_padded_dimensions_do_not_count():
     model, inputs = model_of(CONFIG), observations()
     mask = torch.ones(4, 4, dtype=torch.bool)
-    model.supervised(inputs, torch.randn(4, 4, 2), mask, draw=draw()).loss.sum().backward()
+    model.supervised(inputs, torch.randn(4, 4, 2), mask, randomness=draw()).loss.sum().backward()
     assert model.denoiser.action_out_proj.weight.grad[2:].abs().sum() == 0
     assert model.denoiser.action_out_proj.weight.grad[:2].abs().sum() > 0
 
@@ -221,7 +221,7 @@ def test_auxiliary_targets_train_the_backbone_where_they_are():
     model, inputs = model_of(replace(CONFIG, aux_dim=2)), observations()
     aux = torch.tensor([[1.0, torch.nan]] * 3 + [[torch.nan, torch.nan]])
     mask = torch.zeros(4, 4, dtype=torch.bool)
-    losses = model.supervised(inputs, torch.zeros(4, 4, 2), mask, draw=draw(), aux=aux)
+    losses = model.supervised(inputs, torch.zeros(4, 4, 2), mask, randomness=draw(), aux=aux)
     assert losses.loss.tolist() == [0.0] * 4
     assert losses.aux[0] > 0
     assert losses.aux[3] == 0
@@ -234,7 +234,11 @@ def test_auxiliary_targets_train_the_backbone_where_they_are():
 def test_auxiliary_targets_for_a_model_without_say_so():
     with pytest.raises(ValueError, match="aux_dim"):
         model_of(CONFIG).supervised(
-            observations(), torch.zeros(4, 4, 2), torch.ones(4, 4, dtype=torch.bool), draw=draw(), aux=torch.zeros(4, 1)
+            observations(),
+            torch.zeros(4, 4, 2),
+            torch.ones(4, 4, dtype=torch.bool),
+            randomness=draw(),
+            aux=torch.zeros(4, 1),
         )
 
 
@@ -244,11 +248,13 @@ def test_flow_matching_learns_to_imitate():
     optimizer = torch.optim.Adam(model.parameters(), lr=3e-3)
     for step in range(150):
         mask = torch.ones(8, 4, dtype=torch.bool)
-        loss = model.supervised(inputs, target, mask, draw=Draw(seeds=range(8), places=[step] * 8)).loss.mean()
+        loss = model.supervised(
+            inputs, target, mask, randomness=Randomness(seeds=range(8), places=[step] * 8)
+        ).loss.mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-    acted = model.act(inputs, draw=draw(8), greedy=True)
+    acted = model.act(inputs, randomness=draw(8), greedy=True)
     assert (acted.actions - target[:, :3]).abs().mean() < 0.15
 
 
@@ -269,7 +275,7 @@ def test_layers_may_be_computed_again_in_the_backward_pass():
                 block.forward = lambda *args, forward=forward, **kwargs: checkpoint(
                     forward, *args, use_reentrant=False, **kwargs
                 )
-        acted = model.act(inputs, draw=draw())
+        acted = model.act(inputs, randomness=draw())
         model.evaluate(inputs, acted.replay).logprobs.sum().backward()
         return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -282,9 +288,9 @@ def test_layers_may_be_computed_again_in_the_backward_pass():
 @pytest.mark.parametrize("config", [CONFIG, PI0], ids=["pi05", "pi0"])
 def test_half_precision_keeps_rollout_and_training_equal(config):
     model, inputs = model_of(config), observations()
-    exact = model.act(inputs, draw=draw())
-    model.hold(torch.bfloat16)
-    acted = model.act(inputs, draw=draw())
+    exact = model.act(inputs, randomness=draw())
+    model.cast_parameters(torch.bfloat16)
+    acted = model.act(inputs, randomness=draw())
     evaluated = model.evaluate(inputs, acted.replay)
     assert acted.actions.dtype == acted.logprobs.dtype == acted.values.dtype == torch.float32
     torch.testing.assert_close(evaluated.logprobs, acted.logprobs, atol=1e-5, rtol=0)
@@ -294,7 +300,7 @@ def test_half_precision_keeps_rollout_and_training_equal(config):
 def test_a_simulator_without_cameras_is_read_by_its_state():
     model, inputs = model_of(CONFIG), observations()
     blind = replace(inputs, images=torch.zeros(4, 0, 1, 1, 3, dtype=torch.uint8))
-    acted = model.act(blind, draw=draw())
+    acted = model.act(blind, randomness=draw())
     torch.testing.assert_close(model.evaluate(blind, acted.replay).logprobs, acted.logprobs)
 
 
@@ -336,7 +342,7 @@ def test_the_tiny_preset_is_as_small_as_it_says():
         ({"horizon": 5}, "horizon 5"),
         ({"action_dim": 7}, "action_dim 7"),
         ({"vision": replace(CONFIG.vision, patch_size=5)}, "patch_size"),
-        ({"noise": Noise(kind="cps", level=0.5)}, "draws nothing"),
+        ({"noise": Noise(kind="cps", level=0.5)}, "samples nothing"),
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(change, said):

@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 from vla_fixtures import small_pi
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import make
 from cosmos_rl_vla.models.instructions import word_instructions
@@ -22,7 +22,7 @@ from cosmos_rl_vla.models.pi.model import PiModel
 
 PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))
 PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=ValueSize(hidden=(16,)))
-DRAW = Draw(seeds=[1, 2], places=[0, 0])
+DRAW = Randomness(seeds=[1, 2], places=[0, 0])
 
 
 def observations(*, cameras=2):
@@ -49,7 +49,7 @@ def test_a_saved_model_acts_as_it_did(config, tmp_path):
     assert fresh == []
     assert loaded.config == config
     for name in ("actions", "logprobs", "values"):
-        wanted, found = (getattr(m.act(observations(), draw=DRAW), name) for m in (model, loaded))
+        wanted, found = (getattr(m.act(observations(), randomness=DRAW), name) for m in (model, loaded))
         assert torch.equal(wanted, found)
 
 

@@ -58,7 +58,7 @@ def test_a_state_is_cut_into_256_bins_of_the_unit_range():
 
 
 def test_an_instruction_that_is_too_long_is_named():
-    with pytest.raises(ValueError, match=r"5 tokens, at most 4.*open the faucet now"):
+    with pytest.raises(ValueError, match=r"5 tokens, the maximum is 4.*open the faucet now"):
         word_instructions(TEXTS, max_length=4)(["open the faucet now"], NO_STATES[:1])
 
 

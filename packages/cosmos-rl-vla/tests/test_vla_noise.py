@@ -7,7 +7,7 @@ import pytest
 import torch
 from vla_fixtures import small_pi
 
-from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.noise import Noise
 from cosmos_rl_vla.models.pi.folder import random_pi
 
@@ -29,7 +29,9 @@ def test_a_batch_of_several_versions_is_trained_with_the_noise_of_each(kind):
         tokens=torch.ones(2, 4, dtype=torch.int64),
         token_mask=torch.ones(2, 4, dtype=torch.bool),
     )
-    acted = [model.act(inputs, draw=Draw(seeds=[1, 2], places=[0, 0], version=version)) for version in (0, 8)]
+    acted = [
+        model.act(inputs, randomness=Randomness(seeds=[1, 2], places=[0, 0], version=version)) for version in (0, 8)
+    ]
     assert [a.replay["level"].tolist() for a in acted] == [pytest.approx([level] * 2) for level in (0.4, 0.16)]
     rows = torch.tensor([0, 3])  # the first sample by version 0, the second by version 8
     replay = {name: torch.cat([a.replay[name] for a in acted])[rows] for name in acted[0].replay}
@@ -45,9 +47,9 @@ def test_with_less_noise_an_action_comes_nearer_to_the_greedy_one():
         tokens=torch.ones(64, 4, dtype=torch.int64),
         token_mask=torch.ones(64, 4, dtype=torch.bool),
     )
-    draws = [Draw(seeds=range(64), places=[0] * 64, version=version) for version in (0, 10)]
-    greedy = model.act(inputs, draw=draws[0], greedy=True).actions
-    spread = [float((model.act(inputs, draw=draw).actions - greedy).square().mean().sqrt()) for draw in draws]
+    draws = [Randomness(seeds=range(64), places=[0] * 64, version=version) for version in (0, 10)]
+    greedy = model.act(inputs, randomness=draws[0], greedy=True).actions
+    spread = [float((model.act(inputs, randomness=draw).actions - greedy).square().mean().sqrt()) for draw in draws]
     assert math.isclose(spread[0], 4 * spread[1], rel_tol=1e-4)
     assert spread[0] == pytest.approx(0.4, rel=0.1)
 
@@ -55,14 +57,14 @@ def test_with_less_noise_an_action_comes_nearer_to_the_greedy_one():
 @pytest.mark.parametrize(
     ("noise", "num_steps", "said"),
     [
-        (Noise(kind="cps", level=0.5, steps="last"), 4, "draws nothing"),
+        (Noise(kind="cps", level=0.5, steps="last"), 4, "samples nothing"),
         (Noise(steps="last", ignore_last=True), 4, "ignore_last"),
         (Noise(steps="all", ignore_last=True), 1, "2 or more"),
         (Noise(kind="cps", level=0.5, steps="all"), 1, "single"),
         (Noise(level=0.0), 4, "level"),
         (Noise(std_low=0.2, std_high=0.1), 4, "std_low"),
-        (Noise(level_end=0.1), 4, "go together"),
-        (Noise(level_steps=10), 4, "go together"),
+        (Noise(level_end=0.1), 4, "level_end and level_steps together"),
+        (Noise(level_steps=10), 4, "level_end and level_steps together"),
         (Noise(kind="cps", level=0.5, level_end=1.5, level_steps=10, steps="random"), 4, "level 1.5"),
         (Noise(kind="learned", level_end=0.1, level_steps=10), 4, "has no level"),
     ],

@@ -168,7 +168,7 @@ def test_the_limit_is_kept_here(og):
 
 def test_one_a_process_and_one_activity(og):
     simulator = Behavior(task=TASK)
-    with pytest.raises(UserError, match=r"once in a process: set \[rollout.options\] slots = 1"):
+    with pytest.raises(UserError, match=r"once per process: set \[rollout.options\] slots = 1"):
         Behavior(task=TASK)
     with pytest.raises(UserError, match="made for turning_on_radio and cannot play picking_up_trash"):
         simulator.reset("picking_up_trash", 0)

@@ -31,7 +31,7 @@ def test_what_plays_is_shown_and_timed(tmp_path):
     ("where", "probe", "advice"),
     [
         (f"{SIMS}.reach:Reach", Probe("mauve"), "no task 'mauve'"),
-        (f"{SIMS}.faulty:Faulty", Probe("red", {"at_start": "user"}), "the simulator wants another machine"),
+        (f"{SIMS}.faulty:Faulty", Probe("red", {"at_start": "user"}), "the simulator needs another machine"),
         (f"{SIMS}.faulty:Faulty", Probe("red", {"at_start": "exit"}), "about to exit"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.rows import describe
-from cosmos_rl_vla.sims.maniskill.scene import Look
+from cosmos_rl_vla.sims.maniskill.scene import SceneOptions
 from cosmos_rl_vla.sims.maniskill.simulator import ManiSkill, ManiSkillBatch
 
 TASK = "PickCube-v1"
@@ -114,7 +114,7 @@ def test_an_episode_is_what_was_recorded(maniskill):
 
 def test_the_recorded_limits_of_actions_are_those_of_the_spec():
     space = RECORDED["action_space"]
-    spec = Look().spec
+    spec = SceneOptions().spec
     assert (list(spec.action_low), list(spec.action_high)) == (space["low"], space["high"])
 
 
@@ -186,9 +186,9 @@ def test_what_maniskill_refuses_is_told_with_what_to_do(maniskill, options, mess
 
 
 def test_what_a_gpu_batch_cannot_do(maniskill):
-    with pytest.raises(UserError, match="physics on a GPU needs one of NVIDIA's"):
+    with pytest.raises(UserError, match="physics on a GPU needs an NVIDIA GPU"):
         ManiSkillBatch(slots=2, task=TASK, image_size=17)
-    with pytest.raises(UserError, match="PegInsertionSide-v1 draws sizes of objects"):
+    with pytest.raises(UserError, match="PegInsertionSide-v1 randomises sizes of objects"):
         ManiSkillBatch(slots=2, task="PegInsertionSide-v1")
     with pytest.raises(UserError, match="made for PickCube-v1 and cannot play PushCube-v1"):
         ManiSkillBatch(slots=2, task=TASK).reset(0, task="PushCube-v1", init=0)

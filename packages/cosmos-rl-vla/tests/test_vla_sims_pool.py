@@ -190,7 +190,7 @@ def test_success_forgives_faults():
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
-        ({"at_start": "user"}, UserError, "wants another machine"),
+        ({"at_start": "user"}, UserError, "needs another machine"),
         ({"colour": 3}, UserError, "unexpected keyword argument 'colour'"),
         ({"at_start": "exit"}, WorkerFailed, r"exit code 3[\s\S]*about to exit"),
         ({"at_start": "raise"}, WorkerFailed, "out of order"),

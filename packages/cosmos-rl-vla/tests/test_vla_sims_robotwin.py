@@ -120,7 +120,7 @@ def test_an_episode_is_cut_off_here_and_not_by_robotwin(clone):
 def test_no_layout_at_all_is_an_episode_lost(clone, monkeypatch):
     simulator = RoboTwin()
     monkeypatch.setattr("cosmos_rl_vla.sims.robotwin._NEXT_SEED", 0)
-    with pytest.raises(SimulatorError, match="come to no rest with 20 seeds from 8"):
+    with pytest.raises(SimulatorError, match="do not come to rest with 20 seeds from 8"):
         simulator.reset(TASK, 8)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.engines import steady
-from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
 
@@ -36,8 +36,10 @@ def test_what_a_policy_says_does_not_depend_on_who_else_asks(family):
     )
 
     def act(places):
-        draw = Draw(seeds=places, places=[0] * len(places))
-        return steady.act(model, inputs.select(torch.tensor(places)), draw=draw, greedy=False, rows=ROWS, length=LENGTH)
+        draw = Randomness(seeds=places, places=[0] * len(places))
+        return steady.act(
+            model, inputs.select(torch.tensor(places)), randomness=draw, greedy=False, rows=ROWS, length=LENGTH
+        )
 
     together = act(list(range(COUNT)))
     for places in ([3], [9, 3], [10, 7, 5, 3, 0]):

@@ -1,7 +1,7 @@
-"""Between a model's numbers and a simulator's: statistics of the demonstrations, saved as `action_stats.json`.
+"""Converts between a model's actions and a simulator's, with statistics saved as `action_stats.json`.
 
-    demonstrations -- normalise --> what a model is trained to give
-    what a model gives -- unnormalise, gripper --> what a simulator takes
+    demonstrations -- normalise --> targets of the model
+    outputs of the model -- unnormalise, gripper --> actions of the simulator
 
 No torch here.
 """
@@ -26,16 +26,16 @@ _GRIPPER = ("dim", "unit", "binary", "invert")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gripper:
-    """What is done to a gripper's number after un-normalisation, in the order of the fields. OpenVLA on LIBERO: all."""
+    """Steps applied to a gripper's value after un-normalisation, in the order of the fields. OpenVLA on LIBERO: all."""
 
     dim: int
-    """Which dimension; -1 is the last."""
+    """Index of the dimension; -1 is the last."""
     unit: bool = False
-    """It lies in [0, 1]: stretch it to [-1, 1]."""
+    """Scale it from [0, 1] to [-1, 1]."""
     binary: bool = False
-    """Take its sign; 0 opens as 1 does."""
+    """Take its sign; the sign of 0 is 1."""
     invert: bool = False
-    """Turn its sign, where the simulator closes with what the demonstrations open with."""
+    """Negate it, for a simulator whose sign is opposite to the demonstrations'."""
 
     def apply(self, actions: np.ndarray) -> np.ndarray:
         """[..., D] -> [..., D]."""
@@ -51,21 +51,21 @@ class Gripper:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionStats:
-    """What is saved beside a policy: without it, its numbers mean nothing."""
+    """Statistics saved beside a policy, which scale its outputs."""
 
     action: Spread
     state: Spread | None = None
-    """Of proprioception; None hands it to the model as it is."""
+    """Statistics of proprioception; None leaves it unnormalised."""
     gripper: Gripper | None = None
 
     @classmethod
     def unit(cls, dims: int) -> ActionStats:
-        """Return statistics that change nothing: of actions that lie in [-1, 1] already."""
+        """Return the identity, for actions in [-1, 1]."""
         one = np.ones(dims, np.float32)
         return cls(action=Spread.between(-one, one))
 
     def normalise(self, actions: np.ndarray) -> np.ndarray:
-        """Demonstrated actions [..., D] -> what a model is trained to give."""
+        """Demonstrated actions [..., D] -> targets of the model."""
         return self.action.normalise(actions)
 
     def unnormalise(self, actions: np.ndarray) -> np.ndarray:
@@ -74,24 +74,24 @@ class ActionStats:
         return actions if self.gripper is None else self.gripper.apply(actions)
 
     def normalise_state(self, state: np.ndarray) -> np.ndarray:
-        """Proprioception [..., n] -> what a model reads, float32."""
+        """Proprioception [..., n] -> input of the model, float32."""
         return state.astype(np.float32) if self.state is None else self.state.normalise(state)
 
     def check(self, *, action_dim: int, state_dim: int) -> None:
-        """Raise UserError unless these are statistics of actions and states of that many dimensions."""
+        """Raise UserError unless the statistics have these dimensions of actions and states."""
         if len(self.action) != action_dim:
             raise UserError(
-                f"statistics of {len(self.action)}-dimensional actions, a simulator of {action_dim}: take the "
+                f"statistics of {len(self.action)}-dimensional actions, a simulator of {action_dim}: use the "
                 f"{FILE} of demonstrations made in this simulator"
             )
         if self.state is not None and len(self.state) != state_dim:
             raise UserError(
-                f"statistics of {len(self.state)}-dimensional states, a simulator of {state_dim}: take the "
+                f"statistics of {len(self.state)}-dimensional states, a simulator of {state_dim}: use the "
                 f"{FILE} of demonstrations made in this simulator"
             )
         if self.gripper is not None and not -action_dim <= self.gripper.dim < action_dim:
             raise UserError(
-                f"gripper.dim {self.gripper.dim} of {action_dim}-dimensional actions: want 0 .. {action_dim - 1}"
+                f"gripper.dim {self.gripper.dim} of {action_dim}-dimensional actions: must be 0 .. {action_dim - 1}"
             )
 
     def save(self, directory: Path) -> None:
@@ -105,7 +105,7 @@ class ActionStats:
 
     @classmethod
     def beside(cls, directory: Path, *, family: str = "") -> ActionStats | None:
-        """Return the statistics of a model's directory, ours, lerobot's or openpi's; None where it holds none."""
+        """Return the statistics of a model's directory, ours, lerobot's or openpi's; None without any."""
         there = (directory / FILE).is_file() or has_lerobot_spreads(directory) or openpi_file(directory) is not None
         return cls.load(directory, family=family) if there else None
 
@@ -113,8 +113,8 @@ class ActionStats:
     def load(cls, path: Path, *, family: str = "") -> ActionStats:
         """Read `action_stats.json`, from the file or its directory. Raises UserError.
 
-        What others publish is read too: openpi's norm_stats.json, and a directory that lerobot or openpi saved.
-        family: of the model, which decides what is read of openpi's file.
+        Also reads openpi's norm_stats.json, and a directory saved by lerobot or openpi.
+        family: of the model, which selects the statistics in openpi's file.
         """
         if path.is_dir() and not (path / FILE).is_file() and (path / LEROBOT_FILE).is_file():
             return _of_spreads(lerobot_spreads(path), origin=path / LEROBOT_FILE)
@@ -124,11 +124,11 @@ class ActionStats:
         if "norm_stats" in held:
             return _of_spreads(openpi_spreads(held, family=family, origin=str(path)), origin=path)
         if not isinstance(held.get("action"), dict):
-            raise UserError(f'{path}: no object "action"; want {{"action": {{...}}, "state": {{...}}}}')
+            raise UserError(f'{path}: no object "action"; needs {{"action": {{...}}, "state": {{...}}}}')
         gripper, state = held.get("gripper"), held.get("state")
         unknown = sorted(set(gripper or ()) - set(_GRIPPER))
         if unknown or (gripper is not None and "dim" not in gripper):
-            raise UserError(f"{path}: gripper wants dim, and of {', '.join(_GRIPPER)} nothing else: {gripper}")
+            raise UserError(f"{path}: gripper needs dim, and may have no keys but {', '.join(_GRIPPER)}: {gripper}")
         return cls(
             action=Spread.from_json(held["action"], origin=f'{path}, "action"'),
             state=None if state is None else Spread.from_json(state, origin=f'{path}, "state"'),
@@ -137,10 +137,10 @@ class ActionStats:
 
 
 def _read(path: Path) -> dict[str, Any]:
-    return read_json_object(path, hint="SFT writes it, or take the one the model was published with")
+    return read_json_object(path, hint="SFT writes it, or use the one that the model was published with")
 
 
 def _of_spreads(spreads: dict[str, Spread], *, origin: Path) -> ActionStats:
     if "action" not in spreads:
-        raise UserError(f"{origin} has no statistics of actions; give the {FILE} of demonstrations")
+        raise UserError(f"{origin} has no statistics of actions; use the {FILE} of demonstrations")
     return ActionStats(action=spreads["action"], state=spreads.get("state"))

@@ -1,4 +1,4 @@
-"""Policies and engines out of a recipe."""
+"""Builds policies and engines from a recipe."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 def build_policy(
     config: VLAModelConfig, *, data: VLADataConfig, sampling: VLASampling | None, seed: int, setup: ModelSetup
 ) -> VLAPolicy:
-    """Load the model and spread it as `setup` says. All ranks of a replica call this together."""
+    """Load the model and shard it by `setup`. Collective over the ranks of a replica."""
     opened: dict[str, Demonstrations] = {}
 
     def demonstrations(section: VLADataConfig) -> Demonstrations:
@@ -45,7 +45,7 @@ def build_policy(
         words=() if measured is None else measured.instructions,
     )
     _check_terms(loaded, sampling)
-    loaded.module.eval()  # for good: no dropout; what is recomputed is decided by `parallel.remat`
+    loaded.module.eval()  # permanently: no dropout; `parallel.remat` decides activation checkpointing
     if setup.mesh is None:
         loaded.module.to(own_device())
     parallelize(loaded, setup, compute_dtype=getattr(torch, config.dtype))
@@ -61,9 +61,9 @@ def build_policy(
 
 
 def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchEngineOptions) -> SimulationEngine:
-    """Load the model, and start the simulators."""
+    """Load the model and start the simulators."""
     loaded = make(config)
-    loaded.hold(getattr(torch, config.dtype))
+    loaded.cast_parameters(getattr(torch, config.dtype))
     loaded.module.to(own_device())
     loaded.fill()
     weights = loaded.trained_weights()
@@ -84,7 +84,7 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchE
         if loaded.model.action_dim != pool.spec.action_dim:
             raise UserError(
                 f"the model gives actions of {loaded.model.action_dim} dimensions, {data.simulator} takes "
-                f"{pool.spec.action_dim}; take a model made for it, or set [model] action_dim"
+                f"{pool.spec.action_dim}; use a model made for it, or set [model] action_dim"
             )
         return SimulationEngine(
             loaded.model,
@@ -99,13 +99,15 @@ def build_engine(config: VLAModelConfig, *, data: VLADataConfig, options: TorchE
 
 
 def _check_terms(loaded: Loaded, sampling: VLASampling | None) -> None:
-    """Raise UserError for rewards of single actions that the model has no values for."""
+    """Raise UserError if rewards are per action and the model's terms or values are not."""
     if sampling is None or sampling.steps == "chunk":
         return
     if sampling.terms == "chunk":
         raise UserError(
-            '[rollout.sampling] steps = "action" with terms = "chunk": one ratio cannot weigh several advantages; take '
+            '[rollout.sampling] steps = "action" with terms = "chunk": one ratio cannot have several advantages; set '
             'terms = "action" or "token"'
         )
     if loaded.model.value_dim not in (0, loaded.model.horizon):
-        raise UserError('[rollout.sampling] steps = "action" needs a value for each; set [model.critic] per = "action"')
+        raise UserError(
+            '[rollout.sampling] steps = "action" needs a value per action; set [model.critic] per = "action"'
+        )

@@ -1,4 +1,4 @@
-"""Robot policies as a domain: tasks in, episodes out. Torch, transformers and simulators load with the parts."""
+"""Robot policies as a domain: tasks in, episodes out. Torch, transformers and simulators are imported when used."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class VLADomain(DomainBase):
         return REWARDS
 
     def load_rows(self, data: VLADataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
-        """Tasks from initial states, or frames of demonstrations."""
+        """Load tasks with initial states, or frames of demonstrations."""
         from cosmos_rl_vla.data.rows import load_rows
 
         return load_rows(data)
@@ -46,7 +46,7 @@ class VLADomain(DomainBase):
     def build_policy(
         self, model: VLAModelConfig, *, data: VLADataConfig, sampling: Any, seed: int, setup: ModelSetup
     ) -> Policy:
-        """The model to train, spread over its ranks."""
+        """Build the model to train, sharded over its ranks."""
         from cosmos_rl_vla.build import build_policy
 
         return build_policy(model, data=data, sampling=sampling, seed=seed, setup=setup)
@@ -54,7 +54,7 @@ class VLADomain(DomainBase):
     def build_engine(
         self, model: VLAModelConfig, *, data: VLADataConfig, name: str, options: Mapping[str, Any]
     ) -> RolloutEngine:
-        """Simulators in processes of their own, and the model that decides for all of them."""
+        """Start simulators in processes of their own, and the model that acts in all of them."""
         from cosmos_rl_vla.build import build_engine
         from cosmos_rl_vla.engines.torch import TorchEngineOptions
 
@@ -63,13 +63,13 @@ class VLADomain(DomainBase):
     def model_shape(
         self, model: VLAModelConfig, *, data: VLADataConfig, sampling: VLASampling | None
     ) -> ModelShape | None:
-        """Sizes of a model in a directory; of one from scratch only the built model knows."""
+        """Read the sizes of a model in a directory; None for one from scratch."""
         from cosmos_rl_vla.shape import read_shape
 
         return read_shape(model, sampling)
 
     def collate(self, groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
-        """Deal the decisions of episodes into microbatches."""
+        """Split the decisions of episodes into microbatches."""
         from cosmos_rl_vla.policy.collate import collate
 
         return collate(groups, microbatch_terms=microbatch_terms, share=share)
@@ -77,7 +77,7 @@ class VLADomain(DomainBase):
     def collate_sft(
         self, prompts: Sequence[Prompt], *, data: VLADataConfig, policy: VLAPolicy, microbatch_terms: int, share: Share
     ) -> TrainBatch:
-        """Frames of demonstrations with the chunks of actions that follow."""
+        """Collate frames of demonstrations with the chunks of actions that follow."""
         from cosmos_rl_vla.policy.supervised import collate_sft
 
         return collate_sft(prompts, data=data, policy=policy, microbatch_terms=microbatch_terms, share=share)
@@ -85,7 +85,7 @@ class VLADomain(DomainBase):
     def export_weights(
         self, model: VLAModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
     ) -> Iterable[tuple[str, Tensor]]:
-        """The weights as the public checkpoints have them; adapters merged, or as they are."""
+        """Yield the weights in the format of public checkpoints; adapters are merged, or kept apart."""
         from cosmos_rl_vla.models.families import export_weights
 
         return export_weights(model, tensors, merge_adapters=merge_adapters)
@@ -99,7 +99,7 @@ class VLADomain(DomainBase):
     def export_as(
         self, format: str, directory: Path, tensors: Iterable[tuple[str, Tensor]], *, model: Any, data: Any
     ) -> Iterable[tuple[str, Tensor]]:
-        """Write pi0 and pi0.5 as lerobot or openpi have them. Raises UserError for another model."""
+        """Write pi0 and pi0.5 in the format of lerobot or openpi. Raises UserError for another model."""
         from cosmos_rl_vla.export import export_as
 
         return export_as(format, directory, tensors, model=model, data=data)

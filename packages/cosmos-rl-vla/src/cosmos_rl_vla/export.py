@@ -1,4 +1,4 @@
-"""A checkpoint in another program's format, and what it calls the cameras."""
+"""Exports a checkpoint in another program's format, with that program's camera names."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def export_as(
 
 
 def camera_names(model: VLAModelConfig, data: VLADataConfig) -> Sequence[str]:
-    """Return what lerobot calls the model's cameras, in order; () where the recipe does not tell.
+    """Return lerobot's names of the model's cameras, in order; () if the recipe has none.
 
-    Those of the demonstrations, else of the lerobot model that training began with, else of the simulator's options.
+    Sources, in order: the demonstrations, the lerobot model that training began with, the simulator's options.
     """
     if data.cameras:
         return data.cameras

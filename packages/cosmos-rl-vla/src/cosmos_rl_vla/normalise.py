@@ -1,4 +1,4 @@
-"""How the values of a vector are distributed, and the affine map that brings them to about [-1, 1].
+"""Distribution of the values of a vector, and the affine map that brings them to about [-1, 1].
 
     normalised = (values - centre) / scale
     quantile   centre = (q01 + q99) / 2            scale = (q99 - q01) / 2
@@ -24,14 +24,14 @@ _LEAST_SCALE = 1e-6
 
 
 def narrowest(values: np.ndarray) -> np.ndarray:
-    """Return half the width [n] of an interval around each value that float32 can still tell from the value itself."""
+    """Return half the width [n] of an interval around each value that float32 can still resolve."""
     spacing = np.spacing(np.abs(values).astype(np.float32))
     return np.exp2(np.ceil(np.log2(np.maximum(16 * spacing, _LEAST_SCALE))))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Spread:
-    """One quantity, dimension by dimension. A dimension that is masked out goes through unchanged."""
+    """Statistics of one quantity by dimension. A dimension that is masked out is not normalised."""
 
     kind: Kind
     q01: np.ndarray
@@ -47,11 +47,11 @@ class Spread:
 
     @classmethod
     def of(cls, values: np.ndarray, *, kind: Kind = "quantile", mask: np.ndarray | None = None) -> Spread:
-        """Measure `values` [N, n] of the demonstrations."""
+        """Measure `values` [N, n] of demonstrations."""
         if values.ndim != 2 or not len(values):
-            raise ValueError(f"statistics of an array of shape {values.shape}: want [N, dimensions], N at least 1")
+            raise ValueError(f"statistics of an array of shape {values.shape}: needs [N, dimensions], N at least 1")
         if not np.isfinite(values).all():
-            raise ValueError("statistics of values that are not all finite: look for NaN in the demonstrations")
+            raise ValueError("statistics of values that are not all finite: check the demonstrations for NaN")
         q01, q99 = np.quantile(values, (0.01, 0.99), axis=0).astype(np.float32)
         return cls(
             kind=kind,
@@ -64,7 +64,7 @@ class Spread:
 
     @classmethod
     def between(cls, low: np.ndarray | Sequence[float], high: np.ndarray | Sequence[float]) -> Spread:
-        """Take the bounds of an action space for percentiles, where there are no demonstrations."""
+        """Use the bounds of an action space as percentiles, where there are no demonstrations."""
         low, high = np.asarray(low, dtype=np.float32), np.asarray(high, dtype=np.float32)
         if not (np.isfinite(low) & np.isfinite(high)).all():
             raise ValueError(f"bounds {low.tolist()} .. {high.tolist()} are not finite: give action statistics")
@@ -86,7 +86,7 @@ class Spread:
         return ((values - centre) / scale).astype(np.float32)
 
     def unnormalise(self, values: np.ndarray) -> np.ndarray:
-        """Turn `normalise` round."""
+        """Invert `normalise`."""
         centre, scale = self.affine()
         return (values * scale + centre).astype(np.float32)
 
@@ -100,14 +100,14 @@ class Spread:
         """Read statistics; raises UserError that names `origin` and the key."""
         missing = [name for name in ("kind", *_ARRAYS) if name not in held]
         if missing:
-            raise UserError(f"{origin}: no {', '.join(missing)}; want {', '.join(('kind', *_ARRAYS))}")
+            raise UserError(f"{origin}: no {', '.join(missing)}; needs {', '.join(('kind', *_ARRAYS))}")
         if held["kind"] not in _KINDS:
-            raise UserError(f"{origin}: kind {held['kind']!r}: want one of {', '.join(_KINDS)}")
+            raise UserError(f"{origin}: kind {held['kind']!r}: must be one of {', '.join(_KINDS)}")
         arrays = {name: np.asarray(held[name], dtype=np.float32) for name in _ARRAYS}
         mask = np.asarray(held.get("mask", [True] * arrays["q01"].size), dtype=bool)
         shapes = {name: array.shape for name, array in (*arrays.items(), ("mask", mask))}
         if len(set(shapes.values())) != 1 or arrays["q01"].ndim != 1:
-            raise UserError(f"{origin}: arrays of unequal shapes {shapes}: want one number a dimension")
+            raise UserError(f"{origin}: arrays of unequal shapes {shapes}: needs one number per dimension")
         if not all(np.isfinite(array).all() for array in arrays.values()):
             raise UserError(f"{origin}: numbers that are not finite; measure the demonstrations again")
         return cls(kind=held["kind"], mask=mask, **arrays)
@@ -118,6 +118,6 @@ class Spread:
             centre, scale = (self.q01 + self.q99) / 2, (self.q99 - self.q01) / 2
         else:
             centre, scale = self.mean, self.std
-        # a dimension that never moved in the demonstrations is moved by nothing
+        # a dimension that is constant in the demonstrations stays constant
         centre, scale = np.where(self.mask, centre, 0), np.where(self.mask, np.maximum(scale, _LEAST_SCALE), 1)
         return centre.astype(np.float32), scale.astype(np.float32)

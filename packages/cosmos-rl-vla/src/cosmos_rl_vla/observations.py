@@ -1,4 +1,4 @@
-"""What the simulators show -> what a model reads; what a model says -> what the simulators do."""
+"""Simulator observations -> model inputs; model actions -> simulator actions."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from cosmos_rl_vla.models.instructions import Instructions
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 GREY = 128
-"""Every pixel of an image that is hidden from the policy."""
+"""Pixel value of an image that is hidden from the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,7 @@ class Seen:
     """bool [n, L]."""
 
     def inputs(self, device: torch.device) -> Inputs:
-        """Return them as a model reads them."""
+        """Return the model's inputs on `device`."""
         return Inputs(
             images=torch.from_numpy(self.images),
             state=torch.from_numpy(self.states),
@@ -42,7 +42,7 @@ class Seen:
 
 
 class Observer:
-    """Stands between a model and its simulators, with the statistics and the tokenizer that belong to the model."""
+    """Converts between simulators and a model, with the model's statistics and tokenizer."""
 
     def __init__(self, stats: ActionStats, instructions: Instructions) -> None:
         self._stats = stats
@@ -50,11 +50,11 @@ class Observer:
 
     @property
     def max_tokens(self) -> int:
-        """Longest prompt of the model."""
+        """Maximum prompt length of the model, in tokens."""
         return self._instructions.max_length
 
-    def look(self, pool: SimulatorPool, slots: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> Seen:
-        """Copy what `slots` show. A row's `instruction` tells what to do; under `perturb` its images may be hidden."""
+    def observe(self, pool: SimulatorPool, slots: Sequence[int], rows: Sequence[Mapping[str, Any]]) -> Seen:
+        """Copy the observations of `slots`, with each row's `instruction`; its `perturb` may grey the images out."""
         chosen = list(slots)
         images = stacked_cameras([camera[chosen] for camera in pool.images.values()], count=len(chosen))
         images[[row.get("perturb") == "grey_images" for row in rows]] = GREY
@@ -63,7 +63,7 @@ class Observer:
         return Seen(images=images, states=states, tokens=tokens.tokens, token_mask=tokens.mask)
 
     def check(self, row: Mapping[str, Any], pool: SimulatorPool) -> None:
-        """Raise ValueError for an instruction that is longer than the model's prompts may be."""
+        """Raise ValueError for an instruction longer than the model's maximum prompt."""
         self._instructions([row["instruction"]], self._stats.normalise_state(pool.states[:1]))
 
     def actions(self, normalised: np.ndarray) -> np.ndarray:
@@ -72,5 +72,5 @@ class Observer:
 
 
 def stacked_cameras(cameras: Sequence[np.ndarray], *, count: int) -> np.ndarray:
-    """Return images [n, height, width, 3] of cameras as [n, cameras, height, width, 3]; without any, of no cameras."""
+    """Stack images [n, height, width, 3] by camera into [n, cameras, height, width, 3]; cameras may be 0."""
     return np.stack(cameras, axis=1) if cameras else np.zeros((count, 0, 1, 1, 3), np.uint8)

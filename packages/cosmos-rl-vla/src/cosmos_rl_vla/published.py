@@ -1,4 +1,4 @@
-"""Statistics as others publish them beside a model: openpi's norm_stats.json, lerobot's processors. No torch here."""
+"""Statistics published by others beside a model: openpi's norm_stats.json, lerobot's processors. No torch here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.normalise import Kind, Spread, narrowest
 
 LEROBOT_FILE = "policy_preprocessor.json"
-"""Where lerobot says how it normalises; the numbers lie in a safetensors file that it names."""
+"""lerobot's normalisation; the numbers are in a safetensors file that it names."""
 OPENPI_FILE = "norm_stats.json"
-"""Where openpi keeps statistics: under assets/, in a folder named after the data."""
+"""openpi's statistics, in assets/<name of the data>/."""
 OPENPI_EPSILON = 1e-6
-"""What openpi adds to the denominators q99 - q01 and std."""
+"""Added by openpi to the denominators q99 - q01 and std."""
 _MODES: Mapping[str, tuple[Kind, tuple[str, str]]] = {
     "QUANTILES": ("quantile", ("q01", "q99")),
     "QUANTILE10": ("quantile", ("q10", "q90")),
@@ -31,7 +31,7 @@ _NORMALIZER = "normalizer_processor"
 
 
 def openpi_file(directory: Path) -> Path | None:
-    """Return the statistics below an openpi checkpoint's assets/; None without. Raises UserError for several."""
+    """Return the statistics file in an openpi checkpoint's assets/; None without. Raises UserError for several."""
     found = sorted(directory.glob(f"assets/**/{OPENPI_FILE}"))
     if len(found) > 1:
         names = ", ".join(map(str, found))
@@ -42,8 +42,8 @@ def openpi_file(directory: Path) -> Path | None:
 def openpi_spreads(held: Mapping[str, Any], *, family: str, origin: str) -> dict[str, Spread]:
     """Read {"norm_stats": {"actions": {...}, "state": {...}}} as spreads of "action" and "state".
 
-    family: of the model. openpi's files hold percentiles, and mean and std, whatever the model takes: pi0 takes mean
-        and std, the others percentiles where there are any. Raises UserError.
+    family: of the model. openpi's files have percentiles, and mean and std: pi0 uses mean and std, the others
+    percentiles if there are any. Raises UserError.
     """
     found = {}
     for ours, theirs in (("action", "actions"), ("state", "state")):
@@ -63,7 +63,7 @@ def openpi_spreads(held: Mapping[str, Any], *, family: str, origin: str) -> dict
 
 
 def has_lerobot_spreads(directory: Path) -> bool:
-    """Return whether lerobot saved statistics there. Bases are published with a normalising step that names none."""
+    """Return whether lerobot saved statistics there. The normalising step of published base models has none."""
     path = directory / LEROBOT_FILE
     return path.is_file() and "state_file" in (_normalizing_step(path) or {})
 
@@ -80,7 +80,7 @@ def lerobot_spreads(directory: Path) -> dict[str, Spread]:
     except (OSError, SafetensorError) as error:
         raise UserError(f"{numbers} cannot be read as safetensors: {error}") from error
     asked = (("action", "action", modes.get("ACTION")), ("state", "observation.state", modes.get("STATE")))
-    # a mode that is not known, such as "IDENTITY", hands them over as they are
+    # a mode without statistics, such as "IDENTITY", leaves the values unchanged
     return {ours: _spread(held, theirs, mode, origin=numbers) for ours, theirs, mode in asked if mode in _MODES}
 
 
@@ -92,7 +92,7 @@ def _normalizing_step(path: Path) -> dict[str, Any] | None:
 def _spread(held: Mapping[str, np.ndarray], name: str, mode: str, *, origin: Path) -> Spread:
     kind, bounds = _MODES[mode]
     if missing := [bound for bound in bounds if f"{name}.{bound}" not in held]:
-        raise UserError(f"{origin}: no {name}.{missing[0]}, which mode {mode} wants")
+        raise UserError(f"{origin}: no {name}.{missing[0]}, which mode {mode} needs")
     low, high = (held[f"{name}.{bound}"].astype(np.float32) for bound in bounds)
     if kind == "quantile":
         return _interval(low, high)
@@ -100,5 +100,5 @@ def _spread(held: Mapping[str, np.ndarray], name: str, mode: str, *, origin: Pat
 
 
 def _interval(low: np.ndarray, high: np.ndarray) -> Spread:
-    """Return the spread that takes low to -1 and high to 1; where they are one number, to -1 as openpi and lerobot."""
+    """Return the spread that maps low to -1 and high to 1; equal ones to -1, as openpi and lerobot do."""
     return Spread.between(low, np.where(low == high, low + 2 * narrowest(low), high))

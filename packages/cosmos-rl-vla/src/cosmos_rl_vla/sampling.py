@@ -1,4 +1,4 @@
-"""[rollout.sampling] of robot policies: how long an episode is, what of it has a log-probability and a reward."""
+"""[rollout.sampling] of robot policies: episode length, and the units of log-probabilities and rewards."""
 
 from __future__ import annotations
 
@@ -19,30 +19,29 @@ class VLASampling(Strict):
     length_key: ClassVar[str] = "max_steps"
 
     terms: TermName = "token"
-    """What has one log-probability, and so one ratio: each dimension of an action, each action, or a whole chunk."""
+    """Unit of a log-probability, and so of a ratio: a dimension of an action ("token"), an action, or a whole chunk."""
     steps: StepName = "chunk"
-    """What has one reward and one value: a chunk of actions, or each action. The latter needs a critic that gives one
-    value an action."""
+    """Unit of a reward and a value: a chunk of actions, or an action. "action" needs [model.critic] per = "action"."""
     max_steps: int = Field(default=100, ge=1)
-    """Steps of the simulator after which an episode is cut off."""
+    """Maximum number of simulator steps of an episode."""
     bootstrap: bool = True
-    """Count the critic's estimate of what would follow an episode that the limit of steps cut off. False where the
-    limit is part of the task: then it has failed, and a critic that hopes for more would never learn so."""
+    """Bootstrap the return of an episode truncated at max_steps with the critic's value of its last state. Set False if
+    the limit is part of the task: truncation is then a failure, with a value of 0."""
     greedy: bool = False
-    """Act without noise, as evaluations do; nothing can be learnt from such an episode."""
+    """Act without noise, as evaluations do. Such episodes cannot be trained on."""
 
     @property
     def max_terms(self) -> int:
-        """Most actions of an episode."""
+        """Maximum number of actions in an episode."""
         return self.max_steps
 
     @property
     def least_microbatch_terms(self) -> int:
-        """1: every decision has a forward pass of its own."""
+        """1: each decision is a forward pass of its own."""
         return 1
 
     def evaluation(self, *, temperature: float, max_terms: int | None) -> Self:
-        """Act without noise, unless the temperature is above 0; `max_terms` is another limit of steps."""
+        """Return the sampling of evaluations: greedy at temperature 0, `max_terms` replaces max_steps."""
         limit = self.max_steps if max_terms is None else max_terms
         return self.model_copy(update={"greedy": temperature == 0, "max_steps": limit})
 

@@ -1,7 +1,7 @@
-"""The sizes of a recipe's model, read off its config.json and the headers of its weights. No torch.
+"""Sizes of a recipe's model, read from its config.json and the headers of its weights. No torch.
 
-A model from scratch is known when it is built, and small. What stands for a term is its share of a decision's tokens:
-all of them where a chunk is a term, or a frame of a demonstration. They are of one camera: each further one adds to it.
+A model from scratch is small; its sizes are known once it is built. The tokens of a term are its part of a decision's
+tokens: all of them if a term is a chunk or a frame of a demonstration. Tokens are counted for one camera.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from cosmos_rl_vla.sampling import VLASampling
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _CHUNK = {"horizon": 8, "action_dim": 7}
-"""Of a public directory that leaves them to the recipe, where the recipe does not say either."""
+"""Defaults where neither a public directory nor the recipe has them."""
 _TEXT = 64
-"""Tokens of an instruction, about."""
+"""Approximate number of tokens of an instruction."""
 _VELOCITY = 32
-"""Numbers that a pi model gives for an action: it has no head of words."""
+"""Output dimensions per action of a pi model, in place of a vocabulary."""
 _TRUNK = "paligemma_with_expert.paligemma."
-"""In the names of the weights of a pi model's language and vision model."""
+"""Part of the names of the weights of a pi model's language and vision model."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Decoder:
-    """Sizes of the layers that gradients go through."""
+    """Sizes of the layers that receive gradients."""
 
     layers: int
     hidden: int
@@ -44,7 +44,7 @@ class _Decoder:
     intermediate: int
     vocabulary: int
     tokens: int
-    """Of a decision with one camera, in these layers."""
+    """Tokens of a decision with one camera, in these layers."""
 
 
 def read_shape(model: VLAModelConfig, sampling: VLASampling | None) -> ModelShape | None:
@@ -88,7 +88,7 @@ def _terms_of_a_decision(model: VLAModelConfig, sampling: VLASampling | None) ->
 def _decoder(directory: Path, model: VLAModelConfig) -> _Decoder | None:
     path = directory / "config.json"
     if not path.is_file():
-        return None  # building it says what is wrong
+        return None  # building the model reports the error
     held = read_json_object(path, hint="see model.path")
     match held.get("model_type", held.get("type")):
         case "openvla":
@@ -114,7 +114,7 @@ def _decoder(directory: Path, model: VLAModelConfig) -> _Decoder | None:
 
 
 def _llama(held: Mapping[str, Any]) -> _Decoder:
-    """Sizes of a public config are those of Llama 2 7B where it leaves them to transformers."""
+    """Read the sizes of a public config; the defaults, as in transformers, are those of Llama 2 7B."""
     sizes = {
         "vocab_size": 32_064,
         "hidden_size": 4096,
@@ -143,7 +143,7 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection) -> bool:
 
 
 def _weights(directory: Path) -> tuple[WeightSpec, ...]:
-    """Names and shapes out of the headers of a directory's safetensors."""
+    """Read names and shapes from the headers of a directory's safetensors files."""
     found = {}
     for path in sorted(directory.glob("*model*.safetensors")):
         with path.open("rb") as file:

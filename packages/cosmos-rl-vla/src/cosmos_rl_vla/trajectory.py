@@ -1,15 +1,15 @@
-"""An episode on its way: what the engine notes at each decision, and the rollout it becomes.
+"""An episode in progress: the record of each decision, and the rollout they become.
 
 Rollout.arrays      K decisions of an episode
-  images            uint8 [K, cameras, height, width, 3]   as the simulator drew them
+  images            uint8 [K, cameras, height, width, 3]   as the simulator rendered them
   state             float32 [K, n]                         normalised
-  tokens            int32 [K, L]                           the prompt, in which some models read the state too
+  tokens            int32 [K, L]                           the prompt, which includes the state for some models
   token_mask        bool [K, L]
   valid             bool [K, H]                            actions that were executed
-  replay/<name>     [K, ...]                               what the model needs to find its draw again
+  replay/<name>     [K, ...]                               the model's sampled values, for recomputing log-probs
 Rollout.media       for rewards and videos
   video             uint8 [K + 1, height, width, 3]        the first camera, with the last observation
-  sim_rewards       float32 [S]                            the simulator's own
+  sim_rewards       float32 [S]                            rewards of the simulator
   success           bool [1]
 """
 
@@ -31,12 +31,12 @@ if TYPE_CHECKING:
     from cosmos_rl_vla.observations import Seen
 
 REPLAY = "replay/"
-"""Prefix of a model's own arrays."""
+"""Prefix of the arrays of `Acted.replay`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """One pass of the policy, as the rollout keeps it."""
+    """One forward pass of the policy, as stored in the rollout."""
 
     images: np.ndarray
     """uint8 [cameras, height, width, 3]."""
@@ -54,7 +54,7 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decided:
-    """What one pass of the policy said about n slots, out of torch."""
+    """Outputs of one forward pass of the policy for n slots, as numpy arrays."""
 
     seen: Seen
     actions: np.ndarray
@@ -76,7 +76,7 @@ class Decided:
         )
 
     def decision(self, row: int) -> Decision:
-        """Return what the rollout keeps of one slot."""
+        """Return one slot's decision."""
         seen = self.seen
         return Decision(
             images=seen.images[row],
@@ -91,14 +91,14 @@ class Decided:
 
 @dataclass(slots=True, kw_only=True)
 class Trajectory:
-    """Grows by a decision and then by what it led to."""
+    """Grows by a decision and then by its result."""
 
     decisions: list[Decision] = field(default_factory=list)
     results: list[ChunkResult] = field(default_factory=list)
 
     @property
     def steps(self) -> int:
-        """Steps of the simulator so far."""
+        """Number of simulator steps so far."""
         return sum(result.steps for result in self.results)
 
     @property
@@ -112,7 +112,7 @@ class Trajectory:
 
         Args:
             last_image: uint8 [height, width, 3] of the first camera after the last step; None without cameras.
-            last_values: [V] the critic's estimate there; None where the episode came to its end by itself.
+            last_values: [V] the critic's values there; None if the episode terminated.
         """
         decisions, results = self.decisions, self.results
         valid = np.stack([result.valid for result in results])
@@ -143,7 +143,7 @@ class Trajectory:
             text=f"{'success' if self.success else 'no success'} in {self.steps} steps",
             finish_reason="stop" if results[-1].terminated else "length",
             media={
-                **({} if last_image is None else {"video": _film(decisions, last_image)}),
+                **({} if last_image is None else {"video": _video(decisions, last_image)}),
                 "sim_rewards": rewards.astype(np.float32),
                 "success": np.array([self.success]),
             },
@@ -155,13 +155,13 @@ class Trajectory:
         )
 
 
-def _film(decisions: Sequence[Decision], last_image: np.ndarray) -> np.ndarray:
+def _video(decisions: Sequence[Decision], last_image: np.ndarray) -> np.ndarray:
     """uint8 [K + 1, height, width, 3]."""
     return np.stack([*(decision.images[0] for decision in decisions), last_image])
 
 
 def padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Lay prompts of different lengths beside one another: tokens [B, L] int32, and which of them are there, bool."""
+    """Pad prompts to one length. Returns tokens [B, L] int32 and their mask [B, L] bool."""
     longest = max(map(len, rows))
     tokens, mask = np.zeros((len(rows), longest), np.int32), np.zeros((len(rows), longest), bool)
     for place, row in enumerate(rows):
@@ -170,7 +170,7 @@ def padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def padded_result(result: ChunkResult, horizon: int) -> ChunkResult:
-    """A chunk that was cut short at the limit of steps, as long as all others; what is added was not executed."""
+    """Pad a chunk that was truncated at the step limit to `horizon`; the padding is not valid."""
     missing = horizon - len(result.valid)
     if not missing:
         return result

@@ -28,7 +28,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import largest_difference
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share, TermBatch
-from cosmos_rl_vla.models.base import Acted, Draw, Inputs
+from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.models.loaded import Loaded
@@ -187,7 +187,7 @@ def microbatch_of(inputs: Mapping[str, Tensor], acted: Acted, rows: list[int], *
 def decisions(loaded: Loaded) -> tuple[dict[str, Tensor], Acted]:
     """What the rollout of the model, before any step, leaves to train on; by name, [SAMPLES, ...]."""
     seen = _observations()
-    acted = loaded.model.act(seen, draw=Draw(seeds=range(SAMPLES), places=[0] * SAMPLES))
+    acted = loaded.model.act(seen, randomness=Randomness(seeds=range(SAMPLES), places=[0] * SAMPLES))
     valid = torch.ones(acted.actions.shape[:2], dtype=torch.bool)
     valid[0, 1:] = False
     return {**_inputs_of(seen), "valid": valid, **{f"replay/{name}": x for name, x in acted.replay.items()}}, acted

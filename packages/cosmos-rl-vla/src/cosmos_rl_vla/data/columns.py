@@ -1,4 +1,4 @@
-"""The numbers of a dataset's frames, all in memory: for a million frames of two robot arms some hundred megabytes."""
+"""The numeric columns of a dataset, in memory: some hundred megabytes for a million frames of two robot arms."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ _OWN = ("episode_index", "task_index", "timestamp")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Frames:
-    """N frames of several episodes, end to end."""
+    """N frames of several episodes, concatenated."""
 
     numbers: Mapping[str, np.ndarray]
     """[N, n] float32 by column."""
     seconds: np.ndarray
-    """[N] float64: since the episode began."""
+    """[N] float64: time since the episode's beginning."""
     task_index: np.ndarray
     """[N] int64."""
     first: Mapping[int, int]
-    """Where an episode, by number, begins in these arrays."""
+    """Index of an episode's first frame in these arrays, by episode number."""
     first_in_file: Mapping[int, int]
-    """Where it begins in its parquet file."""
+    """Index of its first frame in its parquet file."""
 
 
 def read_frames(episodes: Sequence[EpisodeAt], sizes: Mapping[str, int]) -> Frames:
-    """Read the columns `sizes` names, with so many numbers a frame.
+    """Read the columns of `sizes`, {name: numbers per frame}.
 
-    Raises UserError for a column that is missing or of another type, and for an episode that is not whole.
+    Raises UserError for a column that is missing or of another type, and for an incomplete episode.
     """
     by_file: dict[Path, list[EpisodeAt]] = {}
     for episode in episodes:
@@ -51,7 +51,7 @@ def read_frames(episodes: Sequence[EpisodeAt], sizes: Mapping[str, int]) -> Fram
             start, stop = runs.get(episode.number, (0, 0))
             if stop - start != episode.length:
                 raise UserError(
-                    f"{path}: column 'episode_index' has {stop - start} frames of episode {episode.number}, meta/ says "
+                    f"{path}: column 'episode_index' has {stop - start} frames of episode {episode.number}, meta/ has "
                     f"{episode.length}; {AGAIN}"
                 )
             parts.append(_Part.of(table.slice(start, stop - start), sizes, number=episode.number, at=start, path=path))
@@ -87,7 +87,7 @@ class _Part:
 
 
 def _runs(numbers: np.ndarray) -> dict[int, tuple[int, int]]:
-    """Return first place and place after the last of each run of equal numbers."""
+    """Return {number: (start, stop)} of each run of equal numbers."""
     edges = np.flatnonzero(np.diff(numbers)) + 1
     starts, stops = [0, *edges.tolist()], [*edges.tolist(), len(numbers)]
     return {int(numbers[start]): (start, stop) for start, stop in zip(starts, stops) if stop > start}

@@ -18,42 +18,42 @@ class VLADataConfig(Strict):
     simulator: str = ""
     """"metaworld", "gymnasium", "reach", one of an installed plug-in, or "module:attribute"."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Handed to the simulator as they are."""
+    """Keyword arguments of the simulator."""
     tasks: tuple[str, ...] = ()
-    """The simulator's tasks to train or evaluate on."""
+    """Names of the simulator's tasks to train or evaluate on."""
     split: Literal["train", "held_out"] = "train"
-    """Which initial states: those of training, or others that training never sees."""
+    """Initial states: those of training, or "held_out" ones that training never uses."""
     num_inits: int = Field(default=1000, ge=1)
     """Initial states of each task."""
     first_init: int = Field(default=0, ge=0, lt=HELD_OUT)
-    """The first of them."""
+    """Index of the first initial state."""
     instructions: dict[str, str] = Field(default_factory=dict)
-    """What to tell the policy for a task, instead of the simulator's own words."""
+    """Instruction by task, in place of the simulator's own."""
     perturb: tuple[Perturbation, ...] = ("none",)
-    """Take from the policy what it ought to need: "swap_instruction" tells it the next task's, "grey_images" hides
-    the pictures. Every task from every initial state is a row for each of these, with a column `perturb`."""
+    """Ablations of the policy's input: "swap_instruction" gives the next task's instruction, "grey_images" hides the
+    images. Each (task, initial state) is one row per perturbation, with a column `perturb`."""
 
     demos: str = ""
-    """A dataset in LeRobot's format (v2.1 or v3) to learn from by imitation."""
+    """Dataset in LeRobot's format (v2.1 or v3) for imitation learning."""
     episodes: tuple[int, ...] = ()
-    """Only these of its episodes; without it all."""
+    """Episodes of the dataset to use; empty for all."""
     cameras: tuple[str, ...] = ()
-    """Its columns of pictures, in the order in which the simulator has its cameras; without it all, as they stand."""
+    """Image columns, in the order of the simulator's cameras; empty for all, in the dataset's order."""
     state_column: str = "observation.state"
-    """Its column of proprioception."""
+    """Column of proprioception."""
     action_column: str = "action"
-    """Its column of actions."""
+    """Column of actions."""
     aux_columns: tuple[str, ...] = ()
-    """Columns of numbers that a model with `aux_dim` learns to read off the pictures, such as objects' places."""
+    """Numeric columns that a model with `aux_dim` learns to predict from the images, such as object positions."""
     cache_bytes: int = Field(default=2_000_000_000, ge=0)
-    """Memory for decoded pictures; what was used least recently makes room."""
+    """Size of the LRU cache of decoded images, in bytes."""
 
     @model_validator(mode="after")
     def _one_of_two(self) -> Self:
         if bool(self.simulator) == bool(self.demos):
-            raise ValueError("set either simulator, to act in one, or demos, to learn from demonstrations")
+            raise ValueError("set either simulator (reinforcement learning) or demos (imitation)")
         if self.simulator and not self.tasks:
-            raise ValueError("tasks: name at least one of the simulator's")
+            raise ValueError("tasks: name at least one task of the simulator")
         if "swap_instruction" in self.perturb and len(self.tasks) < 2:
-            raise ValueError('perturb with "swap_instruction" needs two tasks, to tell the instruction of the other')
+            raise ValueError('perturb with "swap_instruction" needs two tasks, to swap their instructions')
         return self

@@ -1,10 +1,10 @@
-"""Demonstrations to learn from: a row is a frame, a sample what is seen there and what was done from there on.
+"""Demonstrations for imitation: a row is a frame, a sample its observation and the actions from it on.
 
-    row {"episode", "frame", "task"} --> pictures, state, instruction, M actions with a mask, auxiliary targets
+    row {"episode", "frame", "task"} --> images, state, instruction, M actions with a mask, auxiliary targets
 
-The last frames of an episode have fewer actions than M, and frames whose column `has_action` is false none: those only
-teach what there is to see. Statistics are measured on the chosen episodes, exactly; those of meta/stats.json are of all
-of them, and averaged over episodes.
+The last frames of an episode have fewer actions than M, and frames whose column `has_action` is false none: they train
+the auxiliary targets alone. Statistics are measured exactly on the selected episodes; those of meta/stats.json are of
+all episodes, averaged.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from cosmos_rl_vla.data.pictures import Pictures
 from cosmos_rl_vla.normalise import Spread
 
 HAS_ACTION = "has_action"
-"""Column that says whether anything was demonstrated at a frame; without it, everywhere."""
+"""Column of flags of frames with an action; without it, all have one."""
 
 
 class FrameRows(Sequence[Mapping[str, Any]]):
@@ -55,13 +55,13 @@ class FrameRows(Sequence[Mapping[str, Any]]):
 
 
 def demonstrated_rows(data: VLADataConfig) -> FrameRows:
-    """Return the rows of a dataset, from its description alone. Raises UserError for one that is damaged."""
+    """Return the rows of a dataset, from its meta files alone. Raises UserError for a damaged dataset."""
     return FrameRows(read_dataset(data.demos).select(data.episodes))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """B rows."""
+    """B samples."""
 
     images: np.ndarray
     """uint8 [B, cameras, H, W, 3]; black where they cannot be read."""
@@ -70,13 +70,13 @@ class Samples:
     instructions: tuple[str, ...]
     """[B]"""
     actions: np.ndarray
-    """[B, M, D] float32, as recorded; 0 where there is none."""
+    """[B, M, D] float32, as recorded; 0 where masked."""
     action_mask: np.ndarray
-    """[B, M] bool: actions that are there."""
+    """[B, M] bool: demonstrated actions."""
     aux: np.ndarray | None
-    """[B, n] float32: auxiliary targets of mean 0 and deviation 1, NaN where there are none; None without columns."""
+    """[B, n] float32: auxiliary targets of mean 0 and std 1, NaN where missing; None without columns."""
     unreadable: Mapping[int, str]
-    """Why pictures could not be read, by place in the batch."""
+    """Errors of images that could not be read, by index in the batch."""
 
 
 class Demonstrations:
@@ -93,18 +93,18 @@ class Demonstrations:
             action=_measured(self._actions[self._shown], column=data.action_column, path=dataset.path),
             state=_measured(self._states, column=data.state_column, path=dataset.path),
         )
-        """Of actions and states of these episodes."""
+        """Statistics of actions and states of these episodes."""
         self.faults = Faults("have no pictures")
-        """Rows whose pictures could not be read."""
+        """Rows whose images could not be read."""
         self.instructions = tuple(dict.fromkeys(dataset.tasks[int(task)] for task in np.unique(frames.task_index)))
-        """What is told in them."""
+        """Instructions of these episodes."""
 
     @classmethod
     def open(cls, data: VLADataConfig) -> Demonstrations:
-        """Read all numbers of [data] demos, and look at its pictures' files.
+        """Read all numbers of [data] demos, and check its image files.
 
-        Raises UserError for a file that is missing or damaged, and for a column that is not there or of another type:
-        it names file and key.
+        Raises UserError, with file and key, for a missing or damaged file, and for a column that is missing or of
+        another type.
         """
         dataset = read_dataset(data.demos)
         episodes = dataset.select(data.episodes)
@@ -127,7 +127,7 @@ class Demonstrations:
 
     @property
     def aux_dim(self) -> int:
-        """Auxiliary targets of a sample."""
+        """Dimensions of a sample's auxiliary target."""
         return 0 if self._aux is None else self._aux.shape[1]
 
     def read(self, rows: Sequence[Mapping[str, Any]], *, horizon: int) -> Samples:
@@ -150,7 +150,7 @@ class Demonstrations:
 
 
 def _vector_size(dataset: LeRobotDataset, column: str, *, key: str) -> int:
-    """Return how many numbers a column has. Raises UserError where it holds something else."""
+    """Return the size of a column's vectors. Raises UserError for a column of another type."""
     feature = dataset.feature(column, key=key)
     try:
         kind = np.dtype(feature.dtype).kind
@@ -159,7 +159,7 @@ def _vector_size(dataset: LeRobotDataset, column: str, *, key: str) -> int:
     if kind not in tuple("biuf") or len(feature.shape) != 1:
         raise UserError(
             f"{dataset.path / 'meta/info.json'}: {column!r}, which [data] {key} names, is {feature.dtype} of shape "
-            f"{list(feature.shape)}; want a vector of numbers"
+            f"{list(feature.shape)}; must be a vector of numbers"
         )
     return feature.shape[0]
 
@@ -173,7 +173,7 @@ def _measured(values: np.ndarray, *, column: str, path: Path) -> Spread:
 
 
 def _standardised(columns: Sequence[np.ndarray]) -> np.ndarray | None:
-    """[N, n] of all columns: mean 0, deviation 1 over the frames that have them; 0 where a number never changes."""
+    """Return all columns [N, n] with mean 0 and std 1 over the frames that have them; 0 for constant numbers."""
     if not columns:
         return None
     values = np.concatenate(columns, axis=1)

@@ -1,14 +1,14 @@
-"""What a dataset in LeRobot's format says of itself: what was measured, which episodes there are, where they lie.
+"""The meta files of a dataset in LeRobot's format: features, episodes and their files.
 
             v2.0, v2.1                                v3.0
 info        meta/info.json                            the same
 tasks       meta/tasks.jsonl                          meta/tasks.parquet
 episodes    meta/episodes.jsonl                       meta/episodes/chunk-*/file-*.parquet
-frames      a parquet file an episode                 parquet files of many episodes
-pictures    an mp4 an episode and camera, or          mp4 files of many episodes, or
+frames      a parquet file per episode                parquet files of many episodes
+images      an mp4 per episode and camera, or         mp4 files of many episodes, or
             PNG in the parquet                        PNG in the parquet
 
-Free of torch: the controller counts frames with it.
+Free of torch: the controller counts frames with this module.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from cosmos_rl_vla.data.parquet import AGAIN, read_parquet
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 PARTIAL = ".partial"
-"""Added to the name of a directory that is being written."""
+"""Suffix of the name of a directory that is being written."""
 PICTURES = ("image", "video")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Feature:
-    """A column, as meta/info.json has it."""
+    """A column's entry in meta/info.json."""
 
     dtype: str
     """numpy's name, "string", "image" (in the parquet) or "video"."""
@@ -42,14 +42,14 @@ class Feature:
 
     @property
     def size(self) -> tuple[int, int]:
-        """Height and width of a picture, whose channels may stand first or last."""
+        """Height and width of an image; channels may be first or last."""
         height, width = self.shape[:2] if self.shape[-1] in (1, 3, 4) else self.shape[1:]
         return height, width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VideoAt:
-    """Where the pictures of one camera in one episode are."""
+    """Location of one camera's video of one episode."""
 
     path: Path
     start_s: float
@@ -58,22 +58,22 @@ class VideoAt:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EpisodeAt:
-    """One episode and where it lies."""
+    """One episode and the locations of its files."""
 
     number: int
     length: int
-    """Frames."""
+    """Number of frames."""
     tasks: tuple[str, ...]
-    """Instructions that are told in it."""
+    """Its instructions."""
     data: Path
     """The parquet file with its frames."""
     videos: Mapping[str, VideoAt] = field(default_factory=dict)
-    """By camera, for those that are videos."""
+    """By camera, for cameras stored as videos."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LeRobotDataset:
-    """A dataset's description."""
+    """Contents of a dataset's meta files."""
 
     path: Path
     fps: float
@@ -85,11 +85,11 @@ class LeRobotDataset:
 
     @property
     def cameras(self) -> tuple[str, ...]:
-        """Columns of pictures, in the order of meta/info.json."""
+        """Image columns, in the order of meta/info.json."""
         return tuple(name for name, feature in self.features.items() if feature.is_picture)
 
     def feature(self, column: str, *, key: str) -> Feature:
-        """Return what `column` is; `key` of the recipe names it. Raises UserError where it is not there."""
+        """Return the feature of `column`, which the recipe's `key` names. Raises UserError for an unknown column."""
         if column not in self.features:
             raise UserError(
                 f"{self.path / 'meta/info.json'}: no feature {column!r}, which [data] {key} names; it has "
@@ -98,7 +98,7 @@ class LeRobotDataset:
         return self.features[column]
 
     def select(self, numbers: Sequence[int]) -> tuple[EpisodeAt, ...]:
-        """Return episodes by number; without any, all. Raises UserError for one that is not there."""
+        """Return episodes by number; without any, all. Raises UserError for an unknown number."""
         if not numbers:
             return self.episodes
         known = {episode.number: episode for episode in self.episodes}
@@ -108,12 +108,12 @@ class LeRobotDataset:
 
 
 def read_dataset(path: str | Path) -> LeRobotDataset:
-    """Read a dataset's description. Raises UserError that names the file and the key that is wrong."""
+    """Read a dataset's meta files. Raises UserError with the file and the wrong key."""
     path = Path(path).expanduser()
     info, where = _info(path), path / "meta/info.json"
     version = info["codebase_version"]
     if version not in VERSIONS:
-        raise UserError(f"{where}: codebase_version {version!r}; read are {', '.join(VERSIONS)}. lerobot converts")
+        raise UserError(f"{where}: codebase_version {version!r}; supported are {', '.join(VERSIONS)}. lerobot converts")
     features = {name: _feature(name, held, where=where) for name, held in info["features"].items()}
     layout = _Layout(path=path, info=info, videos=[name for name in features if features[name].dtype == "video"])
     try:
@@ -126,19 +126,19 @@ def read_dataset(path: str | Path) -> LeRobotDataset:
             episodes=tuple(sorted(episodes(layout), key=lambda episode: episode.number)),
         )
     except KeyError as error:
-        raise UserError(f"{path / 'meta'} does not say {error} of tasks or episodes; {AGAIN}") from error
+        raise UserError(f"{path / 'meta'} has no {error} of tasks or episodes; {AGAIN}") from error
     except UserError:
         raise
     except (TypeError, ValueError) as error:
         raise UserError(f"{path / 'meta'} has a value of the wrong type in tasks or episodes: {error}") from error
     if not found.episodes:
-        raise UserError(f"{path} has no episode; {AGAIN}")
+        raise UserError(f"{path} has no episodes; {AGAIN}")
     return found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Layout:
-    """Where files are."""
+    """Paths of a dataset's files."""
 
     path: Path
     info: Mapping[str, Any]
@@ -155,8 +155,8 @@ def _info(path: Path) -> dict[str, Any]:
     where = path / "meta/info.json"
     if not where.is_file():
         partial = path.with_name(path.name + PARTIAL)
-        hint = f"; {partial} was left when its recording was interrupted: record it again" if partial.is_dir() else ""
-        raise UserError(f"{path} is no dataset in LeRobot's format: {where} is not there{hint}")
+        hint = f"; {partial} is left of an interrupted recording: record it again" if partial.is_dir() else ""
+        raise UserError(f"{path} is not a dataset in LeRobot's format: {where} does not exist{hint}")
     info = _json(where.read_bytes(), where=where)
     wanted = ["codebase_version", "fps", "features", "data_path"]
     for key in wanted:
@@ -172,7 +172,7 @@ def _feature(name: str, held: Mapping[str, Any], *, where: Path) -> Feature:
         raise UserError(f"{where}: feature {name!r} has no dtype or no shape; {AGAIN}")
     feature = Feature(dtype=held["dtype"], shape=tuple(held["shape"]))
     if feature.is_picture and len(feature.shape) != 3:
-        raise UserError(f"{where}: feature {name!r} of shape {list(feature.shape)}; a picture has height, width, 3")
+        raise UserError(f"{where}: feature {name!r} of shape {list(feature.shape)}; an image has height, width, 3")
     return feature
 
 
@@ -182,13 +182,13 @@ def _json(text: bytes, *, where: Path | str) -> dict[str, Any]:
     except UserError as error:
         raise UserError(f"{error}, as after an interruption; {AGAIN}") from None
     if not isinstance(held, dict):
-        raise UserError(f"{where} is no JSON object; {AGAIN}")
+        raise UserError(f"{where} is not a JSON object; {AGAIN}")
     return held
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     if not path.is_file():
-        raise UserError(f"{path} is not there: the dataset is not whole; {AGAIN}")
+        raise UserError(f"{path} does not exist: the dataset is incomplete; {AGAIN}")
     with path.open("rb") as file:
         return [_json(line, where=where) for where, line in read_lines(file, name=str(path))]
 
@@ -230,7 +230,7 @@ def _tasks_v3(path: Path) -> dict[int, str]:
 def _episodes_v3(layout: _Layout) -> list[EpisodeAt]:
     files = sorted((layout.path / "meta/episodes").glob("*/*.parquet"))
     if not files:
-        raise UserError(f"{layout.path / 'meta/episodes'} holds no parquet file: the dataset is not whole; {AGAIN}")
+        raise UserError(f"{layout.path / 'meta/episodes'} has no parquet file: the dataset is incomplete; {AGAIN}")
     columns = ["episode_index", "length", "tasks", "data/chunk_index", "data/file_index"]
     for camera in layout.videos:
         columns += [f"videos/{camera}/{name}" for name in ("chunk_index", "file_index", "from_timestamp")]

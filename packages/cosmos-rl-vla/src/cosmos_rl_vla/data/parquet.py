@@ -1,4 +1,4 @@
-"""Tables of a dataset, with errors that name the file and the column. pyarrow loads with the first of them."""
+"""Reads parquet tables, with errors that name file and column. pyarrow is imported on first use."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ AGAIN = "record it, or download it, again"
 
 
 def open_parquet(path: Path) -> pq.ParquetFile:
-    """Open a file. Raises UserError where it is not there or was never finished."""
+    """Open a file. Raises UserError if it does not exist or is incomplete."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     try:
         return pq.ParquetFile(path)
     except FileNotFoundError:
-        raise UserError(f"{path} is not there: the dataset is not whole; {AGAIN}") from None
+        raise UserError(f"{path} does not exist: the dataset is incomplete; {AGAIN}") from None
     except (pa.ArrowException, OSError) as error:
         raise UserError(f"{path} cannot be read, as after an interruption: {error}; {AGAIN}") from error
 
 
 def read_parquet(path: Path, columns: Sequence[str]) -> pa.Table:
-    """Read some columns of a file. Raises UserError where they are not there, or damaged."""
+    """Read some columns of a file. Raises UserError if they are missing or damaged."""
     import pyarrow as pa
 
     with open_parquet(path) as file:
@@ -58,7 +58,7 @@ def vectors(table: pa.Table, column: str, *, size: int, origin: Path) -> np.ndar
         raise UserError(f"{origin}: column {column!r} holds {flat.type}, not numbers")
     if (held or {1}) != {size}:
         found = " or ".join(map(str, sorted(held or {1})))
-        raise UserError(f"{origin}: column {column!r} has {found} numbers a frame, meta/info.json says {size}")
+        raise UserError(f"{origin}: column {column!r} has {found} numbers per frame, meta/info.json has {size}")
     return flat.cast(pa.float32(), safe=False).to_numpy(zero_copy_only=False).reshape(len(table), size)
 
 
@@ -69,12 +69,12 @@ def whole_numbers(table: pa.Table, column: str, *, origin: Path) -> np.ndarray:
     array: Any = table.column(column).combine_chunks()
     flat: Any = array if _list_sizes(array) is None else array.flatten()
     if not pa.types.is_integer(flat.type) or flat.null_count or len(flat) != len(table):
-        raise UserError(f"{origin}: column {column!r} holds {array.type}, not one whole number a frame")
+        raise UserError(f"{origin}: column {column!r} holds {array.type}, not one integer per frame")
     return flat.to_numpy(zero_copy_only=False).astype(np.int64)
 
 
 def _list_sizes(array: Any) -> set[int] | None:
-    """Return the sizes of an array's lists, 0 for a null; None where it holds no lists."""
+    """Return the sizes of an array's lists, 0 for a null; None for another type."""
     import pyarrow as pa
 
     if pa.types.is_fixed_size_list(array.type):

@@ -1,9 +1,9 @@
-"""The pictures of frames, from all cameras.
+"""The images of frames, from all cameras.
 
-    (episode, frame) -- find --> Piece, place in it -- cached, else decoded by threads --> uint8 [H, W, 3]
+    (episode, frame) -- find --> Piece, index in it -- cached, else decoded by threads --> uint8 [H, W, 3]
 
-A *piece* is what is decoded at once: a run of a video, or one PNG. While all pictures fit in memory, each is decoded
-once; otherwise neighbours of what was asked for are kept as long as there is room.
+A *piece* is the unit of decoding: a run of a video, or one PNG. Decoded pieces are in an LRU cache; while all images
+fit, each is decoded once.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from cosmos_rl_vla.data.sources import Column, Piece, Source, Videos
 
 _MAX_THREADS = 4
 _ENCODED = 4
-"""One in so many bytes of memory is for PNGs as they are stored, where there are any."""
+"""1 / fraction of the cache for encoded PNGs, if there are any."""
 
 
 class Pictures:
-    """Pictures of some episodes.
+    """Images of some episodes.
 
     images, reasons = pictures.read([(3, 17), (0, 4)])        # frame 17 of episode 3, ...
     """
@@ -44,7 +44,7 @@ class Pictures:
         frames: Frames,
         cache_bytes: int,
     ) -> None:
-        """Look at the files. Raises UserError for one that is not there or not whole, and for sizes that differ."""
+        """Check the files. Raises UserError for a missing or incomplete one, and for different image sizes."""
         features = {camera: dataset.feature(camera, key="cameras") for camera in cameras}
         self.size = _one_size(features)
         """Height and width."""
@@ -62,9 +62,9 @@ class Pictures:
                 self._sources[camera] = Column(camera, frames, cache_bytes=encoded // columns)
 
     def read(self, frames: Sequence[tuple[int, int]]) -> tuple[np.ndarray, dict[int, str]]:
-        """Return pictures of frames (episode, frame), and for places that have none the reason; those are black.
+        """Return the images of frames (episode, frame), black for unreadable ones, and the reasons for those.
 
-        Returns: uint8 [B, cameras, H, W, 3]; reasons by place in the batch.
+        Returns: uint8 [B, cameras, H, W, 3]; reasons by index in the batch.
         """
         images = np.zeros((len(frames), len(self._sources), *self.size, 3), np.uint8)
         found: dict[tuple[int, int], tuple[Piece, int]] = {}
@@ -85,14 +85,14 @@ class Pictures:
         return images, reasons
 
     def _decoded(self, pieces: Iterable[Piece]) -> dict[Piece, np.ndarray | MediaError]:
-        """Decode what is not in memory, by threads."""
+        """Decode the pieces that are not cached, in threads."""
         held = {piece: self._cache.get(piece) for piece in pieces}
         missing = [piece for piece, array in held.items() if array is None]
         new = dict(zip(missing, self._threads.map(self._try, missing)))
         return {piece: new[piece] if array is None else array for piece, array in held.items()}
 
     def _try(self, piece: Piece) -> np.ndarray | MediaError:
-        """In a thread."""
+        """Decode one piece; runs in a thread."""
         try:
             return self._decode(piece)
         except MediaError as error:
@@ -101,25 +101,25 @@ class Pictures:
     def _decode(self, piece: Piece) -> np.ndarray:
         decoded = self._sources[piece.camera].decode(piece)
         if decoded.shape[1:] != (*self.size, 3):
-            seen, said = (f"{height}x{width}" for height, width in (decoded.shape[1:3], self.size))
-            raise MediaError(f"{piece.path}: {piece.camera} is {seen}, meta/info.json says {said}")
+            found, expected = (f"{height}x{width}" for height, width in (decoded.shape[1:3], self.size))
+            raise MediaError(f"{piece.path}: {piece.camera} is {found}, meta/info.json has {expected}")
         self._cache.put(piece, decoded)
         return decoded
 
 
 def _one_size(features: Mapping[str, Feature]) -> tuple[int, int]:
     if wrong := [name for name, feature in features.items() if not feature.is_picture]:
-        raise UserError(f"[data] cameras: {wrong[0]!r} holds {features[wrong[0]].dtype}, not pictures")
+        raise UserError(f"[data] cameras: {wrong[0]!r} holds {features[wrong[0]].dtype}, not images")
     sizes = {camera: feature.size for camera, feature in features.items()}
     if len(set(sizes.values())) > 1:
-        raise UserError(f"pictures of several sizes, {sizes}: name those of one size in [data] cameras")
+        raise UserError(f"images of several sizes, {sizes}: set [data] cameras to those of one size")
     return next(iter(sizes.values()), (1, 1))
 
 
 def _check_videos(
     threads: ThreadPoolExecutor, camera: str, episodes: Sequence[EpisodeAt], frames: Frames, *, fps: float
 ) -> None:
-    """Raise UserError for the first file that is not there, not whole, or ends before the frames do."""
+    """Raise UserError for the first file that is missing, incomplete, or shorter than its frames."""
     until: dict[Path, float] = {}
     for episode in episodes:
         at, last = episode.videos[camera], frames.first[episode.number] + episode.length - 1

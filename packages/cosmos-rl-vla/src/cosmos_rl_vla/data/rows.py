@@ -1,4 +1,4 @@
-"""Rows of a [data] section: episodes to play, or frames of demonstrations to learn from. Free of torch."""
+"""Rows of a [data] section: episodes to run, or frames of demonstrations. Free of torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cosmos_rl_vla.sims.base import GROUP, HELD_OUT, BatchSimulator, Worded
 
 
 class Tasks(Sequence[Mapping[str, Any]]):
-    """Every task from every initial state, tasks in turn: {"task", "init", "instruction", "perturb"}."""
+    """Every task with every initial state, tasks alternating: {"task", "init", "instruction", "perturb"}."""
 
     def __init__(self, data: VLADataConfig, instructions: Mapping[str, str]) -> None:
         self._data = data
@@ -43,7 +43,7 @@ class Tasks(Sequence[Mapping[str, Any]]):
 def load_rows(data: VLADataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Return rows and their origin for messages.
 
-    Raises UserError for a simulator that is not installed, a task it does not have, and a damaged dataset.
+    Raises UserError for a simulator that is not installed, an unknown task, and a damaged dataset.
     """
     if data.demos:
         from cosmos_rl_vla.data.demos import demonstrated_rows
@@ -55,9 +55,9 @@ def load_rows(data: VLADataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
 
 
 def describe(simulator: str, tasks: Sequence[str], *, options: Mapping[str, Any]) -> dict[str, str]:
-    """Return the instruction of each task. Nothing is built where there are no tasks to ask for.
+    """Return the instruction of each task. Builds nothing without tasks.
 
-    Raises UserError for a simulator that is not there, options it does not take, or a task it does not have.
+    Raises UserError for an unknown simulator, invalid options, or an unknown task.
     """
     if not tasks:
         return {}
@@ -65,9 +65,7 @@ def describe(simulator: str, tasks: Sequence[str], *, options: Mapping[str, Any]
     if isinstance(factory, type) and issubclass(factory, Worded):
         return {task: factory.instruction(task) for task in tasks}
     if isinstance(factory, type) and issubclass(factory, BatchSimulator):
-        raise UserError(
-            f"[data] simulator {simulator!r} is not asked for its instructions before it runs; give [data.instructions]"
-        )
+        raise UserError(f"[data] simulator {simulator!r} has no instructions before it runs; set [data.instructions]")
     try:
         made = factory(**options)
     except TypeError as error:

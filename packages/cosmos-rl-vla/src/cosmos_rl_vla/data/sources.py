@@ -1,4 +1,4 @@
-"""Where the pictures of one camera come from: mp4 files, or a column of PNGs."""
+"""Sources of one camera's images: mp4 files, or a column of PNGs."""
 
 from __future__ import annotations
 
@@ -26,19 +26,19 @@ _OPEN_FILES = 64
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Piece:
-    """What is decoded at once."""
+    """The unit of decoding."""
 
     path: Path
     camera: str
     number: int
-    """Of the run in a video; of the row in a parquet file."""
+    """Index of the run in a video, or of the row in a parquet file."""
 
 
 class Source(Protocol):
-    """The pictures of one camera. Any thread may ask."""
+    """The images of one camera. Thread-safe."""
 
     def find(self, episode: EpisodeAt, frame: int) -> tuple[Piece, int]:
-        """Return the piece that holds a frame, and its place in it. Raises MediaError."""
+        """Return the piece that contains a frame, and its index in it. Raises MediaError."""
         ...
 
     def decode(self, piece: Piece) -> np.ndarray:
@@ -47,7 +47,7 @@ class Source(Protocol):
 
 
 class Videos:
-    """Pictures out of mp4 files; see Source."""
+    """Images from mp4 files; see Source."""
 
     def __init__(self, camera: str, frames: Frames, *, fps: float) -> None:
         self._camera, self._frames, self._fps = camera, frames, fps
@@ -75,7 +75,7 @@ class Videos:
         return np.stack([images[place] for place in places])
 
     def _file(self, path: Path) -> VideoFile:
-        """Return a file, opened where it is not; the one not used for longest is dropped."""
+        """Return an open file; evicts the least recently used one."""
         with self._lock:
             if path not in self._open:
                 file = VideoFile(path, remedy=AGAIN)
@@ -83,19 +83,19 @@ class Videos:
                     raise file.error("the first frame in it cannot be decoded")
                 self._open[path] = file
                 if len(self._open) > _OPEN_FILES:
-                    self._open.popitem(last=False)  # it closes once the last thread has let go of it
+                    self._open.popitem(last=False)  # it closes once the last thread releases it
             self._open.move_to_end(path)
             return self._open[path]
 
 
 class Column:
-    """Pictures out of a column of {"bytes": png, "path": name}; see Source. Row groups are kept as they are stored."""
+    """Images from a column of {"bytes": png, "path": name}; see Source. Row groups are cached encoded."""
 
     def __init__(self, camera: str, frames: Frames, *, cache_bytes: int) -> None:
         self._camera, self._frames = camera, frames
         self._row_groups: ByteCache[pa.Array] = ByteCache(cache_bytes)
         self._ends: dict[Path, np.ndarray] = {}
-        """Rows of a file up to the end of each row group."""
+        """Cumulative number of rows at the end of each row group, by file."""
 
     def find(self, episode: EpisodeAt, frame: int) -> tuple[Piece, int]:
         """See Source."""
@@ -108,12 +108,12 @@ class Column:
 
         encoded = self._encoded(piece)
         if encoded is None:
-            raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} lies in another file; embed it")
+            raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is in another file; embed it")
         try:
             with Image.open(io.BytesIO(encoded)) as image:
                 return np.asarray(image.convert("RGB"))[None]
         except (UnidentifiedImageError, OSError, SyntaxError) as error:
-            raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is no picture: {error}") from error
+            raise MediaError(f"{piece.path}: {piece.camera} of row {piece.number} is not an image: {error}") from error
 
     def _encoded(self, piece: Piece) -> bytes | None:
         ends = self._ends_of(piece.path)
@@ -141,5 +141,5 @@ class Column:
                 raise MediaError(f"{path}: column {self._camera!r} is damaged: {error}; {AGAIN}") from error
         structs = column.combine_chunks()
         if not pa.types.is_struct(structs.type):
-            raise MediaError(f"{path}: column {self._camera!r} holds {structs.type}, not pictures in PNG")
+            raise MediaError(f"{path}: column {self._camera!r} holds {structs.type}, not PNG images")
         return structs.field("bytes")

@@ -1,4 +1,4 @@
-"""Requests for episodes, and the episodes that run in an engine's slots."""
+"""Episode requests, and the episodes in an engine's slots."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Request(EngineRequest):
     sampling: VLASampling
     seed: int
     rollouts: dict[int, Rollout] = field(default_factory=dict)
-    """By place in the group, as they end."""
+    """Finished rollouts by index in the group."""
 
     @property
     def task(self) -> str:
@@ -39,7 +39,7 @@ class Request(EngineRequest):
         return [Running(request=self, place=place, seed=int(seed) & _SEEDS) for place, seed in enumerate(seeds)]
 
     def add(self, place: int, rollout: Rollout) -> None:
-        """Keep the rollout of an episode; the last one finishes the request."""
+        """Add the rollout of an episode; the last one finishes the request."""
         self.rollouts[place] = rollout
         if len(self.rollouts) == self.num_samples:
             self.finish()
@@ -51,15 +51,15 @@ class Running:
 
     request: Request
     place: int
-    """In its group."""
+    """Index in its group."""
     seed: int
-    """Of what the policy samples."""
+    """Seed of the policy's sampling."""
     attempt: int = 0
-    """How often its simulator was lost."""
+    """Number of times its simulator was lost."""
     trajectory: Trajectory = field(default_factory=Trajectory)
     closing: bool = False
-    """The last step was made at the limit; what is missing is the critic's estimate of what would follow."""
+    """The episode was truncated at the step limit; the critic's value of the last state is missing."""
 
     def again(self) -> Running:
-        """Return the episode as it begins anew after its simulator was lost."""
+        """Return the episode to begin again after its simulator was lost."""
         return Running(request=self.request, place=self.place, seed=self.seed, attempt=self.attempt + 1)

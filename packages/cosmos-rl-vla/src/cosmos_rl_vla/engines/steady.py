@@ -1,7 +1,7 @@
-"""Passes of one shape: what a policy says to an episode is then the same to the bit, whichever run beside it.
+"""Forward passes of a fixed shape: a policy's output for an episode is then bitwise equal in any batch.
 
-A matrix product sums in an order that its number of rows decides. So a pass always has as many observations, the first
-repeated where there are fewer, and as many tokens.
+The summation order of a matrix product depends on its number of rows. So a pass always has the same number of
+observations, padded with the first one, and of tokens.
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from cosmos_rl_vla.models.base import Acted, Draw, Inputs
+from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.models.base import ActionModel
 
 
-def act(model: ActionModel, inputs: Inputs, *, draw: Draw, greedy: bool, rows: int, length: int) -> Acted:
-    """Decide at B observations, in passes over `rows` of them with `length` tokens each."""
+def act(model: ActionModel, inputs: Inputs, *, randomness: Randomness, greedy: bool, rows: int, length: int) -> Acted:
+    """Act at B observations, in passes over `rows` of them with `length` tokens each."""
     parts = [
-        _pass(model, inputs, range(first, min(first + rows, len(inputs))), draw, greedy, rows, length)
+        _pass(model, inputs, range(first, min(first + rows, len(inputs))), randomness, greedy, rows, length)
         for first in range(0, len(inputs), rows)
     ]
     return Acted(
@@ -34,13 +34,17 @@ def act(model: ActionModel, inputs: Inputs, *, draw: Draw, greedy: bool, rows: i
     )
 
 
-def _pass(model: ActionModel, inputs: Inputs, chosen: range, draw: Draw, greedy: bool, rows: int, length: int) -> Acted:
+def _pass(
+    model: ActionModel, inputs: Inputs, chosen: range, randomness: Randomness, greedy: bool, rows: int, length: int
+) -> Acted:
     places = [*chosen, *[chosen[0]] * (rows - len(chosen))]
     own = inputs.select(torch.tensor(places, device=inputs.tokens.device))
     missing = length - own.tokens.shape[1]
     own = replace(own, tokens=F.pad(own.tokens, (0, missing)), token_mask=F.pad(own.token_mask, (0, missing)))
-    drawn = replace(draw, seeds=[draw.seeds[i] for i in places], places=[draw.places[i] for i in places])
-    acted = model.act(own, draw=drawn, greedy=greedy)
+    own_randomness = replace(
+        randomness, seeds=[randomness.seeds[i] for i in places], places=[randomness.places[i] for i in places]
+    )
+    acted = model.act(own, randomness=own_randomness, greedy=greedy)
     return Acted(
         actions=acted.actions[: len(chosen)],
         logprobs=acted.logprobs[: len(chosen)],

@@ -1,12 +1,12 @@
-"""The rollout engine: episodes in the slots of simulators, and one policy that decides for all that wait for it.
+"""The rollout engine: episodes in the slots of simulators, and one policy that acts for all awaiting slots.
 
                   slots of process 0: chunk runs     slots of process 1: at a decision
                         |                                   |
-    pool.wait() --------+---- events ----> observations of those that wait -- act --> pool.submit(chunks)
+    pool.wait() --------+---- events ----> observations of awaiting slots -- act --> pool.submit(chunks)
 
 All of it runs in the engine's thread (`rollout/engine_thread.py`), which waits for the simulators and for posts at the
-same time. While the policy decides for half of a process's slots, the other half and the other processes simulate: the
-slower of the two sets the pace. New weights come between two decisions; each says under which version it was made.
+same time. While the policy acts for half of a process's slots, the other half and the other processes simulate.
+Weights are updated between two decisions; each decision records its version.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Prompt, Rollout
 from cosmos_rl_vla.engines import steady
 from cosmos_rl_vla.engines.episodes import Request, Running
-from cosmos_rl_vla.models.base import Draw
+from cosmos_rl_vla.models.base import Randomness
 from cosmos_rl_vla.observations import Observer, Seen
 from cosmos_rl_vla.sampling import VLASampling
 from cosmos_rl_vla.sims.pool.group import Lost, Ready
@@ -43,24 +43,24 @@ class TorchEngineOptions(Strict):
     """[rollout.options] of engine = "torch"."""
 
     processes: int = Field(default=2, ge=1)
-    """Processes of simulators; two or more let simulation and inference overlap."""
+    """Number of simulator processes; with two or more, simulation and inference overlap."""
     slots: int = Field(default=8, ge=1)
-    """Episodes that run side by side in each of them."""
+    """Concurrent episodes per process."""
     steady: bool = False
-    """Make what an episode sees and does the same to the bit whichever episodes run beside it, at the price of passes
-    that are as long and as wide for few as for all: a run without staleness is then the same twice."""
+    """Make an episode bitwise independent of the other episodes in its batch: a run without staleness is then
+    reproducible. Costs full-size forward passes even for few episodes."""
     python: str | None = None
-    """Interpreter of those processes, for simulators that need packages of other versions; by default this one."""
+    """Python interpreter of those processes, for simulators that need other package versions; default: this one."""
     start_timeout_s: float = Field(default=120.0, gt=0)
-    """Longest that building the simulators may take."""
+    """Limit for building the simulators."""
     reset_timeout_s: float = Field(default=60.0, gt=0)
-    """Longest that beginning an episode may take."""
+    """Limit for beginning an episode."""
     step_timeout_s: float = Field(default=15.0, gt=0)
-    """Longest that one step of a process's slots may take, or one observation; then it is replaced."""
+    """Limit for one step of a process's slots, or one observation; then the process is replaced."""
     max_faults: int = Field(default=3, ge=1)
-    """Failures in a row after which a process is given up, and the replica with it."""
+    """Failures in a row after which a process, and its replica with it, fails."""
     max_attempts: int = Field(default=3, ge=1)
-    """Times an episode is begun, each time its simulator was lost, before its prompt goes back."""
+    """Attempts per episode whose simulator was lost, before its prompt is returned as failed."""
 
 
 class SimulationEngine(ThreadedEngine[Request]):
@@ -75,14 +75,14 @@ class SimulationEngine(ThreadedEngine[Request]):
         pool: SimulatorPool,
         options: TorchEngineOptions,
     ) -> None:
-        """weights: the live tensors that the trainer publishes. observer: makes the model's inputs."""
+        """weights: returns the live tensors that the trainer publishes. observer: converts observations to inputs."""
         super().__init__("simulate")
         self._model, self._weights, self._observer, self._pool = model, weights, observer, pool
         self._device = next(cast(nn.Module, model).parameters()).device
         self._max_attempts = options.max_attempts
         self._steady_rows = options.slots if options.steady else 0
         self._episodes: deque[Running] = deque()
-        """Episodes that wait for a slot, in the order they were asked for."""
+        """Episodes that wait for a slot, in the order of requests."""
         self._slots: dict[int, Running] = {}
         """Episodes by the slot they run in."""
         self._awaiting: list[int] = []
@@ -90,12 +90,12 @@ class SimulationEngine(ThreadedEngine[Request]):
 
     @property
     def rows_at_once(self) -> int:
-        """Episodes that fill every slot, with as many that wait for one."""
+        """Twice the number of slots: running episodes, and as many waiting."""
         return 2 * self._pool.num_slots
 
     @property
     def simulators(self) -> SimulatorPool:
-        """Where the episodes run."""
+        """The pool in which the episodes run."""
         return self._pool
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -117,7 +117,7 @@ class SimulationEngine(ThreadedEngine[Request]):
         return bool(self._slots or self._episodes)
 
     def _work(self) -> None:
-        """Start episodes in free slots, wait for what happens in the others, and decide for those that wait."""
+        """Start episodes in free slots, wait for events, and act for awaiting slots."""
         while self._waiting:
             self._episodes += self._waiting.popleft().episodes()
         self._begin()
@@ -125,7 +125,7 @@ class SimulationEngine(ThreadedEngine[Request]):
             self._answer(self._pool.wait(beside=self._bell))
 
     def _begin(self) -> None:
-        """Give every free slot an episode, the processes in turn."""
+        """Start an episode in every free slot, alternating between processes."""
         per_group = self._pool.num_slots // (self._pool.group_of(self._pool.num_slots - 1) + 1)
         for slot in sorted(range(self._pool.num_slots), key=lambda slot: (slot % per_group, slot)):
             if slot not in self._slots and (running := self._next()) is not None:
@@ -133,7 +133,7 @@ class SimulationEngine(ThreadedEngine[Request]):
                 self._pool.start(slot, task=running.request.task, init=running.request.init)
 
     def _next(self) -> Running | None:
-        """The next episode that can be played; the prompt of one that cannot is given back with the reason."""
+        """Return the next valid episode; the prompts of invalid ones fail with the reason."""
         while self._episodes:
             running = self._episodes.popleft()
             if running.request.done.done():
@@ -148,7 +148,7 @@ class SimulationEngine(ThreadedEngine[Request]):
         return None
 
     def _answer(self, events: Sequence[Ready | Lost]) -> None:
-        """Note what happened in the slots, and decide for those whose turn it is."""
+        """Process events of the slots, and act for those that are due."""
         self._awaiting += [event.slot for event in events if self._goes_on(event)]
         chosen = self._take_awaiting()
         greedy = [slot for slot in chosen if self._slots[slot].request.sampling.greedy]
@@ -159,9 +159,9 @@ class SimulationEngine(ThreadedEngine[Request]):
             self._decide(greedy, greedy=True)
 
     def _take_awaiting(self) -> list[int]:
-        """Return the awaiting slots of each process half of whose episodes await: it has the other half to simulate.
+        """Return the awaiting slots of each process of which at least half of the episodes await.
 
-        Fewer would be decided by more passes; all of them would leave their process without work meanwhile.
+        Fewer would need more forward passes; waiting for all would leave the process idle during the pass.
         """
         for slot in [slot for slot in self._awaiting if self._slots[slot].request.done.done()]:
             self._awaiting.remove(slot)
@@ -173,7 +173,7 @@ class SimulationEngine(ThreadedEngine[Request]):
         return chosen
 
     def _goes_on(self, event: Ready | Lost) -> bool:
-        """Return whether the slot waits for the policy; note what its chunk gave, and end what is at its end."""
+        """Record a chunk's result and finish an episode that is over. Returns whether the slot awaits an action."""
         running = self._slots[event.slot]
         if running.request.done.done():
             del self._slots[event.slot]
@@ -194,7 +194,7 @@ class SimulationEngine(ThreadedEngine[Request]):
         return True
 
     def _lost(self, running: Running, lost: Lost) -> None:
-        """Begin the episode again, or give its prompt back with the reason."""
+        """Begin the episode again, or fail its prompt with the reason."""
         attempts = running.attempt + 1
         if not lost.final and attempts < self._max_attempts:
             self._episodes.appendleft(running.again())
@@ -204,13 +204,13 @@ class SimulationEngine(ThreadedEngine[Request]):
         running.request.fail(SampleError(f"the episode of {where} was lost{times}: {lost.reason}", final=lost.final))
 
     def _decide(self, slots: Sequence[int], *, greedy: bool) -> None:
-        """One pass of the policy over awaiting slots; those at their limit need its value estimate alone."""
+        """Run the policy once over awaiting slots; slots at their step limit only need its value."""
         episodes = [self._slots[slot] for slot in slots]
-        seen = self._observer.look(self._pool, slots, [running.request.prompt.row for running in episodes])
+        seen = self._observer.observe(self._pool, slots, [running.request.prompt.row for running in episodes])
         seeds = [running.seed for running in episodes]
         places = [len(running.trajectory.decisions) for running in episodes]
-        draw = Draw(seeds=seeds, places=places, version=self._version)
-        decided = Decided.of(self._act(seen, draw, greedy=greedy), seen, version=self._version)
+        randomness = Randomness(seeds=seeds, places=places, version=self._version)
+        decided = Decided.of(self._act(seen, randomness, greedy=greedy), seen, version=self._version)
         self._progress += 1
         chunks: dict[int, list[tuple[int, np.ndarray]]] = {}
         for row, (slot, running) in enumerate(zip(slots, episodes, strict=True)):
@@ -224,12 +224,14 @@ class SimulationEngine(ThreadedEngine[Request]):
         for alike in chunks.values():
             self._pool.submit([slot for slot, _ in alike], np.stack([chunk for _, chunk in alike]))
 
-    def _act(self, seen: Seen, draw: Draw, *, greedy: bool) -> Acted:
+    def _act(self, seen: Seen, randomness: Randomness, *, greedy: bool) -> Acted:
         inputs = seen.inputs(self._device)
         if not self._steady_rows:
-            return self._model.act(inputs, draw=draw, greedy=greedy)
+            return self._model.act(inputs, randomness=randomness, greedy=greedy)
         length = self._observer.max_tokens
-        return steady.act(self._model, inputs, draw=draw, greedy=greedy, rows=self._steady_rows, length=length)
+        return steady.act(
+            self._model, inputs, randomness=randomness, greedy=greedy, rows=self._steady_rows, length=length
+        )
 
     def _finish(self, slot: int, *, last_values: np.ndarray | None) -> None:
         running = self._slots.pop(slot)

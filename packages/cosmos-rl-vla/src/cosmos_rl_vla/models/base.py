@@ -1,12 +1,12 @@
-"""What a family of action models has to offer: act at an observation, and say again how likely that was.
+"""The protocol of action models: act at an observation, and recompute the log-probability of that action.
 
-    Inputs -- act(draw) --> Acted: actions, log-probs, values, replay        in the rollout, without gradient
+    Inputs -- act(randomness) --> Acted: actions, log-probs, values, replay  in the rollout, without gradient
     Inputs, replay -- evaluate --> Evaluated: log-probs, values, entropy     in training, with gradient
     Inputs, actions -- supervised --> loss                                   on demonstrations
 
-Letters: B observations, H actions executed a decision, D dimensions of an action; L instruction tokens, V values.
-A *decision* is one pass of the policy at one observation. Log-probabilities are always dense, [B, H, D]; the loss
-sums them into terms.
+Letters: B observations, H executed actions per decision, D dimensions of an action; L instruction tokens, V values.
+A *decision* is one forward pass of the policy at one observation. Log-probabilities are always dense, [B, H, D]; the
+loss sums them into terms.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ import torch
 from torch import Tensor
 
 Replay = Mapping[str, Tensor]
-"""What `evaluate` needs beside the observation to find the same draw again, every tensor [B, ...]: token ids, or flow
-states and the denoising steps they belong to."""
+"""Sampled values from which `evaluate` recomputes log-probabilities, every tensor [B, ...]: token ids, or flow states
+with their denoising steps."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Inputs:
-    """Observations as a model reads them."""
+    """Observations as model inputs."""
 
     images: Tensor
-    """uint8 [B, cameras, height, width, 3]: as the simulator drew them; the model resizes."""
+    """uint8 [B, cameras, height, width, 3]: as the simulator rendered them; the model resizes."""
     state: Tensor
     """[B, n] float32: proprioception, normalised by the model's statistics to about [-1, 1]."""
     tokens: Tensor
     """[B, L] int64: the instruction."""
     token_mask: Tensor
-    """[B, L] bool: tokens that are there."""
+    """[B, L] bool: False for padding."""
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -60,18 +60,18 @@ class Inputs:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Draw:
-    """Where the randomness of each sample comes from: batching changes nothing of what an episode draws."""
+class Randomness:
+    """Seeds of each sample's noise: an episode samples the same values in any batch."""
 
     seeds: Sequence[int]
-    """[B]: one of each episode, or of each demonstrated sample."""
+    """[B]: one per episode, or per demonstrated sample."""
     places: Sequence[int]
-    """[B]: which decision of its episode; 0 where there is only one."""
+    """[B]: index of the decision in its episode; 0 where there is only one."""
     version: int = 0
-    """Of the weights: noise may become less from one to the next."""
+    """Version of the weights, for noise schedules."""
 
     def generators(self) -> list[np.random.Generator]:
-        """Return one counter-based generator (Philox) a sample, at the start of its stream."""
+        """Return one counter-based generator (Philox) per sample, at the start of its stream."""
         streams = zip(self.seeds, self.places, strict=True)
         return [
             np.random.Generator(np.random.Philox(key=seed & _WORD, counter=(0, 0, place & _WORD, 0)))
@@ -84,32 +84,31 @@ _WORD = 2**64 - 1
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Acted:
-    """What a policy does at B observations."""
+    """Actions of a policy at B observations."""
 
     actions: Tensor
-    """[B, H, D] float32, normalised to [-1, 1] (it may lie somewhat outside): `ActionStats` leads to the simulator's
-    units."""
+    """[B, H, D] float32, normalised to about [-1, 1]; `ActionStats` converts them to the simulator's units."""
     logprobs: Tensor
-    """[B, H, D] float32 under the distribution that was drawn from; 0 where the policy was greedy."""
+    """[B, H, D] float32 under the sampling distribution; 0 if greedy."""
     values: Tensor
-    """[B, V] float32: the critic's; V = 0 for a model that has none."""
+    """[B, V] float32: the critic's; V = 0 without a critic."""
     replay: Replay
-    """Empty where the policy was greedy."""
+    """Empty if greedy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evaluated:
-    """The same draws under the present weights, with gradient."""
+    """The sampled actions under the current weights, with gradient."""
 
     logprobs: Tensor
     """[B, H, D] float32."""
     values: Tensor
     """[B, V] float32."""
     entropy: Tensor | None = None
-    """[B, H, D] float32; None where it was not asked for, or where the weights do not decide it."""
+    """[B, H, D] float32; None if not requested, or independent of the weights."""
     whitened: Tensor | None = None
-    """[B, H, D] float32, where a draw is one Gaussian whose std the weights do not decide: mean / std, so that half the
-    squared distance of two of them is their KL divergence."""
+    """[B, H, D] float32: mean / std of a single Gaussian whose std is independent of the weights, so that half the
+    squared distance of two of them is their KL divergence. None for other distributions."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,54 +116,54 @@ class Supervised:
     """Losses on demonstrations."""
 
     loss: Tensor
-    """[B] float32: flow matching or cross-entropy, the mean over the components that count; 0 where none does."""
+    """[B] float32: flow matching or cross-entropy, the mean over unmasked components; 0 without any."""
     aux: Tensor | None = None
     """[B] float32: squared error of the auxiliary targets; None without any."""
 
 
 class ActionModel(Protocol):
-    """A loaded policy: an `nn.Module` whose critic's parameters are named "value_head.".
+    """A loaded policy: an `nn.Module` whose critic's parameters have the prefix "value_head.".
 
-    acted = model.act(inputs, draw=draw, greedy=False)            no gradient
+    acted = model.act(inputs, randomness=..., greedy=False)       no gradient
     evaluated = model.evaluate(inputs, acted.replay)              == acted.logprobs and acted.values, before any step
-    losses = model.supervised(inputs, actions, mask, draw=draw)
+    losses = model.supervised(inputs, actions, mask, randomness=...)
     """
 
     @property
     def horizon(self) -> int:
-        """H: actions executed a decision."""
+        """H: actions executed per decision."""
         ...
 
     @property
     def model_horizon(self) -> int:
-        """Actions the network predicts a decision, H or more: the length of a demonstrated chunk."""
+        """Actions that the network predicts per decision, >= H: the length of a demonstrated chunk."""
         ...
 
     @property
     def action_dim(self) -> int:
-        """D."""
+        """D: dimensions of an action."""
         ...
 
     @property
     def value_dim(self) -> int:
-        """V: 1 for one value a chunk, H for one an action, 0 without a critic."""
+        """V: 1 for a value per chunk, H for a value per action, 0 without a critic."""
         ...
 
-    def act(self, inputs: Inputs, *, draw: Draw, greedy: bool = False) -> Acted:
-        """Decide. No gradient."""
+    def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
+        """Sample a chunk of actions per observation, without gradient."""
         ...
 
     def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
-        """Return log-probabilities, values and entropy of what `act` drew."""
+        """Return log-probabilities, values and entropy of the actions that `act` sampled."""
         ...
 
     def supervised(
-        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, draw: Draw, aux: Tensor | None = None
+        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
     ) -> Supervised:
         """Return the losses of demonstrated chunks.
 
-        actions: [B, model_horizon, D] float32, normalised. mask: [B, model_horizon] bool, actions that are there: none
-        for a sample that only has auxiliary targets.
-        aux: [B, n] float32 targets to be read off the observation, such as objects' positions; NaN where there is none.
+        actions: [B, model_horizon, D] float32, normalised. mask: [B, model_horizon] bool, demonstrated actions: none
+        for a sample with auxiliary targets alone.
+        aux: [B, n] float32 targets to predict from the observation, such as objects' positions; NaN where missing.
         """
         ...

@@ -1,9 +1,9 @@
-"""Weights out of safetensors, where names and cuts there differ from those of a module here.
+"""Loads weights from safetensors whose names and fused tensors differ from the module's.
 
     names.owners("...attn.qkv.weight") == (Owner("...q_proj.weight", 0, 3), Owner("...k_proj.weight", 1, 3), ...)
     names.public_name("...q_proj.weight") == "...attn.q.weight"
 
-A family has its `Names`; filling, and what is said about a file that does not fit, are the same for all.
+A family has its `Names`; loading and errors are common to all.
 """
 
 from __future__ import annotations
@@ -26,28 +26,28 @@ from cosmos_rl_core.parallel.lora import base_name
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A parameter that a tensor of a file, or a part of it, is the value of."""
+    """A parameter whose value is a tensor of a file, or a part of it."""
 
     name: str
     part: int = 0
-    """Which of `parts`."""
+    """Index among `parts`."""
     parts: int = 1
-    """Equal pieces that the tensor is cut into along its first dimension."""
+    """Number of equal pieces of the tensor along its first dimension."""
 
 
 _FILES = ("*model*.safetensors", "proprio_projector*.safetensors")
-"""Those of weights; others hold statistics."""
+"""Files with weights; others hold statistics."""
 
 
 class Names(Protocol):
-    """What a family's weights are called in its public checkpoints, and here."""
+    """Mapping between a family's weight names in public checkpoints and the module's."""
 
     def public_name(self, name: str) -> str:
-        """Return the name in a public checkpoint of a parameter here."""
+        """Return the name of a parameter in a public checkpoint."""
         ...
 
     def owners(self, name: str) -> Sequence[Owner]:
-        """Return the parameters here that a tensor of a public checkpoint is the value of; none for one never used.
+        """Return the parameters whose values a tensor of a public checkpoint holds; none for an unused tensor.
 
         Raises KeyError for an unknown name.
         """
@@ -55,10 +55,10 @@ class Names(Protocol):
 
 
 class SameNames:
-    """Those of a family whose files we write alone."""
+    """Identity mapping, for a family without public checkpoints."""
 
     def public_name(self, name: str) -> str:
-        """Return the name as it is."""
+        """Return the name unchanged."""
         return name
 
     def owners(self, name: str) -> tuple[Owner, ...]:
@@ -68,7 +68,7 @@ class SameNames:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Source:
-    """Where the value of a parameter lies."""
+    """Location of a parameter's value in the files."""
 
     file: safe_open
     name: str
@@ -80,7 +80,7 @@ class _Source:
         return whole if self.owner.parts == 1 else [whole[0] // self.owner.parts, *whole[1:]]
 
     def read(self, index: Index = ...) -> Tensor:
-        """Return it, or the box `index` of it."""
+        """Return the value, or the box `index` of it."""
         if self.owner.parts == 1:
             return self.file.get_slice(self.name)[index]
         rows, *others = [slice(0, size) for size in self.shape] if index is ... else index
@@ -91,8 +91,8 @@ class _Source:
 class WithHeads(Protocol):
     """A model with parts that public checkpoints lack."""
 
-    def draw_heads(self) -> None:
-        """Make them anew, with values drawn at random."""
+    def init_heads(self) -> None:
+        """Recreate them with random initial values."""
         ...
 
 
@@ -100,30 +100,30 @@ M = TypeVar("M", bound=WithHeads)
 
 
 def empty(make: Callable[[], M], *, seed: int) -> M:
-    """Make a model whose parameters are memory that nobody has touched yet, but for its heads, drawn by `seed`.
+    """Build a model with uninitialised parameters, except for its heads, initialised by `seed`.
 
-    What the model computes itself is there, such as rotary frequencies.
+    Computed buffers such as rotary frequencies are initialised.
     """
     with forked_rng(seed=seed):
-        from transformers.initialization import no_init_weights  # not in two threads at once: it replaces itself
+        from transformers.initialization import no_init_weights  # not thread-safe: it patches a global
 
         with no_init_weights():
             model = make()
-        model.draw_heads()
+        model.init_heads()
     return model
 
 
 @torch.no_grad()
 def fill(module: nn.Module, files: Sequence[Path], *, names: Names, may_lack: tuple[str, ...], hint: str) -> list[str]:
-    """Fill this rank's part of each parameter from safetensors, in the type it is held in.
+    """Fill this rank's shard of each parameter from safetensors, in the parameter's dtype.
 
     Args:
-        may_lack: beginnings of names, of parts that may be missing, or of another shape: they keep their values, as
-            adapters do. What the files have of a part that the module is without is left out.
-        hint: what to check where names or shapes do not fit.
+        may_lack: name prefixes of parts that may be missing or of another shape: they keep their values, as adapters
+        do. Tensors of such a part that the module lacks are ignored.
+        hint: remedy in errors about names or shapes.
 
-    Returns the names that keep their values. Raises UserError for any other weight that is missing, of another shape or
-    unknown.
+    Returns the names that keep their values. Raises UserError for any other weight that is missing, unknown or of
+    another shape.
     """
     with ExitStack() as opened:
         sources, unknown = _sources(files, names=names, opened=opened)
@@ -144,7 +144,7 @@ def fill(module: nn.Module, files: Sequence[Path], *, names: Names, may_lack: tu
 
 
 def read(files: Sequence[Path], *, names: Names) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter that files hold by its name here, one in memory at a time. Raises UserError."""
+    """Yield every parameter of the files by the module's name, one in memory at a time. Raises UserError."""
     with ExitStack() as opened:
         sources, unknown = _sources(files, names=names, opened=opened)
         if unknown:
@@ -154,14 +154,14 @@ def read(files: Sequence[Path], *, names: Names) -> Iterator[tuple[str, Tensor]]
 
 
 def shapes_in(files: Sequence[Path]) -> dict[str, list[int]]:
-    """Return the shapes of all tensors by name. Raises UserError for a file that is no safetensors."""
+    """Return the shapes of all tensors by name. Raises UserError for a file that is not safetensors."""
     with ExitStack() as opened:
         handles = [_open(path, opened) for path in files]
         return {name: file.get_slice(name).get_shape() for file in handles for name in file.keys()}  # noqa: SIM118
 
 
 def weight_files(directory: Path) -> list[Path]:
-    """Return the safetensors of a model's directory. Raises UserError where there is none."""
+    """Return the safetensors files of a model's directory. Raises UserError without any."""
     found = (path for pattern in _FILES for path in sorted(directory.glob(pattern)))
     files = [path for path in found if not path.name.startswith("adapter_")]
     if not files:
@@ -170,7 +170,7 @@ def weight_files(directory: Path) -> list[Path]:
 
 
 def _sources(files: Sequence[Path], *, names: Names, opened: ExitStack) -> tuple[dict[str, _Source], list[str]]:
-    """Our names -> where their values lie; and the names that mean nothing here."""
+    """Return sources of values by the module's names, and the unknown names."""
     found: dict[str, _Source] = {}
     unknown = []
     for path in files:
@@ -184,7 +184,7 @@ def _sources(files: Sequence[Path], *, names: Names, opened: ExitStack) -> tuple
 
 
 def _without_others(sources: dict[str, _Source], module: nn.Module, *, parts: tuple[str, ...]) -> dict[str, _Source]:
-    """Leave out parts that the module is without, or has of other sizes."""
+    """Remove parts that the module lacks, or has in other sizes."""
     shapes = {name: list(tensor.shape) for name, tensor in module.state_dict().items()}
     differ = [name for name, source in sources.items() if name.startswith(parts) and source.shape != shapes.get(name)]
     others = tuple(part for part in parts if any(name.startswith(part) for name in differ))

@@ -1,4 +1,4 @@
-"""Which family a recipe means, and how each is drawn, loaded and cut into blocks."""
+"""Selects the family of a recipe's model, and initialises or loads it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from cosmos_rl_vla.models.openvla.stats import published_stats
 from cosmos_rl_vla.models.pi.checkpoint import PiNames
 
 UNIT = "unit"
-"""Statistics of actions that lie in [-1, 1] already."""
+"""[model] stats of actions in [-1, 1]."""
 _OPENVLA = ("openvla", "openvla_oft")
 _HEADS = ("value_head.", "aux_head.", "denoiser.noise_head.")
-"""Beginnings of the names of heads that reinforcement learning adds."""
+"""Name prefixes of heads that reinforcement learning adds."""
 _OUTPUT = "lm_head"
-"""No adapter reaches it: OpenVLA reads rows of its weight, and pi models have none."""
+"""Excluded from adapters: OpenVLA reads rows of its weight, and pi models have none."""
 
 
 def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = ()) -> Loaded:
@@ -36,13 +36,13 @@ def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Seq
 
 
 def make(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = ()) -> Loaded:
-    """Return the policy of a [model] section, whose weights `Loaded.fill` reads once it lies where it is to.
+    """Return the policy of a [model] section; `Loaded.fill` reads its weights once it is on its device and sharded.
 
     Args:
-        stats: measured on demonstrations; those that the recipe names, or that lie beside the model, go before.
+        stats: measured on demonstrations; those named by the recipe or stored beside the model take precedence.
         words: instructions of the demonstrations, for the tokenizer of a model from scratch.
 
-    Raises UserError for a directory that is not there, and for sizes or statistics that do not fit.
+    Raises UserError for a missing directory, and for sizes or statistics that do not fit.
     """
     family = _family_of(Path(config.path).expanduser()) if config.path else config.family
     known = _stats(config, family=family) or stats
@@ -69,7 +69,7 @@ def make(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Seq
 def export_weights(
     config: VLAModelConfig, tensors: Iterable[tuple[str, Tensor]], *, merge_adapters: bool
 ) -> Iterable[tuple[str, Tensor]]:
-    """Yield weights as public checkpoints have them; with `merge_adapters` those of the base with these adapters."""
+    """Yield weights in the format of public checkpoints; with `merge_adapters` the base with these adapters merged."""
     if config.lora is not None:
         if not merge_adapters:
             return tensors
@@ -81,15 +81,15 @@ def export_weights(
 
 
 def _add_adapters(module: nn.Module, section: LoraSection, *, base: str, seed: int) -> None:
-    """Put adapters on linear layers of `module`, in place, and freeze all but them and the heads.
+    """Add adapters to linear layers of `module`, in place, and freeze all but them and the heads.
 
-    Heads that reinforcement learning adds have no base to adapt: they are trained, sent and saved whole.
+    Heads that reinforcement learning adds have no base weights: they are trained, sent and saved whole.
 
     Args:
-        base: directory of the model, for those who load the adapters later.
-        seed: of the values of A, which depend on nothing else but the layer's name.
+        base: directory of the model, saved for later loading of the adapters.
+        seed: of the values of A, which depend on the seed and the layer's name alone.
 
-    Raises UserError for layers that the module does not have, and where peft is not installed.
+    Raises UserError for layers that the module does not have, and if peft is not installed.
     """
 
     def leave_out(name: str) -> bool:
@@ -116,7 +116,7 @@ def _names_in(directory: Path) -> Names:
 
 
 def _stats(config: VLAModelConfig, *, family: str) -> ActionStats | None:
-    """Those that the recipe names, or that lie beside the model."""
+    """Return the statistics named by the recipe, or stored beside the model."""
     if not (config.stats or config.path):
         return None
     if config.stats == UNIT and config.action_dim is not None:
@@ -133,7 +133,7 @@ def _stats(config: VLAModelConfig, *, family: str) -> ActionStats | None:
 
 
 def _family_of(directory: Path) -> str:
-    """Read which family a directory holds out of its config.json."""
+    """Read a directory's family from its config.json."""
     path = directory / "config.json"
     held = read_json_object(path, hint="[model] path is a directory with config.json and weights")
     kind = str(held.get("model_type", held.get("type", "")))
@@ -143,7 +143,7 @@ def _family_of(directory: Path) -> str:
 
 
 def _freeze_trunk(loaded: Loaded) -> None:
-    """Leave to training what is not the language and vision model."""
+    """Freeze the language and vision model."""
     for name, parameter in loaded.module.named_parameters():
         if name.startswith("backbone.paligemma.") or name.startswith("backbone.language"):
             parameter.requires_grad_(False)

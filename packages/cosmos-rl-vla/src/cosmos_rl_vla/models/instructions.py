@@ -1,4 +1,4 @@
-"""From an instruction (and, for pi0.5, the state) to tokens. No torch here.
+"""Tokenises an instruction (and, for pi0.5, the state). No torch here.
 
 words   reach the red square                                          tiny models
 pi0     <bos>pick up the bowl\\n
@@ -31,28 +31,28 @@ class Tokens:
     """Instructions of B samples."""
 
     tokens: np.ndarray
-    """[B, L] int64, zeros after each one's end."""
+    """[B, L] int64, padded with zeros."""
     mask: np.ndarray
-    """[B, L] bool: tokens that are there."""
+    """[B, L] bool: False for padding."""
 
 
 class Instructions:
-    """Writes prompts and cuts them into tokens: `instructions(["close the faucet"], states)`."""
+    """Formats and tokenises prompts: `instructions(["close the faucet"], states)`."""
 
     def __init__(self, tokenizer: Tokenizer, *, format: Format, max_length: int) -> None:
         self._tokenizer = tokenizer
         self.format: Format = format
         self.max_length = max_length
-        # Llama's tokenizer saw a space between "Out:" and the action tokens, as a word of its own
+        # in training, Llama's tokenizer made a token of the space between "Out:" and the action tokens
         self._after = (tokenizer.token_to_id(_LLAMA_SPACE),) if format == "openvla" else ()
 
     @property
     def vocab_size(self) -> int:
-        """Tokens it knows."""
+        """Number of tokens in the vocabulary."""
         return self._tokenizer.get_vocab_size()
 
     def __call__(self, instructions: Sequence[str], states: np.ndarray) -> Tokens:
-        """Return the tokens of B instructions at normalised states [B, n], to the length of the longest.
+        """Return the tokens of B instructions at normalised states [B, n], padded to the longest.
 
         Raises ValueError for a prompt that is longer than `max_length`.
         """
@@ -64,7 +64,7 @@ class Instructions:
         longest = max(len(row) for row in rows)
         if longest > self.max_length:
             raise ValueError(
-                f"an instruction of {longest} tokens, at most {self.max_length} are kept: "
+                f"an instruction of {longest} tokens, the maximum is {self.max_length}: "
                 f"{prompts[[len(row) for row in rows].index(longest)]!r}"
             )
         tokens = np.zeros((len(rows), longest), dtype=np.int64)
@@ -73,7 +73,7 @@ class Instructions:
         return Tokens(tokens=tokens, mask=np.arange(longest) < np.array([[len(row)] for row in rows]))
 
     def prompt(self, instruction: str, state: np.ndarray) -> str:
-        """Return the text that is cut into tokens; `state` [n] is read by "pi05" alone."""
+        """Return the text to tokenise; only "pi05" uses `state` [n]."""
         clean = " ".join(instruction.replace("_", " ").split())
         if self.format == "words":
             return f"{_BOS}{clean}"
@@ -97,21 +97,21 @@ class Instructions:
         owner = "Llama 2" if format == "openvla" else "PaliGemma"
         if not path.is_file():
             raise UserError(
-                f"{path} is not there: many models are published without their tokenizer.json, which is {owner}'s; "
+                f"{path} does not exist: many models are published without their tokenizer.json, which is {owner}'s; "
                 "save it beside the model (AutoTokenizer.from_pretrained(...).save_pretrained(...))"
             )
         tokenizer = Tokenizer.from_file(str(path))
         needed = (_LLAMA_BOS, _LLAMA_SPACE) if format == "openvla" else (_BOS,)
         for name in needed:
             if tokenizer.token_to_id(name) is None:
-                raise UserError(f"{path} has no token {name}, which every prompt has: take {owner}'s tokenizer")
+                raise UserError(f"{path} has no token {name}, which every prompt has: use {owner}'s tokenizer")
         tokenizer.no_padding()
         tokenizer.no_truncation()
         return cls(tokenizer, format=format, max_length=max_length)
 
 
 def word_instructions(texts: Iterable[str], *, max_length: int = 16) -> Instructions:
-    """Return a tokenizer of the words of `texts`, in alphabetical order; any other word is the unknown one."""
+    """Return a tokenizer of the words of `texts`, in alphabetical order; other words become the unknown token."""
     from tokenizers import AddedToken, Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.normalizers import Lowercase
@@ -129,5 +129,5 @@ def word_instructions(texts: Iterable[str], *, max_length: int = 16) -> Instruct
 
 
 def state_bins(state: np.ndarray) -> np.ndarray:
-    """Return the bin, 0 .. 255, of each number of [-1, 1]; -1 below them (openpi, lerobot)."""
+    """Return the bin, 0 .. 255, of each number in [-1, 1]; -1 below the range (openpi, lerobot)."""
     return np.digitize(state, np.linspace(-1, 1, 257)[:-1]) - 1

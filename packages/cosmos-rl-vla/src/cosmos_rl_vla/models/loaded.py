@@ -1,8 +1,8 @@
-"""A policy with what belongs to it: the network, the statistics of its numbers, the tokenizer of its instructions.
+"""A policy: the network, its normalisation statistics and its tokenizer.
 
-loaded = make(config)    of a directory's model no weight is read: its parameters are memory nobody has touched
-... hold, adapt, shard   each rank keeps its parts of them
-loaded.fill()            reads those parts
+loaded = make(config)    a directory's model has uninitialised parameters
+... cast, adapt, shard   each rank keeps its shards of them
+loaded.fill()            reads those shards
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, write_adapter_config
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.held import hold
 from cosmos_rl_vla.models.instructions import Instructions
+from cosmos_rl_vla.models.parameter_dtype import cast_parameters
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.models.base import ActionModel
@@ -27,34 +27,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loaded:
-    """What a directory holds."""
+    """A policy and its files."""
 
     model: ActionModel
     stats: ActionStats
     instructions: Instructions
     public_name: Callable[[str], str]
-    """Name of a parameter -> that of the family's public checkpoints."""
+    """Name of a parameter -> its name in the family's public checkpoints."""
     write_config: Callable[[Path], None]
     """Writes config.json."""
     fill: Callable[[], object]
-    """Fills the module, or this rank's parts of it, with the directory's weights; nothing where they were drawn."""
+    """Fills the module, or this rank's shards, with the directory's weights; does nothing for a random model."""
     aux_dim: int = 0
-    """Auxiliary targets that supervised training teaches it to read off the pictures."""
+    """Dimensions of the auxiliary target of supervised training."""
     blocks: tuple[nn.Module, ...] = ()
-    """Layers that are sharded, recomputed and compiled one by one, in the order they run."""
+    """Layers that are sharded, checkpointed and compiled one by one, in the order they run."""
     root_blocks: tuple[nn.Module, ...] = ()
-    """Those of them whose parts, and not their output alone, are read from outside: sharded with what is around."""
+    """Those of them whose inner tensors are also read from outside: sharded with the root module."""
     exact: tuple[tuple[nn.Module, ...], ...] = ()
-    """What computes in float32 where the rest is in bfloat16, in groups: a pass that runs one of a group runs all."""
+    """Modules that compute in float32 if the rest is in bfloat16, in groups that always run together."""
     lora: LoraSection | None = None
-    """What its adapters are; None without."""
+    """Options of its adapters; None without."""
 
     @property
     def module(self) -> nn.Module:
         return cast(nn.Module, self.model)
 
     def weights(self) -> dict[str, Tensor]:
-        """Live tensors by public name, shared ones once; of a model with adapters what is trained alone."""
+        """Return live tensors by public name, tied ones once; only the trained ones for a model with adapters."""
         if self.lora is not None:
             return self.trained_weights()
         named = dict(self.module.named_parameters()) | dict(self.module.named_buffers())
@@ -62,17 +62,17 @@ class Loaded:
         return {self.public_name(name): tensor for name, tensor in named.items() if name in persistent}
 
     def trained_weights(self) -> dict[str, Tensor]:
-        """Those that learn; adapters by their names in peft's files."""
+        """Return the trained tensors; adapters by their names in peft's files."""
         named = self.module.named_parameters()
         trained = {name: tensor for name, tensor in named if tensor.requires_grad and base_name(name) is not None}
         return adapter_weights(self.module) | {self.public_name(name): tensor for name, tensor in trained.items()}
 
-    def hold(self, dtype: torch.dtype) -> None:
-        """Hold everything but what is `exact` in `dtype`."""
-        hold(self.module, dtype, exact=self.exact)
+    def cast_parameters(self, dtype: torch.dtype) -> None:
+        """Cast all parameters outside `exact` to `dtype`."""
+        cast_parameters(self.module, dtype, exact=self.exact)
 
     def save_config(self, directory: Path) -> None:
-        """Write what loads the model beside its weights."""
+        """Write the files other than weights that load the model."""
         directory.mkdir(parents=True, exist_ok=True)
         self.write_config(directory)
         if self.lora is not None:
@@ -82,4 +82,4 @@ class Loaded:
 
 
 def nothing_to_fill() -> None:
-    """`Loaded.fill` of a model whose values were drawn."""
+    """`Loaded.fill` of a randomly initialised model."""

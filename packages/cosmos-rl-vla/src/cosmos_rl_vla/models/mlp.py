@@ -1,9 +1,9 @@
-"""A Gaussian policy of the state alone, with a critic of its own: the classic of continuous control.
+"""A Gaussian MLP policy on the state alone, with a separate critic, as common in continuous control.
 
     state -- tanh layers --> mean [D];  log std [D] is a parameter        actions ~ N(mean, std^2)
     state -- tanh layers --> value                                       "value_head."
 
-Sizes, first weights and starting deviation as Stable-Baselines3 has them, so that both can be compared.
+Sizes, initial weights and initial standard deviation are those of Stable-Baselines3, for comparison.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.base import Acted, Draw, Evaluated, Inputs, Replay, Supervised
+from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.checkpoint import SameNames, fill, weight_files
 from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.instructions import word_instructions
@@ -45,12 +45,12 @@ class MLPModel(nn.Module):
         self.value_head = _layers((state_dim, *hidden, 1), last_gain=1.0)
 
     @torch.no_grad()
-    def act(self, inputs: Inputs, *, draw: Draw, greedy: bool = False) -> Acted:
-        """Draw an action, or take the mean."""
+    def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
+        """Sample an action, or return the mean."""
         mean, values = self.mean(inputs.state), self.value_head(inputs.state)
         if greedy:
             return Acted(actions=mean[:, None], logprobs=torch.zeros_like(mean)[:, None], values=values, replay={})
-        noise = [torch.from_numpy(g.standard_normal(self.action_dim, dtype="float32")) for g in draw.generators()]
+        noise = [torch.from_numpy(g.standard_normal(self.action_dim, dtype="float32")) for g in randomness.generators()]
         actions = mean + self.log_std.exp() * torch.stack(noise).to(mean.device)
         logprobs = self._logprob(mean, actions)[:, None]
         return Acted(actions=actions[:, None], logprobs=logprobs, values=values, replay={"actions": actions[:, None]})
@@ -66,9 +66,9 @@ class MLPModel(nn.Module):
         )
 
     def supervised(
-        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, draw: Draw, aux: Tensor | None = None
+        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
     ) -> Supervised:
-        """Squared error of the mean."""
+        """Return the squared error of the mean."""
         error = (self.mean(inputs.state)[:, None] - actions).square().mean(-1)
         return Supervised(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
 
@@ -77,7 +77,7 @@ class MLPModel(nn.Module):
 
 
 def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> Loaded:
-    """Make a directory's model, or draw one at random."""
+    """Build a directory's model, or a randomly initialised one."""
     directory = Path(config.path).expanduser()
     sizes: dict[str, Any] = {"state_dim": config.state_dim, "action_dim": config.action_dim}
     if config.path:
@@ -95,7 +95,7 @@ def make_mlp(config: VLAModelConfig, *, stats: ActionStats | None) -> Loaded:
 
 
 def _layers(widths: Sequence[int], *, last_gain: float) -> nn.Sequential:
-    """Linear layers with tanh between them, orthogonal first weights, no bias at first."""
+    """Linear layers with tanh between them; orthogonal initial weights, zero initial bias."""
     layers: list[nn.Module] = []
     for place, (before, after) in enumerate(pairwise(widths)):
         linear, last = nn.Linear(before, after), place == len(widths) - 2

@@ -1,4 +1,4 @@
-"""A trained pi0 or pi0.5 in the form of other programs: lerobot's, and openpi's for PyTorch.
+"""Exports a trained pi0 or pi0.5 in the formats of lerobot and of openpi for PyTorch.
 
                     lerobot                                             openpi
 config.json         of PI0Config, PI05Config: `lerobot --policy.path`   for reference: openpi's TrainConfig decides
@@ -7,7 +7,7 @@ statistics          policy_preprocessor.json, policy_postprocessor.json assets/c
                     and their safetensors
 
 Written as lerobot 0.4.4 writes them, which 0.6.2 reads too, and as openpi's convert_jax_model_to_pytorch.py does.
-Heads that reinforcement learning adds (critic, learned noise, auxiliary targets) have no place there and are left out.
+Heads that reinforcement learning adds (critic, learned noise, auxiliary targets) are left out.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ _MODES = {"quantile": "QUANTILES", "mean_std": "MEAN_STD"}
 def export_pi(
     format: str, directory: Path, tensors: Iterable[tuple[str, Tensor]], *, cameras: Sequence[str]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Rewrite an export in `directory` as `format` has it, and yield its weights by that format's names.
+    """Rewrite an export in `directory` in `format`, and yield its weights by that format's names.
 
     Args:
         tensors: whole weights by their public names.
-        cameras: names of lerobot's pictures in the model's order; without any lerobot takes those of its dataset.
+        cameras: lerobot's image keys in the model's order; without any lerobot uses those of its dataset.
 
     Raises UserError for a model that the format cannot express.
     """
@@ -68,9 +68,9 @@ def export_pi(
 
 
 def public_tensors(tensors: Iterable[tuple[str, Tensor]], *, prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights that openpi's and lerobot's classes hold, and none besides: both load strictly.
+    """Yield exactly the weights of openpi's and lerobot's classes: both load strictly.
 
-    Their expert has an output layer that nothing reads; it is filled with zeros.
+    Their expert has an unused output layer, which is filled with zeros.
     """
     output = torch.zeros(0, 0)
     width = 0
@@ -143,7 +143,7 @@ def write_openpi(config: PiConfig, stats: ActionStats, directory: Path, *, dtype
 
 
 def _check(config: PiConfig, stats: ActionStats, *, format: str) -> None:
-    """Raise UserError for what the format, whose sizes and processing are fixed, cannot express."""
+    """Raise UserError for a model outside the format's fixed sizes and processing."""
     public = full(config.family, horizon=config.horizon, action_dim=config.action_dim)
     differ = [name for name in _SIZES if getattr(config, name) != getattr(public, name)]
     if differ:
@@ -192,7 +192,7 @@ def _step(name: str, **config: Any) -> dict[str, Any]:
 
 
 def _write_pipeline(path: Path, steps: list[dict[str, Any]], stats: ActionStats) -> None:
-    """Write a pipeline, and the statistics beside it under the name that its normalising step gives."""
+    """Write a pipeline, and its statistics beside it under the file name in its normalising step."""
     for place, step in enumerate(steps):
         if "norm_map" in step["config"]:
             step["state_file"] = f"{path.stem}_step_{place}_{step['registry_name']}.safetensors"
@@ -208,9 +208,9 @@ def _write_pipeline(path: Path, steps: list[dict[str, Any]], stats: ActionStats)
 
 
 def _lerobot_numbers(spread: Spread) -> dict[str, np.ndarray]:
-    """Percentiles, and mean and std, that give the spread's own map in lerobot: either pair alone is enough.
+    """Return percentiles, and mean and std, that give the spread's own map in lerobot: either pair is enough.
 
-    Where the percentiles are one number lerobot gives -1, not 0: they are moved apart, by what float32 can hold.
+    For equal percentiles lerobot returns -1, not 0: they are moved apart by the least that float32 resolves.
     """
     centre, scale = spread.affine()
     narrow = narrowest(centre)
@@ -226,7 +226,7 @@ def _lerobot_numbers(spread: Spread) -> dict[str, np.ndarray]:
 
 
 def _openpi_numbers(spread: Spread) -> dict[str, list[float]]:
-    """The same for openpi, which adds an epsilon to the denominators of both."""
+    """Return the same for openpi, which adds an epsilon to the denominators of both."""
     centre, scale = (values.astype(np.float64) for values in spread.affine())
     measured = spread.mask & (spread.kind == "quantile") & (spread.q99 - spread.q01 > 2 * OPENPI_EPSILON)
     low = np.where(measured, spread.q01.astype(np.float64), centre - scale)

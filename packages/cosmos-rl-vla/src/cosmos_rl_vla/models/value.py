@@ -1,4 +1,4 @@
-"""Heads that read a few numbers off a sequence of tokens: the critic, and the auxiliary targets of demonstrations."""
+"""Heads that map a sequence of tokens to a few numbers: the critic, and the auxiliary targets of demonstrations."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 QUERIES = 4
-"""Averages that attention takes, side by side: one alone cannot look at two objects."""
+"""Number of attention queries: a single one cannot attend to two objects separately."""
 
 
 class Readout(nn.Module):
-    """Tokens -> one vector -> a multilayer perceptron -> numbers. In float32, whatever the trunk computes in."""
+    """Tokens -> one vector -> MLP -> outputs. In float32, independent of the trunk's dtype."""
 
     def __init__(
         self, width: int, *, outputs: int, pool: Literal["mean", "attention"], hidden: Sequence[int], detach: bool

@@ -1,4 +1,4 @@
-"""Episodes to microbatches of decisions. A decision none of whose terms are trained has no forward pass.
+"""Collates episodes into microbatches of decisions. A decision without trained terms has no forward pass.
 
 Microbatch.inputs   B decisions
   images, state, tokens, token_mask      `models.base.Inputs`
@@ -21,14 +21,14 @@ from cosmos_rl_vla.trajectory import REPLAY, padded
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Place:
-    """A decision of the batch."""
+    """Index of a decision in the batch."""
 
     rollout: int
     decision: int
 
 
 def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
-    """Deal the decisions of episodes into microbatches; return those of `share`, with counts of the whole batch."""
+    """Split the decisions of episodes into microbatches; return those of `share`, with counts of the whole batch."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     places = [
         Place(rollout=number, decision=int(decision))
@@ -50,13 +50,13 @@ def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Sha
 
 
 def _microbatch(rollouts: Sequence[Rollout], places: Sequence[Place], *, idle: Place) -> Microbatch:
-    """Stack decisions; without any one pass over `idle` that trains nothing, for ranks that have no more of them."""
+    """Stack decisions. Without any, return a masked pass over `idle`, for ranks that have fewer microbatches."""
     trains, places = bool(places), places or [idle]
     of = [(rollouts[place.rollout], place.decision) for place in places]
     numbers = {number: i for i, number in enumerate(dict.fromkeys(place.rollout for place in places))}
 
     def terms(values: str) -> np.ndarray:
-        """[T] of an array of the rollouts' terms."""
+        """Concatenate an array of the rollouts' terms, [T]."""
         return np.concatenate([_by_decision(rollout, _TERMS[values](rollout))[at] for rollout, at in of])
 
     per_decision = len(terms("mask")) // len(places)
@@ -81,7 +81,7 @@ def _values(rollout: Rollout) -> np.ndarray:
 
 
 def _returns(rollout: Rollout) -> np.ndarray:
-    """Zeros where nobody asked for them: algorithms without a critic."""
+    """Return the returns; zeros for algorithms without a critic."""
     assert rollout.episode is not None, "an episode of a simulator has steps"
     returns = rollout.episode.returns
     return np.zeros(rollout.num_terms, np.float32) if returns is None else returns[rollout.episode.term_steps]

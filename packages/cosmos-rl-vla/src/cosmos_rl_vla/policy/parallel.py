@@ -1,10 +1,10 @@
-"""Spreads an action model over the ranks of its replica, and sets the type it computes in.
+"""Shards an action model over the ranks of its replica, and sets its compute dtype.
 
     recomputation, offload, compile of each block -> fully_shard (dp_shard, dp_replicate)
 
 A model is called by `act`, `evaluate` and `supervised`, each of which gathers and frees parameters as `forward` would.
 An expert reads the keys and values of a language model's layers beside their output. The output of the last layer may
-lead nowhere, and then nothing would gather that layer for its backward pass: it stays with the root.
+be unused, and then nothing would gather that layer for its backward pass: it is sharded with the root.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ CALLS = ("act", "evaluate", "supervised")
 
 
 def parallelize(loaded: Loaded, setup: ModelSetup, *, compute_dtype: torch.dtype = torch.float32) -> None:
-    """Spread the model in place; with a mesh every parameter is a DTensor afterwards.
+    """Shard the model in place; with a mesh every parameter is a DTensor afterwards.
 
-    Parameters are cut from the rank's own copy and nothing is sent: all ranks must hold the same values. Gradients are
+    Shards are cut from the rank's own copy without communication: all ranks must have the same values. Gradients are
     sums over all ranks.
 
     Args:
-        compute_dtype: of everything but what is `exact`, whatever type the weights are held in.
+        compute_dtype: of all modules outside `exact`, independent of the parameter dtype.
 
-    Raises UserError for a model that cannot be spread as `setup` says.
+    Raises UserError for a model that cannot be sharded by `setup`.
     """
     check_axes(setup.parallel, setup.precision, compute_dtype=compute_dtype)
-    held = getattr(torch, setup.precision.parameters)
-    loaded.hold(held)
+    dtype = getattr(torch, setup.precision.parameters)
+    loaded.cast_parameters(dtype)
     save_memory(loaded.blocks, setup.memory)
     if setup.mesh is None:
-        if held != compute_dtype:
+        if dtype != compute_dtype:
             _autocast(loaded, compute_dtype)
         return
     exact = () if compute_dtype == torch.float32 else loaded.exact
@@ -57,9 +57,9 @@ def parallelize(loaded: Loaded, setup: ModelSetup, *, compute_dtype: torch.dtype
         parallel=setup.parallel,
         memory=setup.memory,
         precision=setup.precision,
-        compute_dtype=None if held == compute_dtype else compute_dtype,
+        compute_dtype=None if dtype == compute_dtype else compute_dtype,
         exact=exact,
-        cast_inputs=False,  # states, actions and what they were drawn from are never rounded
+        cast_inputs=False,  # states, actions and their distributions are never rounded
     )
     for name in CALLS:
         register_fsdp_forward_method(loaded.module, name)
@@ -75,11 +75,11 @@ def _refused(parallel: ParallelSection, precision: PrecisionSection, compute_dty
     for axis in ("tp", "cp", "pp", "ep"):
         if (size := getattr(parallel, axis)) > 1:
             yield (
-                f"[policy.parallel] {axis} = {size}: action models are spread over dp_shard and dp_replicate alone; "
+                f"[policy.parallel] {axis} = {size}: action models are sharded over dp_shard and dp_replicate alone; "
                 "use dp_shard for parameters that do not fit, and fewer microbatch_terms for activations that do not"
             )
     if parallel.sequence_parallel:
-        yield "[policy.parallel] sequence_parallel = true goes with tp, which action models do not have"
+        yield "[policy.parallel] sequence_parallel = true needs tp, which action models do not have"
     if precision.fp8 != "none":
         yield f'[policy.precision] fp8 = "{precision.fp8}": action models compute in [model] dtype; set fp8 = "none"'
     if precision.parameters == "bfloat16" and compute_dtype == torch.float32:
@@ -90,12 +90,12 @@ def _refused(parallel: ParallelSection, precision: PrecisionSection, compute_dty
 
 
 def _own_storage(_: nn.Module, __: Any, output: Tensor) -> Tensor:
-    """Copy what is a view: an operation in place on it would lose `fully_shard`'s hook."""
+    """Copy a view: an in-place operation on it would lose `fully_shard`'s hook."""
     return output if output._base is None else output.clone()
 
 
 def _autocast(loaded: Loaded, dtype: torch.dtype) -> None:
-    """Do in one process what `fully_shard` does for several: round weights to `dtype` as they are used."""
+    """Round weights to `dtype` when they are used, as `fully_shard` does for several ranks."""
     device = next(loaded.module.parameters()).device.type
     for module in (module for group in loaded.exact for module in group):
         module.forward = partial(_under, module.forward, device, None)

@@ -1,9 +1,9 @@
-"""A trainable action model that gives terms of episodes a log-probability.
+"""A trainable action model: log-probabilities of the terms of episodes.
 
     decisions      inputs, replay -- evaluate --> log-probs [B, H, D] -- summed --> terms [T], and values of their steps
-    demonstrations inputs, actions -- supervised --> minus the loss [B]: one term a sample
+    demonstrations inputs, actions -- supervised --> minus the loss [B]: one term per sample
 
-The second is the negative flow-matching loss or the mean log-likelihood of action tokens, so that maximum likelihood of
+The latter is the negative flow-matching loss or the mean log-likelihood of action tokens: maximising the likelihood of
 these "terms" is imitation.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
-from cosmos_rl_vla.models.base import Draw, Inputs
+from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.terms import terms_of
 from cosmos_rl_vla.trajectory import REPLAY
 
@@ -46,13 +46,13 @@ class VLAPolicy(PolicyBase[nn.Module]):
         seed: int = 0,
         reduce_once: bool = False,
     ) -> None:
-        """Take over a model that is spread over its ranks already.
+        """Wrap a model that is already sharded over its ranks.
 
         Args:
-            sampling: how episodes are cut into terms; None in supervised training.
-            demonstrations: opens those of a [data] section.
+            sampling: the units of terms and steps; None in supervised training.
+            demonstrations: opens the demonstrations of a [data] section.
             aux_coef: coefficient of the auxiliary loss in supervised training.
-            seed: of what supervised training draws for a sample.
+            seed: of the noise and flow times of supervised training.
         """
         super().__init__(loaded.module, reduce_once=reduce_once)
         self._loaded = loaded
@@ -69,12 +69,12 @@ class VLAPolicy(PolicyBase[nn.Module]):
 
     @property
     def aux_dim(self) -> int:
-        """Auxiliary targets it learns; 0: none."""
+        """Dimensions of its auxiliary target; 0: none."""
         return self._loaded.aux_dim
 
     @property
     def stats(self) -> ActionStats:
-        """Between its numbers and a robot's."""
+        """Statistics that convert between its outputs and the robot's units."""
         return self._loaded.stats
 
     @property
@@ -83,7 +83,7 @@ class VLAPolicy(PolicyBase[nn.Module]):
         return self._loaded.instructions
 
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
-        """Log-probabilities of terms; values where the model has a critic, entropy where it decides it."""
+        """Return log-probabilities of terms, values of a critic, and entropy if the weights determine it."""
         device = next(self.module.parameters()).device
         inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
         observed = Inputs(**{name: inputs[name] for name in ("images", "state", "tokens", "token_mask")})
@@ -92,11 +92,11 @@ class VLAPolicy(PolicyBase[nn.Module]):
         return self._of_decisions(observed, inputs, with_entropy=with_entropy)
 
     def weights(self) -> dict[str, Tensor]:
-        """Live tensors by the names of the public checkpoints."""
+        """Return live tensors by the names of the public checkpoints."""
         return self._loaded.weights()
 
     def rollout_weights(self) -> Mapping[str, Tensor]:
-        """Those that are trained: engines have loaded the others themselves."""
+        """Return the trained tensors: engines load the others themselves."""
         return self._loaded.trained_weights()
 
     def save_config(self, directory: Path) -> None:
@@ -119,7 +119,7 @@ class VLAPolicy(PolicyBase[nn.Module]):
         )
 
     def _values(self, values: Tensor, valid: Tensor, *, action_dim: int) -> Tensor | None:
-        """[B, V] -> [T], to each term the value of its step; None without a critic."""
+        """[B, V] -> [T], the value of each term's step; None without a critic."""
         assert self._sampling is not None
         if values.shape[1] == 0:
             return None
@@ -135,7 +135,7 @@ class VLAPolicy(PolicyBase[nn.Module]):
             observed,
             inputs["actions"],
             inputs["action_mask"],
-            draw=Draw(seeds=seeds, places=[0] * len(seeds)),
+            randomness=Randomness(seeds=seeds, places=[0] * len(seeds)),
             aux=inputs.get("aux"),
         )
         if losses.aux is None:

@@ -1,10 +1,10 @@
-"""Frames of demonstrations to microbatches: what was seen, and the actions that followed.
+"""Collates frames of demonstrations into microbatches: observations, and the actions that followed.
 
-    row -- read --> pictures, state, instruction, actions, auxiliary targets -- the model's statistics, tokenizer --> B
+    row -- read --> images, state, instruction, actions, auxiliary targets -- the model's statistics, tokenizer --> B
     seed, sample_id --> seed of the noise and time of flow matching
 
-One term a sample. A rank reads the pictures of its own share alone. So the counts of the whole batch, which all ranks
-agree on, are of rows; one whose pictures cannot be read is named and weighs nothing.
+One term per sample. A rank reads only the images of its own share. So the counts of the whole batch, which all ranks
+agree on, are of rows; a row whose images cannot be read is logged and has weight 0.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def collate_sft(
 ) -> TrainBatch:
     """Return the microbatches of `share`, of at most `microbatch_terms` frames each, with counts of the whole batch.
 
-    Raises UserError where the demonstrations do not fit the model, and where most pictures cannot be read.
+    Raises UserError if the demonstrations do not fit the model, and if most images cannot be read.
     """
     assert policy.demonstrations is not None, "a policy of supervised training opens demonstrations"
     demonstrations = policy.demonstrations(data)
@@ -49,16 +49,16 @@ def collate_sft(
 
 
 class Reader:
-    """Makes microbatches of one rank's share."""
+    """Builds the microbatches of one rank's share."""
 
     def __init__(self, demonstrations: Demonstrations, policy: VLAPolicy) -> None:
         self._demonstrations = demonstrations
         self._policy = policy
         self.dropped = 0
-        """Rows without pictures."""
+        """Number of rows without images."""
 
     def microbatch(self, prompts: Sequence[Prompt], *, idle: Prompt) -> Microbatch:
-        """Stack samples; without any, one of `idle` that trains nothing, for ranks that have no more of them."""
+        """Stack samples. Without any, return a masked one of `idle`, for ranks that have fewer microbatches."""
         mask = np.ones(len(prompts) or 1, np.float32) * bool(prompts)
         prompts = prompts or [idle]
         samples = self._demonstrations.read([prompt.row for prompt in prompts], horizon=self._policy.model_horizon)
@@ -96,7 +96,7 @@ def _seed(seed: int, sample_id: int) -> int:
 
 
 def _terms(mask: np.ndarray) -> TermBatch:
-    """One rollout of one term a sample."""
+    """Return a batch with one rollout of one term per sample."""
     count = len(mask)
     return TermBatch(
         rollout_logprobs=torch.zeros(count),
@@ -120,5 +120,5 @@ def _check_fit(demonstrations: Demonstrations, policy: VLAPolicy, data: VLADataC
     if demonstrations.aux_dim and demonstrations.aux_dim != policy.aux_dim:
         raise UserError(
             f"[data] aux_columns {list(data.aux_columns)} have {demonstrations.aux_dim} numbers, the model's aux_dim "
-            f"is {policy.aux_dim}: set [model] aux_dim = {demonstrations.aux_dim}, or leave the columns out"
+            f"is {policy.aux_dim}: set [model] aux_dim = {demonstrations.aux_dim}, or remove the columns"
         )

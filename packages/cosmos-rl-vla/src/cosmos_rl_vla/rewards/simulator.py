@@ -1,4 +1,4 @@
-"""Rewards of the simulator: its own, step by step, and success."""
+"""Rewards of the simulator: its own per step, and success."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from cosmos_rl_core.types import RolloutGroup
 
 
 class SimulatorReward:
-    """What the simulator gave for each step of an episode, times `scale`.
+    """The simulator's reward of each step of an episode, times `scale`.
 
-    difference: give how much more than the step before, which is potential-based shaping where the simulator's reward
-    says how near the goal is (Ng, Harada, Russell, 1999): staying near it earns nothing.
+    difference: return the increase over the step before. This is potential-based shaping if the simulator's reward
+    measures the distance to the goal (Ng, Harada, Russell, 1999): staying near the goal earns nothing.
     """
 
     def __init__(self, scale: float = 1.0, difference: bool = False) -> None:
@@ -26,7 +26,7 @@ class SimulatorReward:
 
 
 class Success:
-    """1 for an episode in which the task was done, 0 for any other; it counts at the episode's last step."""
+    """1 for an episode in which the task was completed, else 0; assigned to the episode's last step."""
 
     def __call__(self, group: RolloutGroup) -> list[float]:
         return [float(rollout.media["success"][0]) for rollout in group.rollouts]

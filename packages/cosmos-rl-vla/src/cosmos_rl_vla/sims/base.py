@@ -1,4 +1,4 @@
-"""What a simulator is to the rest of the package."""
+"""The protocols of simulators."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ GROUP = "cosmos_rl.simulators"
 """The entry point group of simulators; a name in it, or "module:attribute", is a factory `make(**options)`."""
 
 HELD_OUT = 2**31
-"""The first `init` of evaluations: no training ever comes near it."""
+"""The first `init` of evaluations; those of training are below."""
 
 
 class SimulatorError(Exception):
@@ -23,12 +23,12 @@ class SimulatorError(Exception):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Observation:
-    """What the policy sees at a decision."""
+    """The policy's input at a decision."""
 
     images: Mapping[str, NDArray[np.uint8]]
     """[H, W, 3] by camera, the cameras of SimSpec."""
     state: NDArray[np.float32]
-    """[state_dim], what the robot knows of itself."""
+    """[state_dim], proprioception."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +44,9 @@ class SimSpec:
     action_high: tuple[float, ...]
     """[action_dim]"""
     max_steps: int
-    """An episode is truncated after that many steps."""
+    """Steps after which an episode is truncated."""
     control_hz: float
-    """Steps a second of the robot; for videos."""
+    """Steps per second of the robot; for videos."""
 
     def __post_init__(self) -> None:
         if not len(self.action_low) == len(self.action_high) == self.action_dim:
@@ -55,19 +55,19 @@ class SimSpec:
                 f"{len(self.action_high)} upper limits"
             )
         if not self.cameras and not self.state_dim:
-            raise ValueError("a simulator shows at least one camera or one number of state")
+            raise ValueError("a simulator needs at least one camera or one number of state")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stepped:
-    """What one environment step gave."""
+    """Result of one environment step."""
 
     reward: float
-    """The simulator's own, shaped where it has one."""
+    """The simulator's reward; the shaped one if there is one."""
     terminated: bool
-    """The episode is over by itself: nothing follows this state."""
+    """The episode ended: this state is terminal."""
     truncated: bool
-    """The episode was cut off at the limit of steps: the state has a value still."""
+    """The episode was cut off at the step limit: the state may have a value."""
     success: bool
     """The task is done."""
 
@@ -84,39 +84,39 @@ class Simulator(Protocol):
     def spec(self) -> SimSpec: ...
 
     def instruction(self, task: str) -> str:
-        """Return the sentence that tells the policy what to do. Raises UserError for a task it does not have."""
+        """Return the instruction of a task. Raises UserError for an unknown task."""
         ...
 
     def reset(self, task: str, init: int) -> None:
         """Begin an episode. The same task and `init`, any integer, give the same episode bit for bit.
 
-        Raises UserError for a task it does not have.
+        Raises UserError for an unknown task.
         """
         ...
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
-        """Execute one action [action_dim]. Renders nothing. Raises SimulatorError where the episode broke."""
+        """Execute one action [action_dim]. Renders nothing. Raises SimulatorError if the episode broke."""
         ...
 
     def observe(self) -> Observation:
-        """Return what the policy sees now. The only place that renders."""
+        """Return the current observation. The only method that renders."""
         ...
 
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""
         ...
 
 
 class Worded(ABC):
-    """A class of simulators, of either kind, that knows the words of its tasks without being built.
+    """A simulator class, of either kind, that has the instructions of its tasks without an instance.
 
-    For those whose packages are only in an interpreter of their own, which the controller does not run in.
+    For simulators whose packages are installed in another interpreter than the controller's.
     """
 
     @classmethod
     @abstractmethod
     def instruction(cls, task: str) -> str:
-        """Return the sentence of a task. Raises UserError for a task that there is not. See Simulator."""
+        """Return the instruction of a task; see Simulator."""
 
 
 class BatchSimulator(ABC):
@@ -133,15 +133,15 @@ class BatchSimulator(ABC):
 
     @abstractmethod
     def step(self, slots: Sequence[int], actions: NDArray[np.float32]) -> Sequence[Stepped | SimulatorError]:
-        """Execute actions [len(slots), action_dim] in these slots; the others stand still.
+        """Execute actions [len(slots), action_dim] in these slots; the others do not advance.
 
-        A slot whose episode broke gives its error, and can begin another episode.
+        A slot whose episode broke returns its error, and can begin another episode.
         """
 
     @abstractmethod
     def observe(self, slot: int) -> Observation:
-        """Return what the policy sees in a slot; frames of one moment are rendered once for all slots."""
+        """Return the observation of a slot. Images of one moment are rendered once for all slots."""
 
     @abstractmethod
     def close(self) -> None:
-        """Give everything back."""
+        """Release all resources."""

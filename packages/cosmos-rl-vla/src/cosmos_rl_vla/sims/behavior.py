@@ -1,4 +1,4 @@
-"""BEHAVIOR-1K: household activities of the R1Pro robot on OmniGibson (Isaac Sim), with pixels and words."""
+"""BEHAVIOR-1K: household activities of the R1Pro robot on OmniGibson (Isaac Sim), with images and instructions."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from cosmos_rl_vla.sims.inits import stored_state
 CAMERAS = {"head": "zed_link:Camera:0", "left_wrist": "left_realsense_link:Camera:0"} | {
     "right_wrist": "right_realsense_link:Camera:0"
 }
-"""Our names, and what the names of the robot's sensors contain."""
+"""Camera names -> substrings of the robot's sensor names."""
 
 HELD_OUT_INSTANCES = 10
-"""Of an activity's stored instances: the last, which training never sees."""
+"""Number of an activity's last stored instances that training never uses."""
 
 _ROBOT = "R1Pro"
 _STATE = ("base_qvel", "trunk_qpos", "arm_left_qpos", "arm_right_qpos")
@@ -30,7 +30,7 @@ _FINGERS = ("gripper_left_qpos", "gripper_right_qpos")
 _DIM = 23
 _SETTLE_STEPS = 25
 _RENDERS = 4
-"""Isaac's cameras lag by about so many renders."""
+"""Renders by which Isaac's cameras lag, about."""
 _ADVICE = (
     "install BEHAVIOR-1K with its setup.sh (OmniGibson, BDDL, JoyLo, datasets) on a machine with an RTX GPU, and name "
     "its interpreter in [rollout.options] python"
@@ -41,8 +41,8 @@ class Behavior(Worded):
     """One activity of BEHAVIOR-1K; see Simulator.
 
     Actions [23] in [-1, 1]: base [3], trunk [4], left arm [7], left gripper, right arm [7], right gripper.
-    State [23]: the base's velocity [3], and where trunk [4], left arm [7], right arm [7] and both grippers are.
-    `init` chooses one of the activity's stored instances. Isaac Sim runs once in a process and draws at every step:
+    State [23]: the base's velocity [3], and the positions of trunk [4], left arm [7], right arm [7] and both grippers.
+    `init` chooses one of the activity's stored instances. Isaac Sim runs once per process and renders at every step:
     slots = 1.
     """
 
@@ -51,11 +51,11 @@ class Behavior(Worded):
     ) -> None:
         """Start Isaac Sim and load the activity's scene, which takes minutes: raise start_timeout_s.
 
-        Raises UserError for a second one in a process, an activity that is not there, and where BEHAVIOR-1K is missing.
+        Raises UserError for a second one in a process, an unknown activity, and if BEHAVIOR-1K is not installed.
         """
         self._og, self._tools = _import_behavior(headless)
         if self._og.sim is not None:
-            raise UserError("Isaac Sim runs once in a process: set [rollout.options] slots = 1, and more processes")
+            raise UserError("Isaac Sim runs once per process: set [rollout.options] slots = 1, and more processes")
         self.instruction(task)
         self._task, self._max_steps = task, max_steps
         self._sizes = {"head": head_size, "left_wrist": wrist_size, "right_wrist": wrist_size}
@@ -77,13 +77,13 @@ class Behavior(Worded):
 
     @classmethod
     def instruction(cls, task: str) -> str:
-        """Return the words of an activity's name. Raises UserError for what cannot be one."""
+        """Return the words of an activity's name as its instruction. Raises UserError for an invalid name."""
         if not task.isidentifier():
             raise UserError(f"simulator behavior has no activity {task!r}; one is turning_on_radio")
         return task.replace("_", " ")
 
     def reset(self, task: str, init: int) -> None:
-        """Load the instance that `init` stands for; see Simulator. Raises UserError for another activity."""
+        """Load the stored instance of `init`; see Simulator. Raises UserError for another activity."""
         if task != self._task:
             raise UserError(
                 f"simulator behavior was made for {self._task} and cannot play {task}: a process has one scene; set "
@@ -111,7 +111,7 @@ class Behavior(Worded):
         )
 
     def observe(self) -> Observation:
-        """Return what the last step drew; see Simulator."""
+        """Return the images that the last step rendered; see Simulator."""
         seen = next(part for part in self._seen.values() if "proprio" in part)  # the robot's
         images = {
             name: np.asarray(next(part for key, part in seen.items() if sensor in key)["rgb"], np.uint8)[..., :3]
@@ -139,12 +139,12 @@ class Behavior(Worded):
         robot["obs_modalities"] = ["proprio", "rgb"]
         robot["proprio_obs"] = list(self._tools.PROPRIOCEPTION_INDICES[_ROBOT])
         config["robots"] = [robot]
-        config["task"]["termination_config"]["max_steps"] = self._max_steps + 1  # the limit is kept here
+        config["task"]["termination_config"]["max_steps"] = self._max_steps + 1  # the limit is applied here
         config["task"]["include_obs"] = False
         return config
 
     def _set_cameras(self) -> None:
-        """Give the robot's cameras their sizes, and the head's the angle of the challenge."""
+        """Set the sizes of the robot's cameras, and the head camera's angle to the challenge's."""
         for name, sensor in self._env.robots[0].sensors.items():
             called = next((ours for ours, part in CAMERAS.items() if part in name), None)
             if called is not None:
@@ -154,7 +154,7 @@ class Behavior(Worded):
         self._env.load_observation_space()
 
     def _find_instances(self) -> list[Path]:
-        """Return the files of the activity's stored instances, by their numbers."""
+        """Return the files of the activity's stored instances, in numeric order."""
         scene, task = self._config["scene"]["scene_model"], self._config["task"]
         root = importlib.import_module("omnigibson.utils.asset_utils").get_task_instance_path(scene)
         folder = Path(root) / "json" / f"{scene}_task_{task['activity_name']}_instances"
@@ -167,7 +167,7 @@ class Behavior(Worded):
         return [found[number] for number in sorted(found)]
 
     def _load(self, instance: Path) -> None:
-        """Put robot and objects where an instance has them, and let them rest."""
+        """Set robot and objects to an instance's poses, and let them settle."""
         convert = importlib.import_module("omnigibson.utils.python_utils").recursively_convert_to_torch
         env = self._env
         for key, state in convert(json.loads(instance.read_text())).items():
@@ -190,7 +190,7 @@ def _files(folder: Path) -> Iterable[Path]:
 
 
 def _import_behavior(headless: bool) -> tuple[Any, Any]:
-    """Return omnigibson and its tools of evaluation. Raises UserError where they are not installed."""
+    """Return omnigibson and its evaluation tools. Raises UserError if they are not installed."""
     try:
         og: Any = importlib.import_module("omnigibson")
         macros: Any = importlib.import_module("omnigibson.macros").gm

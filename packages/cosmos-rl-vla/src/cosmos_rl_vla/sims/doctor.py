@@ -1,4 +1,4 @@
-"""`python -m cosmos_rl_vla.sims.doctor [name ...]`: plays a moment of each simulator, and says what is missing."""
+"""`python -m cosmos_rl_vla.sims.doctor [name ...]`: runs each simulator briefly and reports missing requirements."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 @dataclass(frozen=True)
 class Probe:
-    """What is played of a simulator."""
+    """Task and options for the trial of a simulator."""
 
     task: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    draws_with: str = ""
-    """"mujoco", "vulkan", or nothing of the machine's."""
+    renders_with: str = ""
+    """"mujoco", "vulkan", or "" for no renderer of the machine."""
 
 
 PROBES: Mapping[str, Probe] = {
@@ -42,23 +42,23 @@ PROBES: Mapping[str, Probe] = {
     "reach": Probe("red"),
     "robotwin": Probe("place_empty_cup", {}, "vulkan"),
 }
-"""By the names of the simulators of this package."""
+"""Probes of this package's simulators, by name."""
 
-_HEADER = ("simulator", "plays", "cameras", "steps/s", "draws with")
+_HEADER = ("simulator", "plays", "cameras", "steps/s", "renders with")
 _STEPS_PER_CHUNK = 5
 _PLAY_S = 2.0
-"""How long the speed is measured for."""
+"""Duration of the speed measurement."""
 
 
 @dataclass(frozen=True)
 class Report:
-    """What became of one simulator."""
+    """Result of one simulator's trial."""
 
     name: str
     cells: Sequence[str] = ("no", "", "", "")
-    """Under the header, after the name."""
+    """Cells of the table row, after the name."""
     note: str = ""
-    """Where its pictures are, or what to do."""
+    """Paths of its images, or the remedy."""
 
     @property
     def plays(self) -> bool:
@@ -66,7 +66,7 @@ class Report:
 
 
 def examine(name: str, probe: Probe, *, pictures: Path, python: str | None, start_timeout_s: float) -> Report:
-    """Play an episode for a moment in a process of its own, and write what the cameras saw first."""
+    """Play part of an episode in a process of its own, and write the first image of each camera."""
     try:
         pool = SimulatorPool(
             name,
@@ -79,16 +79,16 @@ def examine(name: str, probe: Probe, *, pictures: Path, python: str | None, star
         )
         with pool:
             pool.start(0, task=probe.task, init=0)
-            _stand(pool)
+            _wait_ready(pool)
             paths = [_write(pictures / f"{name}_{camera}.png", images[0]) for camera, images in pool.images.items()]
             speed = _speed(pool)
             sizes = ", ".join(f"{camera} {height}x{width}" for camera, (height, width) in pool.spec.cameras.items())
-        return Report(name, ("yes", sizes or "none", f"{speed:.0f}", _draws_with(probe)), ", ".join(map(str, paths)))
+        return Report(name, ("yes", sizes or "none", f"{speed:.0f}", _renders_with(probe)), ", ".join(map(str, paths)))
     except (UserError, WorkerFailed) as error:
         return Report(name, note=str(error))
 
 
-def _stand(pool: SimulatorPool) -> bool:
+def _wait_ready(pool: SimulatorPool) -> bool:
     """Wait for the one slot. Returns whether its episode is over."""
     (event,) = pool.wait()
     if isinstance(event, Lost):
@@ -97,13 +97,13 @@ def _stand(pool: SimulatorPool) -> bool:
 
 
 def _speed(pool: SimulatorPool) -> float:
-    """Return steps a second, the cameras drawn once in each chunk of steps."""
+    """Return steps per second, with the cameras rendered once per chunk of steps."""
     middle = (np.asarray(pool.spec.action_low) + np.asarray(pool.spec.action_high)) / 2
     chunk = np.tile(middle.astype(np.float32), (1, _STEPS_PER_CHUNK, 1))
     begun, steps, done = time.monotonic(), 0, False
     while not done and (steps == 0 or time.monotonic() - begun < _PLAY_S):
         pool.submit([0], chunk)
-        done = _stand(pool)
+        done = _wait_ready(pool)
         steps += _STEPS_PER_CHUNK
     return steps / (time.monotonic() - begun)
 
@@ -114,21 +114,21 @@ def _write(path: Path, image: np.ndarray) -> Path:
     return path
 
 
-def _draws_with(probe: Probe) -> str:
-    if probe.draws_with == "mujoco":
+def _renders_with(probe: Probe) -> str:
+    if probe.renders_with == "mujoco":
         return f"MUJOCO_GL={choose_gl(dict(os.environ))}"
-    if probe.draws_with == "vulkan":
+    if probe.renders_with == "vulkan":
         return os.environ.get("VK_DRIVER_FILES", "Vulkan")
     return "itself"
 
 
 def main(
-    names: Annotated[list[str] | None, typer.Argument(help="Simulators to look at; without any all installed.")] = None,
-    pictures: Annotated[Path, typer.Option(help="Folder for one picture of each camera.")] = Path("simulators"),
+    names: Annotated[list[str] | None, typer.Argument(help="Simulators to try; default: all installed.")] = None,
+    pictures: Annotated[Path, typer.Option(help="Folder for one image of each camera.")] = Path("simulators"),
     python: Annotated[str | None, typer.Option(help="Interpreter that has the simulator's packages.")] = None,
-    start_timeout_s: Annotated[float, typer.Option(help="Longest that building one may take.")] = 300.0,
+    start_timeout_s: Annotated[float, typer.Option(help="Limit for building one, in seconds.")] = 300.0,
 ) -> None:
-    """Build simulators, draw a picture with each of their cameras, and say how fast they are or what they lack."""
+    """Build simulators, render an image with each camera, and report their speed or missing requirements."""
     reports = []
     for name in names or [name for name in plugins.names(GROUP) if name in PROBES]:
         if name not in PROBES:

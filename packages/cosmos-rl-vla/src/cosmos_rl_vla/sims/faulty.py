@@ -1,4 +1,4 @@
-"""A simulator that goes wrong where it is told to, for tests of what drives simulators."""
+"""A simulator with injected faults, for tests of the code that runs simulators."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Faulty:
         once: str = "",
         max_steps: int = 40,
     ) -> None:
-        """`faults` are by the `init` of their episode and happen in its second step, or at the `when` of "reset".
+        """`faults` by the `init` of their episode happen in its second step, or with `when` = "reset" in its reset.
 
         `at_start` happens here ("user": a UserError). With `once`, a path, only the first of all faults
         happens: it leaves a file there.
@@ -40,7 +40,7 @@ class Faulty:
         self.spec = self._reach.spec
         self._fault, self._steps, self._blind = "", 0, False
         if at_start == "user":
-            raise UserError("the simulator wants another machine")
+            raise UserError("the simulator needs another machine")
         self._fail(at_start)
 
     def instruction(self, task: str) -> str:
@@ -72,7 +72,7 @@ class Faulty:
         self._reach.close()
 
     def _fail(self, fault: str) -> bool:
-        """Do what the fault says. Returns whether the reward is to be no number."""
+        """Perform the fault. Returns whether the reward is to be NaN."""
         if not fault or (self._once is not None and self._once.exists()):
             return False
         if self._once is not None:

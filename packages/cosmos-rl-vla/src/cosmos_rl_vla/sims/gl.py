@@ -1,4 +1,4 @@
-"""Which OpenGL MuJoCo draws with on a machine without a screen."""
+"""Selects the OpenGL library for MuJoCo's off-screen rendering."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from cosmos_rl_core.errors import UserError
 
 _LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
 _ADVICE = (
-    "install libosmesa6 (drawn by the processor; `apt-get install libosmesa6`) or libegl1 and the GPU's driver, "
+    "install libosmesa6 (rendering on the CPU; `apt-get install libosmesa6`) or libegl1 and the GPU's driver, "
     "or set MUJOCO_GL to the one you have: osmesa, egl or glfw"
 )
 
@@ -23,8 +23,7 @@ def choose_gl(
 ) -> str:
     """Write MUJOCO_GL into an environment that lacks it, and return it: osmesa where it is installed, else egl.
 
-    To be called before `mujoco` is imported. Raises UserError where neither library is found, or the one that the
-    user chose is not.
+    Call before `mujoco` is imported. Raises UserError if neither library is found, or the user's choice is not.
     """
     chosen = environment.get("MUJOCO_GL", "").strip().lower()
     if not chosen:
@@ -32,7 +31,7 @@ def choose_gl(
             return "cgl"  # part of the system
         chosen = next((kind for kind, library in _LIBRARIES.items() if find(library) is not None), "")
         if not chosen:
-            raise UserError(f"MuJoCo finds no OpenGL library to draw with: {_ADVICE}")
+            raise UserError(f"MuJoCo finds no OpenGL library to render with: {_ADVICE}")
         environment["MUJOCO_GL"] = chosen
     if chosen in _LIBRARIES and find(_LIBRARIES[chosen]) is None:
         raise UserError(f"MUJOCO_GL={chosen}, but lib{_LIBRARIES[chosen]} is not on this machine: {_ADVICE}")
@@ -40,9 +39,9 @@ def choose_gl(
 
 
 def make_context(width: int, height: int) -> Any:
-    """Return an OpenGL context of MuJoCo's, of the kind that `choose_gl` says.
+    """Return a MuJoCo OpenGL context, of the kind that `choose_gl` returns.
 
-    Raises UserError where the library gives none (the driver of a GPU is missing).
+    Raises UserError if the library cannot create one (the driver of a GPU is missing).
     """
     kind = choose_gl(os.environ)
     try:

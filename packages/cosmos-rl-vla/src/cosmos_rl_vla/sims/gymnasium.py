@@ -18,9 +18,9 @@ _ONLY = "image"
 class Gymnasium:
     """`gymnasium.make(id)`; see Simulator.
 
-    Actions are those of a Box, flattened; of a Discrete space with n choices they are n scores, and the highest is
-    taken. Images are the uint8 [H, W, 3] parts of the observation ("image" where it is nothing else, else by their
-    keys), and what `render()` draws ("render") where that is asked for. The state is all other parts, flattened.
+    Actions are those of a Box, flattened; for a Discrete space with n choices they are n scores, and the highest is
+    taken. Images are the uint8 [H, W, 3] parts of the observation ("image" if it has no other part, else by key), and
+    optionally the output of `render()` ("render"). The state is all other parts, flattened.
     `init` seeds the reset, and decides the episode as far as the environment is deterministic given its seed.
     """
 
@@ -37,10 +37,10 @@ class Gymnasium:
     ) -> None:
         """Make the environment, with `kwargs`.
 
-        Its only task has the name of the `id`, and the `instruction`; with `tasks` (sentences by name) `reset` is
-        given options={"task": name}. `max_steps` takes the place of the environment's own limit. `success` is the
-        key of `info` that tells of it; without the key there is none. Raises UserError for an environment that is
-        not there, refuses its arguments, or has spaces of other kinds.
+        Its only task is named by the `id`, with the `instruction`; with `tasks` (sentences by name) `reset` gets
+        options={"task": name}. `max_steps` replaces the environment's own limit. `success` is the key of `info` with
+        the success flag; an episode without the key has failed. Raises UserError for an environment that does not
+        exist, refuses its arguments, or has spaces of other kinds.
         """
         import gymnasium
 
@@ -56,7 +56,7 @@ class Gymnasium:
             raise UserError(f"simulator gymnasium: {id!r}: {error}") from error
         limit = max_steps or (self._env.spec.max_episode_steps if self._env.spec else None)
         if limit is None:
-            raise UserError(f"simulator gymnasium: {id!r} has no limit of steps of its own; set max_steps")
+            raise UserError(f"simulator gymnasium: {id!r} has no step limit of its own; set max_steps")
         low, high = self._limits()
         self.spec = SimSpec(
             cameras=cameras,
@@ -69,7 +69,7 @@ class Gymnasium:
         )
 
     def instruction(self, task: str) -> str:
-        """Return what to do. Raises UserError for a task that is not among those given."""
+        """Return the instruction of a task. Raises UserError for an unknown task."""
         if task not in self._tasks:
             raise UserError(f"simulator gymnasium has no task {task!r}; tasks: {', '.join(self._tasks)}")
         return self._tasks[task]
@@ -121,7 +121,7 @@ class Gymnasium:
         return np.concatenate([np.zeros(0, np.float32), *numbers])
 
     def _limits(self) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
-        """Return the least and greatest action [D] each."""
+        """Return the minimum and maximum action, [D] each."""
         from gymnasium.spaces import Box, Discrete
 
         space = self._env.action_space
@@ -130,7 +130,7 @@ class Gymnasium:
         if isinstance(space, Discrete):
             one = np.ones(int(space.n), np.float32)
             return -one, one
-        raise UserError(f"simulator gymnasium plays environments with a Box or Discrete of actions, not {space}")
+        raise UserError(f"simulator gymnasium supports Box and Discrete action spaces, not {space}")
 
     def _action(self, action: NDArray[np.float32]) -> Any:
         from gymnasium.spaces import Box, Discrete

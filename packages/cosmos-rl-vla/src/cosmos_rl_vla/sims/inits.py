@@ -1,4 +1,4 @@
-"""Which of a simulator's stored initial states an `init` stands for."""
+"""Maps an `init` to one of a simulator's stored initial states."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from cosmos_rl_vla.sims.base import HELD_OUT
 
 
 def stored_state(init: int, *, states: int, held_out: int) -> int:
-    """Return the place among `states` stored ones: the last `held_out` are of evaluations, the others of training.
+    """Return the index among `states` stored ones: the last `held_out` are for evaluation, the others for training.
 
-    Inits from HELD_OUT up are of evaluations. More inits than states begin again with the first.
+    Inits >= HELD_OUT are of evaluations. Inits wrap around the number of states.
     """
     assert 0 < held_out < states
     if init >= HELD_OUT:

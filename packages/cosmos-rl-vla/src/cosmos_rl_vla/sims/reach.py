@@ -1,6 +1,6 @@
 """A light task for quickstarts and tests: reach the square of the colour that the instruction names.
 
-The picture shows where the squares are and the words say which of them is meant: a policy needs both. One scene,
+The image shows the squares and the instruction names the target: a policy needs both. One scene,
 decided by `init`, serves all tasks. A step costs microseconds.
 """
 
@@ -23,17 +23,17 @@ CAMERA = "board"
 _FIELD = (30, 30, 34)
 _CURSOR = (255, 255, 255)
 _HALF_SIDE = 0.2
-"""Of a square; the board reaches from -1 to 1."""
+"""Half the side of a square; the board is [-1, 1] x [-1, 1]."""
 _REACHED = 0.2
 _STRIDE = 0.12
-"""How far an action of 1 moves the cursor along its axis."""
+"""Distance that an action of 1 moves the cursor along its axis."""
 
 
 class Reach:
     """Move a cursor over a board with actions [2] in [-1, 1]; see Simulator.
 
-    The state is the cursor's position. The reward of a step is how much nearer the target came, and success ends
-    the episode. `expert_action` is the straight way.
+    The state is the cursor's position. The reward of a step is the decrease in distance to the target; success ends
+    the episode. `expert_action` goes straight to the target.
     """
 
     def __init__(self, *, colours: int = 3, image_size: int = 32, max_steps: int = 40) -> None:
@@ -57,22 +57,22 @@ class Reach:
         )
 
     def tasks(self) -> list[str]:
-        """Return the names of the tasks, one a colour."""
+        """Return the names of the tasks, one per colour."""
         return list(self._colours)
 
     def instruction(self, task: str) -> str:
-        """Return what to do. Raises UserError for a colour that is not on the board."""
+        """Return the instruction of a task. Raises UserError for a colour that is not on the board."""
         return f"reach the {self._colours[self._number(task)]} square"
 
     def reset(self, task: str, init: int) -> None:
-        """Lay the board that `init`, any integer, stands for, and make `task` the target."""
+        """Lay out the board with `init`, any integer, as the seed, and make `task` the target."""
         self._target = self._number(task)
         self._steps = 0
         rng = np.random.default_rng(init % 2**64)
         while True:
             places = rng.uniform(-1 + _HALF_SIDE, 1 - _HALF_SIDE, (len(self._colours) + 1, 2))
             apart = np.abs(places[:, None] - places).max(2)[np.triu_indices(len(places), 1)]
-            if apart.min() > 2.4 * _HALF_SIDE:  # none upon another, the cursor neither
+            if apart.min() > 2.4 * _HALF_SIDE:  # squares and cursor do not overlap
                 break
         self._squares, self._cursor = places[:-1], places[-1]
 
@@ -90,7 +90,7 @@ class Reach:
         )
 
     def observe(self) -> Observation:
-        """Draw the board; see Simulator."""
+        """Render the board; see Simulator."""
         image = np.empty((len(self._pixels), len(self._pixels), 3), np.uint8)
         image[:] = _FIELD
         for colour, place in zip(self._colours, self._squares):
@@ -104,11 +104,11 @@ class Reach:
         return (way / max(1.0, np.abs(way).max())).astype(np.float32)
 
     def privileged(self) -> NDArray[np.float32]:
-        """Return the places [2 a colour] of the squares: what only the picture tells the policy."""
+        """Return the positions [2 per colour] of the squares, which the policy gets from the image alone."""
         return self._squares.reshape(-1).astype(np.float32)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Do nothing: there are no resources."""
 
     def _number(self, task: str) -> int:
         if task not in self._colours:
@@ -119,6 +119,6 @@ class Reach:
         return float(np.linalg.norm(self._squares[self._target] - self._cursor))
 
     def _patch(self, place: NDArray[np.float64], half: float) -> tuple[slice, slice]:
-        """Return rows and columns of the pixels whose centres lie within `half` of a place (x, y)."""
+        """Return rows and columns of the pixels whose centres are within `half` of a position (x, y)."""
         x, y = (slice(*np.searchsorted(self._pixels, (middle - half, middle + half))) for middle in place)
         return y, x

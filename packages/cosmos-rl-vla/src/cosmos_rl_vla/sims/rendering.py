@@ -1,8 +1,7 @@
-"""Drawing MuJoCo's models off-screen, quickly, with the one OpenGL context of this process.
+"""Renders MuJoCo models off-screen with one OpenGL context per process.
 
 Freeing a second context would delete objects of the first by their numbers, and frames would silently turn to
-garbage; so there is one, never freed. What is drawn with it of a model (meshes, textures) is uploaded once for all
-copies of the model.
+garbage; so there is one, freed when the process ends. Meshes and textures are uploaded once for all copies of a model.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from numpy.typing import NDArray
 from cosmos_rl_vla.sims.gl import make_context
 
 _MAX_MODELS = 16
-"""Uploaded at a time, about 35 MB each for MetaWorld's."""
+"""Models uploaded at a time, about 35 MB each for MetaWorld's."""
 _MAX_GEOMS = 2000
 
 
 def fit(model: Any, *, height: int, width: int) -> None:
-    """Fit a `mujoco.MjModel`'s off-screen buffer to the image; its looks stay. To be called before it is drawn.
+    """Fit a `mujoco.MjModel`'s off-screen buffer to the image, without changing its appearance. Call before rendering.
 
     The shadow map, 64 MB, is left out where no light casts a shadow.
     """
@@ -36,7 +35,7 @@ def fit(model: Any, *, height: int, width: int) -> None:
 def lighten(model: Any, *, height: int, width: int) -> None:
     """Turn a `mujoco.MjModel`'s shadows, reflections and multisampling off as well; see `fit`.
 
-    They are most of drawing in software, nine tenths where there are shadows.
+    They take most of the time of software rendering, 90 % with shadows.
     """
     model.light_castshadow[:] = 0
     model.mat_reflectance[:] = 0
@@ -45,26 +44,26 @@ def lighten(model: Any, *, height: int, width: int) -> None:
 
 
 @functools.cache
-def artist() -> Artist:
-    """Return the one Artist of this process; it is closed when the process ends."""
-    one = Artist()
+def renderer() -> Renderer:
+    """Return the one Renderer of this process; it is closed when the process ends."""
+    one = Renderer()
     atexit.register(one.close)
     return one
 
 
-class Artist:
-    """Draws any model.
+class Renderer:
+    """Renders any model.
 
-    image = artist().draw("faucet.xml", model, data, camera="corner2", height=64, width=64)
+    image = renderer().render("faucet.xml", model, data, camera="corner2", height=64, width=64)
     """
 
     def __init__(self) -> None:
-        self._context = make_context(1, 1)  # the images go to buffers of their own, not to a window of this size
+        self._context = make_context(1, 1)  # images are rendered into off-screen buffers, not into this window
         self._mujoco: Any = importlib.import_module("mujoco")  # whose stubs leave most of it out
         self._models: OrderedDict[tuple[object, ...], tuple[Any, Any]] = OrderedDict()
 
-    def draw(self, called: str, model: Any, data: Any, *, camera: str, height: int, width: int) -> NDArray[np.uint8]:
-        """Return what a camera of the model sees, [H, W, 3]. To be called after `fit` or `lighten`.
+    def render(self, called: str, model: Any, data: Any, *, camera: str, height: int, width: int) -> NDArray[np.uint8]:
+        """Return the image of a camera of the model, [H, W, 3]. Call `fit` or `lighten` before.
 
         `called` names the model's file: models of one name have the same meshes and textures.
         """
@@ -84,7 +83,7 @@ class Artist:
         return image[::-1]  # OpenGL's first row is the lowest
 
     def close(self) -> None:
-        """Free what is drawn with, in the order that OpenGL wants."""
+        """Free contexts and scenes, in the order that OpenGL needs."""
         self._context.make_current()
         for context, _ in self._models.values():
             context.free()
@@ -93,7 +92,7 @@ class Artist:
         del self._context  # before the modules that its destructor calls are gone
 
     def _uploaded(self, called: str, model: Any, height: int, width: int) -> tuple[Any, Any]:
-        """Return the model's drawing context and scene, made where they are not there; the oldest makes room."""
+        """Return the model's render context and scene, created if missing; evicts the oldest."""
         mujoco = self._mujoco
         quality = model.vis.quality
         key = (called, height, width, int(quality.shadowsize), int(quality.offsamples))

@@ -1,4 +1,4 @@
-"""RoboTwin 2.0: tasks of two arms on SAPIEN, from a checkout of its repository, with pixels and words."""
+"""RoboTwin 2.0: tasks of two arms on SAPIEN, from a checkout of its repository, with images and instructions."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ _ADVICE = (
     "[data.options] path) to the clone; [rollout.options] python names the interpreter that it was installed in"
 )
 _ARM = (-2 * np.pi,) * 6, (2 * np.pi,) * 6
-"""Least and greatest angle of the six joints; the robot's own limits are narrower."""
+"""Minimum and maximum angle of the six joints; the robot's own limits are narrower."""
 _SEEDS = 2**32
 _NEXT_SEED = 1_000_003
-"""How far the next attempt's seed is when objects would not rest: no neighbour, which is an episode of its own."""
+"""Added to the seed for the next attempt if objects do not come to rest; neighbouring seeds are other episodes."""
 _ATTEMPTS = 20
 _CLEAR_EVERY = 5
 """Episodes after which SAPIEN's memory is cleared, as RoboTwin does."""
@@ -35,8 +35,8 @@ class RoboTwin(Worded):
     """Tasks of RoboTwin with its aloha-agilex robot, such as "place_empty_cup"; see Simulator.
 
     Actions [14] and state [14]: the left arm's joint angles [6] and gripper (0 closed, 1 open), then the right's.
-    An action is where the joints are to go; a step lasts until they are there. The reward is 1 at the step that does
-    the task, which ends the episode. `init` seeds the layout; where objects would not rest, a further seed is taken.
+    An action is the joints' target; a step lasts until they reach it. The reward is 1 at the step that completes
+    the task and ends the episode. `init` seeds the layout; if objects do not come to rest, the next seed is tried.
     """
 
     def __init__(
@@ -49,8 +49,8 @@ class RoboTwin(Worded):
     ) -> None:
         """`path` is the clone (else ROBOTWIN_PATH), `config` one of its task_config/*.yml.
 
-        This process moves into the clone, which finds its files from there. Raises UserError where it is not there,
-        cannot be imported, or has no such configuration.
+        Changes this process's working directory to the clone, which finds its files from there. Raises UserError if it
+        does not exist, cannot be imported, or has no such configuration.
         """
         for camera in cameras:
             if camera not in CAMERAS:
@@ -75,13 +75,13 @@ class RoboTwin(Worded):
 
     @classmethod
     def instruction(cls, task: str) -> str:
-        """Return the words of a task's name. Raises UserError for what cannot be one."""
+        """Return the words of a task's name as its instruction. Raises UserError for an invalid name."""
         if not task.isidentifier():
             raise UserError(f"simulator robotwin has no task {task!r}; a task is a file of its folder envs")
         return task.replace("_", " ")
 
     def reset(self, task: str, init: int) -> None:
-        """Lay out the task; see Simulator. Raises SimulatorError where objects rest with no seed."""
+        """Lay out the task; see Simulator. Raises SimulatorError if no seed lets the objects come to rest."""
         self._open(task)
         unstable = importlib.import_module("envs.utils.create_actor").UnStableError
         for attempt in range(_ATTEMPTS):
@@ -92,12 +92,12 @@ class RoboTwin(Worded):
             except unstable:
                 self._task.close_env()
         else:
-            raise SimulatorError(f"the objects of {task} come to no rest with {_ATTEMPTS} seeds from {init}")
-        self._task.step_lim = self._max_steps + 1  # the limit is kept here: RoboTwin's own ignores what follows it
+            raise SimulatorError(f"the objects of {task} do not come to rest with {_ATTEMPTS} seeds from {init}")
+        self._task.step_lim = self._max_steps + 1  # the limit is applied here: RoboTwin ignores actions after its own
         self._steps = 0
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
-        """Move both arms to where the action says; see Simulator."""
+        """Move both arms to the action's joint angles; see Simulator."""
         assert self._task is not None, "reset comes first"
         self._task.take_action(np.clip(action, self.spec.action_low, self.spec.action_high))
         self._steps += 1
@@ -113,13 +113,13 @@ class RoboTwin(Worded):
         return Observation(images=images, state=np.asarray(seen["joint_action"]["vector"], np.float32))
 
     def close(self) -> None:
-        """Give the scene back."""
+        """Release the scene."""
         if self._task is not None:
             self._task.close_env(clear_cache=True)
             self._task = None
 
     def _open(self, task: str) -> None:
-        """Close the last episode, and make the task the one to play. Raises UserError for one that is not there."""
+        """Close the last episode and load the task. Raises UserError for an unknown task."""
         if self._task is not None:
             self._episodes += 1
             self._task.close_env(clear_cache=self._episodes % _CLEAR_EVERY == 0)
@@ -136,7 +136,7 @@ class RoboTwin(Worded):
 
 
 def _enter(path: str) -> Path:
-    """Make a clone of RoboTwin importable and the current folder."""
+    """Make a clone of RoboTwin importable and the working directory."""
     root = Path(path).expanduser().resolve() if path else None
     if root is None or not (root / "envs" / "_base_task.py").is_file():
         raise UserError(f"simulator robotwin is not at {path or 'ROBOTWIN_PATH (not set)'}: {_ADVICE}")
@@ -151,7 +151,7 @@ def _enter(path: str) -> Path:
 
 
 def _configuration(root: Path, config: str) -> Mapping[str, Any]:
-    """Return what `setup_demo` takes: the file of a configuration, with robots and cameras looked up."""
+    """Return the arguments of `setup_demo`: a configuration file, with robots and cameras resolved."""
     folder = root / "task_config"
     if not (folder / f"{config}.yml").is_file():
         known = ", ".join(sorted(file.stem for file in folder.glob("[!_]*.yml")))
@@ -160,7 +160,7 @@ def _configuration(root: Path, config: str) -> Mapping[str, Any]:
     robots, cameras = _yaml(folder / "_embodiment_config.yml"), _yaml(folder / "_camera_config.yml")
     robot = given["embodiment"]
     if len(robot) != 1:
-        raise UserError(f"RoboTwin's {config} has the robots {robot}; this adapter plays one robot with two arms")
+        raise UserError(f"RoboTwin's {config} has the robots {robot}; this adapter supports one robot with two arms")
     file = robots[robot[0]]["file_path"]
     described = _yaml(root / file / "config.yml")
     camera = cameras[given["camera"]["head_camera_type"]]

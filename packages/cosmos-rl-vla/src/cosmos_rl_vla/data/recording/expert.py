@@ -1,6 +1,6 @@
-"""A simulator that shows what its scripted expert would do, and what only the expert knows, behind its own state.
+"""A simulator whose state is extended by its scripted expert's action and privileged numbers.
 
-    state [s | D | p] = what the robot knows of itself | the expert's action | privileged numbers
+    state [s | D | p] = proprioception | the expert's action | privileged numbers
 
 So experts run in the processes of a `SimulatorPool`, as policies do.
 """
@@ -26,17 +26,17 @@ class Demonstrator(Simulator, Protocol):
     """A simulator with an expert."""
 
     def expert_action(self) -> NDArray[np.float32]:
-        """Return the action [D] that the expert would take now."""
+        """Return the expert's action [D] in the current state."""
         ...
 
     def privileged(self) -> NDArray[np.float32]:
-        """Return numbers [p] that the policy is not told, such as objects' places; the same count for all tasks."""
+        """Return numbers [p] that the policy does not get, such as objects' positions; p is the same for all tasks."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Shown:
-    """The parts of such a state, or of n of them."""
+    """The parts of such a state, or of a batch of them."""
 
     states: NDArray[np.float32]
     """[..., s]"""
@@ -50,26 +50,26 @@ class Expert:
     """A simulator with an expert, by its name; see Simulator."""
 
     def __init__(self, *, simulator: str, options: Mapping[str, Any]) -> None:
-        """Raises UserError for a simulator that is not there, options it does not take, or one without an expert."""
+        """Raises UserError for an unknown simulator, invalid options, or a simulator without an expert."""
         try:
             made: Any = plugins.load(GROUP, simulator)(**options)
         except TypeError as error:
             raise UserError(f"simulator {simulator!r}: {error}") from error
         if not isinstance(made, Demonstrator):
             made.close()
-            raise UserError(f"simulator {simulator!r} has no expert: it wants expert_action() and privileged()")
+            raise UserError(f"simulator {simulator!r} has no expert: it needs expert_action() and privileged()")
         self._simulator = made
         self.inner: SimSpec = self._simulator.spec
-        """The simulator's own."""
+        """The simulator's own spec."""
         self.spec = replace(self.inner, state_dim=self.inner.state_dim + self.inner.action_dim + len(made.privileged()))
 
     def split(self, states: NDArray[np.float32]) -> Shown:
-        """Take states [..., s + D + p] apart."""
+        """Split states [..., s + D + p]."""
         ends = [self.inner.state_dim, self.inner.state_dim + self.inner.action_dim]
         return Shown(*np.split(states, ends, axis=-1))
 
     def instruction(self, task: str) -> str:
-        """Return what to do; see Simulator."""
+        """Return the instruction of a task; see Simulator."""
         return self._simulator.instruction(task)
 
     def reset(self, task: str, init: int) -> None:
@@ -81,7 +81,7 @@ class Expert:
         return self._simulator.step(action)
 
     def observe(self) -> Observation:
-        """Return what is seen, with the expert's part behind the state; see Simulator."""
+        """Return the observation, with the expert's part appended to the state; see Simulator."""
         seen = self._simulator.observe()
         parts = (seen.state, self._simulator.expert_action(), self._simulator.privileged())
         return Observation(images=seen.images, state=np.concatenate(parts).astype(np.float32))

@@ -1,4 +1,4 @@
-"""The files of a dataset that is being written: parquet of frames, mp4 of one camera. Another begins at a size."""
+"""Writes a dataset's files, split at a maximum size: parquet of frames, mp4 of one camera."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ if TYPE_CHECKING:
 
 FILES_PER_CHUNK = 1000
 _ROWS = 256
-"""Frames of a row group: what is read at once where pictures lie in the parquet."""
+"""Frames per row group: the unit of reading for images stored in parquet."""
 _RUN = "10"
-"""Frames from a keyframe to the next: a random one is seen after decoding five, on average."""
+"""Frames per keyframe interval: a random frame needs five decoded frames on average."""
 _QUALITY = "4"
-"""x264's constant rate factor: a difference that is hardly to be seen."""
+"""x264's constant rate factor: almost visually lossless."""
 
 
 class FrameFiles:
     """Parquet files of whole episodes."""
 
     def __init__(self, path: Callable[[int], Path], *, max_bytes: int) -> None:
-        """path: of the file with a number."""
+        """path: returns the path of the file with a number."""
         self._path, self._max_bytes = path, max_bytes
         self._number = 0
         self._writer: Any = None
@@ -48,7 +48,7 @@ class FrameFiles:
         return self._number
 
     def close(self) -> None:
-        """Finish the file that is open."""
+        """Finish the open file."""
         if self._writer is not None:
             self._flush()
             self._writer.close()
@@ -73,7 +73,7 @@ class VideoFiles:
     """mp4 files of one camera, H.264; an episode begins with a keyframe."""
 
     def __init__(self, path: Callable[[int], Path], *, size: tuple[int, int], fps: int, max_bytes: int) -> None:
-        """path: of the file with a number. size: height and width."""
+        """path: returns the path of the file with a number. size: height and width."""
         self._path, self._size, self._fps, self._max_bytes = path, size, fps, max_bytes
         self._number = 0
         self._container: Any = None
@@ -82,7 +82,7 @@ class VideoFiles:
         self._bytes = 0
 
     def add(self, images: np.ndarray) -> tuple[int, float]:
-        """Write the frames of an episode, uint8 [T, H, W, 3]. Returns the number of the file, and when they begin."""
+        """Write the frames of an episode, uint8 [T, H, W, 3]. Returns the file's number and the start time in it."""
         if self._container is not None and self._bytes > self._max_bytes:
             self.close()
             self._number += 1
@@ -97,7 +97,7 @@ class VideoFiles:
         return self._number, start_s
 
     def close(self) -> None:
-        """Finish the file that is open."""
+        """Finish the open file."""
         if self._container is not None:
             self._mux(None)
             self._container.close()
@@ -110,7 +110,7 @@ class VideoFiles:
         options = {"crf": _QUALITY, "g": _RUN, "bf": "0", "sc_threshold": "0"}
         self._stream = self._container.add_stream("libx264", rate=Fraction(self._fps), options=options)
         self._stream.height, self._stream.width = self._size
-        self._stream.pix_fmt = "yuv444p"  # what learns from videos acts on pictures that never lost their colours
+        self._stream.pix_fmt = "yuv444p"  # no chroma subsampling: in the simulator the policy gets full colours
         self._frames = self._bytes = 0
 
     def _mux(self, frame: av.VideoFrame | None) -> None:

@@ -2,7 +2,7 @@
 
     Series (task, initial states) --> slots of a SimulatorPool, a step at a time --> successes in order --> DemoWriter
 
-What is recorded does not depend on the number of processes.
+The dataset does not depend on the number of processes.
 
     python -m cosmos_rl_vla.data.recording.record --simulator reach --tasks red,green --episodes 20 --out demos
 """
@@ -21,37 +21,37 @@ import typer
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_vla.data.recording.expert import EXPERT, Expert
-from cosmos_rl_vla.data.recording.takes import PRIVILEGED, Series, Take
+from cosmos_rl_vla.data.recording.recordings import PRIVILEGED, Recording, Series
 from cosmos_rl_vla.data.recording.writer import DemoWriter, Stored
 from cosmos_rl_vla.sims.pool.group import Lost, Ready
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 LOOKS = 1_000_000
-"""Added to the first initial state for looks, so that no demonstration begins from one of theirs."""
+"""Offset of the initial states of looks (first frames without an action), apart from those of demonstrations."""
 _LOSSES = 3
-"""Times an episode is begun again after its process was lost."""
+"""Maximum restarts of an episode whose process was lost."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """What came of it."""
+    """Counts of a recorded dataset."""
 
     episodes: int
     frames: int
     attempts: Mapping[str, int]
-    """Episodes the expert played for those it succeeded in, by task."""
+    """Number of episodes run, failures included, by task."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manner:
-    """How the expert's actions are changed."""
+    """Changes of the expert's actions."""
 
     speed: float | Sequence[float] = 1.0
-    """Times the action, one factor or one a dimension: below 1 a slow demonstrator, whose imitator leaves something
-    to reinforcement learning."""
+    """Factor of the action, one or one per dimension: below 1 the demonstrator is slow, and reinforcement learning
+    can improve on its imitator."""
     noise: float = 0.0
-    """Deviation of what is added to actions that are executed, in the simulator's units. Those that are recorded are
-    what the expert wanted there (DART, Laskey et al. 2017)."""
+    """Standard deviation of noise added to executed actions, in the simulator's units. Recorded actions are the
+    expert's, without noise (DART, Laskey et al. 2017)."""
     seed: int = 0
 
 
@@ -73,19 +73,19 @@ def record(
     """Write `episodes_per_task` episodes of each task in which the expert succeeds.
 
     Args:
-        path: a directory that is not there yet.
-        looks_per_task: pictures of further beginnings, without an action, to learn from what there is to see.
-        options: of the simulator, such as the size of its pictures.
-        first_init: initial states from here on.
-        processes: that simulate side by side, with `slots` episodes each.
-        progress: called with a line for people, for each task about ten times, such as `print`.
+        path: a directory that does not exist yet.
+        looks_per_task: number of further initial observations without an action, which train auxiliary targets.
+        options: of the simulator, such as the size of its images.
+        first_init: first initial state.
+        processes: number of simulator processes, with `slots` episodes each.
+        progress: called with a line of text about ten times per task; for example `print`.
 
-    Raises UserError where the simulator has no expert or not such a task, the expert fails too often, or `path` is
-    taken; WorkerFailed where the simulator breaks again and again.
+    Raises UserError if the simulator has no expert or no such task, the expert fails too often, or `path` exists;
+    WorkerFailed if the simulator fails repeatedly.
     """
     options = dict(options or {})
     expert = Expert(simulator=simulator, options=options)
-    told = {task: expert.instruction(task) for task in tasks}
+    instructions = {task: expert.instruction(task) for task in tasks}
     series = [Series(task, wanted=episodes_per_task, first_init=first_init) for task in tasks]
     looks = [Series(task, wanted=looks_per_task, first_init=first_init + LOOKS, look=True) for task in tasks]
     wrapped = {"simulator": simulator, "options": options}
@@ -97,9 +97,9 @@ def record(
         waiting = deque((*series, *looks))
         while waiting:
             stage.play(waiting)
-            while waiting:  # the first is written first, whatever is over already
-                for take in waiting[0].successes():
-                    writer.add(take.demonstration(expert, instruction=told[take.task]))
+            while waiting:  # series are written in order
+                for recording in waiting[0].successes():
+                    writer.add(recording.demonstration(expert, instruction=instructions[recording.task]))
                     if progress is not None and _is_due(waiting[0]):
                         progress(_line(waiting[0]))
                 if not waiting[0].done:
@@ -111,35 +111,35 @@ def record(
 
 
 def _is_due(series: Series) -> bool:
-    """Whether the last success made another tenth of a series whole."""
+    """Whether the last success completed another tenth of a series."""
     return series.kept * 10 // series.wanted > (series.kept - 1) * 10 // series.wanted
 
 
 def _line(series: Series) -> str:
     if series.look:
-        return f"{series.task}: {series.kept} of {series.wanted} pictures of beginnings"
+        return f"{series.task}: {series.kept} of {series.wanted} initial observations"
     return f"{series.task}: {series.kept} of {series.wanted} episodes, {series.attempts} begun"
 
 
 class Stage:
-    """Plays episodes in the slots of a pool, as the expert says."""
+    """Plays the expert's episodes in the slots of a pool."""
 
     def __init__(self, pool: SimulatorPool, expert: Expert, *, manner: Manner) -> None:
-        """Raises UserError for speeds that are not one, or one a dimension."""
+        """Raises UserError for a number of speeds other than one, or one per dimension."""
         self._pool, self._expert, self._manner = pool, expert, manner
         self._speed = np.atleast_1d(np.asarray(manner.speed, np.float32))
         if len(self._speed) not in (1, expert.inner.action_dim):
             raise UserError(f"{len(self._speed)} speeds for {expert.inner.action_dim} dimensions of an action")
-        self._playing: dict[int, tuple[Series, Take, np.random.Generator]] = {}
+        self._playing: dict[int, tuple[Series, Recording, np.random.Generator]] = {}
 
     def play(self, series: Sequence[Series]) -> None:
-        """Begin what fits of `series`, the first first, and go on until something has happened.
+        """Begin episodes of `series` in free slots, in order, and process the next events.
 
-        Waits for the pool; unblocked by a step, a beginning or a loss of any episode.
+        Waits for the pool; unblocked by a step, the beginning or the loss of any episode.
         """
         for slot in range(self._pool.num_slots):
             if slot not in self._playing:
-                begun = next(((each, take) for each in series if (take := each.next()) is not None), None)
+                begun = next(((each, recording) for each in series if (recording := each.next()) is not None), None)
                 if begun is None:
                     break
                 self._begin(slot, *begun)
@@ -149,35 +149,37 @@ class Stage:
             else:
                 self._go_on(event)
 
-    def _begin(self, slot: int, series: Series, take: Take) -> None:
-        rng = np.random.default_rng([self._manner.seed, take.init, *take.task.encode()])
-        self._playing[slot] = series, take, rng
-        self._pool.start(slot, task=take.task, init=take.init)
+    def _begin(self, slot: int, series: Series, recording: Recording) -> None:
+        rng = np.random.default_rng([self._manner.seed, recording.init, *recording.task.encode()])
+        self._playing[slot] = series, recording, rng
+        self._pool.start(slot, task=recording.task, init=recording.init)
 
     def _lost(self, event: Lost) -> None:
-        series, take, _ = self._playing[event.slot]
+        series, recording, _ = self._playing[event.slot]
         if event.final:
             raise UserError(event.reason)
-        take.losses += 1
-        if take.losses > _LOSSES:
-            raise WorkerFailed(f"{take.task!r} from initial state {take.init} was lost {_LOSSES} times: {event.reason}")
-        take.forget()
-        self._begin(event.slot, series, take)
+        recording.losses += 1
+        if recording.losses > _LOSSES:
+            raise WorkerFailed(
+                f"{recording.task!r} from initial state {recording.init} was lost {_LOSSES} times: {event.reason}"
+            )
+        recording.forget()
+        self._begin(event.slot, series, recording)
 
     def _go_on(self, event: Ready) -> None:
-        """Take in what a slot shows, and act or end the episode."""
-        series, take, rng = self._playing[event.slot]
-        take.success = series.look or (event.result is not None and event.result.success)
+        """Record a slot's observation, and act or end the episode."""
+        series, recording, rng = self._playing[event.slot]
+        recording.success = series.look or (event.result is not None and event.result.success)
         over = event.result is not None and event.result.done
         if not over:
-            take.images.append({camera: images[event.slot].copy() for camera, images in self._pool.images.items()})
-            take.states.append(self._pool.states[event.slot].copy())
+            recording.images.append({camera: images[event.slot].copy() for camera, images in self._pool.images.items()})
+            recording.states.append(self._pool.states[event.slot].copy())
         if over or series.look:
             del self._playing[event.slot]
-            series.end(take)
+            series.end(recording)
             return
-        wanted = self._speed * self._expert.split(take.states[-1]).actions
-        take.actions.append(wanted)
+        wanted = self._speed * self._expert.split(recording.states[-1]).actions
+        recording.actions.append(wanted)
         executed = wanted + self._manner.noise * rng.standard_normal(len(wanted), np.float32)
         self._pool.submit([event.slot], executed[None, None].astype(np.float32))
 
@@ -199,14 +201,16 @@ def _writer(path: str | Path, expert: Expert, *, stored: Stored, robot: str) -> 
 
 def main(
     *,
-    simulator: Annotated[str, typer.Option(help="One with an expert: metaworld, reach, or module:attribute.")],
-    tasks: Annotated[str, typer.Option(help="Names with commas between them.")],
-    episodes: Annotated[int, typer.Option(min=1, help="Of each task, in which the expert succeeds.")],
+    simulator: Annotated[str, typer.Option(help="Simulator with an expert: metaworld, reach, or module:attribute.")],
+    tasks: Annotated[str, typer.Option(help="Comma-separated task names.")],
+    episodes: Annotated[int, typer.Option(min=1, help="Successful episodes per task.")],
     out: Annotated[Path, typer.Option(help="Directory of the dataset.")],
-    looks: Annotated[int, typer.Option(min=0, help="Pictures of beginnings of each task, without actions.")] = 0,
+    looks: Annotated[int, typer.Option(min=0, help="Initial observations per task, without actions.")] = 0,
     option: Annotated[list[str] | None, typer.Option(metavar="KEY=JSON", help="Of the simulator.")] = None,
-    speed: Annotated[str, typer.Option(help="Times the expert's action; with commas, one a dimension.")] = "1",
-    noise: Annotated[float, typer.Option(min=0, help="Deviation of what is added to executed actions.")] = 0.0,
+    speed: Annotated[
+        str, typer.Option(help="Factor of the expert's action; comma-separated, one per dimension.")
+    ] = "1",
+    noise: Annotated[float, typer.Option(min=0, help="Standard deviation of noise on executed actions.")] = 0.0,
     first_init: Annotated[int, typer.Option(min=0, help="First initial state.")] = 0,
     processes: Annotated[int, typer.Option(min=1)] = 2,
 ) -> None:
@@ -234,7 +238,7 @@ def main(
 
 
 def _options(given: Sequence[str]) -> dict[str, Any]:
-    """Read `image_size=64` and the like; what is no JSON is taken as a word."""
+    """Parse options such as `image_size=64`; a value that is not JSON is a string."""
     options: dict[str, Any] = {}
     for pair in given:
         key, _, value = pair.partition("=")

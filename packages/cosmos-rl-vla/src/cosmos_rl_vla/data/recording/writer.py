@@ -1,9 +1,9 @@
-"""Writes a dataset in LeRobot's format, v3.0: numbers in parquet, pictures in mp4 or, small ones, as PNG beside them.
+"""Writes a dataset in LeRobot's format, v3.0: numbers in parquet, images in mp4 or, small ones, as PNG in the parquet.
 
     add(episode), ... --> DIR.partial/  -- close --> DIR/
 
-The directory gets its name when all is in it: what an interruption leaves is called `.partial`, and no reader takes it
-for whole.
+The directory gets its final name when it is complete: after an interruption it is called `.partial`, and readers refuse
+it.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Stored = Literal["auto", "image", "video"]
 
 STATE, ACTION = "observation.state", "action"
 CAMERA = "observation.images."
-"""Before the name of a camera."""
+"""Prefix of a camera's column."""
 SMALL = 128 * 128
-"""Pixels up to which "auto" stores pictures exactly, as PNG."""
+"""Maximum number of pixels of images that "auto" stores losslessly, as PNG."""
 
 _DATA = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 _VIDEO = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
@@ -48,15 +48,15 @@ class Demonstration:
     task: str
     """The instruction."""
     images: Mapping[str, np.ndarray]
-    """uint8 [T, H, W, 3] by camera: what was seen before each action."""
+    """uint8 [T, H, W, 3] by camera: the observation before each action."""
     states: np.ndarray
     """[T, n] float32."""
     actions: np.ndarray
     """[T, D] float32, in the simulator's units."""
     has_action: np.ndarray | None = None
-    """[T] bool: frames at which something was demonstrated; None: all."""
+    """[T] bool: frames with a demonstrated action; None: all."""
     columns: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """[T, n] float32 by name: what else was measured."""
+    """[T, n] float32 by name: further measurements."""
 
 
 class DemoWriter:
@@ -81,19 +81,19 @@ class DemoWriter:
         """Begin a dataset.
 
         Args:
-            path: a directory that is not there yet.
-            fps: frames a second.
-            cameras: height and width.
-            columns: further columns, and how many numbers each has.
-            stored: how pictures are kept; "auto": those of up to `SMALL` pixels as PNG, others as video.
+            path: a directory that does not exist yet.
+            fps: frames per second.
+            cameras: height and width by name.
+            columns: numbers per frame of further columns, by name.
+            stored: format of images; "auto": up to `SMALL` pixels as PNG, others as video.
 
-        Raises UserError where there is something at `path`.
+        Raises UserError if `path` exists.
         """
         self._path = Path(path).expanduser()
         self._partial = self._path.with_name(self._path.name + PARTIAL)
         if self._path.exists() and (not self._path.is_dir() or any(self._path.iterdir())):
-            raise UserError(f"{self._path} is there already: name another directory, or remove it")
-        shutil.rmtree(self._partial, ignore_errors=True)  # of a recording that was interrupted
+            raise UserError(f"{self._path} exists: name another directory, or remove it")
+        shutil.rmtree(self._partial, ignore_errors=True)  # of an interrupted recording
         self._partial.mkdir(parents=True)
         self._fps, self._robot = fps, robot
         self._vectors = {STATE: state_dim, ACTION: action_dim, **(columns or {})}
@@ -111,16 +111,16 @@ class DemoWriter:
 
     @property
     def num_episodes(self) -> int:
-        """Episodes so far."""
+        """Number of episodes so far."""
         return len(self._episodes)
 
     @property
     def num_frames(self) -> int:
-        """Frames so far."""
+        """Number of frames so far."""
         return sum(row["length"] for row in self._episodes)
 
     def add(self, episode: Demonstration) -> None:
-        """Write an episode. Raises ValueError for arrays whose shapes are not those the dataset was begun with."""
+        """Write an episode. Raises ValueError for arrays of other shapes than the dataset's."""
         vectors = {STATE: episode.states, ACTION: episode.actions, **episode.columns}
         images = {CAMERA + name: video for name, video in episode.images.items()}
         length = self._check(vectors, images)
@@ -142,7 +142,7 @@ class DemoWriter:
             self._seen[camera].add(video)
 
     def close(self) -> None:
-        """Finish the dataset and give it its name. Raises UserError without any episode."""
+        """Finish the dataset and give it its final name. Raises UserError without any episode."""
         self._close_files()
         if not self._episodes:
             raise UserError(f"{self._path}: no episode to write")
@@ -175,13 +175,13 @@ class DemoWriter:
             files.close()
 
     def _check(self, vectors: Mapping[str, np.ndarray], images: Mapping[str, np.ndarray]) -> int:
-        """Return how many frames an episode has."""
+        """Return the number of frames of an episode."""
         length = len(vectors[STATE])
         wanted: dict[str, tuple[int, ...]] = {column: (length, size) for column, size in self._vectors.items()}
         wanted |= {camera: (length, *size, 3) for camera, size in self._cameras.items()}
         found = {name: array.shape for name, array in (*vectors.items(), *images.items())}
         if not length or found != wanted:
-            raise ValueError(f"an episode of shapes {found}: want {wanted} with at least one frame")
+            raise ValueError(f"an episode of shapes {found}: needs {wanted} with at least one frame")
         return length
 
     def _counted(self, length: int, task: int) -> dict[str, np.ndarray]:
@@ -205,7 +205,7 @@ class DemoWriter:
         }
         for column, values in vectors.items():
             flat = pa.array(values.astype(np.float32).reshape(-1))
-            single = values.shape[1] == 1  # lerobot reads those as numbers
+            single = values.shape[1] == 1  # scalars in lerobot
             columns[column] = flat if single else pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
         return pa.table({**columns, HAS_ACTION: pa.array(shown), **counted})
 
@@ -271,7 +271,7 @@ def _png(image: np.ndarray) -> bytes:
 
 
 def _task_table(tasks: Mapping[str, int]) -> pa.Table:
-    """Tasks as pandas writes them: with the instruction as the index, by which lerobot looks them up."""
+    """Return the tasks in pandas' format: with the instruction as the index, by which lerobot finds them."""
     import pyarrow as pa
 
     index = "__index_level_0__"
@@ -290,7 +290,7 @@ _LEVELS = 256
 
 
 def number_stats(values: np.ndarray) -> dict[str, Any]:
-    """Return least, greatest, mean, deviation and percentiles [n] of values [N, n] that are finite, and their count."""
+    """Return min, max, mean, std and percentiles [n] of the finite values in [N, n], and their count."""
     values = values.astype(np.float64)
     found = {name: np.nanquantile(values, share, axis=0) for name, share in _QUANTILES.items()}
     found |= {"min": np.nanmin(values, axis=0), "max": np.nanmax(values, axis=0)}
@@ -299,7 +299,7 @@ def number_stats(values: np.ndarray) -> dict[str, Any]:
 
 
 class PictureStats:
-    """Counts how often each level of each colour comes, which says all of the rest exactly."""
+    """Histograms of the levels of each colour, from which all statistics follow exactly."""
 
     def __init__(self) -> None:
         self._counts = np.zeros((3, _LEVELS), np.int64)
@@ -312,7 +312,7 @@ class PictureStats:
             counts += np.bincount(images[..., channel].reshape(-1), minlength=_LEVELS)
 
     def result(self) -> dict[str, Any]:
-        """Return the statistics of each colour [3, 1, 1] in [0, 1], and the count of pictures."""
+        """Return the statistics of each colour [3, 1, 1] in [0, 1], and the number of images."""
         levels = np.arange(_LEVELS) / (_LEVELS - 1)
         shares = self._counts / self._counts.sum(1, keepdims=True)
         mean = shares @ levels

@@ -1,10 +1,10 @@
-"""Names of an OpenVLA model's weights in the public checkpoints and here: they differ inside the vision towers alone.
+"""Maps weight names of OpenVLA between public checkpoints and the module: they differ inside the vision towers alone.
 
     vision_backbone.featurizer.blocks.0.attn.qkv.weight                    theirs (timm): queries, keys, values in one
     vision_backbone.featurizer.encoder.layer.0.attention.q_proj.weight     ours (transformers)
 
-On the way to engines and checkpoints a third of theirs is called ".attn.q.", ".attn.k." or ".attn.v."; `joined` makes
-the public form of them. A tower's last block, norm and pooling are in public files and never read; we keep none.
+In weight syncs and checkpoints a third of a fused tensor is named ".attn.q.", ".attn.k." or ".attn.v."; `joined`
+restores the public form. A tower's last block, norm and pooling are in public files but not used.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ _PARTS: Mapping[TowerKind, Mapping[str, str]] = {
         "mlp.fc2": "mlp.fc2",
     },
 }
-"""Parts of a block: theirs -> ours."""
+"""Parts of a block: public name -> module's name."""
 _PLACES = ("vision_backbone.featurizer.", "vision_backbone.fused_featurizer.")
 _TOWER = re.compile(r"vision_backbone\.(?:fused_)?featurizer\.")
 _FUSED = re.compile(r"(?P<before>.*\.attn\.)qkv(?P<after>\.\w+)")
 _THIRD = re.compile(r"(?P<before>vision_backbone\..*\.attn\.)(?P<which>[qkv])(?P<after>\.\w+)")
 _BLOCK = re.compile(r"blocks\.(?P<number>\d+)\.(?P<rest>.+)")
 _UNUSED = ("norm.", "fc_norm.", "attn_pool.", "head.", "mask_token")
-"""Of a tower, behind the features that are read."""
+"""Parts of a tower after its features."""
 _PLAIN = ("projector.", "language_model.", "proprio_projector.", "value_head.")
 HEADS = ("value_head.",)
-"""Where a file lacks them they begin as they are drawn."""
+"""Prefixes of heads that are randomly initialised if a file lacks them."""
 HINT = "check that config.json and the weights belong together"
 
 
@@ -64,7 +64,7 @@ class OpenVLANames:
         self._towers: dict[str, TowerSize] = dict(zip(_PLACES, towers, strict=True))
 
     def public_name(self, name: str) -> str:
-        """Our name of a parameter -> theirs; for queries, keys and values that of a third of one of theirs."""
+        """Return the public name of a parameter; for queries, keys and values, of a third of a fused tensor."""
         if not (found := _TOWER.match(name)):
             return name
         kind, rest = self._towers[found[0]].kind, name[found.end() :]
@@ -77,7 +77,7 @@ class OpenVLANames:
         raise AssertionError(name)
 
     def owners(self, name: str) -> tuple[Owner, ...]:
-        """Their name of a tensor, or of a third of one -> our parameters."""
+        """Return the parameters of a public tensor, or of a third of one."""
         found = _TOWER.match(name)
         if found is None:
             if not name.startswith(_PLAIN):
@@ -108,7 +108,7 @@ class OpenVLANames:
 
 
 def joined(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
-    """Yield weights with queries, keys and values in one, as public checkpoints have them; others as they come."""
+    """Yield weights with queries, keys and values fused, as in public checkpoints; others unchanged."""
     waiting: dict[str, dict[str, Tensor]] = {}
     for name, tensor in tensors:
         third = _THIRD.fullmatch(name)

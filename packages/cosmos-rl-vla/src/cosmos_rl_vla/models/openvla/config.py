@@ -1,4 +1,4 @@
-"""Sizes and choices of an OpenVLA model. No torch here."""
+"""Configuration of an OpenVLA model. No torch here."""
 
 from __future__ import annotations
 
@@ -12,20 +12,20 @@ TowerKind = Literal["dinov2", "siglip"]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TowerSize:
-    """Sizes of a vision transformer, counted as timm counts them."""
+    """Sizes of a vision transformer, as timm defines them."""
 
     kind: TowerKind
     """dinov2: class and register tokens before the patches, layer scales. siglip: patches alone."""
     image_size: int
-    """Pixels of a side; pictures are stretched to it."""
+    """Side in pixels; images are resized to it without keeping their aspect ratio."""
     patch_size: int
     width: int
     depth: int
-    """Blocks of the published tower. Its features leave the last but one, so that the last is not kept."""
+    """Blocks of the published tower. Features are taken from the last but one; the last block is not built."""
     mlp: int
     heads: int
     timm_id: str = ""
-    """Name in timm, by which public checkpoints know it."""
+    """Name in timm, which public checkpoints refer to."""
 
 
 TOWERS: Mapping[str, TowerSize] = {
@@ -53,53 +53,53 @@ TOWERS: Mapping[str, TowerSize] = {
         ),
     )
 }
-"""Those of the public checkpoints ("dinosiglip-vit-so-224px")."""
+"""Vision towers of the public checkpoints ("dinosiglip-vit-so-224px")."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Critic:
-    """The head that reads values off the hidden state from which the first action token is drawn."""
+    """The value head, on the hidden state from which the first action token is sampled."""
 
     per: Literal["chunk", "action", "none"] = "chunk"
-    """One value a decision, one for each action, or no critic."""
+    """One value per decision, one per action, or no critic."""
     hidden: tuple[int, ...] = (512, 128)
-    """Widths of its layers."""
+    """Widths of the hidden layers."""
     detach: bool = True
-    """Keep its gradient from the language model: a trunk that it moves moves the policy too."""
+    """Stop the critic's gradient at the language model: through a shared trunk it would change the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpenVLAConfig:
-    """A model of the family."""
+    """Configuration of one OpenVLA model."""
 
     family: Family
-    """openvla: action tokens one after the other, each seeing those before it. openvla_oft: all of a chunk in one
-    pass, in which everyone sees everyone."""
+    """openvla: action tokens are decoded autoregressively. openvla_oft: all of a chunk in one pass with bidirectional
+    attention."""
     prompt: Literal["words", "openvla"]
-    """How an instruction is written before it is cut into tokens; see `instructions`."""
+    """Prompt template of an instruction; see `instructions`."""
     towers: tuple[TowerSize, TowerSize]
-    """Both see every picture; their features lie beside one another."""
+    """Both encode every image; their features are concatenated."""
     language: Mapping[str, Any]
     """Arguments of transformers' LlamaConfig; `vocab_size` counts the padding."""
     vocab_padding: int
-    """Rows at the vocabulary's end that are no tokens; the action tokens are the last ones before them."""
+    """Rows at the vocabulary's end that are no tokens; the action tokens are the last `bins` before them."""
     bins: int = 256
-    """Action tokens."""
+    """Number of action tokens."""
     horizon: int
     """H: actions of a decision, all of them executed."""
     action_dim: int
-    """D."""
+    """D: dimensions of an action."""
     state_dim: int = 0
-    """Numbers of proprioception that are read; 0: none."""
+    """Dimensions of proprioception; 0: not an input."""
     temperature: float = 1.0
-    """Of the distribution over action tokens, in rollouts and in training."""
+    """Temperature of the distribution over action tokens, in rollouts and in training."""
     image_crop: float = 1.0
-    """Area of a picture's middle that is looked at."""
+    """Area fraction of the centre crop of an image."""
     critic: Critic = field(default_factory=Critic)
 
     @property
     def value_dim(self) -> int:
-        """V: values of a decision."""
+        """V: values per decision."""
         return {"none": 0, "chunk": 1, "action": self.horizon}[self.critic.per]
 
     @property
@@ -116,10 +116,12 @@ class OpenVLAConfig:
             )
         patches = {tower.image_size // tower.patch_size for tower in self.towers}
         if len(patches) != 1:
-            raise ValueError(f"the towers see {sorted(patches)} patches a side: their features lie side by side")
+            raise ValueError(
+                f"the towers have {sorted(patches)} patches a side; make them equal, to concatenate features"
+            )
         for tower in self.towers:
             if tower.image_size % tower.patch_size:
-                raise ValueError(f"image_size {tower.image_size} is no multiple of patch_size {tower.patch_size}")
+                raise ValueError(f"image_size {tower.image_size} is not a multiple of patch_size {tower.patch_size}")
 
 
 def tiny(family: Family, *, num_words: int, horizon: int, action_dim: int, state_dim: int) -> OpenVLAConfig:

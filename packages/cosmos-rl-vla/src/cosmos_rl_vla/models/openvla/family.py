@@ -1,4 +1,4 @@
-"""OpenVLA and OpenVLA-OFT out of a [model] section."""
+"""Builds OpenVLA and OpenVLA-OFT from a [model] section."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from cosmos_rl_vla.models.openvla.folder import (
 )
 
 MAX_TOKENS = {"words": 24, "openvla": 128}
-"""Longest prompt by the way it is written."""
+"""Maximum prompt tokens by template."""
 
 
 def make_openvla(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str]) -> Loaded:
-    """Make a directory's model, or draw a small one at random. Raises UserError for sizes that do not fit."""
+    """Build a directory's model, or a small random one. Raises UserError for sizes that do not fit."""
     _refuse(config)
     if stats is None:
         raise UserError(
-            "[model] has no action statistics: its tokens would mean nothing. Set [model] stats to an "
+            "[model] has no action statistics, which scale its tokens to the robot's units. Set [model] stats to an "
             "action_stats.json or dataset_statistics.json, or train on demonstrations first, which measures them"
         )
     family: Family | None = config.family if config.family in ("openvla", "openvla_oft") else None
@@ -70,18 +70,18 @@ def _refuse(config: VLAModelConfig) -> None:
     """Raise UserError for keys of other families."""
     given = [name for name in ("num_steps", "noise", "aux_dim") if getattr(config, name)]
     if given:
-        raise UserError(f"[model] {', '.join(given)}: OpenVLA draws tokens and has nothing of the kind; leave it out")
+        raise UserError(f"[model] {', '.join(given)}: OpenVLA samples tokens and does not have it; remove the key")
     if config.train == "expert":
         raise UserError('[model] train = "expert": OpenVLA has no expert; train all, or adapters ([model.lora])')
     if config.critic is not None and config.critic.place == "expert":
         raise UserError(
-            '[model.critic] place = "expert": OpenVLA has no expert; its critic reads the output that the first action '
-            "token is drawn from. Leave place out"
+            '[model.critic] place = "expert": OpenVLA has no expert; its critic reads the output from which the first '
+            "action token is sampled. Remove place"
         )
 
 
 def _chosen(sizes: OpenVLAConfig, config: VLAModelConfig) -> OpenVLAConfig:
-    """The sizes with what the recipe chooses."""
+    """Return the sizes with the recipe's overrides."""
     names = ("horizon", "action_dim", "temperature", "image_crop")
     changes: dict[str, object] = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
     if (critic := config.critic) is not None:

@@ -1,7 +1,7 @@
-"""An OpenVLA model as a directory: config.json and safetensors as OpenVLA publishes them, and beside them
-tokenizer.json and action_stats.json.
+"""An OpenVLA model's directory: config.json and safetensors in OpenVLA's format, tokenizer.json and
+action_stats.json.
 
-What the public form cannot say (the family, chunks, sizes of small towers, the critic) lies in its key "cosmos_rl".
+Fields that the public format lacks (family, chunks, sizes of small towers, critic) are in its key "cosmos_rl".
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from cosmos_rl_vla.models.openvla.stats import to_published
 
 _OURS = "cosmos_rl"
 _DATASET = "cosmos_rl"
-"""Name of the one dataset whose statistics we write."""
+"""Dataset name of the statistics we write."""
 OFT_HORIZON = 8
 """Actions of a chunk of OpenVLA-OFT in LIBERO."""
 _LEFT_OUT = ("torch_dtype", "dtype")
-"""Of text_config: the type it is held in is chosen elsewhere."""
+"""Ignored keys of text_config: the recipe sets the dtype."""
 _PROPRIO = "proprio_projector.fc1.weight"
 
 
 def random_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
-    """Make a model with first values drawn at random: the same for the same seed."""
+    """Build a randomly initialised model, determined by the seed."""
     with forked_rng(seed=seed):
         return OpenVLAModel(config)
 
 
 def empty_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
-    """Make a model whose parameters are memory that nobody has touched yet, but for its critic, drawn by `seed`."""
+    """Build a model with uninitialised parameters, except for its critic, initialised by `seed`."""
     return empty(lambda: OpenVLAModel(config), seed=seed)
 
 
 def fill_openvla(model: OpenVLAModel, directory: Path) -> None:
-    """Fill a model, or this rank's parts of one, with the weights of a directory, which may lack a critic.
+    """Fill a model, or this rank's shards, with the weights of a directory, which may lack a critic.
 
     Raises UserError.
     """
@@ -75,7 +75,7 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
     """Read config.json, ours or a public one.
 
     Args:
-        family: which a public directory holds: it does not say.
+        family: of a public directory, whose config.json does not contain it.
         action_dim: of its statistics.
 
     Raises UserError that names the key.
@@ -88,12 +88,12 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
     except msgspec.ValidationError as error:
         raise UserError(f"{path}, {_OURS}: {error}") from None
     if family not in (None, config.family):
-        raise UserError(f"[model] family: {path} is of {config.family}, not of {family}; leave it out")
+        raise UserError(f"[model] family: {path} is of {config.family}, not of {family}; remove the key")
     return config
 
 
 def names_of(directory: Path) -> OpenVLANames:
-    """Return what the weights of a directory are called. Raises UserError."""
+    """Return the name mapping of a directory's weights. Raises UserError."""
     held = _read(directory)
     if _OURS in held:
         return OpenVLANames(read_config(directory, family=None, action_dim=1).towers)
@@ -108,13 +108,13 @@ def _from_public(held: Mapping[str, Any], directory: Path, *, family: Family | N
     path = directory / "config.json"
     if family is None:
         raise UserError(
-            f'{path} does not say whether actions are decoded one by one or at once: set [model] family to "openvla" '
-            'or "openvla_oft"'
+            f"{path} does not contain whether actions are decoded one by one or at once: set [model] family to "
+            '"openvla" or "openvla_oft"'
         )
     language = {"vocab_size": 32_064, **held.get("text_config", {})}
     kind = language.pop("model_type", "llama")
     if kind != "llama":
-        raise UserError(f"{path}: a language model of type {kind!r}; known is llama")
+        raise UserError(f"{path}: a language model of type {kind!r}; supported is llama")
     return OpenVLAConfig(
         family=family,
         prompt="openvla",
@@ -132,11 +132,11 @@ def _public_towers(held: Mapping[str, Any], directory: Path) -> tuple[TowerSize,
     ids = held.get("timm_model_ids") or []
     if len(ids) != 2 or any(timm_id not in TOWERS for timm_id in ids):
         found = " with ".join(map(str, ids)) or "none"
-        raise UserError(f"{directory / 'config.json'}: vision towers {found}; known are {' with '.join(TOWERS)}")
+        raise UserError(f"{directory / 'config.json'}: vision towers {found}; supported are {' with '.join(TOWERS)}")
     return TOWERS[ids[0]], TOWERS[ids[1]]
 
 
 def _state_dim(directory: Path) -> int:
-    """Numbers of proprioception that the weights read; 0 without a projector for them."""
+    """Return the weights' dimensions of proprioception; 0 without a projector for it."""
     shapes = shapes_in(weight_files(directory))
     return shapes[_PROPRIO][1] if _PROPRIO in shapes else 0

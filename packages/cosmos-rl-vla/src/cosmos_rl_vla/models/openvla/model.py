@@ -1,11 +1,11 @@
 """OpenVLA (arXiv:2406.09246) and OpenVLA-OFT with discrete actions (arXiv:2502.19645).
 
                  S tokens                                              H D tokens
-    openvla      <s> | pictures | state | In: What action ... Out:     a1 a2 ...         each sees those before it
-    openvla_oft  <s> | pictures | state | In: What action ... Out:     0  0  ... 0 </s>  everyone sees everyone
+    openvla      <s> | images | state | In: What action ... Out:       a1 a2 ...         causal
+    openvla_oft  <s> | images | state | In: What action ... Out:       0  0  ... 0 </s>  bidirectional
 
-An action token is drawn from the output one place before it: the first from the prompt's last token, which the critic
-reads too. The head of OFT that regresses actions (L1) has no likelihood, and is not here.
+An action token is sampled from the output one position before it: the first from the prompt's last token, which the
+critic reads too. OFT's L1 regression head has no likelihood, and is not implemented.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from cosmos_rl_vla.models.base import Acted, Draw, Evaluated, Inputs, Replay, Supervised
+from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.openvla.config import OpenVLAConfig
 from cosmos_rl_vla.models.openvla.prismatic import Projector, ProprioProjector, VisionBackbone
 from cosmos_rl_vla.models.value import Readout
 
 END = 2
-"""Llama's </s>, with which every chunk ended in training."""
+"""Llama's </s>, at the end of every chunk in training."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Observed:
-    """An observation as the language model reads it, S tokens."""
+    """An observation as S input tokens of the language model."""
 
     embedded: Tensor
     """[B, S, width]."""
     mask: Tensor
-    """bool [B, S]: tokens that are there."""
+    """bool [B, S]: False for padding."""
     last: Tensor
-    """int64 [B]: place of the prompt's last token."""
+    """int64 [B]: index of the prompt's last token."""
 
 
 class OpenVLAModel(nn.Module):
-    """An `ActionModel`. Parameters have the public checkpoints' names, and "value_head." """
+    """An `ActionModel`. Parameters have the public checkpoints' names; the critic's prefix is "value_head."."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -57,24 +57,24 @@ class OpenVLAModel(nn.Module):
         self.proprio_projector = ProprioProjector(config.state_dim, width) if config.state_dim else None
         self.value_head = self._value_head()
 
-    def draw_heads(self) -> None:
-        """Make anew what public checkpoints lack, with values drawn at random."""
+    def init_heads(self) -> None:
+        """Recreate the heads that public checkpoints lack, with random initial values."""
         self.value_head = self._value_head()
 
     def blocks(self) -> list[nn.Module]:
-        """Return the layers in the order they run: what is sharded, recomputed and compiled as one."""
+        """Return the layers in the order they run, each a unit of sharding, checkpointing and compilation."""
         vision = self.vision_backbone
         towers = (vision.featurizer, vision.fused_featurizer)
         return [*(block for tower in towers for block in tower.blocks()), *self.language_model.model.layers]
 
     @torch.no_grad()
-    def act(self, inputs: Inputs, *, draw: Draw, greedy: bool = False) -> Acted:
-        """Draw the tokens of a chunk, or take the likeliest."""
+    def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
+        """Sample the tokens of a chunk, or take the likeliest."""
         observed, count = self._observe(inputs), self.horizon * self.action_dim
         uniforms = None
         if not greedy:
-            drawn = np.stack([generator.random(count) for generator in draw.generators()])
-            uniforms = torch.from_numpy(drawn).to(observed.embedded.device)
+            sampled = np.stack([generator.random(count) for generator in randomness.generators()])
+            uniforms = torch.from_numpy(sampled).to(observed.embedded.device)
         parallel = self.config.family == "openvla_oft"
         hidden, tokens = self._act_at_once(observed, uniforms) if parallel else self._act_in_turn(observed, uniforms)
         chunk = self._as_chunk(tokens)
@@ -87,7 +87,7 @@ class OpenVLAModel(nn.Module):
         )
 
     def evaluate(self, inputs: Inputs, replay: Replay, *, with_entropy: bool = False) -> Evaluated:
-        """Return the log-probabilities of `tokens` [B, H, D], all of them in one pass."""
+        """Return the log-probabilities of `tokens` [B, H, D], in one forward pass."""
         tokens = replay["tokens"].long()
         hidden = self._hidden(self._observe(inputs), tokens.flatten(1))
         log_probs = self._as_chunk(self._log_probs(hidden))
@@ -98,11 +98,11 @@ class OpenVLAModel(nn.Module):
         )
 
     def supervised(
-        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, draw: Draw, aux: Tensor | None = None
+        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
     ) -> Supervised:
         """Cross-entropy of the demonstrated tokens among the action tokens, at temperature 1."""
         if aux is not None:
-            raise ValueError(f"{aux.shape[1]} auxiliary targets: OpenVLA has no head for them, leave out aux_columns")
+            raise ValueError(f"{aux.shape[1]} auxiliary targets: OpenVLA has no head for them, remove aux_columns")
         tokens = self.bins.encode(actions)
         hidden = self._hidden(self._observe(inputs), tokens.flatten(1))
         log_probs = self._as_chunk(self.bins.log_probs(self._logits(hidden), temperature=1.0))
@@ -110,7 +110,7 @@ class OpenVLAModel(nn.Module):
         return Supervised(loss=torch.where(mask, error, 0).sum(1) / mask.sum(1).clamp(min=1))
 
     def _hidden(self, observed: Observed, tokens: Tensor) -> Tensor:
-        """Outputs [B, H D, width] from which each of `tokens` [B, H D] is drawn."""
+        """Return the outputs [B, H D, width] that predict `tokens` [B, H D]."""
         if self.config.family == "openvla_oft":
             return self._hidden_at_once(observed)
         embedded, mask = self._followed(observed, self._embed(tokens[:, :-1]))
@@ -118,7 +118,7 @@ class OpenVLAModel(nn.Module):
         return _before(outputs, observed, count=tokens.shape[1])
 
     def _hidden_at_once(self, observed: Observed) -> Tensor:
-        """The same of OFT, which sees no action token: blanks stand in their places."""
+        """Return the same for OFT, whose inputs have zeros in place of action tokens."""
         count = self.horizon * self.action_dim
         blanks = observed.embedded.new_zeros(len(observed.mask), count, observed.embedded.shape[-1])
         end = self._embed(torch.full_like(observed.last[:, None], END))
@@ -131,7 +131,7 @@ class OpenVLAModel(nn.Module):
         return hidden, self.bins.pick(self._log_probs(hidden), uniforms)
 
     def _act_in_turn(self, observed: Observed, uniforms: Tensor | None) -> tuple[Tensor, Tensor]:
-        """Outputs and tokens [B, H D]: each is drawn after those before it, whose keys and values are kept."""
+        """Return outputs and tokens [B, H D], decoded autoregressively with a key-value cache."""
         from transformers import DynamicCache
 
         kept, mask = DynamicCache(), observed.mask
@@ -142,12 +142,12 @@ class OpenVLAModel(nn.Module):
                 mask = F.pad(mask, (0, 1), value=True)
                 outputs = self._run(self._embed(tokens[-1][:, None]), mask, seen=mask[:, None, None], kept=kept)
                 hidden.append(outputs[:, 0])
-            drawn = None if uniforms is None else uniforms[:, place]
-            tokens.append(self.bins.pick(self._log_probs(hidden[-1]), drawn))
+            uniform = None if uniforms is None else uniforms[:, place]
+            tokens.append(self.bins.pick(self._log_probs(hidden[-1]), uniform))
         return torch.stack(hidden, dim=1), torch.stack(tokens, dim=1)
 
     def _run(self, embedded: Tensor, mask: Tensor, *, seen: Tensor, kept: object = None) -> Tensor:
-        """Outputs [B, n, width] of the last n places; mask [B, N] of all; seen [B, 1, n, N] by each of them."""
+        """Return outputs [B, n, width] of the last n positions. mask: [B, N]; seen: [B, 1, n, N] attention mask."""
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -embedded.shape[1] :]
         return self.language_model.model(
             inputs_embeds=embedded,
@@ -182,7 +182,7 @@ class OpenVLAModel(nn.Module):
         return self.language_model.model.embed_tokens(tokens)
 
     def _logits(self, hidden: Tensor) -> Tensor:
-        """[..., width] -> [..., N]: of the action tokens alone."""
+        """[..., width] -> [..., N], for the action tokens alone."""
         first = self.bins.first
         return F.linear(hidden, self.language_model.lm_head.weight[first : first + self.bins.count])
 
@@ -206,20 +206,20 @@ class OpenVLAModel(nn.Module):
 
 
 def _before(outputs: Tensor, observed: Observed, *, count: int) -> Tensor:
-    """Outputs one place before each of `count` tokens that follow the S of the observation."""
+    """Return the outputs one position before each of the `count` tokens after the observation's S."""
     length = observed.mask.shape[1]
     first = outputs[torch.arange(len(outputs), device=outputs.device), observed.last]
     return torch.cat([first[:, None], outputs[:, length : length + count - 1]], dim=1)
 
 
 def _causal(mask: Tensor) -> Tensor:
-    """mask [B, N] -> bool [B, 1, N, N]: each sees those before it that are there."""
+    """mask [B, N] -> causal attention mask, bool [B, 1, N, N]."""
     length = mask.shape[1]
     return mask[:, None, None] & torch.ones(length, length, dtype=torch.bool, device=mask.device).tril()
 
 
 class ActionBins:
-    """N tokens from the id `first` on."""
+    """N action tokens with ids from `first` on."""
 
     def __init__(self, *, first: int, count: int) -> None:
         self.first, self.count = first, count
@@ -229,7 +229,7 @@ class ActionBins:
         self._numbers = torch.from_numpy(np.append(centres, centres[-1])[::-1].astype(np.float32))
 
     def encode(self, actions: Tensor) -> Tensor:
-        """Actions [...] -> ids [...] int64; what lies outside [-1, 1] counts as the bound."""
+        """Actions [...], clipped to [-1, 1] -> ids [...] int64."""
         bins = torch.bucketize(actions.double().clamp(-1, 1), self._edges.to(actions.device), right=True)
         return self.first + self.count - bins
 
@@ -238,11 +238,11 @@ class ActionBins:
         return self._numbers.to(tokens.device)[tokens - self.first]
 
     def log_probs(self, logits: Tensor, *, temperature: float) -> Tensor:
-        """Logits [..., N] of the action tokens -> log-probabilities among them, float32; no other token can be."""
+        """Logits [..., N] of the action tokens -> log-probabilities among them alone, float32."""
         return torch.log_softmax(logits.float() / temperature, dim=-1)
 
     def pick(self, log_probs: Tensor, uniforms: Tensor | None) -> Tensor:
-        """log_probs [..., N] -> ids [...]: the likeliest, or those that `uniforms` [...] in [0, 1) draw."""
+        """log_probs [..., N] -> ids [...]: the likeliest, or sampled with `uniforms` [...] in [0, 1)."""
         if uniforms is None:
             return self.first + log_probs.argmax(-1)
         reached = log_probs.double().exp().cumsum(-1) <= uniforms.double()[..., None]
@@ -250,5 +250,5 @@ class ActionBins:
 
     def gather(self, log_probs: Tensor, tokens: Tensor) -> Tensor:
         """log_probs [..., N], ids [...] -> those of the ids [...]."""
-        # a sum of one, for the result of a sharded module may be no view of another tensor
+        # a sum of one element, since the result of a sharded module must not be a view of another tensor
         return log_probs.gather(-1, (tokens - self.first)[..., None]).sum(-1)

@@ -1,9 +1,9 @@
-"""What a prismatic model (arXiv:2402.07865) sees with: two towers side by side, and a projector to the language model.
+"""Vision input of a prismatic model (arXiv:2402.07865): two towers, and a projector to the language model.
 
-    pictures --+-- DINOv2 --+
-               +-- SigLIP --+-- beside one another -- projector --> tokens
+    images --+-- DINOv2 --+
+             +-- SigLIP --+-- concatenated -- projector --> tokens
 
-Parameters have the names of the public checkpoints, but for what `VisionTower` takes from transformers.
+Parameters have the names of the public checkpoints, except for the parts of `VisionTower` from transformers.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _NORMS: Mapping[TowerKind, tuple[tuple[float, ...], tuple[float, ...]]] = {
     "dinov2": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)),
     "siglip": (_HALF, _HALF),
 }
-"""Mean and std of red, green and blue in what a tower was trained on: ImageNet's, and SigLIP's."""
+"""Mean and std of red, green and blue in a tower's training data: ImageNet's, and SigLIP's."""
 
 
 class VisionBackbone(nn.Module):
-    """Pictures of several cameras -> features of their patches, one camera after the other."""
+    """Images of several cameras -> patch features, one camera after the other."""
 
     def __init__(self, config: OpenVLAConfig) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class VisionBackbone(nn.Module):
 
 
 class Projector(nn.Module):
-    """Features of patches -> the language model's width."""
+    """Patch features -> the language model's width."""
 
     def __init__(self, width: int, language_width: int) -> None:
         super().__init__()
@@ -67,12 +67,12 @@ class ProprioProjector(nn.Module):
         self.fc2 = nn.Linear(language_width, language_width)
 
     def forward(self, state: Tensor) -> Tensor:
-        """[B, n], normalised; what lies outside [-1, 1] counts as the bound -> [B, 1, language width]."""
+        """[B, n], normalised, clipped to [-1, 1] -> [B, 1, language width]."""
         return self.fc2(F.gelu(self.fc1(state.clamp(-1, 1).to(self.fc1.weight.dtype))))[:, None]
 
 
 def stretched(images: Tensor, *, size: int, crop: float) -> Tensor:
-    """uint8 [N, height, width, 3] -> [N, 3, size, size] in [0, 1]: the middle, `crop` of the area, made a square."""
+    """uint8 [N, height, width, 3] -> [N, 3, size, size] in [0, 1]: a centre crop, `crop` of the area, resized."""
     pixels = images.permute(0, 3, 1, 2)
     height, width = (round(side * crop**0.5) for side in pixels.shape[2:])
     top, left = (pixels.shape[2] - height) // 2, (pixels.shape[3] - width) // 2

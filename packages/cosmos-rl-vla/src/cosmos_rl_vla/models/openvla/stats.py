@@ -1,4 +1,4 @@
-"""Statistics as OpenVLA publishes them, for each dataset it was trained on: config.json or dataset_statistics.json.
+"""Statistics in OpenVLA's format, by training dataset: config.json or dataset_statistics.json.
 
     {"libero_10_no_noops": {"action": {"q01": [...], "q99": [...], "mask": [...], ...}, "proprio": {...}}, ...}
 
@@ -24,11 +24,10 @@ _LIBERO = Gripper(dim=-1, unit=True, binary=True, invert=True)
 
 
 def published_stats(place: Path, *, key: str) -> ActionStats | None:
-    """Return the statistics of a dataset, out of a model's directory or a file; None where it holds none of this form.
+    """Return the statistics of a dataset, from a model's directory or a file; None if it has none in this format.
 
-    key: which dataset; "" for the only one.
-
-    Raises UserError for a key that is not there, or has to be chosen.
+    key: name of the dataset; "" for the only one.
+    Raises UserError for an unknown key, and for "" with several datasets.
     """
     files = (place / FILE, place / "config.json") if place.is_dir() else (place,)
     for path in files:
@@ -39,13 +38,13 @@ def published_stats(place: Path, *, key: str) -> ActionStats | None:
 
 
 def to_published(stats: ActionStats) -> dict[str, Any]:
-    """Return one dataset's statistics as OpenVLA writes them."""
+    """Return one dataset's statistics in OpenVLA's format."""
     spreads = {"action": stats.action, "proprio": stats.state}
     return {name: _published(spread) for name, spread in spreads.items() if spread is not None}
 
 
 def _datasets(path: Path) -> Mapping[str, Any]:
-    """Statistics by dataset; empty for a file of another form."""
+    """Return statistics by dataset; empty for a file of another format."""
     if not path.is_file():
         return {}
     whole = read_json_object(path)
@@ -77,7 +76,7 @@ def _spread(held: Mapping[str, Any], *, origin: str) -> Spread:
 
 
 def _published(spread: Spread) -> dict[str, Any]:
-    """Numbers of a spread; the bounds of one by mean and deviation are those it is stretched to [-1, 1] from."""
+    """Return the numbers of a spread; one by mean and std has the bounds that it maps to [-1, 1]."""
     low, high = (spread.unnormalise(np.full(len(spread), bound, np.float32)) for bound in (-1, 1))
     arrays = {"q01": low, "q99": high, "min": low, "max": high, "mean": spread.mean, "std": spread.std}
     masked = {name: np.where(spread.mask, array, getattr(spread, name, array)) for name, array in arrays.items()}

@@ -1,7 +1,7 @@
-"""One vision transformer of a fused backbone: transformers' blocks of DINOv2 or SigLIP behind the embedding of timm's.
+"""One vision transformer of a fused backbone: timm's embedding, then transformers' DINOv2 or SigLIP blocks.
 
-timm gives positions to patches alone, where transformers' DINOv2 has one for the class token too; its parameters bear
-timm's names here. The tower ends with the last block but one, without a norm, as prismatic models read it.
+timm has position embeddings for patches alone, transformers' DINOv2 for the class token too; the embedding's
+parameters have timm's names. The tower ends at the last block but one, without a norm, as in prismatic models.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from cosmos_rl_vla.models.openvla.config import TowerSize
 
 REGISTERS = 4
-"""Of timm's "reg4" models."""
+"""Number of register tokens of timm's "reg4" models."""
 
 
 class VisionTower(nn.Module):
@@ -71,6 +71,6 @@ def _siglip_encoder(size: TowerSize) -> nn.Module:
         intermediate_size=size.mlp,
         image_size=size.image_size,
         patch_size=size.patch_size,
-        hidden_act="gelu",  # timm's, which these towers were trained with; transformers' SigLIP approximates it
+        hidden_act="gelu",  # exact, as in timm, which trained these towers; transformers' SigLIP approximates it
     )
     return SiglipVisionModel(config).encoder

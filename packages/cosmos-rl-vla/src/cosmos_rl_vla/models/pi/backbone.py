@@ -1,7 +1,7 @@
-"""The observation's side of a pi model: SigLIP and Gemma of transformers' PaliGemma, run once a decision.
+"""The backbone of a pi model: SigLIP and Gemma of transformers' PaliGemma, run once per decision.
 
     images -- SigLIP, projector --> tokens of each camera  \
-    instruction -- embedding --> tokens                     >-- Gemma, everyone sees everyone --> Prefix
+    instruction -- embedding --> tokens                     >-- Gemma, bidirectional --> Prefix
     state -- linear --> one token (state = "prefix")       /
 """
 
@@ -22,14 +22,15 @@ if TYPE_CHECKING:
 
 
 class Backbone(nn.Module):
-    """PaliGemma without a head."""
+    """PaliGemma without its output head."""
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
         from transformers import PaliGemmaModel
 
         self.paligemma: Any = PaliGemmaModel(_paligemma_config(config))
-        # SigLIP's own first values, 1 / sqrt(width), drown in the pixels': a small model never learns where things are
+        # SigLIP's initial position embedding, 1 / sqrt(width), is small beside the pixels': a small model would not
+        # learn positions
         nn.init.normal_(self.paligemma.vision_tower.embeddings.position_embedding.weight, std=0.5)
         self.image_size = config.vision.image_size
         self.max_state_dim = config.max_state_dim
@@ -54,7 +55,7 @@ class Backbone(nn.Module):
         )
 
     def _embed(self, inputs: Inputs) -> tuple[Tensor, Tensor]:
-        # Gemma's embedding scales words by sqrt(width); images and state are projected to that size as they are
+        # Gemma's embedding scales text tokens by sqrt(width); tokens of images and state are not scaled
         words = self.paligemma.language_model.embed_tokens(inputs.tokens)
         parts, masks = [words], [inputs.token_mask]
         batch, cameras = inputs.images.shape[:2]
@@ -73,9 +74,9 @@ class Backbone(nn.Module):
 
 
 class _KeptKeys:
-    """What Gemma takes for a cache: keeps each layer's keys and values, and is nothing else.
+    """A minimal cache for Gemma: stores each layer's keys and values.
 
-    A layer that is computed again in the backward pass (rematerialisation) writes the same ones over its own.
+    A layer recomputed in the backward pass (activation checkpointing) overwrites its own with the same values.
     """
 
     def __init__(self) -> None:
@@ -83,13 +84,13 @@ class _KeptKeys:
         self.values: dict[int, Tensor] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Keep those of a layer and return them."""
+        """Store those of a layer and return them."""
         self.keys[layer], self.values[layer] = keys, values
         return keys, values
 
 
 def to_pixels(images: Tensor, *, size: int) -> Tensor:
-    """uint8 [N, height, width, 3] -> float32 [N, 3, size, size] in [-1, 1], undistorted, with black beside it."""
+    """uint8 [N, height, width, 3] -> float32 [N, 3, size, size] in [-1, 1], letterboxed with black."""
     pixels = images.permute(0, 3, 1, 2).to(torch.float32)
     height, width = pixels.shape[2:]
     if (height, width) != (size, size):
@@ -102,7 +103,7 @@ def to_pixels(images: Tensor, *, size: int) -> Tensor:
 
 
 def pad_last(x: Tensor, size: int) -> Tensor:
-    """Return x with zeros after its last dimension's entries, up to `size`."""
+    """Pad the last dimension of x with zeros to `size`."""
     return F.pad(x, (0, size - x.shape[-1]))
 
 

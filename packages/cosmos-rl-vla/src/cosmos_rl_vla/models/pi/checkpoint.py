@@ -1,9 +1,9 @@
-"""Names of a pi model's weights in the public checkpoints (openpi's PyTorch port, lerobot) and here.
+"""Maps weight names of pi models between public checkpoints (openpi's PyTorch port, lerobot) and the module.
 
     paligemma_with_expert.paligemma.model.language_model.layers.0.mlp.up_proj.weight    theirs
     backbone.paligemma.language_model.layers.0.mlp.up_proj.weight                       ours
 
-Theirs come in a few spellings, by the version of transformers they were saved with; we write the newest.
+Their spelling varies with the version of transformers that saved them; we write the newest.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from cosmos_rl_vla.models.pi.config import Family
 _VLM = "paligemma_with_expert.paligemma."
 _EXPERT = "paligemma_with_expert.gemma_expert."
 _PREFIXES = (
-    (f"{_VLM}lm_head.", "backbone.paligemma.language_model.embed_tokens."),  # tied: their files hold it once
+    (f"{_VLM}lm_head.", "backbone.paligemma.language_model.embed_tokens."),  # tied: stored once
     (f"{_VLM}model.vision_tower.vision_model.", "backbone.paligemma.vision_tower."),
     (f"{_VLM}model.multi_modal_projector.", "backbone.paligemma.multi_modal_projector."),
     (f"{_VLM}model.language_model.", "backbone.paligemma.language_model."),
@@ -31,11 +31,11 @@ _PREFIXES = (
     ("aux_head.", "aux_head."),
 )
 OURS_ALONE = ("state_in.", "noise_head.", "value_head.", "aux_head.")
-"""Beginnings of public names that no checkpoint of others has."""
+"""Prefixes of public names that only our checkpoints have."""
 LANGUAGE_OUTPUT = f"{_VLM}lm_head.weight"
 """[vocabulary, width]: also the embedding of tokens."""
 EXPERT_OUTPUT = f"{_EXPERT}lm_head.weight"
-"""[vocabulary, width of the expert]: in every public checkpoint, read by nothing."""
+"""[vocabulary, width of the expert]: in every public checkpoint, unused."""
 _SPELLINGS = (
     (f"{_VLM}language_model.model.", f"{_VLM}model.language_model."),
     (f"{_VLM}language_model.lm_head.", f"{_VLM}lm_head."),
@@ -43,18 +43,18 @@ _SPELLINGS = (
     (f"{_VLM}multi_modal_projector.", f"{_VLM}model.multi_modal_projector."),
 )
 _UNUSED = (f"{_EXPERT}lm_head.", f"{_EXPERT}model.embed_tokens.", "normalize_", "unnormalize_")
-"""The expert speaks no words; old lerobot files hold statistics among the weights."""
+"""The expert outputs no text; old lerobot files have statistics among the weights."""
 _TOWER = f"{_VLM}model.vision_tower."
 HEADS = ("value_head.", "aux_head.", "denoiser.noise_head.")
-"""Parts that reinforcement learning adds: where a file lacks them they begin as they are drawn."""
+"""Prefixes of heads that reinforcement learning adds; randomly initialised if a file lacks them."""
 HINT = (
-    "check that its config.json is of these weights (pi0 or pi05, sizes, where the state is read; model_action_dim, "
+    "check that its config.json is of these weights (pi0 or pi05, sizes, input of the state; model_action_dim, "
     "max_state_dim, horizon)"
 )
 
 
 def public_name(name: str) -> str:
-    """Our name of a weight -> theirs."""
+    """Return the public name of a weight."""
     for theirs, ours in _PREFIXES:
         if name.startswith(ours):
             return theirs + name.removeprefix(ours)
@@ -62,7 +62,7 @@ def public_name(name: str) -> str:
 
 
 def own_name(name: str, *, family: Family) -> str | None:
-    """Their name of a weight -> ours; None for one that no model here has. Raises KeyError for an unknown name."""
+    """Return the module's name of a public one; None for an unused weight. Raises KeyError for an unknown name."""
     name = name.removeprefix("model.")
     for old, new in _SPELLINGS:
         if name.startswith(old):
@@ -82,7 +82,7 @@ def own_name(name: str, *, family: Family) -> str | None:
 
 
 def family_of(names: Iterable[str]) -> Family:
-    """Return the family that a checkpoint with weights of these names is of: pi0.5 has adaptive norms."""
+    """Return the family of a checkpoint from its weight names: pi0.5 has adaptive norms."""
     return "pi05" if any(name.endswith("input_layernorm.dense.weight") for name in names) else "pi0"
 
 
@@ -93,10 +93,10 @@ class PiNames:
         self._family: Family = family
 
     def public_name(self, name: str) -> str:
-        """Our name of a weight -> theirs."""
+        """Return the public name of a weight."""
         return public_name(name)
 
     def owners(self, name: str) -> tuple[Owner, ...]:
-        """Their name of a weight -> ours, if it is used here."""
+        """Return the module's name of a public one, if it is used."""
         ours = own_name(name, family=self._family)
         return () if ours is None else (Owner(ours),)

@@ -1,4 +1,4 @@
-"""Sizes and choices of a pi0 or pi0.5 model: what its config.json holds. No torch here."""
+"""Configuration of a pi0 or pi0.5 model, as saved in its config.json. No torch here."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class VisionSize:
     """Sizes of a SigLIP tower."""
 
     image_size: int
-    """Pixels of a side; images are resized into it without distortion."""
+    """Side in pixels; images are resized into it with their aspect ratio."""
     patch_size: int
     width: int
     depth: int
@@ -37,56 +37,56 @@ class VisionSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueSize:
-    """The critic."""
+    """Configuration of the critic."""
 
     place: Literal["prefix", "expert", "none"] = "prefix"
-    """What it reads: the language model's outputs, or the expert's at the actions that are executed."""
+    """Input of the head: the language model's outputs, or the expert's at the executed actions."""
     per: Literal["chunk", "action"] = "chunk"
-    """One value a decision, or one for each action executed."""
+    """One value per decision, or one per executed action."""
     pool: Literal["mean", "attention"] = "mean"
-    """How tokens become one vector: their mean, or an average that a learned query weighs."""
+    """Pooling of token features into one vector: the mean, or attention of learned queries."""
     hidden: tuple[int, ...] = (1024, 512, 256)
-    """Widths of its layers."""
+    """Widths of the hidden layers."""
     detach: bool = True
-    """Keep the critic's gradient from what it reads: a shared trunk that it moves moves the policy too."""
+    """Stop the critic's gradient at its input: through a shared trunk it would change the policy."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PiConfig:
-    """A model of the family."""
+    """Configuration of one pi0 or pi0.5 model."""
 
     family: Family
     """pi05: time reaches the expert through adaptive norms. pi0: it is mixed into the action tokens."""
     state: Literal["text", "prefix", "suffix", "none"]
-    """How proprioception is read: as words of the prompt (pi0.5), as one projected token beside the images, as the
-    expert's first token (pi0), or not at all."""
+    """Input of proprioception: as text in the prompt (pi0.5), as one projected token beside the images, as the
+    expert's first token (pi0), or none."""
     prompt: Literal["words", "pi0", "pi05"]
-    """How an instruction is written before it is cut into tokens; see `instructions`."""
+    """Prompt template of an instruction; see `instructions`."""
     vocab_size: int
     vision: VisionSize
     language: GemmaSize
     expert: GemmaSize
-    """Its depth, kv_heads and head_dim are the language model's: they attend together."""
+    """Its depth, kv_heads and head_dim equal the language model's: the two share attention."""
     horizon: int
-    """H: actions executed a decision."""
+    """H: actions executed per decision."""
     action_dim: int
-    """D: of the simulator's actions."""
+    """D: dimensions of the simulator's actions."""
     model_horizon: int
-    """Actions the network predicts, H or more."""
+    """Actions that the network predicts, >= H."""
     model_action_dim: int
-    """Dimensions the network has room for, D or more; those above D are zero in demonstrations."""
+    """Action dimensions of the network, >= D; those above D are zero in demonstrations."""
     max_state_dim: int
-    """Dimensions of proprioception the network has room for."""
+    """Maximum dimensions of proprioception."""
     num_steps: int
-    """K: denoising steps of a decision."""
+    """K: denoising steps per decision."""
     noise: Noise = field(default_factory=Noise)
     value: ValueSize = field(default_factory=ValueSize)
     aux_dim: int = 0
-    """Auxiliary targets read off the prefix in supervised training; 0: none."""
+    """Dimensions of the auxiliary target predicted from the prefix in supervised training; 0: none."""
 
     @property
     def value_dim(self) -> int:
-        """V: values of a decision."""
+        """V: values per decision."""
         if self.value.place == "none":
             return 0
         return 1 if self.value.per == "chunk" else self.horizon
@@ -98,20 +98,20 @@ class PiConfig:
         differing = [name for name in shared if getattr(self.language, name) != getattr(self.expert, name)]
         if differing:
             raise ValueError(
-                f"expert and language differ in {', '.join(differing)}: they attend together, make them equal"
+                f"expert and language differ in {', '.join(differing)}: they share attention, make them equal"
             )
         if self.model_horizon < self.horizon:
             raise ValueError(
-                f"horizon {self.horizon}: the model predicts {self.model_horizon} actions, execute no more"
+                f"horizon {self.horizon}: the model predicts {self.model_horizon} actions; set at most that"
             )
         if self.model_action_dim < self.action_dim:
             raise ValueError(
-                f"action_dim {self.action_dim}: the model has room for {self.model_action_dim} dimensions; "
-                "take a model made for this simulator"
+                f"action_dim {self.action_dim}: the model has {self.model_action_dim} dimensions; "
+                "use a model made for this simulator"
             )
         if self.vision.image_size % self.vision.patch_size:
             raise ValueError(
-                f"image_size {self.vision.image_size} is no multiple of patch_size {self.vision.patch_size}"
+                f"image_size {self.vision.image_size} is not a multiple of patch_size {self.vision.patch_size}"
             )
 
 

@@ -1,4 +1,4 @@
-"""The actions' side of a pi model: noisy chunks and the time of the flow -> the velocity, over an observation's prefix.
+"""The denoiser of a pi model: noisy chunks, flow times and an observation's prefix -> velocities.
 
 pi0.5:  actions -- action_in_proj --> tokens           time -- time_mlp --> condition of every norm
 pi0:    (actions -- action_in_proj, time) -- action_time_mlp --> tokens, after one token of the state
@@ -32,7 +32,7 @@ class Denoised:
 
 
 class Denoiser(nn.Module):
-    """The action expert with what leads into it and out of it."""
+    """The action expert with its input and output projections."""
 
     def __init__(self, config: PiConfig) -> None:
         super().__init__()
@@ -52,8 +52,8 @@ class Denoiser(nn.Module):
         self.state_proj = nn.Linear(config.max_state_dim, width) if config.state == "suffix" else None
         self.noise_head = self._noise_head()
 
-    def draw_noise_head(self) -> None:
-        """Make it anew, with values drawn at random."""
+    def init_noise_head(self) -> None:
+        """Recreate the noise head with random initial values."""
         self.noise_head = self._noise_head()
 
     def forward(self, x: Tensor, *, tau: Tensor, state: Tensor, prefix: Prefix) -> Denoised:
@@ -64,7 +64,7 @@ class Denoiser(nn.Module):
         if self.state_proj is not None:
             padded = pad_last(state, self.max_state_dim).to(dtype)
             tokens = torch.cat([self.state_proj(padded)[:, None], tokens], dim=1)
-            blocks = F.pad(blocks, (1, 0))  # the state does not look at the actions
+            blocks = F.pad(blocks, (1, 0))  # the state does not attend to the actions
         hidden = self.expert(tokens.to(prefix.hidden.dtype), prefix=prefix, blocks=blocks, condition=condition)
         hidden = hidden[:, -x.shape[1] :].to(dtype)
         std = None if self.noise_head is None else bounded_std(self.noise_head(hidden).float(), noise=self.noise)
@@ -85,7 +85,7 @@ class Denoiser(nn.Module):
 
 
 def embed_time(tau: Tensor, *, width: int, shortest: float = 4e-3, longest: float = 4.0) -> Tensor:
-    """Return sines and cosines [B, width] of times [B], with periods spread evenly in their logarithm (openpi)."""
+    """Return sines and cosines [B, width] of times [B], with log-spaced periods (openpi)."""
     fraction = torch.linspace(0, 1, width // 2, dtype=torch.float64, device=tau.device)
     angles = 2 * math.pi * tau[:, None].double() / (shortest * (longest / shortest) ** fraction)
     return torch.cat([angles.sin(), angles.cos()], dim=-1)

@@ -4,7 +4,8 @@
       each layer:  norm -> queries; keys and values of (prefix, suffix) -> attention -> o_proj -> + residual
                    norm -> gated MLP -> + residual
 
-The prefix never looks at the suffix, so its keys and values serve every denoising step (openpi's blockwise attention).
+The prefix does not attend to the suffix, so all denoising steps share its keys and values (openpi's blockwise
+attention).
 """
 
 from __future__ import annotations
@@ -20,20 +21,20 @@ from cosmos_rl_vla.models.pi.config import GemmaSize
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Prefix:
-    """What an observation leaves for the suffix."""
+    """Keys, values and outputs of an observation."""
 
     keys: tuple[Tensor, ...]
-    """One of each layer, [B, kv_heads, P, head_dim], rotated to their positions."""
+    """One per layer, [B, kv_heads, P, head_dim], with rotary embedding."""
     values: tuple[Tensor, ...]
     """As `keys`."""
     hidden: Tensor
-    """[B, P, width of the language model]: its output."""
+    """[B, P, width of the language model]: the outputs."""
     mask: Tensor
-    """[B, P] bool: tokens that are there."""
+    """[B, P] bool: False for padding."""
 
 
 class Expert(nn.Module):
-    """A stack of layers with a final norm; its parameters are named as a Gemma model's."""
+    """A stack of layers with a final norm; parameter names are those of a Gemma model."""
 
     def __init__(self, size: GemmaSize, *, adaptive: bool) -> None:
         super().__init__()
@@ -44,7 +45,7 @@ class Expert(nn.Module):
     def forward(self, x: Tensor, *, prefix: Prefix, blocks: Tensor, condition: Tensor | None) -> Tensor:
         """Return the hidden states [B, S, width] of suffix tokens.
 
-        blocks: [S] int64, non-decreasing: a token sees those of its own block and of earlier ones.
+        blocks: [S] int64, non-decreasing: a token attends to its own block and earlier ones.
         condition: [B, width], the embedded time, for adaptive norms.
         """
         length = x.shape[1]
@@ -85,7 +86,7 @@ class ExpertLayer(nn.Module):
 
 
 class PrefixAttention(nn.Module):
-    """Grouped-query attention of suffix tokens over given keys and values and over their own."""
+    """Grouped-query attention of suffix tokens over the prefix's keys and values and their own."""
 
     def __init__(self, size: GemmaSize) -> None:
         super().__init__()
@@ -114,7 +115,7 @@ class PrefixAttention(nn.Module):
 
 
 class GatedMLP(nn.Module):
-    """Gemma's: down(gelu(gate(x)) * up(x))."""
+    """Gemma's MLP: down(gelu(gate(x)) * up(x))."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -135,7 +136,7 @@ def rotary(positions: Tensor, *, head_dim: int, dtype: torch.dtype, base: float 
 
 
 def rotate(x: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Turn queries or keys [B, heads, S, head_dim] to their positions; halves, not pairs, belong together."""
+    """Apply rotary embedding to queries or keys [B, heads, S, head_dim]; pairs are (i, i + head_dim / 2)."""
     cosines, sines = rotation
     first, second = x.chunk(2, dim=-1)
     return x * cosines + torch.cat([-second, first], dim=-1) * sines
@@ -146,7 +147,7 @@ def _norm(width: int, *, adaptive: bool) -> nn.Module:
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * (1 + weight). Weights begin at 0."""
+    """x / rms(x) * (1 + weight). Weights are initialised to 0."""
 
     def __init__(self, width: int, *, eps: float = 1e-6) -> None:
         super().__init__()
@@ -154,15 +155,15 @@ class RMSNorm(nn.Module):
         self.weight = nn.Parameter(torch.zeros(width))
 
     def forward(self, x: Tensor, condition: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Return the normed x [B, S, width], and no gate: `condition` is not read."""
+        """Return the normed x [B, S, width], and no gate; `condition` is unused."""
         return (_normed(x, self.eps) * (1 + self.weight.float())).to(x.dtype), None
 
 
 class AdaptiveRMSNorm(nn.Module):
-    """x / rms(x) * (1 + scale) + shift, and a gate for what is added to the residual: a linear map of the condition.
+    """x / rms(x) * (1 + scale) + shift, and a gate for the residual update: linear maps of the condition.
 
-    A fresh layer begins with scale and shift 0 and a gate of 1, a plain pre-norm block. (openpi's begin with a gate of
-    0, which leaves a small network trained from scratch without its expert for the first steps.)
+    Initially scale and shift are 0 and the gate is 1, a plain pre-norm block. (openpi initialises the gate to 0, which
+    disables the expert of a small network trained from scratch for the first steps.)
     """
 
     def __init__(self, width: int, *, eps: float = 1e-6) -> None:
@@ -181,7 +182,7 @@ class AdaptiveRMSNorm(nn.Module):
 
 
 def gated(residual: Tensor, update: Tensor, gate: Tensor | None) -> Tensor:
-    """Add an update to the residual, through the gate where there is one."""
+    """Add an update to the residual, multiplied by the gate if there is one."""
     return residual + update if gate is None else residual + update * gate
 
 

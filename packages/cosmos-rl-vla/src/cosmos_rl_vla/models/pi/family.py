@@ -1,4 +1,4 @@
-"""pi0 and pi0.5 out of a [model] section."""
+"""Builds pi0 and pi0.5 from a [model] section."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cosmos_rl_vla.models.pi.config import PiConfig, ValueSize, tiny
 from cosmos_rl_vla.models.pi.folder import empty_pi, fill_pi, random_pi, read_config, save_config
 
 MAX_TOKENS = {"words": 24, "pi0": 48, "pi05": 200}
-"""Longest prompt by the way it is written, as openpi has it."""
+"""Maximum prompt tokens by template, as in openpi."""
 
 
 def make_pi(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str]) -> Loaded:
-    """Make a directory's model, or draw a small one at random. Raises UserError for sizes that do not fit."""
+    """Build a directory's model, or a small random one. Raises UserError for sizes that do not fit."""
     directory = Path(config.path).expanduser()
     if config.path:
         sizes = _chosen(read_config(directory), config)
@@ -42,8 +42,8 @@ def make_pi(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequenc
         model = random_pi(sizes, seed=config.seed)
     if stats is None:
         raise UserError(
-            "[model] has no action statistics: its numbers would mean nothing. Train on demonstrations first, which "
-            "measures them, or set [model] stats to an action_stats.json"
+            "[model] has no action statistics, which scale its outputs to the robot's units. Train on demonstrations "
+            "first, which measures them, or set [model] stats to an action_stats.json"
         )
     stats.check(action_dim=sizes.action_dim, state_dim=config.state_dim or len(stats.state or stats.action))
     return Loaded(
@@ -61,7 +61,7 @@ def make_pi(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequenc
 
 
 def _chosen(sizes: PiConfig, config: VLAModelConfig) -> PiConfig:
-    """The sizes with what the recipe chooses."""
+    """Return the sizes with the recipe's overrides."""
     changes: dict[str, object] = {}
     for name in ("horizon", "num_steps", "action_dim"):
         if getattr(config, name) is not None:

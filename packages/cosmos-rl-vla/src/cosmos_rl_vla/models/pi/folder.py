@@ -1,6 +1,6 @@
-"""A pi model as a directory: config.json, model.safetensors, and beside them tokenizer.json and action_stats.json.
+"""A pi model's directory: config.json, model.safetensors, tokenizer.json and action_stats.json.
 
-It is read from what we save, what lerobot saves (policies pi0 and pi05) and what openpi's conversion to PyTorch saves.
+Directories saved by us, by lerobot (policies pi0 and pi05) and by openpi's conversion to PyTorch are read.
 """
 
 from __future__ import annotations
@@ -24,37 +24,37 @@ from cosmos_rl_vla.models.pi.model import PiModel
 
 MODEL_TYPE = "cosmos_rl_pi"
 VARIANTS = ("gemma_2b", "gemma_300m")
-"""What others call the two sizes that are known here."""
+"""Names of the two supported sizes in lerobot and openpi."""
 
 
 def random_pi(config: PiConfig, *, seed: int) -> PiModel:
-    """Make a model with first values drawn at random: the same for the same seed."""
+    """Build a randomly initialised model, determined by the seed."""
     with forked_rng(seed=seed):
         return PiModel(config)
 
 
 def empty_pi(config: PiConfig, *, seed: int) -> PiModel:
-    """Make a model whose parameters are memory that nobody has touched yet, but for its heads, drawn by `seed`."""
+    """Build a model with uninitialised parameters, except for its heads, initialised by `seed`."""
     return empty(lambda: PiModel(config), seed=seed)
 
 
 def fill_pi(model: PiModel, directory: Path) -> list[str]:
-    """Fill a model, or this rank's parts of one, with the weights of a directory. Returns the heads it lacks."""
+    """Fill a model, or this rank's shards, with the weights of a directory. Returns the heads that it lacks."""
     names = PiNames(model.config.family)
     return fill(model, weight_files(directory), names=names, may_lack=HEADS, hint=HINT)
 
 
 def load_pi(directory: Path, *, config: PiConfig | None = None, seed: int = 0) -> tuple[PiModel, list[str]]:
-    """Return the model of a directory and the names of heads that it lacks, drawn by `seed`.
+    """Return the model of a directory and the names of heads that it lacks, initialised by `seed`.
 
-    config: in place of the directory's own, as `read_config` gives it with other noise, critic or action sizes.
+    config: replaces the directory's own; may differ from `read_config` in noise, critic or action sizes.
     """
     model = empty_pi(config or read_config(directory), seed=seed)
     return model, fill_pi(model, directory)
 
 
 def save_pi(model: PiModel, directory: Path) -> None:
-    """Write config.json and model.safetensors, whose names are those of the public checkpoints."""
+    """Write config.json and model.safetensors, with the names of the public checkpoints."""
     save_config(model.config, directory)
     tensors = {public_name(name): tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
     save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
@@ -78,9 +78,9 @@ def read_config(directory: Path) -> PiConfig:
 
 
 def _from_ours(held: dict[str, Any], path: Path) -> PiConfig:
-    held.pop("dtype", None)  # of the weights, as `cosmos-rl export --dtype` writes it
+    held.pop("dtype", None)  # of the weights, written by `cosmos-rl export --dtype`
     if held.pop("model_type", None) != MODEL_TYPE:
-        raise UserError(f'{path} is not of a pi model: want "type": "pi0" or "pi05", or what SFT wrote')
+        raise UserError(f'{path} is not of a pi model: needs "type": "pi0" or "pi05", or a config.json written by SFT')
     try:
         config = msgspec.convert(held, PiConfig)
     except msgspec.ValidationError as error:
@@ -126,4 +126,4 @@ def _from_openpi(held: Mapping[str, Any], directory: Path) -> PiConfig:
 def _check_variants(held: Mapping[str, Any], path: Path) -> None:
     found = (held.get("paligemma_variant", VARIANTS[0]), held.get("action_expert_variant", VARIANTS[1]))
     if found != VARIANTS:
-        raise UserError(f"{path}: variants {found[0]} and {found[1]}; known are {VARIANTS[0]} and {VARIANTS[1]}")
+        raise UserError(f"{path}: variants {found[0]} and {found[1]}; supported are {VARIANTS[0]} and {VARIANTS[1]}")

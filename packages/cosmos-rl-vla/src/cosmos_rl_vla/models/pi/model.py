@@ -1,7 +1,7 @@
 """pi0 and pi0.5 (Physical Intelligence; arXiv 2410.24164, 2504.16054), with the log-probabilities of pi-RL.
 
     act:       backbone once -> K denoising steps over its keys and values -> the last state is the chunk of actions
-    evaluate:  backbone once -> the S steps that drew, again, at the states they began from
+    evaluate:  backbone once -> the S stochastic steps again, from their recorded initial states
 
 Letters as in `base`; S stochastic steps of a decision (1, or all of them), M actions and A dimensions of the network.
 """
@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_vla.models import flow
-from cosmos_rl_vla.models.base import Acted, Draw, Evaluated, Inputs, Replay, Supervised
+from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.flow import Gaussian
-from cosmos_rl_vla.models.held import hold
+from cosmos_rl_vla.models.parameter_dtype import cast_parameters
 from cosmos_rl_vla.models.pi.backbone import Backbone, pad_last
 from cosmos_rl_vla.models.pi.config import PiConfig
 from cosmos_rl_vla.models.pi.denoiser import Denoised, Denoiser
@@ -39,21 +39,21 @@ class PiModel(nn.Module):
         self.value_head = _value_head(config)
         self.aux_head = _aux_head(config)
 
-    def draw_heads(self) -> None:
-        """Make anew what public checkpoints lack, with values drawn at random."""
-        self.denoiser.draw_noise_head()
+    def init_heads(self) -> None:
+        """Recreate the heads that public checkpoints lack, with random initial values."""
+        self.denoiser.init_noise_head()
         self.value_head, self.aux_head = _value_head(self.config), _aux_head(self.config)
 
     def blocks(self) -> list[nn.Module]:
-        """Return the layers in the order they run: what is sharded, recomputed and compiled as one."""
+        """Return the layers in the order they run, each a unit of sharding, checkpointing and compilation."""
         paligemma = self.backbone.paligemma
         return [*paligemma.vision_tower.encoder.layers, *paligemma.language_model.layers, *self.denoiser.expert.layers]
 
     def exact(self) -> list[list[nn.Module]]:
-        """Return what stays in float32 where the transformers compute in bfloat16, in groups that run together.
+        """Return the modules that stay in float32 if the transformers compute in bfloat16, in groups that run together.
 
-        Norms of the expert, what leads into it and out of it, and heads: log-probs are differences of numbers near one
-        another, so that the last steps to them want it (openpi keeps the same parts).
+        Norms, input and output projections of the expert, and heads: log-probs are differences of close numbers, so the
+        last operations before them need the precision (openpi keeps the same parts).
         """
         parts = self.denoiser.expert.named_modules()
         networks = [part for name, part in parts if name.endswith((".self_attn", ".mlp"))]
@@ -65,15 +65,15 @@ class PiModel(nn.Module):
         ]
         return [around, *([head] for head in (self.value_head, self.aux_head) if head is not None)]
 
-    def hold(self, dtype: torch.dtype) -> None:
-        """Hold the transformers in `dtype`, and nothing that is `exact`."""
-        hold(self, dtype, exact=self.exact())
+    def cast_parameters(self, dtype: torch.dtype) -> None:
+        """Cast the transformers to `dtype`, but no module of `exact`."""
+        cast_parameters(self, dtype, exact=self.exact())
 
     @torch.no_grad()
-    def act(self, inputs: Inputs, *, draw: Draw, greedy: bool = False) -> Acted:
-        """Denoise from each sample's own noise; `greedy` follows the ODE all the way (the first state stays drawn)."""
+    def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
+        """Denoise from each sample's own noise; `greedy` follows the ODE (the initial noise is still sampled)."""
         prefix = self.backbone(inputs)
-        noises = self._noises(draw, device=inputs.state.device)
+        noises = self._noises(randomness, device=inputs.state.device)
         states, logprobs, hidden = [noises.start], [], []
         for step in range(self.config.num_steps):
             denoised = self._denoise(
@@ -105,9 +105,13 @@ class PiModel(nn.Module):
             denoised = self._denoise(before, index=index, state=inputs.state, prefix=prefix)
             gaussians.append(self._cut(self._gaussian(before, denoised, index=index, level=replay["level"])))
             hidden.append(denoised.hidden[:, : self.horizon])
-        logprobs = [drawn.logprob(after) for drawn, after in zip(gaussians, replay["after"].unbind(1), strict=True)]
+        logprobs = [
+            gaussian.logprob(after) for gaussian, after in zip(gaussians, replay["after"].unbind(1), strict=True)
+        ]
         learned = self.config.noise.kind == "learned"
-        entropy = torch.stack([drawn.entropy() for drawn in gaussians]).mean(0) if learned and with_entropy else None
+        entropy = (
+            torch.stack([gaussian.entropy() for gaussian in gaussians]).mean(0) if learned and with_entropy else None
+        )
         return Evaluated(
             logprobs=self._averaged(torch.stack(logprobs, dim=1), start=replay["before"][:, 0]),
             values=self._values(prefix, hidden),
@@ -116,13 +120,15 @@ class PiModel(nn.Module):
         )
 
     def supervised(
-        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, draw: Draw, aux: Tensor | None = None
+        self, inputs: Inputs, actions: Tensor, mask: Tensor, *, randomness: Randomness, aux: Tensor | None = None
     ) -> Supervised:
-        """Flow matching: the squared error of the velocity at one time of each sample, over its real dimensions."""
+        """Flow matching: the squared error of the velocity at one time per sample, over its unpadded dimensions."""
         prefix = self.backbone(inputs)
         size = self.model_horizon * self.config.model_action_dim
-        drawn = _stacked([(g.random(1), g.standard_normal(size)) for g in draw.generators()], device=actions.device)
-        tau, noise = flow.supervised_times(drawn[:, 0]), drawn[:, 1:].unflatten(1, (self.model_horizon, -1))
+        sampled = _stacked(
+            [(g.random(1), g.standard_normal(size)) for g in randomness.generators()], device=actions.device
+        )
+        tau, noise = flow.supervised_times(sampled[:, 0]), sampled[:, 1:].unflatten(1, (self.model_horizon, -1))
         clean = pad_last(actions, self.config.model_action_dim)
         denoised = self.denoiser(flow.mix(clean, noise, tau), tau=tau, state=inputs.state, prefix=prefix)
         error = (denoised.velocity - (noise - clean)).square()[..., : self.action_dim].mean(-1)
@@ -130,19 +136,19 @@ class PiModel(nn.Module):
         return Supervised(loss=loss, aux=None if aux is None else self._aux_loss(prefix, aux))
 
     def _advance(self, x: Tensor, denoised: Denoised, *, step: int, noises: Noises | None) -> tuple[Tensor, Tensor]:
-        """Return the state after a step and the log-prob [B, H, D] of its draw, 0 for samples that draw at another."""
+        """Return the state after a step and its log-prob [B, H, D], 0 for samples whose stochastic step is another."""
         after = flow.ode_step(x, denoised.velocity, num_steps=self.config.num_steps)
         if noises is None or not self._may_draw(step):
             return after, torch.zeros_like(self._executed(x))
         mine = noises.index == step  # [B, S]
         own = torch.einsum("bs,bsma->bma", mine.float(), noises.steps)
-        draws = mine.any(1)[:, None, None]
+        stochastic = mine.any(1)[:, None, None]
         gaussian = self._gaussian(x, denoised, index=torch.full_like(noises.index[:, 0], step), level=noises.level)
-        after = torch.where(draws, gaussian.mean + gaussian.std * own, after)
-        return after, torch.where(draws, self._cut(gaussian).logprob(self._executed(after)), 0)
+        after = torch.where(stochastic, gaussian.mean + gaussian.std * own, after)
+        return after, torch.where(stochastic, self._cut(gaussian).logprob(self._executed(after)), 0)
 
     def _may_draw(self, step: int) -> bool:
-        last = self.config.noise.num_drawable(self.config.num_steps) - 1
+        last = self.config.noise.num_stochastic(self.config.num_steps) - 1
         return step == last if self.config.noise.steps == "last" else step <= last
 
     def _denoise(self, x: Tensor, *, index: Tensor, state: Tensor, prefix: Prefix) -> Denoised:
@@ -163,11 +169,11 @@ class PiModel(nn.Module):
         return Gaussian(mean=self._executed(gaussian.mean), std=self._executed(gaussian.std.expand_as(gaussian.mean)))
 
     def _executed(self, chunk: Tensor) -> Tensor:
-        """[..., M, A] -> [..., H, D]: what is beyond them is never seen by a simulator, nor counted."""
+        """[..., M, A] -> [..., H, D]: the part that is executed and has log-probs."""
         return chunk[..., : self.horizon, : self.action_dim]
 
     def _averaged(self, logprobs: Tensor, *, start: Tensor) -> Tensor:
-        """[B, S, H, D] -> [B, H, D]. With every step drawn, the noise they began from counts as one more."""
+        """[B, S, H, D] -> [B, H, D]. With steps = "all" the initial noise counts as one more step."""
         if self.config.noise.steps != "all":
             return logprobs.mean(1)
         first = self._executed(start)
@@ -175,7 +181,7 @@ class PiModel(nn.Module):
         return (logprobs.sum(1) + normal.logprob(first)) / (logprobs.shape[1] + 1)
 
     def _values(self, prefix: Prefix, hidden: list[Tensor] | tuple[Tensor, ...]) -> Tensor:
-        """hidden: S times [B, H, width], of the steps that `evaluate` sees too."""
+        """hidden: S times [B, H, width], of the stochastic steps."""
         if self.value_head is None:
             return prefix.hidden.new_zeros(len(prefix.hidden), 0, dtype=torch.float32)
         if self.config.value.place == "prefix":
@@ -185,46 +191,46 @@ class PiModel(nn.Module):
 
     def _aux_loss(self, prefix: Prefix, targets: Tensor) -> Tensor:
         if self.aux_head is None:
-            raise ValueError(f"{targets.shape[1]} auxiliary targets for a model without: make it with aux_dim")
+            raise ValueError(f"{targets.shape[1]} auxiliary targets for a model without any: build it with aux_dim")
         there = ~targets.isnan()
         error = (self.aux_head(prefix.hidden, prefix.mask) - targets.nan_to_num()).square()
         return torch.where(there, error, 0).sum(1) / there.sum(1).clamp(min=1)
 
-    def _noises(self, draw: Draw, *, device: torch.device) -> Noises:
+    def _noises(self, randomness: Randomness, *, device: torch.device) -> Noises:
         noise, steps, shape = (
             self.config.noise,
             self.config.num_steps,
             (self.model_horizon, self.config.model_action_dim),
         )
-        choices, size = noise.num_drawable(steps), shape[0] * shape[1]
+        choices, size = noise.num_stochastic(steps), shape[0] * shape[1]
         count = choices if noise.steps == "all" else 1
-        generators = draw.generators()
-        drawn = _stacked(
+        generators = randomness.generators()
+        sampled = _stacked(
             [(g.standard_normal((count + 1) * size, dtype=np.float32),) for g in generators], device=device
         )
-        first, *rest = drawn.view(-1, count + 1, *shape).unbind(1)
+        first, *rest = sampled.view(-1, count + 1, *shape).unbind(1)
         if noise.steps == "all":
-            index = torch.arange(count, device=device).expand(len(drawn), -1)
+            index = torch.arange(count, device=device).expand(len(sampled), -1)
         elif noise.steps == "last":
-            index = torch.full((len(drawn), 1), choices - 1, device=device)
+            index = torch.full((len(sampled), 1), choices - 1, device=device)
         else:
             index = torch.tensor([[int(g.integers(choices))] for g in generators], device=device)
-        level = torch.full((len(drawn),), noise.level_at(draw.version), device=device)
+        level = torch.full((len(sampled),), noise.level_at(randomness.version), device=device)
         return Noises(start=first, steps=torch.stack(rest, dim=1), index=index, level=level)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noises:
-    """What a decision draws."""
+    """The noise of a decision."""
 
     start: Tensor
-    """[B, M, A]: the noise that denoising begins from."""
+    """[B, M, A]: initial noise."""
     steps: Tensor
-    """[B, S, M, A]: of the stochastic steps."""
+    """[B, S, M, A]: noise of the stochastic steps."""
     index: Tensor
-    """[B, S] int64: which denoising steps those are, ascending."""
+    """[B, S] int64: indices of the stochastic steps, ascending."""
     level: Tensor
-    """[B] float32: how much noise."""
+    """[B] float32: noise level."""
 
 
 def _pick(x: Tensor, index: Tensor) -> Tensor:

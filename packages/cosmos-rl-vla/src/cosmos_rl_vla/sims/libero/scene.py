@@ -1,4 +1,4 @@
-"""A scene of LIBERO: robosuite's physics of one task, drawn by the one OpenGL context of this process."""
+"""A scene of LIBERO: robosuite's physics of one task, rendered with the OpenGL context of this process."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ from cosmos_rl_core.storage.pickles import read_array
 from cosmos_rl_vla.sims.base import SimulatorError
 from cosmos_rl_vla.sims.gl import choose_gl
 from cosmos_rl_vla.sims.libero.tasks import LiberoTask
-from cosmos_rl_vla.sims.rendering import artist, fit, lighten
+from cosmos_rl_vla.sims.rendering import fit, lighten, renderer
 
-Drawing = Literal["fast", "robosuite"]
+Rendering = Literal["fast", "robosuite"]
 
 _INSTALL = "pip install 'cosmos-rl-vla[libero]', or in an interpreter of its own, named by [rollout.options] python"
 _DIVERGED = slice(4, 7)
 """mjWARN_BADQPOS, mjWARN_BADQVEL, mjWARN_BADQACC"""
 _COLLISION, _HIDDEN = 0, 3
-"""Groups of geoms: robosuite's shapes for contacts, and the first that MuJoCo does not draw."""
+"""Geom groups: robosuite's collision shapes, and the first group that MuJoCo does not render."""
 _SEED = 0
-"""Of what is drawn beside the stored state (places of fixtures); the one openvla-oft evaluates with."""
+"""Seed of randomness outside the stored state (positions of fixtures); openvla-oft evaluates with this one."""
 _MAX_IDLE = 4
-"""Scenes kept beside those that are played."""
+"""Maximum number of idle scenes."""
 
 
 def import_libero() -> None:
-    """Import LIBERO, which draws nothing itself. Raises UserError where it, its assets or OpenGL is missing."""
-    choose_gl(os.environ)  # before MuJoCo is imported, which looks for it
+    """Import LIBERO without its renderer. Raises UserError if it, its assets or OpenGL is missing."""
+    choose_gl(os.environ)  # before MuJoCo is imported, which reads MUJOCO_GL
     try:
         _answer_question()
         importlib.import_module("libero.libero.envs.env_wrapper")
@@ -48,15 +48,15 @@ def import_libero() -> None:
     assets = _assets()
     if not assets.is_dir():
         raise UserError(
-            f"LIBERO's meshes are not at {assets}: its wheel has none and they could not be downloaded; put the folder "
+            f"LIBERO's meshes are not at {assets}: its wheel has none and the download failed; put the folder "
             f"`assets` of its repository there, or set HF_HOME to a cache that has them"
         )
 
 
 def _answer_question() -> None:
-    """Write LIBERO's file of paths where there is none, as its import does once it is told to take the defaults.
+    """Write LIBERO's config file of default paths if it is missing.
 
-    Without the file that import asks a question on the terminal, which a process of simulators does not have.
+    Without the file LIBERO's import prompts on the terminal, and a simulator process has none.
     """
     spec = importlib.util.find_spec("libero.libero")
     if spec is None or spec.origin is None:
@@ -85,25 +85,25 @@ def _assets() -> Path:
 class Scene:
     """One task's physics; an episode depends on its stored state alone."""
 
-    def __init__(self, task: LiberoTask, *, image_size: int, drawing: Drawing) -> None:
-        """Build it, which takes seconds. Raises UserError where files of LIBERO are missing."""
+    def __init__(self, task: LiberoTask, *, image_size: int, rendering: Rendering) -> None:
+        """Build it, which takes seconds. Raises UserError if files of LIBERO are missing."""
         libero: Any = importlib.import_module("libero.libero")
         control: Any = importlib.import_module("libero.libero.envs.env_wrapper").ControlEnv
-        self.task, self.image_size, self.drawing = task, image_size, drawing
+        self.task, self.image_size, self.rendering = task, image_size, rendering
         described = Path(libero.get_libero_path("bddl_files")) / task.suite / f"{task.name}.bddl"
         self.states = read_states(Path(libero.get_libero_path("init_states")) / task.suite / f"{task.name}.pruned_init")
         if not described.is_file():
             raise UserError(f"LIBERO's description of {task.suite}/{task.name} is not at {described}")
         self._env = control(
             bddl_file_name=str(described),
-            use_camera_obs=False,  # images are drawn where the policy looks, not at every step
+            use_camera_obs=False,  # images are rendered when the policy observes, not at every step
             has_offscreen_renderer=False,
             hard_reset=False,  # which would build the model again
             ignore_done=True,
         )
         self._model, self._data = self._env.sim.model._model, self._env.sim.data._data
         self._model.geom_group[self._model.geom_group == _COLLISION] = _HIDDEN
-        prepare = lighten if drawing == "fast" else fit
+        prepare = lighten if rendering == "fast" else fit
         prepare(self._model, height=image_size, width=image_size)
 
     def reset(self, state: NDArray[np.float64]) -> dict[str, Any]:
@@ -111,48 +111,48 @@ class Scene:
         self._env.seed(_SEED)
         self._env.reset()
         for robot in self._env.robots:
-            robot.gripper.current_action = np.zeros(robot.gripper.dof)  # which its own reset leaves as it was
+            robot.gripper.current_action = np.zeros(robot.gripper.dof)  # robosuite's reset does not reset it
         return self._env.set_init_state(state)
 
     def step(self, action: NDArray[np.float64]) -> tuple[dict[str, Any], float, bool]:
         """Return robosuite's observation, the reward, and whether the task is done.
 
-        Raises SimulatorError where the physics diverged.
+        Raises SimulatorError if the physics diverged.
         """
         seen, reward, success, _ = self._env.step(action)
         if self._data.warning.number[_DIVERGED].any():
             raise SimulatorError("the physics of MuJoCo diverged (positions, velocities or accelerations not finite)")
         return seen, float(reward), bool(success)
 
-    def draw(self, camera: str) -> NDArray[np.uint8]:
-        """Return what a camera sees, [H, W, 3], upright with left and right exchanged.
+    def render(self, camera: str) -> NDArray[np.uint8]:
+        """Return the image of a camera, [H, W, 3], upright with left and right exchanged.
 
-        robosuite's images hang upside down and openvla-oft turns them by 180 degrees: this is what policies know.
+        robosuite's images are upside down and openvla-oft rotates them by 180 degrees: policies are trained on these.
         """
         size, called = self.image_size, f"{self.task.suite}/{self.task.name}"
-        image = artist().draw(called, self._model, self._data, camera=camera, height=size, width=size)
+        image = renderer().render(called, self._model, self._data, camera=camera, height=size, width=size)
         return image[:, ::-1]
 
     def close(self) -> None:
-        """Give the physics back."""
+        """Release the physics."""
         self._env.close()
 
 
 class Scenes:
-    """The scenes of this process that nobody plays, the last used last."""
+    """The idle scenes of this process, most recently used last."""
 
     def __init__(self) -> None:
         self._idle: OrderedDict[int, Scene] = OrderedDict()
 
-    def take(self, task: LiberoTask, *, image_size: int, drawing: Drawing) -> Scene:
-        """Return a scene of that task and those pictures, built where none is idle."""
+    def take(self, task: LiberoTask, *, image_size: int, rendering: Rendering) -> Scene:
+        """Return an idle scene of the task, image size and rendering, or build one."""
         for key, scene in reversed(self._idle.items()):
-            if (scene.task, scene.image_size, scene.drawing) == (task, image_size, drawing):
+            if (scene.task, scene.image_size, scene.rendering) == (task, image_size, rendering):
                 return self._idle.pop(key)
-        return Scene(task, image_size=image_size, drawing=drawing)
+        return Scene(task, image_size=image_size, rendering=rendering)
 
     def give_back(self, scene: Scene) -> None:
-        """Keep a scene for the next who plays its task; the one that has waited longest makes room."""
+        """Keep a scene for the next episode of its task; evicts the scene idle for longest."""
         self._idle[id(scene)] = scene
         if len(self._idle) > _MAX_IDLE:
             self._idle.popitem(last=False)[1].close()
@@ -165,14 +165,14 @@ def scenes() -> Scenes:
 
 
 MAX_BYTES = 64 * 2**20
-"""Size of the unpacked states of a task; 50 states of 1,000 numbers are 400 KB."""
+"""Maximum size of a task's unpacked states; 50 states of 1,000 numbers are 400 KB."""
 
 
 def read_states(path: Path) -> NDArray[np.float64]:
     """Return the initial states [50, n] of a task: MuJoCo's time, positions and velocities.
 
     The file is an archive of `torch.save` around the pickle of one numpy array; neither is loaded as such.
-    Raises UserError for a file that is not there or holds anything else.
+    Raises UserError for a file that does not exist or has other contents.
     """
     try:
         with zipfile.ZipFile(path) as archive:

@@ -1,4 +1,4 @@
-"""LIBERO: 130 tasks of a Panda arm on robosuite (`pip install hf-libero`), with pixels and words."""
+"""LIBERO: 130 tasks of a Panda arm on robosuite (`pip install hf-libero`), with images and instructions."""
 
 from __future__ import annotations
 
@@ -11,25 +11,25 @@ from numpy.typing import NDArray
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.inits import stored_state
-from cosmos_rl_vla.sims.libero.scene import Drawing, Scene, import_libero, scenes
+from cosmos_rl_vla.sims.libero.scene import Rendering, Scene, import_libero, scenes
 from cosmos_rl_vla.sims.libero.tasks import MAX_STEPS, find_task
 
 CAMERAS = ("agentview", "robot0_eye_in_hand", "frontview", "birdview", "sideview")
 
 HELD_OUT_STATES = 10
-"""Of the 50 stored initial states of a task: the last, which training never sees."""
+"""Number of a task's last stored initial states, of 50, that training never uses."""
 
 _ACTION_DIM, _STATE_DIM = 7, 8
-_STAND = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
-"""Do not move, hand open."""
+_NO_MOTION = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
+"""The action that keeps the arm where it is, gripper open."""
 
 
 class Libero(Worded):
     """The tasks of LIBERO, such as "libero_goal/open_the_middle_drawer_of_the_cabinet"; see Simulator.
 
-    Actions [7] in [-1, 1]: how far the hand moves along and turns about x, y and z, and the gripper (-1 opens).
-    State [8]: the hand's place [3], its turn as axis times angle [3], and the places of the two fingers.
-    The reward is 1 at the step that does the task, which ends the episode. `init` chooses one of 50 stored states.
+    Actions [7] in [-1, 1]: translation of the hand along and rotation about x, y and z, and the gripper (-1 opens).
+    State [8]: the hand's position [3], its rotation as axis times angle [3], and the positions of the two fingers.
+    The reward is 1 at the step that completes the task and ends the episode. `init` chooses one of 50 stored states.
     """
 
     def __init__(
@@ -39,12 +39,12 @@ class Libero(Worded):
         image_size: int = 256,
         max_steps: int | None = None,
         settle_steps: int = 10,
-        drawing: Drawing = "fast",
+        drawing: Rendering = "fast",
     ) -> None:
-        """`max_steps` takes the place of the suites' limits. Objects fall into place in `settle_steps` first.
+        """`max_steps` replaces the suites' limits. Objects settle during the first `settle_steps`.
 
-        `drawing`: "robosuite" gives its own pictures, "fast" leaves shadows, reflections and multisampling out.
-        Raises UserError for a camera or drawing that does not exist, and where LIBERO cannot be imported.
+        `drawing`: "robosuite" renders as robosuite does, "fast" without shadows, reflections and multisampling.
+        Raises UserError for an unknown camera or `drawing`, and if LIBERO cannot be imported.
         """
         for camera in cameras:
             if camera not in CAMERAS:
@@ -52,7 +52,7 @@ class Libero(Worded):
         if drawing not in ("fast", "robosuite"):
             raise UserError(f"simulator libero: drawing is fast or robosuite, not {drawing!r}")
         import_libero()
-        self._drawing: Drawing = drawing
+        self._rendering: Rendering = drawing
         self._cameras, self._size, self._settle, self._limit = tuple(cameras), image_size, settle_steps, max_steps
         self._scene: Scene | None = None
         self._seen: Mapping[str, Any] = {}
@@ -69,19 +69,19 @@ class Libero(Worded):
 
     @classmethod
     def instruction(cls, task: str) -> str:
-        """Return the sentence of a task, which its name is. Raises UserError for one that LIBERO does not have."""
+        """Return the instruction of a task, taken from its name. Raises UserError for one that LIBERO does not have."""
         return find_task(task).sentence
 
     def reset(self, task: str, init: int) -> None:
-        """Begin at the stored state that `init` stands for; see Simulator and `inits.stored_state`."""
+        """Begin at the stored state of `init`; see Simulator and `inits.stored_state`."""
         found = find_task(task)
         if self._scene is None or self._scene.task != found:
             self.close()
-            self._scene = scenes().take(found, image_size=self._size, drawing=self._drawing)
+            self._scene = scenes().take(found, image_size=self._size, rendering=self._rendering)
         states = self._scene.states
         self._seen = self._scene.reset(states[stored_state(init, states=len(states), held_out=HELD_OUT_STATES)])
         for _ in range(self._settle):
-            self._seen, _, _ = self._scene.step(_STAND)
+            self._seen, _, _ = self._scene.step(_NO_MOTION)
         self._steps = 0
 
     def step(self, action: NDArray[np.float32]) -> Stepped:
@@ -96,7 +96,7 @@ class Libero(Worded):
     def observe(self) -> Observation:
         """Render the cameras; see Simulator."""
         assert self._scene is not None, "reset comes first"
-        images = {camera: self._scene.draw(camera) for camera in self._cameras}
+        images = {camera: self._scene.render(camera) for camera in self._cameras}
         parts = (
             self._seen["robot0_eef_pos"],
             axis_angle(self._seen["robot0_eef_quat"]),
@@ -105,14 +105,14 @@ class Libero(Worded):
         return Observation(images=images, state=np.concatenate(parts).astype(np.float32))
 
     def close(self) -> None:
-        """Leave the scene to the next who plays its task in this process."""
+        """Return the scene to this process's idle ones, for the next episode of its task."""
         if self._scene is not None:
             scenes().give_back(self._scene)
             self._scene = None
 
 
 def axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the turn [3], axis times angle in [0, 2 pi], of a unit quaternion (x, y, z, w); zeros for none."""
+    """Return the rotation [3], axis times angle in [0, 2 pi], of a unit quaternion (x, y, z, w); zeros for none."""
     w = float(np.clip(quaternion[3], -1.0, 1.0))
     length = np.sqrt(1.0 - w * w)
     if np.isclose(length, 0.0):

@@ -1,4 +1,4 @@
-"""LIBERO's 130 tasks: five suites, whose names of tasks are their sentences."""
+"""LIBERO's 130 tasks in five suites; a task's name is its instruction."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ MAX_STEPS = {
     "libero_10": 520,
     "libero_90": 400,
 }
-"""Steps after which openvla-oft ends an episode: somewhat more than the longest demonstration of the suite."""
+"""Step limits of openvla-oft by suite: somewhat more than the longest demonstration."""
 
 _SCENE = re.compile(r"^[A-Z_]+SCENE\d+_")
-"""What the names of libero_10 and libero_90 begin with."""
+"""Prefix of the task names of libero_10 and libero_90."""
 
 
 class LiberoTask(NamedTuple):
-    """A task by its suite and its name there."""
+    """A task: its suite and its name in it."""
 
     suite: str
     name: str
 
     @property
     def sentence(self) -> str:
-        """Return what to tell the policy."""
+        """Return the instruction."""
         return _SCENE.sub("", self.name).replace("_", " ")
 
 

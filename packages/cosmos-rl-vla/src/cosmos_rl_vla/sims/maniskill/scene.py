@@ -1,4 +1,4 @@
-"""Copies of one of ManiSkill's tasks that step together: one with physics on the processor, many on a GPU."""
+"""Copies of one ManiSkill task that step together: one with physics on the CPU, many on a GPU."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from cosmos_rl_vla.sims.maniskill.tasks import BUILT_ANEW, instruction
 Device = Literal["cpu", "gpu"]
 
 CONTROL = {"pd_ee_delta_pose": 7, "pd_ee_delta_pos": 4, "pd_joint_delta_pos": 8}
-"""Modes of control of the Panda arm, and their dimensions of action."""
+"""Control modes of the Panda arm, and their action dimensions."""
 CAMERAS = ("base_camera", "hand_camera")
 _ROBOTS = {False: "panda", True: "panda_wristcam"}
-"""By whether the hand has a camera."""
+"""Robot by whether it has a hand camera."""
 _STATE_DIM = 9 + 7
 _SEEDS = 2**32
-"""Seeds of numpy's RandomState, which ManiSkill draws with, are below."""
+"""Upper bound of seeds of numpy's RandomState, which ManiSkill uses."""
 _NO_VULKAN = (
-    "no Vulkan device to draw with: install the GPU's Vulkan driver, or on a machine without one Mesa's lavapipe 24.3 "
-    "or newer (bookworm-backports: apt-get install -t bookworm-backports mesa-vulkan-drivers libvulkan1) and set "
+    "no Vulkan device to render with: install the GPU's Vulkan driver, or on a machine without one Mesa's lavapipe "
+    "24.3 or newer (bookworm-backports: apt-get install -t bookworm-backports mesa-vulkan-drivers libvulkan1) and set "
     "VK_DRIVER_FILES to its lvp_icd.json"
 )
 _NO_DEVICE = {
-    "cuda": "physics on a GPU needs one of NVIDIA's; take maniskill, whose physics is on the processor",
+    "cuda": "physics on a GPU needs an NVIDIA GPU; use maniskill, whose physics is on the CPU",
     "device": _NO_VULKAN,
     "vk::": _NO_VULKAN,
 }
-"""What to do, by what SAPIEN says."""
+"""Remedy by a part of SAPIEN's error message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Look:
-    """How a scene is shown and driven; checked when made."""
+class SceneOptions:
+    """Cameras, control mode and reward of a scene; validated on construction."""
 
     cameras: Sequence[str] = ("base_camera",)
     image_size: int = 128
@@ -72,7 +72,7 @@ class Look:
 
 
 def import_maniskill() -> None:
-    """Import ManiSkill. Raises UserError where it is not installed."""
+    """Import ManiSkill. Raises UserError if it is not installed."""
     try:
         importlib.import_module("mani_skill.envs")
     except ImportError as error:
@@ -85,23 +85,23 @@ def import_maniskill() -> None:
 class Scene:
     """`copies` of a task. An episode depends on its seed alone, whichever copy it runs in.
 
-    The state [16] of a copy: the arm's joints [9] and the pose of its hand, place [3] and quaternion [4].
+    The state [16] of a copy: the arm's joints [9] and the pose of its hand, position [3] and quaternion [4].
     """
 
-    def __init__(self, task: str, *, look: Look, copies: int, physics: Device, render: Device) -> None:
+    def __init__(self, task: str, *, options: SceneOptions, copies: int, physics: Device, render: Device) -> None:
         """Build them, which takes seconds; several only with physics on the GPU.
 
-        Raises UserError for what ManiSkill refuses and a missing Vulkan driver.
+        Raises UserError for options that ManiSkill refuses and a missing Vulkan driver.
         """
         instruction(task)
         if copies > 1 and task in BUILT_ANEW:
             raise UserError(
-                f"{task} draws sizes of objects and cannot run on a GPU's copies of one scene: use maniskill"
+                f"{task} randomises sizes of objects and cannot run on a GPU's copies of one scene: use maniskill"
             )
         self._torch: Any = importlib.import_module("torch")
-        self.task, self._look, self._copies = task, look, copies
-        self._env = _make(task, look, copies, physics=physics, render=render)
-        for hidden in self._env._hidden_objects:  # goals: the sentence speaks of them, so they have to be seen
+        self.task, self._options, self._copies = task, options, copies
+        self._env = _make(task, options, copies, physics=physics, render=render)
+        for hidden in self._env._hidden_objects:  # goals: instructions name them, so they must be visible
             hidden.show_visual()
         self._env._hidden_objects.clear()
         self._env._obs_mode = "none"  # steps render nothing
@@ -109,7 +109,7 @@ class Scene:
         self._seen: Mapping[str, Any] | None = None
 
     def reset(self, copy: int, *, init: int) -> None:
-        """Begin an episode in one of the copies; the others stand as they stood."""
+        """Begin an episode in one of the copies; the others keep their state."""
         seed = init % _SEEDS
         idle = self._others([copy])
         before = self._env.get_state_dict() if idle else None
@@ -117,13 +117,13 @@ class Scene:
         options = {"env_idx": chosen} if self._copies > 1 else None
         self._env.reset(
             seed=[seed] * self._copies, options=options
-        )  # one seed for all: a copy's place is no part of it
+        )  # one seed for all copies: an episode does not depend on the copy's index
         self._put_back(before, idle)
         self._steps[copy] = 0
         self._seen = None
 
     def step(self, copies: Sequence[int], actions: NDArray[np.float32]) -> list[Stepped]:
-        """Execute actions [len(copies), D]; the physics of the other copies is put back to where it was."""
+        """Execute actions [len(copies), D]; the physics of the other copies is restored."""
         torch, env = self._torch, self._env
         whole = np.zeros((self._copies, actions.shape[1]), np.float32)
         whole[list(copies)] = np.clip(actions, -1, 1)
@@ -138,16 +138,16 @@ class Scene:
             Stepped(
                 reward=float(rewards[copy]),
                 terminated=bool(terminated[copy]),
-                truncated=not terminated[copy] and bool(self._steps[copy] >= self._look.max_steps),
+                truncated=not terminated[copy] and bool(self._steps[copy] >= self._options.max_steps),
                 success=bool(success[copy]),
             )
             for copy in copies
         ]
 
     def observe(self, copy: int) -> Observation:
-        """Return what a copy shows. One moment is rendered once for all copies."""
+        """Return the observation of a copy. Images of one moment are rendered once for all copies."""
         seen = self._seen = self._seen or self._look_at_all()
-        images = {name: _array(seen["sensor_data"][name]["rgb"][copy]) for name in self._look.cameras}
+        images = {name: _array(seen["sensor_data"][name]["rgb"][copy]) for name in self._options.cameras}
         parts = (seen["agent"]["qpos"][copy], seen["extra"]["tcp_pose"][copy])
         return Observation(images=images, state=np.concatenate([_array(part) for part in parts]).astype(np.float32))
 
@@ -158,14 +158,14 @@ class Scene:
         return seen
 
     def close(self) -> None:
-        """Give the physics back."""
+        """Release the physics."""
         self._env.close()
 
     def _others(self, copies: Sequence[int]) -> list[int]:
         return sorted(set(range(self._copies)) - set(copies))
 
     def _put_back(self, before: Mapping[str, Any] | None, idle: list[int]) -> None:
-        """Return copies to an earlier state of the physics."""
+        """Restore an earlier state of the physics for the idle copies."""
         if before is not None:
             chosen = self._torch.tensor(idle, device=self._env.device)
             bodies = {kind: before[kind] for kind in ("actors", "articulations") if kind in before}
@@ -173,7 +173,7 @@ class Scene:
             self._env.set_state_dict(rows, chosen)
 
 
-def _make(task: str, look: Look, copies: int, *, physics: Device, render: Device) -> Any:
+def _make(task: str, options: SceneOptions, copies: int, *, physics: Device, render: Device) -> Any:
     import_maniskill()
     import gymnasium
 
@@ -182,10 +182,10 @@ def _make(task: str, look: Look, copies: int, *, physics: Device, render: Device
             task,
             num_envs=copies,
             obs_mode="rgb",
-            control_mode=look.control,
-            reward_mode=look.reward,
-            robot_uids=_ROBOTS["hand_camera" in look.cameras],
-            sensor_configs={"width": look.image_size, "height": look.image_size},
+            control_mode=options.control,
+            reward_mode=options.reward,
+            robot_uids=_ROBOTS["hand_camera" in options.cameras],
+            sensor_configs={"width": options.image_size, "height": options.image_size},
             sim_backend="physx_cpu" if physics == "cpu" else "physx_cuda",
             render_backend=render,
         )

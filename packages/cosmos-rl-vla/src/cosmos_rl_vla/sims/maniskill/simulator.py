@@ -1,4 +1,4 @@
-"""ManiSkill: tasks of a Panda arm on SAPIEN (`pip install mani-skill`), with pixels and words."""
+"""ManiSkill: tasks of a Panda arm on SAPIEN (`pip install mani-skill`), with images and instructions."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import BatchSimulator, Observation, SimSpec, Stepped, Worded
-from cosmos_rl_vla.sims.maniskill.scene import Device, Look, Scene, import_maniskill
+from cosmos_rl_vla.sims.maniskill.scene import Device, Scene, SceneOptions, import_maniskill
 from cosmos_rl_vla.sims.maniskill.tasks import instruction
 
 
 class ManiSkill(Worded):
-    """Tasks of ManiSkill with physics on the processor; see Simulator.
+    """Tasks of ManiSkill with physics on the CPU; see Simulator.
 
-    Actions [7] in [-1, 1]: how far the hand moves along and turns about x, y and z, and the gripper (1 opens).
-    State [16]: the joints [9], and the hand's place [3] and quaternion [4]. Goals are drawn. Success and
+    Actions [7] in [-1, 1]: translation of the hand along and rotation about x, y and z, and the gripper (1 opens).
+    State [16]: the joints [9], and the hand's position [3] and quaternion [4]. Goals are rendered. Success and
     failure end the episode.
     """
 
-    def __init__(self, *, render: Device = "cpu", **look: Any) -> None:
-        """Draw with `render`. `look`: see Look. Raises UserError where ManiSkill is not installed, and as Look does."""
+    def __init__(self, *, render: Device = "cpu", **options: Any) -> None:
+        """`render`: device of rendering. `options`: of SceneOptions.
+
+        Raises UserError if ManiSkill is not installed, and for invalid options.
+        """
         if render not in ("cpu", "gpu"):
             raise UserError(f"simulator maniskill: render is cpu or gpu, not {render!r}")
-        self._look = Look(**look)
+        self._options = SceneOptions(**options)
         self._render: Device = render
         import_maniskill()
         self._scenes: dict[str, Scene] = {}
@@ -34,17 +37,17 @@ class ManiSkill(Worded):
 
     @property
     def spec(self) -> SimSpec:
-        return self._look.spec
+        return self._options.spec
 
     @classmethod
     def instruction(cls, task: str) -> str:
-        """Return what to do. Raises UserError for a task that is not among those of ManiSkill on a table."""
+        """Return the instruction of a task. Raises UserError for one outside ManiSkill's table-top tasks."""
         return instruction(task)
 
     def reset(self, task: str, init: int) -> None:
-        """Lay out the task as `init`, any integer, decides; see Simulator."""
+        """Lay out the task with `init`, any integer, as the seed; see Simulator."""
         if task not in self._scenes:
-            self._scenes[task] = Scene(task, look=self._look, copies=1, physics="cpu", render=self._render)
+            self._scenes[task] = Scene(task, options=self._options, copies=1, physics="cpu", render=self._render)
         self._scene = self._scenes[task]
         self._scene.reset(0, init=init)
 
@@ -59,17 +62,17 @@ class ManiSkill(Worded):
         return self._scene.observe(0)
 
     def close(self) -> None:
-        """Give all scenes back."""
+        """Release all scenes."""
         for scene in self._scenes.values():
             scene.close()
 
 
 class ManiSkillBatch(BatchSimulator, Worded):
-    """One task of ManiSkill in all slots, stepped and drawn by a GPU together; see BatchSimulator and ManiSkill."""
+    """One task of ManiSkill in all slots, stepped and rendered together on a GPU; see BatchSimulator and ManiSkill."""
 
-    def __init__(self, *, slots: int, task: str, **look: Any) -> None:
-        """`task`: the one that is played. `look`: see Look. Raises UserError as ManiSkill does, and without a GPU."""
-        self._scene = Scene(task, look=(made := Look(**look)), copies=slots, physics="gpu", render="gpu")
+    def __init__(self, *, slots: int, task: str, **options: Any) -> None:
+        """`task`: of all slots. `options`: of SceneOptions. Raises UserError as ManiSkill, and without a GPU."""
+        self._scene = Scene(task, options=(made := SceneOptions(**options)), copies=slots, physics="gpu", render="gpu")
         self.spec = made.spec
 
     @classmethod
@@ -91,9 +94,9 @@ class ManiSkillBatch(BatchSimulator, Worded):
         return self._scene.step(slots, actions)
 
     def observe(self, slot: int) -> Observation:
-        """Return what a slot shows; see BatchSimulator."""
+        """Return the observation of a slot; see BatchSimulator."""
         return self._scene.observe(slot)
 
     def close(self) -> None:
-        """Give the physics back."""
+        """Release the physics."""
         self._scene.close()

@@ -1,4 +1,4 @@
-"""ManiSkill's tasks on a table, in words: those whose robots, objects and goals come with its wheel."""
+"""Instructions of ManiSkill's table-top tasks whose robots, objects and goals are in its wheel."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ INSTRUCTIONS = {
     "StackCube-v1": "put the red cube on the green cube",
     "StackPyramid-v1": "build a pyramid of the three cubes",
 }
-"""One sentence for each."""
+"""One sentence per task."""
 
 BUILT_ANEW = frozenset({"PegInsertionSide-v1"})
-"""Tasks that draw sizes of objects, so that each episode has a scene of its own."""
+"""Tasks that randomise sizes of objects, so that each episode needs a scene of its own."""
 
 
 def instruction(task: str) -> str:
-    """Return the sentence of a task. Raises UserError for one that is not among them."""
+    """Return the instruction of a task. Raises UserError for an unknown one."""
     if task not in INSTRUCTIONS:
         near = difflib.get_close_matches(task, INSTRUCTIONS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"tasks: {', '.join(INSTRUCTIONS)}"

@@ -1,4 +1,4 @@
-"""A scene of MetaWorld: its physics, brought back to one and the same state before each episode."""
+"""A scene of MetaWorld: its physics, reset to the same state before each episode."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from numpy.typing import NDArray
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import SimulatorError
 from cosmos_rl_vla.sims.gl import choose_gl
-from cosmos_rl_vla.sims.rendering import artist, lighten
+from cosmos_rl_vla.sims.rendering import lighten, renderer
 
 _CORNER2_PLACE = (0.75, 0.075, 0.7)
-"""Where lerobot and RLinf have the camera; MetaWorld's own stands further off."""
+"""Camera position of lerobot and RLinf; MetaWorld's own is further away."""
 _DIVERGED = slice(4, 7)
 """mjWARN_BADQPOS, mjWARN_BADQVEL, mjWARN_BADQACC"""
 _MAX_IDLE = 8
-"""Scenes kept beside those that are played, about 25 MB each."""
+"""Maximum number of idle scenes, about 25 MB each."""
 
 
 class Kind(NamedTuple):
-    """What makes two scenes exchangeable."""
+    """The key of interchangeable scenes."""
 
     task: str
     image_size: int
@@ -33,11 +33,11 @@ class Kind(NamedTuple):
 
 
 def import_metaworld() -> None:
-    """Import MetaWorld, drawing off-screen; warnings of MuJoCo's become errors here and leave no file behind.
+    """Import MetaWorld for off-screen rendering; `Scene.step` turns MuJoCo's warnings into errors without a log file.
 
-    Raises UserError where MetaWorld or OpenGL is not installed.
+    Raises UserError if MetaWorld or OpenGL is not installed.
     """
-    choose_gl(os.environ)  # before MuJoCo is imported, which looks for it
+    choose_gl(os.environ)  # before MuJoCo is imported, which reads MUJOCO_GL
     try:
         import metaworld  # noqa: F401
     except ImportError as error:
@@ -48,15 +48,15 @@ def import_metaworld() -> None:
 
 
 def _leave_no_file(warning: str) -> None:
-    """Take the place of MuJoCo's writer of MUJOCO_LOG.TXT; `Scene.step` reads the counts of warnings."""
+    """Replace MuJoCo's writer of MUJOCO_LOG.TXT; `Scene.step` reads the counts of warnings."""
 
 
 class Scene:
     """One task's physics.
 
-    MetaWorld carries things from one episode to the next (where the last one put bodies of the model, the previous
-    observation, what a reward remembers), so all that an episode changes is put back first: an episode depends on
-    its seed alone.
+    MetaWorld carries state from one episode to the next (positions of the model's bodies, the previous observation,
+    attributes of rewards), so everything that an episode changes is restored first: an episode depends on its seed
+    alone.
     """
 
     def __init__(self, kind: Kind) -> None:
@@ -65,11 +65,11 @@ class Scene:
         self._mujoco: Any = importlib.import_module("mujoco")  # whose stubs leave most of it out
         self.kind = kind
         self._env: Any = ALL_V3_ENVIRONMENTS[f"{kind.task}-v3"]()
-        self._env._set_task_called = True  # the task is what reset draws, not one of a benchmark's list
+        self._env._set_task_called = True  # reset samples the task, in place of a benchmark's list
         self._env._freeze_rand_vec = False
         self._env.seeded_rand_vec = True
-        self._env._partially_observable = False  # scripted policies look at the goal
-        self._env.__dict__.pop("sawyer_observation_space", None)  # which was made for the former
+        self._env._partially_observable = False  # scripted policies read the goal
+        self._env.__dict__.pop("sawyer_observation_space", None)  # cached for the partially observable one
         self._model, self._data = self._env.model, self._env.data
         lighten(self._model, height=kind.image_size, width=kind.image_size)
         camera = self._model.camera("corner2")
@@ -94,35 +94,35 @@ class Scene:
     def step(self, action: NDArray[np.float32]) -> tuple[NDArray[np.float64], float, bool]:
         """Return the observation [39], the shaped reward, and whether the task is done.
 
-        Raises SimulatorError where the physics diverged: MuJoCo goes on from its first state then.
+        Raises SimulatorError if the physics diverged: MuJoCo then continues from its first state.
         """
         full, reward, _, _, info = self._env.step(action)
         if self._data.warning.number[_DIVERGED].any():
             raise SimulatorError("the physics of MuJoCo diverged (positions, velocities or accelerations not finite)")
         return full, float(reward), info["success"] > 0
 
-    def draw(self, camera: str) -> NDArray[np.uint8]:
-        """Return what a camera sees, [H, W, 3]."""
+    def render(self, camera: str) -> NDArray[np.uint8]:
+        """Return the image of a camera, [H, W, 3]."""
         size = self.kind.image_size
-        image = artist().draw(self._env.model_name, self._model, self._data, camera=camera, height=size, width=size)
-        return image[::-1, ::-1] if camera.startswith("corner") else image  # those hang upside down
+        image = renderer().render(self._env.model_name, self._model, self._data, camera=camera, height=size, width=size)
+        return image[::-1, ::-1] if camera.startswith("corner") else image  # the corner cameras are upside down
 
 
 def _is_memory(value: object) -> bool:
-    """Whether an attribute is a plain value of the environment's own; a view of the physics' arrays is not."""
+    """Whether an attribute is a plain value of the environment, not a view of the physics' arrays."""
     if isinstance(value, np.ndarray):
         return bool(value.flags.owndata)
     return value is None or isinstance(value, bool | int | float | str | tuple | list | dict)
 
 
 class Scenes:
-    """The scenes of this process that nobody plays, the last used last."""
+    """The idle scenes of this process, most recently used last."""
 
     def __init__(self) -> None:
         self._idle: list[Scene] = []
 
     def take(self, kind: Kind) -> Scene:
-        """Return a scene of that kind, built where none is idle."""
+        """Return an idle scene of that kind, or build one."""
         for scene in reversed(self._idle):
             if scene.kind == kind:
                 self._idle.remove(scene)
@@ -130,7 +130,7 @@ class Scenes:
         return Scene(kind)
 
     def give_back(self, scene: Scene) -> None:
-        """Keep a scene for the next who takes one of its kind."""
+        """Keep a scene for the next episode of its kind."""
         self._idle = [*self._idle, scene][-_MAX_IDLE:]
 
 

@@ -1,4 +1,4 @@
-"""MetaWorld: fifty tasks of a Sawyer arm on MuJoCo (`pip install metaworld`), with pixels and words."""
+"""MetaWorld: fifty tasks of a Sawyer arm on MuJoCo (`pip install metaworld`), with images and instructions."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ _STEP_LIMIT = 500
 _PROPRIOCEPTION = 4
 _FULL = 39
 _OBJECTS = [4, 5, 6, 11, 12, 13]
-"""Places of the two objects among them."""
+"""Indices of the two objects' positions in the state."""
 
 
 class MetaWorld:
     """The tasks of MetaWorld; see Simulator.
 
-    Actions [4]: how far the hand moves along x, y and z (1 is one centimetre), and the gripper's effort.
-    State: the hand's place [3] and how far the gripper is open; with state="full" MetaWorld's 39 numbers, which
-    hold the places of objects and goal. The reward is MetaWorld's shaped one, 0 to 10; success ends the episode.
-    Camera corner2 stands where lerobot and RLinf have it, upright, with a narrower angle: all objects are in view.
+    Actions [4]: translation of the hand along x, y and z (1 is one centimetre), and the gripper's effort.
+    State: the hand's position [3] and the gripper's opening; with state="full" MetaWorld's 39 numbers, which
+    include the positions of objects and goal. The reward is MetaWorld's shaped one, 0 to 10; success ends the episode.
+    Camera corner2 has the position of lerobot and RLinf, upright, with a narrower angle: all objects are in view.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MetaWorld:
         max_steps: int = 100,
         state: Literal["proprioception", "full"] = "proprioception",
     ) -> None:
-        """`fovy` is corner2's angle in degrees. Raises UserError for options that do not exist or fit."""
+        """`fovy` is corner2's angle in degrees. Raises UserError for invalid options."""
         for camera in cameras:
             if camera not in CAMERAS:
                 raise UserError(f"simulator metaworld has no camera {camera!r}; cameras: {', '.join(CAMERAS)}")
@@ -68,11 +68,11 @@ class MetaWorld:
         )
 
     def instruction(self, task: str) -> str:
-        """Return what to do. Raises UserError for a task that MetaWorld does not have."""
+        """Return the instruction of a task. Raises UserError for one that MetaWorld does not have."""
         return instruction(task)
 
     def reset(self, task: str, init: int) -> None:
-        """Lay out the task as `init`, any integer, decides; see Simulator."""
+        """Lay out the task with `init`, any integer, as the seed; see Simulator."""
         instruction(task)
         kind = Kind(task, self._size, self._fovy)
         if self._scene is None or self._scene.kind != kind:
@@ -92,27 +92,27 @@ class MetaWorld:
     def observe(self) -> Observation:
         """Render the cameras; see Simulator."""
         assert self._scene is not None, "reset comes first"
-        images = {camera: self._scene.draw(camera) for camera in self._cameras}
+        images = {camera: self._scene.render(camera) for camera in self._cameras}
         return Observation(images=images, state=self._full[self._numbers].astype(np.float32))
 
     def full_state(self) -> NDArray[np.float64]:
-        """Return MetaWorld's own observation [39], with the places of objects and goal."""
+        """Return MetaWorld's own observation [39], with the positions of objects and goal."""
         return self._full.copy()
 
     def privileged(self) -> NDArray[np.float32]:
-        """Return the places [6] of the two objects, zeros for one that a task lacks: what only the picture tells."""
+        """Return the positions [6] of the two objects, zeros for one that a task lacks."""
         return self._full[_OBJECTS].astype(np.float32)
 
     def expert_action(self) -> NDArray[np.float32]:
-        """Return the action [4] of MetaWorld's scripted policy for this moment."""
+        """Return the action [4] of MetaWorld's scripted policy in the current state."""
         assert self._scene is not None, "reset comes first"
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that it asks for more than one centimetre, which is clipped
+            warnings.simplefilter("ignore")  # actions above one centimetre are clipped with a warning
             action = expert(self._scene.kind.task).get_action(self._full)
         return np.clip(action, -1, 1).astype(np.float32)
 
     def close(self) -> None:
-        """Leave the scene to the next who plays its task in this process."""
+        """Return the scene to this process's idle ones, for the next episode of its task."""
         if self._scene is not None:
             scenes().give_back(self._scene)
             self._scene = None

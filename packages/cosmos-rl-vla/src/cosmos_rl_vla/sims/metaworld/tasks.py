@@ -1,4 +1,4 @@
-"""MetaWorld's tasks in words."""
+"""Instructions of MetaWorld's tasks."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ INSTRUCTIONS = {
 
 
 def instruction(task: str) -> str:
-    """Return the sentence of a task. Raises UserError for one that MetaWorld does not have."""
+    """Return the instruction of a task. Raises UserError for one that MetaWorld does not have."""
     if task not in INSTRUCTIONS:
         near = difflib.get_close_matches(task, INSTRUCTIONS, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"tasks: {', '.join(INSTRUCTIONS)}"

@@ -1,4 +1,4 @@
-"""A chunk: up to H steps that follow one decision."""
+"""A chunk: up to H steps after one decision."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from cosmos_rl_vla.sims.base import SimulatorError, Stepped
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChunkResult:
-    """What H actions of one decision gave. Substeps after the first that ended the episode were not executed."""
+    """Results of the H actions of one decision. Substeps after the first that ended the episode were not executed."""
 
     rewards: NDArray[np.float32]
-    """[H], 0 where nothing was executed."""
+    """[H], 0 for substeps not executed."""
     valid: NDArray[np.bool_]
     """[H], the executed substeps: ones, then zeros."""
     terminated: bool
     """The last executed substep ended the episode."""
     truncated: bool
-    """The last executed substep was the last allowed; the observation after it is the true final one."""
+    """The last executed substep was at the step limit; the observation after it is the final one."""
     success: bool
     """The task was done at an executed substep."""
 
@@ -53,9 +53,9 @@ def run_chunks(
     slots: Sequence[int],
     actions: NDArray[np.float32],
 ) -> list[ChunkResult | SimulatorError]:
-    """Execute actions [n, H, D] in n slots side by side; a slot whose episode is over takes no further part.
+    """Execute actions [n, H, D] in n slots side by side; a slot whose episode is over is not stepped further.
 
-    A slot that broke, or gave a reward that is not finite, gets the error in place of its result.
+    The result of a slot that broke, or returned a reward that is not finite, is the error.
     """
     tallies = [_Tally(actions.shape[1]) for _ in slots]
     broken: dict[int, SimulatorError] = {}

@@ -1,4 +1,4 @@
-"""One group of slots in a pool: its process, the commands not answered yet, and whether the process still moves."""
+"""One group of slots in a pool: its process, its pending commands, and the detection of a hang."""
 
 from __future__ import annotations
 
@@ -46,26 +46,26 @@ _LAST_LINES = 40
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """A slot has answered: its observation is in the pool's arrays, and stays until the slot's next command."""
+    """A slot has replied: its observation is in the pool's arrays until the slot's next command."""
 
     slot: int
     result: ChunkResult | None
-    """What the chunk gave; None for an episode that has just begun."""
+    """Result of the chunk; None for an episode that has just begun."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lost:
-    """The episode of a slot is gone; the slot can begin another at once."""
+    """The episode of a slot is lost; the slot can begin another at once."""
 
     slot: int
     reason: str
     final: bool = False
-    """True: the same episode would be lost again (a task that does not exist); False: worth another attempt."""
+    """True: repeating the episode would fail again (an unknown task). False: it may be repeated."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """For how long a process may stay in one call, in seconds."""
+    """Time limits of one call in a process, in seconds."""
 
     start_s: float
     reset_s: float
@@ -73,16 +73,16 @@ class Limits:
 
 
 class Dead(Exception):
-    """The process of a group cannot be used any more. Says why."""
+    """The process of a group cannot be used any more. Its text is the reason."""
 
 
 class GroupProcess:
-    """A process that was started, and the connection to it."""
+    """A started process and the connection to it."""
 
     def __init__(self, *, memory: int, python: str | None) -> None:
-        """Start it; `memory` is the descriptor of the pool's. Raises UserError for a `python` that cannot be run."""
-        self.last_words = ""
-        """The last lines it printed; known once it has ended."""
+        """Start it; `memory` is the descriptor of the pool's memory. Raises UserError if `python` cannot be run."""
+        self.last_output = ""
+        """The last lines it printed; set once it has ended."""
         self._log = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `kill`; a pipe would block when nobody reads
         try:
             self.child, ours = ChildProcess.connected(
@@ -97,27 +97,27 @@ class GroupProcess:
         self.connection = BlockingConnection(ours, decode=Reply)
 
     def send(self, command: Command) -> None:
-        """Send a command. To a process that is dead nothing is sent: `receive` raises ConnectionClosed."""
+        """Send a command. Does nothing for a dead process: `receive` then raises ConnectionClosed."""
         with suppress(ConnectionClosed):
             self.connection.send(command)
 
     def end(self, *, grace_s: float) -> str:
-        """Wait for its end, kill it with all that it has started, and return how it ended."""
+        """Wait for its end, kill it and its children, and return a description of how it ended."""
         self.connection.close()
         self.child.wait(grace_s)
         self.child.kill()
         status = self.child.wait()
         if not self._log.closed:
-            self.last_words = last_lines(self._log, count=_LAST_LINES)
+            self.last_output = last_lines(self._log, count=_LAST_LINES)
             self._log.close()
         return status
 
 
 def _environment(*, own: bool) -> Mapping[str, str]:
-    """Return the variables of a simulator's process; one with its `own` Python imports of ours these packages alone."""
+    """Return a simulator process's environment; with its `own` Python, only these packages of ours are importable."""
     packages = [str(Path(cosmos_rl_core.__path__[0]).parent), str(Path(__file__).parents[3])]
     path = list(dict.fromkeys(packages)) if own else [str(Path(folder).resolve()) for folder in sys.path]
-    threads = {"OMP_NUM_THREADS": "1"}  # processes share the cores already
+    threads = {"OMP_NUM_THREADS": "1"}  # the processes already use all cores
     return {**threads, **os.environ, "PYTHONPATH": os.pathsep.join(path), "PYTHONUNBUFFERED": "1"}
 
 
@@ -126,7 +126,7 @@ class Group:
 
     group.start(slot, task, init); group.run(slots, actions)
     events = group.receive()            # when group.connection is readable; Dead where the process failed
-    events = group.bury(reason)         # what it ran is lost; then group.spawn()
+    events = group.discard(reason)         # what it ran is lost; then group.spawn()
     """
 
     def __init__(self, first: int, *, make: Make, limits: Limits, memory: int, python: str | None) -> None:
@@ -141,13 +141,13 @@ class Group:
         self.faults = 0
         """Episodes or processes lost since a chunk last succeeded."""
         self.fault = ""
-        """The last of them."""
-        self.last_words = ""
-        """What the last process that was replaced printed at its end."""
+        """Text of the last fault."""
+        self.last_output = ""
+        """The last lines printed by the process replaced last."""
         self.spawn()
 
     def spawn(self) -> None:
-        """Start a process, the first or the next."""
+        """Start a process, the first or a replacement."""
         self.process = GroupProcess(memory=self._memory, python=self._python)
         self._unanswered: deque[Sequence[int]] = deque()
         self._running: set[int] = set()
@@ -159,7 +159,7 @@ class Group:
             self.process.send(self._attach)
 
     def attach(self, memory: ObservationMemory, *, spec: SimSpec, groups: int) -> None:
-        """Tell this and all later processes where to write what their simulators see."""
+        """Send this and all later processes the memory to write observations to."""
         number = self._first // self._make.slots
         self._pulse = memory.pulses[number]
         self._attach = Attach(spec=spec, group=number, groups=groups)
@@ -167,7 +167,7 @@ class Group:
 
     @property
     def awaited(self) -> bool:
-        """Whether an answer is due."""
+        """Whether a reply is due."""
         return bool(self._unanswered)
 
     def start(self, slot: int, *, task: str, init: int) -> None:
@@ -188,7 +188,7 @@ class Group:
         self._unanswered.append(slots)
 
     def receive(self) -> list[Ready | Lost]:
-        """Take one answer. Raises Dead, and UserError where the simulators cannot be built as asked."""
+        """Receive one reply. Raises Dead, and UserError if the simulators cannot be built with these options."""
         try:
             reply: Reply = self.process.connection.receive()
         except ConnectionClosed:
@@ -214,7 +214,7 @@ class Group:
             raise Dead(reply.reason)
         assert isinstance(reply, Made)
         if self.spec not in (None, reply.spec):
-            raise UserError(f"simulator {self._make.simulator!r} was {self.spec}; when built again it is {reply.spec}")
+            raise UserError(f"simulator {self._make.simulator!r} was {self.spec}; built again it is {reply.spec}")
         self.spec, self._building = reply.spec, False
 
     def _event(self, slot: int, outcome: Began | Chunked | Broke) -> Ready | Lost:
@@ -233,8 +233,8 @@ class Group:
     def _blame(self, reason: str) -> None:
         self.faults, self.fault = self.faults + 1, reason
 
-    def patience_s(self) -> float:
-        """Return after how long to look again whether the process still moves; at or below 0 it hangs."""
+    def time_left_s(self) -> float:
+        """Return the seconds until the next check for progress; at or below 0 the process hangs."""
         if not self._building and not self._unanswered:
             return math.inf
         count, phase = (int(number) for number in self._pulse)
@@ -244,7 +244,7 @@ class Group:
         return min(left, self._limits.reset_s, self._limits.step_s)  # by then it may be in a call of another limit
 
     def hung(self) -> str:
-        """Return what a process without patience left has not finished."""
+        """Return the error of a hung process, with the limit that it exceeded."""
         limit, name = self._limit(int(self._pulse[1]))
         return f"the simulator took longer for a {name} than {name}_timeout_s = {limit:g}"
 
@@ -255,10 +255,10 @@ class Group:
             return self._limits.reset_s, "reset"
         return self._limits.step_s, "step"
 
-    def bury(self, reason: str) -> list[Ready | Lost]:
-        """Kill the process. What it ran is lost; `spawn` starts another."""
+    def discard(self, reason: str) -> list[Ready | Lost]:
+        """Kill the process and return its lost episodes; `spawn` starts another."""
         self.process.end(grace_s=0)
-        self.last_words = self.process.last_words
+        self.last_output = self.process.last_output
         self._blame(reason)
         self._pulse[:] = 0
         return [Lost(slot=slot, reason=reason) for slot in sorted(self._running)]

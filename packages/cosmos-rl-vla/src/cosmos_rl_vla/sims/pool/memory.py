@@ -1,6 +1,6 @@
-"""The memory that a pool and its simulators share: observations of all slots, and a pulse of each process.
+"""Shared memory of a pool and its simulators: observations of all slots, and a progress counter of each process.
 
-A memfd: it has no name to leak, and the kernel frees it when the last process that maps it ends, however it ends.
+A memfd: it has no name to leak, and the kernel frees it when the last process that maps it ends.
 A slot is written by its process between a command and the reply to it, and read by the pool at all other times.
 """
 
@@ -18,11 +18,11 @@ from numpy.typing import NDArray
 from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError
 
 _LINE = 64
-"""Each array begins at a multiple of that many bytes."""
+"""Alignment of each array, in bytes."""
 
 
 class Phase(enum.IntEnum):
-    """What a process is doing."""
+    """The call that a process is in."""
 
     IDLE = 0
     RESET = 1
@@ -35,7 +35,7 @@ class ObservationMemory:
 
     def __init__(self, descriptor: int, spec: SimSpec, *, groups: int, slots: int) -> None:
         self.pulses: NDArray[np.int64]
-        """[groups, 2]: how many calls into simulators a process has made, and the Phase it is in."""
+        """[groups, 2]: number of calls into simulators, and the current Phase, by process."""
         self.states: NDArray[np.float32]
         """[slots, state_dim]"""
         self.images: Mapping[str, NDArray[np.uint8]]
@@ -43,7 +43,7 @@ class ObservationMemory:
         shapes = {name: (slots, height, width, 3) for name, (height, width) in spec.cameras.items()}
         sizes = [groups * 2 * 8, slots * spec.state_dim * 4, *map(math.prod, shapes.values())]
         starts = np.cumsum([0, *(-(-size // _LINE) * _LINE for size in sizes)]).tolist()
-        os.ftruncate(descriptor, starts[-1])  # the same size by whoever comes first
+        os.ftruncate(descriptor, starts[-1])  # either side may be first; both set the same size
         block = mmap.mmap(descriptor, starts[-1])
         self.num_bytes = starts[-1]
         self.pulses = np.frombuffer(block, np.int64, groups * 2, starts[0]).reshape(groups, 2)

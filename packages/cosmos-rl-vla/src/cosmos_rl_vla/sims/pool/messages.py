@@ -1,4 +1,4 @@
-"""What a pool and the process of a group tell one another: msgspec frames, arrays as their bytes."""
+"""Messages between a pool and the process of a group: msgspec frames, arrays as their bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cosmos_rl_vla.sims.pool.chunk import ChunkResult
 
 
 class Make(msgspec.Struct, frozen=True, tag=True):
-    """Build the simulators of this process. Answered by Made."""
+    """Build the simulators of this process. The reply is Made."""
 
     simulator: str
     options: dict[str, Any]
@@ -20,7 +20,7 @@ class Make(msgspec.Struct, frozen=True, tag=True):
 
 
 class Attach(msgspec.Struct, frozen=True, tag=True):
-    """Map the memory. Not answered."""
+    """Map the memory. No reply."""
 
     spec: SimSpec
     group: int
@@ -28,16 +28,16 @@ class Attach(msgspec.Struct, frozen=True, tag=True):
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Begin an episode. Answered by Outcomes of one slot."""
+    """Begin an episode. The reply is Outcomes of one slot."""
 
     slot: int
-    """Within the group, as all slots in messages."""
+    """Index within the group, as in all messages."""
     task: str
     init: int
 
 
 class Run(msgspec.Struct, frozen=True, tag=True):
-    """Execute a chunk in some slots. Answered by Outcomes of them, in this order."""
+    """Execute a chunk in some slots. The reply is Outcomes of them, in this order."""
 
     slots: list[int]
     horizon: int
@@ -46,7 +46,7 @@ class Run(msgspec.Struct, frozen=True, tag=True):
 
 
 class Made(msgspec.Struct, frozen=True, tag=True):
-    """The simulators stand."""
+    """The simulators are built."""
 
     spec: SimSpec
 
@@ -81,7 +81,7 @@ class Chunked(msgspec.Struct, frozen=True, tag=True):
 
 
 class Began(msgspec.Struct, frozen=True, tag=True):
-    """An episode stands at its first observation."""
+    """An episode has its first observation."""
 
 
 class Broke(msgspec.Struct, frozen=True, tag=True):
@@ -91,19 +91,19 @@ class Broke(msgspec.Struct, frozen=True, tag=True):
 
 
 class Outcomes(msgspec.Struct, frozen=True, tag=True):
-    """What became of the slots of one command, in its order. Observations are in the memory."""
+    """Results of the slots of one command, in its order. Observations are in the shared memory."""
 
     slots: list[Began | Chunked | Broke]
 
 
 class Refused(msgspec.Struct, frozen=True, tag=True):
-    """The user has to change something. The process lives on, unless it was being built."""
+    """A UserError. The process continues, unless it was building its simulators."""
 
     reason: str
 
 
 class Failed(msgspec.Struct, frozen=True, tag=True):
-    """The simulators raised something unforeseen. The process ends after this."""
+    """The simulators raised another exception. The process ends after this message."""
 
     reason: str
 

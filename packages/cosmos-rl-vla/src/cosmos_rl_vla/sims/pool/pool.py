@@ -1,4 +1,4 @@
-"""Slots of simulators in processes of their own: begins episodes, runs chunks, replaces what hangs or dies.
+"""Slots of simulators in processes of their own: begins episodes, runs chunks, replaces hung or dead processes.
 
                      one driver thread
    start(slot) ------------+------------ submit(slots, actions)
@@ -34,7 +34,7 @@ from cosmos_rl_vla.sims.pool.messages import Make
 
 
 class SimulatorPool:
-    """`groups` processes of `slots_per_group` slots each; slot s lives in group s // slots_per_group.
+    """`groups` processes of `slots_per_group` slots each; slot s is in group s // slots_per_group.
 
     with SimulatorPool("metaworld", options={"image_size": 64}, groups=2, slots_per_group=4) as pool:
         pool.start(0, task="faucet-open", init=7)
@@ -42,7 +42,7 @@ class SimulatorPool:
             pool.images["corner2"][event.slot], pool.states[event.slot]
             pool.submit([event.slot], actions)                     # [1, H, D]
 
-    What a lost episode means (run it again, give it back) is the driver's to say. Used by one thread.
+    The caller decides whether to repeat a lost episode. Used by one thread.
     """
 
     def __init__(
@@ -61,19 +61,19 @@ class SimulatorPool:
         """Start the processes, and return when all have built their simulators.
 
         `simulator` is the name of a plug-in in cosmos_rl.simulators, or "module:attribute". `python` is the
-        interpreter of simulators that need packages of their own versions. `step_timeout_s` is the limit of one
-        step of a group's slots, and of one observation. After `max_faults` in a row that no chunk came between,
-        a group is given up. Raises UserError where the simulators cannot be built as asked, and WorkerFailed
-        where their process fails.
+        interpreter of simulators that need other package versions. `step_timeout_s` is the limit of one step of a
+        group's slots, and of one observation. After `max_faults` in a row without a successful chunk, a group
+        fails. Raises UserError if the simulators cannot be built with these options, and WorkerFailed if their
+        process fails.
         """
-        where = plugins.locate(GROUP, simulator)  # in here: an interpreter of its own knows no entry points of ours
+        where = plugins.locate(GROUP, simulator)  # in this process: another interpreter has no entry points of ours
         self._name = simulator
         self._slots_per_group = slots_per_group
         self._max_faults = max_faults
         self._events: list[Ready | Lost] = []
         self._pending: set[int] = set()
         self.restarts = 0
-        """How many processes have been replaced."""
+        """Number of processes replaced."""
         self._descriptor = unnamed_memory()
         self._groups: list[Group] = []
         try:
@@ -93,7 +93,7 @@ class SimulatorPool:
             raise
 
     def _open(self) -> None:
-        """Wait for the sizes of things, and share memory of that size."""
+        """Wait for the SimSpec, and share memory of its size."""
         while None in (specs := [group.spec for group in self._groups]):
             self._collect(None)
         assert specs[0] is not None
@@ -101,7 +101,7 @@ class SimulatorPool:
         self.num_slots = len(self._groups) * self._slots_per_group
         memory = ObservationMemory(self._descriptor, self.spec, groups=len(self._groups), slots=self.num_slots)
         self.images: Mapping[str, NDArray[np.uint8]] = memory.images
-        """[slots, H, W, 3] by camera; a slot's part is what it saw last, to read while the slot is not running."""
+        """[slots, H, W, 3] by camera: each slot's last observation; valid while the slot is not running."""
         self.states: NDArray[np.float32] = memory.states
         """[slots, state_dim]"""
         for group in self._groups:
@@ -109,22 +109,22 @@ class SimulatorPool:
 
     @property
     def process_ids(self) -> list[int]:
-        """Return the id of each group's process as it is now."""
+        """Return the current process id of each group."""
         return [group.process.child.pid for group in self._groups]
 
     def group_of(self, slot: int) -> int:
-        """Return the number of the group a slot lives in."""
+        """Return the index of a slot's group."""
         return slot // self._slots_per_group
 
     def start(self, slot: int, *, task: str, init: int) -> None:
-        """Begin an episode in a slot that is not running; what it did before is forgotten."""
+        """Begin an episode in a slot that is not running."""
         self._claim([slot])
         self._groups[self.group_of(slot)].start(slot, task=task, init=init)
 
     def submit(self, slots: Sequence[int], actions: NDArray[np.float32]) -> None:
         """Execute a chunk of actions [len(slots), H, D], in units of the simulator, each in its slot.
 
-        The slots of one group that stand together answer together. Raises ValueError for actions that are not finite.
+        The slots of one group in one call reply together. Raises ValueError for actions that are not finite.
         """
         expected = (len(slots), self.spec.action_dim)
         if actions.ndim != 3 or (actions.shape[0], actions.shape[2]) != expected:
@@ -139,16 +139,16 @@ class SimulatorPool:
             self._groups[number].run([slots[row] for row in chosen], actions[chosen])
 
     def _claim(self, slots: Sequence[int]) -> None:
-        assert self._pending.isdisjoint(slots), f"slots {sorted(self._pending.intersection(slots))} run already"
+        assert self._pending.isdisjoint(slots), f"slots {sorted(self._pending.intersection(slots))} are running"
         self._pending.update(slots)
 
     def wait(self, timeout_s: float | None = None, *, beside: Connection | None = None) -> list[Ready | Lost]:
-        """Return what has happened since the last call; waits for the first event if an answer is due.
+        """Return the events since the last call; waits for the first event if a reply is due.
 
-        Consumes commands' answers; produces one event for each slot that was started or submitted, and one Lost for
-        each episode whose process failed; waits for the processes; unblocked by an answer, a failure, the timeout, or
+        Consumes replies to commands; produces one event for each slot that was started or submitted, and one Lost for
+        each episode whose process failed; waits for the processes; unblocked by a reply, a failure, the timeout, or
         `beside` when it is readable.
-        Raises WorkerFailed where a group has failed `max_faults` times in a row.
+        Raises WorkerFailed if a group has failed `max_faults` times in a row.
         """
         until = None if timeout_s is None else time.monotonic() + timeout_s
         self._collect(0.0)
@@ -162,11 +162,11 @@ class SimulatorPool:
         return events
 
     def _collect(self, timeout_s: float | None, *, beside: Connection | None = None) -> bool:
-        """Take the answers that are there, waiting for the first one, and replace processes that hang or died.
+        """Receive pending replies, waiting for the first one, and replace processes that hang or died.
 
         Returns whether `beside` ended the wait.
         """
-        patience = min(group.patience_s() for group in self._groups)
+        patience = min(group.time_left_s() for group in self._groups)
         bounds = [max(0.0, bound) for bound in (timeout_s, patience) if bound is not None and bound != math.inf]
         numbers = [group.process.connection.fileno() for group in self._groups]
         answered = set(wait_for([*numbers, *([] if beside is None else [beside])], min(bounds, default=None)))
@@ -174,7 +174,7 @@ class SimulatorPool:
             if number in answered:
                 self._receive(group)
         for group in self._groups:
-            if group.patience_s() <= 0:
+            if group.time_left_s() <= 0:
                 self._replace(group, group.hung())
         return beside in answered
 
@@ -187,7 +187,7 @@ class SimulatorPool:
             self._check(group)
 
     def _replace(self, group: Group, reason: str) -> None:
-        self._note(group.bury(reason))
+        self._note(group.discard(reason))
         self._check(group)
         group.spawn()
         self.restarts += 1
@@ -198,13 +198,13 @@ class SimulatorPool:
 
     def _check(self, group: Group) -> None:
         if group.faults > self._max_faults:
-            printed = f"; its last lines:\n{group.last_words}" if group.last_words else ""
+            printed = f"; its last lines:\n{group.last_output}" if group.last_output else ""
             raise WorkerFailed(
                 f"simulator {self._name!r} failed {group.faults} times in a row; the last: {group.fault}{printed}"
             )
 
     def close(self) -> None:
-        """End the processes; again has no effect. What they ran is gone; views of the arrays stay readable."""
+        """End the processes and their episodes; idempotent. Views of the arrays stay readable."""
         for group in self._groups:
             group.process.connection.close()  # they close their simulators and end
         for group in self._groups:

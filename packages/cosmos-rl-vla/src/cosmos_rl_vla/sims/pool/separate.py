@@ -1,4 +1,4 @@
-"""The simulators of one process: one in each slot, or one that has many slots."""
+"""The simulators of one process: one per slot, or one with many slots."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cosmos_rl_vla.sims.base import GROUP, BatchSimulator, Observation, Simulato
 
 
 class Separate(BatchSimulator):
-    """Simulators that know nothing of one another, stepped in turn."""
+    """Independent simulators, stepped in turn."""
 
     def __init__(self, simulators: Sequence[Simulator]) -> None:
         self._simulators = simulators
@@ -47,12 +47,12 @@ class Separate(BatchSimulator):
 def build(simulator: str, *, options: Mapping[str, Any], slots: int) -> BatchSimulator:
     """Build the simulators of a process from the name of a plug-in.
 
-    Raises UserError for an unknown name, options the factory does not take, and what the factory itself says.
+    Raises UserError for an unknown name, options that the factory does not accept, and errors of the factory itself.
     """
     factory = plugins.load(GROUP, simulator)
     try:
         if isinstance(factory, type) and issubclass(factory, BatchSimulator):
-            return factory(slots=slots, **options)  # pyright: ignore[reportCallIssue]  # the subclass takes them
+            return factory(slots=slots, **options)  # pyright: ignore[reportCallIssue]  # parameters of the subclass
         return Separate([factory(**options) for _ in range(slots)])
     except TypeError as error:
         if "argument" not in str(error):

@@ -1,4 +1,4 @@
-"""The process of a group of slots: reads commands, drives its simulators, writes what they see into shared memory.
+"""The process of a group of slots: reads commands, runs its simulators, writes observations into shared memory.
 
 pool --Make--> build --Made--> pool --Attach, then Start and Run in any order--> here --Outcomes, one for each--> pool
 
@@ -59,7 +59,7 @@ def main() -> None:
 
 
 def _work(pool: BlockingConnection, memory: int) -> None:
-    """Build the simulators, then answer commands until the pool closes its end, which raises ConnectionClosed."""
+    """Build the simulators, then execute commands until the pool closes its end, which raises ConnectionClosed."""
     make = pool.receive()
     assert isinstance(make, Make)
     simulator = build(make.simulator, options=make.options, slots=make.slots)

@@ -9,7 +9,7 @@ import pytest
 from vla_fixtures import why_not_drawn
 
 from cosmos_rl_vla.sims.gl import choose_gl
-from cosmos_rl_vla.sims.rendering import artist, fit, lighten
+from cosmos_rl_vla.sims.rendering import fit, lighten, renderer
 
 SIZE = 64
 SCENE = """
@@ -41,7 +41,7 @@ def draw(model, prepare, *, called):
     prepare(model, height=SIZE, width=SIZE)
     data = mujoco.MjData(model)
     mujoco.mj_forward(model, data)
-    return artist().draw(called, model, data, camera="above", height=SIZE, width=SIZE).astype(int)
+    return renderer().render(called, model, data, camera="above", height=SIZE, width=SIZE).astype(int)
 
 
 def of_box(image):

@@ -1,4 +1,4 @@
-"""Which episodes are to be recorded, and what was seen in them."""
+"""Selects the episodes to record, and stores their observations and actions."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ from cosmos_rl_vla.data.recording.expert import Expert
 from cosmos_rl_vla.data.recording.writer import Demonstration
 
 PRIVILEGED = "privileged"
-"""Column of numbers that the policy is not told; what [data] aux_columns is for."""
+"""Column of numbers that the policy does not get; for [data] aux_columns."""
 
 _ATTEMPTS = 5
-"""Initial states tried for each episode that is wanted, before a task is given up."""
+"""Initial states tried per requested episode, before a task fails."""
 
 
 @dataclass(eq=False, slots=True)
-class Take:
-    """One episode, as it is played."""
+class Recording:
+    """One episode in progress."""
 
     task: str
     init: int
     losses: int = 0
-    """Times it was begun again since its process was lost."""
+    """Number of restarts after its process was lost."""
     success: bool = False
     images: list[dict[str, np.ndarray]] = field(default_factory=list)
     states: list[np.ndarray] = field(default_factory=list)
-    """As `Expert` shows them."""
+    """States of `Expert`."""
     actions: list[np.ndarray] = field(default_factory=list)
-    """[D] each, what was wanted; none of a look."""
+    """[D] each, without noise; empty for a look."""
 
     def forget(self) -> None:
-        """Begin again."""
+        """Discard all frames."""
         for frames in (self.images, self.states, self.actions):
             frames.clear()
 
     def demonstration(self, expert: Expert, *, instruction: str) -> Demonstration:
-        """Return it as it is written."""
+        """Return the episode to write."""
         shown = expert.split(np.stack(self.states))
         none = np.zeros_like(shown.actions)
         return Demonstration(
@@ -53,57 +53,57 @@ class Take:
 
 
 class Series:
-    """The episodes of one task: as many successes as are wanted, from the first initial states that give them.
+    """The episodes of one task: the requested number of successes, from the first initial states that succeed.
 
-    A further state is begun for each failure only. So which are kept does not depend on how many are played at a time.
+    A further state is begun only after a failure, so the selection is independent of the number of concurrent episodes.
     """
 
     def __init__(self, task: str, *, wanted: int, first_init: int, look: bool = False) -> None:
-        """look: of beginnings alone, each of which is a success."""
+        """look: record initial observations alone, each of which is a success."""
         self.task, self.look, self.wanted = task, look, wanted
         self.kept = 0
-        """Successes that were handed over."""
+        """Number of successes returned."""
         self._first = first_init
         self._begun = self._emitted = 0
-        self._ended: dict[int, Take] = {}
+        self._ended: dict[int, Recording] = {}
 
     @property
     def attempts(self) -> int:
-        """Episodes that were begun."""
+        """Number of episodes begun."""
         return self._begun
 
     @property
     def done(self) -> bool:
-        """Whether all that is wanted was handed over."""
+        """Whether all requested successes were returned."""
         return self.kept == self.wanted and self._emitted == self._begun
 
-    def next(self) -> Take | None:
-        """Begin another episode; None where enough are running or have succeeded.
+    def next(self) -> Recording | None:
+        """Begin another episode; None if enough are running or have succeeded.
 
-        Raises UserError where too many have failed.
+        Raises UserError if too many have failed.
         """
-        failed = sum(not take.success for take in self._ended.values()) + self._emitted - self.kept
+        failed = sum(not recording.success for recording in self._ended.values()) + self._emitted - self.kept
         if self._begun - failed >= self.wanted:
             return None
         if self._begun >= _ATTEMPTS * self.wanted:
             if self._begun > self._emitted + len(self._ended):
-                return None  # those that are running may succeed
+                return None  # the running ones may succeed
             raise UserError(
                 f"the expert failed in {failed} of {self._begun} episodes of {self.task!r}: give it more time (options "
                 "max_steps), more speed or less noise"
             )
-        take = Take(task=self.task, init=self._first + self._begun)
+        recording = Recording(task=self.task, init=self._first + self._begun)
         self._begun += 1
-        return take
+        return recording
 
-    def end(self, take: Take) -> None:
-        """Take an episode back that is over."""
-        self._ended[take.init] = take
+    def end(self, recording: Recording) -> None:
+        """Add a finished episode."""
+        self._ended[recording.init] = recording
 
-    def successes(self) -> Iterator[Take]:
-        """Hand over successes in the order of their initial states, up to the first that is not over."""
-        while (take := self._ended.pop(self._first + self._emitted, None)) is not None:
+    def successes(self) -> Iterator[Recording]:
+        """Yield successes in the order of their initial states, up to the first unfinished episode."""
+        while (recording := self._ended.pop(self._first + self._emitted, None)) is not None:
             self._emitted += 1
-            if take.success:
+            if recording.success:
                 self.kept += 1
-                yield take
+                yield recording

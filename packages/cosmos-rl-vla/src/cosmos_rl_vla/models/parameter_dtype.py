@@ -1,4 +1,4 @@
-"""Which type a model's weights are held in."""
+"""Casts a model's parameters to a dtype."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 
-def hold(model: nn.Module, dtype: torch.dtype, *, exact: Iterable[Iterable[nn.Module]]) -> None:
-    """Hold the parameters of `model` in `dtype`, in place, but for those inside of `exact`."""
+def cast_parameters(model: nn.Module, dtype: torch.dtype, *, exact: Iterable[Iterable[nn.Module]]) -> None:
+    """Cast the parameters of `model` to `dtype`, in place, except for those of the modules in `exact`."""
     kept = {id(parameter) for group in exact for module in group for parameter in module.parameters()}
     for parameter in model.parameters():
         if id(parameter) not in kept:
