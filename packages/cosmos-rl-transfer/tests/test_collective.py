@@ -57,7 +57,7 @@ def test_without_a_process_group_it_says_what_to_call():
 
 def test_of_more_than_two_ranks_the_peer_has_to_be_named():
     first, *_ = groups(3)
-    with pytest.raises(TransportUnavailable, match="3 ranks: say which is the other, peer="):
+    with pytest.raises(TransportUnavailable, match="3 ranks: set the other one, peer="):
         Collective(first).open(bucket_bytes=10, num_slots=1)
     Collective(first, peer=2).open(bucket_bytes=10, num_slots=1).close()
 

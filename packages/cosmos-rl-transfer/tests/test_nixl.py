@@ -144,7 +144,7 @@ def test_a_read_that_stands_still_ends_by_the_deadline(monkeypatch):
         os.kill(publisher.pid, signal.SIGSTOP)
         reader.link.set_deadlines(timeout_s=0.3, idle_s=0.3)
         started = time.monotonic()
-        with pytest.raises(PeerLost, match=r"did not come within 0.3 s"):
+        with pytest.raises(PeerLost, match=r"did not arrive within 0.3 s"):
             reader.receive(data)
         assert time.monotonic() - started < 2
         with pytest.raises(PeerLost, match="lost before"):

@@ -141,7 +141,7 @@ def test_ranks_that_staged_different_versions_meet_at_the_newest():
 def test_missing_ranks_are_named():
     async def main():
         together = ReplicaSubscriber("127.0.0.1:1", token=TOKEN, num_ranks=2, timeout_s=0.2)
-        with pytest.raises(TransferError, match=r"ranks \[0, 1\] of the replica did not come"):
+        with pytest.raises(TransferError, match=r"ranks \[0, 1\] of the replica did not connect"):
             await together.stage(after=-1)
         await together.close()
 

@@ -307,7 +307,7 @@ def test_a_picture_that_is_none_is_named_and_the_others_are_read(tmp_path):
     change_data(tmp_path / "demos", damaged)
     samples = opened(tmp_path / "demos").read([{"episode": 0, "frame": frame} for frame in range(3)], horizon=1)
     assert list(samples.unreadable) == [1]
-    assert "file-000.parquet: observation.images.top of row 1 is no picture" in samples.unreadable[1]
+    assert "file-000.parquet: observation.images.top of row 1 is not an image" in samples.unreadable[1]
     assert samples.images.reshape(3, -1).any(1).tolist() == [True, False, True]
 
 

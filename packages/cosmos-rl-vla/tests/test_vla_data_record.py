@@ -153,4 +153,4 @@ def test_the_command_records(tmp_path):
     info = json.loads((tmp_path / "demos/meta/info.json").read_text())
     assert info["features"]["observation.images.board"]["shape"] == [16, 16, 3]
     again = typer.testing.CliRunner().invoke(app, given)
-    assert again.exit_code == 2 and "is there already" in again.output
+    assert again.exit_code == 2 and "exists: name another directory" in again.output

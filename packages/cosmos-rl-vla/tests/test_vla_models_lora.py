@@ -137,7 +137,7 @@ def test_layers_that_are_not_there_are_named(bases):
 
 @pytest.mark.parametrize(
     ("keys", "said"),
-    [({"action_dim": 2, "state_dim": 2}, "set path"), ({"path": "x", "train": "expert"}, "leave out one of them")],
+    [({"action_dim": 2, "state_dim": 2}, "set path"), ({"path": "x", "train": "expert"}, "remove one of them")],
 )
 def test_adapters_want_a_model_to_adapt(keys, said):
     with pytest.raises(ValueError, match=said):

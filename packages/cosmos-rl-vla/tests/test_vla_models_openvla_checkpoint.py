@@ -144,8 +144,8 @@ def test_a_recipe_chooses_over_what_was_saved(saved):
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"num_steps": 3}, "num_steps: OpenVLA draws tokens"),
-        ({"critic": {"place": "expert"}}, "its critic reads the output that the first action"),
+        ({"num_steps": 3}, "num_steps: OpenVLA samples tokens"),
+        ({"critic": {"place": "expert"}}, "its critic reads the output from which the first"),
         ({"family": "openvla"}, "is of openvla_oft, not of openvla"),
         ({"train": "expert"}, "OpenVLA has no expert"),
         ({"action_dim": 3}, "statistics of 2-dimensional actions"),

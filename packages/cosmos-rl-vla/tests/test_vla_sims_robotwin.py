@@ -137,7 +137,7 @@ def test_memory_is_cleared_now_and_then(clone):
     [
         ({"path": "nowhere"}, r"simulator robotwin is not at nowhere: clone RoboTwin 2\.0, .* set ROBOTWIN_PATH"),
         ({"config": "messy"}, "no configuration 'messy'; it has: demo_clean, two"),
-        ({"config": "two"}, "this adapter plays one robot with two arms"),
+        ({"config": "two"}, "this adapter supports one robot with two arms"),
         ({"cameras": ["eye"]}, "no camera 'eye'; cameras: head_camera"),
     ],
 )

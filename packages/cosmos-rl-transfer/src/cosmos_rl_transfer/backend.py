@@ -1,4 +1,4 @@
-"""What the entry point `cosmos_rl.weight_sync` names: both sides of a sync, as the [sync] section wants them."""
+"""The entry point `cosmos_rl.weight_sync`: builds both sides of a sync from the [sync] section."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class TransferSync:
     def plan(
         self, specs: Sequence[WeightSpec], *, settings: SyncSettings, policy: Mapping[str, int], replicas: int
     ) -> SyncCost:
-        """Return what one version costs from a policy replica of these axes to `replicas` engines of one rank each.
+        """Return the cost of one version from a policy replica of these axes to `replicas` engines of one rank each.
 
-        Raises UserError where the model cannot be spread so.
+        Raises UserError if the model cannot be sharded by them.
         """
         from cosmos_rl_core.errors import UserError
         from cosmos_rl_core.weight_sync import SyncCost

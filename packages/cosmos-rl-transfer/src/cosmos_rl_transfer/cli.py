@@ -32,18 +32,18 @@ def plan(
         str,
         typer.Option(metavar="MODEL", help="A preset such as llama-8b, or a safetensors index, file or config.json."),
     ],
-    wire: Annotated[str | None, typer.Option(metavar="DTYPE", help="Floats travel in this, such as bfloat16.")] = None,
-    bucket_bytes: Annotated[int, typer.Option(help="Bytes that travel together.")] = BUCKET_BYTES,
+    wire: Annotated[str | None, typer.Option(metavar="DTYPE", help="Wire dtype of floats, such as bfloat16.")] = None,
+    bucket_bytes: Annotated[int, typer.Option(help="Maximum bytes of a bucket.")] = BUCKET_BYTES,
     relay: Annotated[
-        Literal["auto", "on", "off"], typer.Option(help="Whether rollout replicas pass buckets on to one another.")
+        Literal["auto", "on", "off"], typer.Option(help="Whether rollout replicas relay buckets to one another.")
     ] = "auto",
     ranks_per_host: Annotated[
-        int, typer.Option(min=1, help="Ranks of a machine; trainers and rollouts are on different ones.")
+        int, typer.Option(min=1, help="Ranks per machine; trainers and rollouts are on different machines.")
     ] = 8,
     gbit: Annotated[float, typer.Option(min=0.001, help="Speed of a rank's network card, Gbit/s each way.")] = 400.0,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a sync between two layouts moves, and how far that is from the least possible. Starts nothing."""
+    """Print the bytes of a sync between two layouts, and their ratio to the lower bound. Starts nothing."""
     from cosmos_rl_transfer.layout.shapes import read_shapes
     from cosmos_rl_transfer.layout.text import parse_side
     from cosmos_rl_transfer.planning.forecast import forecast
@@ -63,7 +63,7 @@ def plan(
 
 @app.command()
 def doctor() -> None:
-    """Say which transports work on this machine, and how fast, measured between two processes."""
+    """Print the transports that work on this machine, and their speed between two processes."""
     from cosmos_rl_transfer.doctor import diagnose, render
 
     typer.echo(render(diagnose()))

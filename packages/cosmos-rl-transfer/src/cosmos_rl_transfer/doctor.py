@@ -43,22 +43,22 @@ _UCX_TCP = {"UCX_TLS": "tcp"}
 _LATENCY_READS = 200
 _ANSWER = "speed "
 FULL = 8
-"""Of a SamplePublisher every eighth bucket is full; the one after it has one byte."""
+"""Every eighth bucket of a SamplePublisher is full; the next one has one byte."""
 
 _SHOW_PATH = {"UCX_PROTO_INFO": "y"}
-"""Makes UCX print a table of what it chose for each kind of operation."""
+"""Makes UCX print a table of its choice for each kind of operation."""
 _PATH_HEAD = "remote memory read by"
 _PATH_ROW = re.compile(r"\|\s*(?P<range>\S+\.\.\S+)\s*\|\s*(?P<how>[^|]+?)\s*\|\s*(?P<lane>[^|]+?)\s*\|")
 
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One transport, or something to compare it with."""
+    """Result of one transport, or of a baseline."""
 
     name: str
     works: bool
     reason: str
-    """Why it does not work; or how it works, where there is more than one way."""
+    """The reason it does not work; or its mode, if there are several."""
     gigabytes_per_s: float | None = None
     """Of 4 MiB buckets into warm memory, 1e9 bytes; None where it was not measured."""
     latency_us: float | None = None
@@ -106,7 +106,7 @@ def ucx_path(output: str) -> str:
             rows.append(f"{row['how']} over {row['lane']}")
         elif rows:
             break
-    return ", ".join(dict.fromkeys(rows)) or "UCX does not say how"
+    return ", ".join(dict.fromkeys(rows)) or "UCX does not report its path"
 
 
 def _measured(name: str, how: str, mib: int, rounds: int) -> Finding:
@@ -126,7 +126,7 @@ def _collective() -> Finding:
         return Finding("collective", False, "this build of torch has no torch.distributed")
     built = {"gloo": dist.is_gloo_available(), "nccl": dist.is_nccl_available()}
     has = ", ".join(name for name, there in built.items() if there) or "no backend"
-    return Finding("collective", any(built.values()), f"wants a process group of your own; torch has {has}")
+    return Finding("collective", any(built.values()), f"needs a process group of your own; torch has {has}")
 
 
 def _one_pass() -> Finding:

@@ -1,4 +1,4 @@
-"""What can go wrong in a sync, by name."""
+"""Errors of a weight sync."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ class LayoutError(ValueError):
 
 
 class TransferError(RuntimeError):
-    """A sync could not be completed. The live tensors were not touched."""
+    """A sync could not be completed. The live tensors are unchanged."""
 
 
 class PeerLost(TransferError, ConnectionError):
@@ -16,12 +16,12 @@ class PeerLost(TransferError, ConnectionError):
 
 
 class WeightMismatch(TransferError):
-    """What arrived is not what was published, even after fetching it again."""
+    """Received weights differ from the published ones, even after fetching them again."""
 
 
 class Superseded(TransferError):
-    """The version being read was overwritten by a newer one; take that one."""
+    """The version being read was overwritten by a newer one; read that one."""
 
 
 class AuthenticationError(TransferError):
-    """The other side does not know this run's token."""
+    """The other side does not have this run's token."""

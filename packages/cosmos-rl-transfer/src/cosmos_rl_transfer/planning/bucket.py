@@ -1,4 +1,4 @@
-"""Packed bytes that travel together, and how boxes are packed into them."""
+"""Buckets, the unit of transfer, and the packing of boxes into them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 from cosmos_rl_transfer.layout.box import Box
 
 ALIGN = 64
-"""Pieces start at multiples of this, in buckets and in arenas, so that a run of whole tensors is one copy."""
+"""Alignment of pieces, in buckets and in arenas, so that a run of whole tensors is one copy."""
 
 
 def aligned(num_bytes: int) -> int:
@@ -24,7 +24,7 @@ class Piece(NamedTuple):
     """A box of one tensor inside a bucket."""
 
     name: str
-    """The target's; a source that ties the tensor to another finds it by `Manifest.canonical`."""
+    """The target's name; a source that ties the tensor to another finds it by `Manifest.canonical`."""
     box: Box
     """In checkpoint coordinates."""
     at: int
@@ -33,15 +33,15 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """Packed bytes that travel together from one source rank to one target rank."""
+    """Packed bytes sent together from one source rank to one target rank."""
 
     source: int
     target: int
     index: int
-    """Place among the buckets of the same source and target."""
+    """Index among the buckets of the same source and target."""
     pieces: tuple[Piece, ...]
     num_bytes: int
-    """With padding between pieces."""
+    """Size, with padding between pieces."""
 
 
 def split(box: Box, item_bytes: int, most_bytes: int) -> Iterator[Box]:

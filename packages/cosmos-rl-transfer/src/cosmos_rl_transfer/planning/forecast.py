@@ -1,4 +1,4 @@
-"""What a sync between two layouts moves and how long that takes at least; starts nothing and reads no tensor."""
+"""Predicts the bytes and the minimum time of a sync between two layouts; starts nothing and reads no tensor."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from cosmos_rl_transfer.planning.topology import Topology
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """One version's way from all trainers to all rollouts."""
+    """Cost of one version from all trainers to all rollouts."""
 
     model: str
     parameters: int
@@ -32,30 +32,30 @@ class Forecast:
     received_bytes: int
     """By all targets, and so sent by trainers or, with relay, by other targets."""
     lower_bound_bytes: int
-    """Fewest that can arrive."""
+    """Lower bound of received bytes."""
     trainer_bytes: int
     """Sent by all trainers."""
     busiest_trainer: int
     """Rank."""
     busiest_trainer_bytes: int
     egress_bound_bytes: int
-    """Fewest bytes the busiest trainer can send."""
+    """Lower bound of the busiest trainer's bytes."""
     busiest_rollout: int
     """Rank."""
     busiest_rollout_bytes: int
     relay: bool
     relay_reason: str
     extra_bytes: int
-    """Memory that a rank needs beside its weights, each direction."""
+    """Memory per rank beside its weights, in each direction."""
     gbit: float
-    """Of a rank's network card, each way."""
+    """Speed of a rank's network card, each way."""
     transfer_s: float
     """At that speed, without anything else on the way."""
     planning_s: float
 
     @property
     def ratio(self) -> float:
-        """What the busiest trainer sends over the least possible."""
+        """The busiest trainer's bytes over the lower bound."""
         return self.busiest_trainer_bytes / self.egress_bound_bytes if self.egress_bound_bytes else 1.0
 
     def as_json(self) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def forecast(
 ) -> Forecast:
     """Plan a sync of a model from trainers to rollouts, two groups of machines whose ranks are numbered in turn.
 
-    wire_dtype: what wider floating tensors travel in; None: their own. gbit: speed of a rank's network card each way.
+    wire_dtype: of wider floating tensors; None: their own. gbit: speed of a rank's network card each way.
     Raises LayoutError for layouts that the model cannot be cut to.
     """
     started = time.perf_counter()
@@ -139,7 +139,7 @@ def forecast(
 
 
 def manifest_of(shapes: Shapes, side: Side) -> Manifest:
-    """Describe all ranks of one side. Raises LayoutError where the model cannot be cut so."""
+    """Return the manifest of all ranks of one side. Raises LayoutError if the model cannot be sharded so."""
     sizes: dict[str, Any] = {**dict(side), "ep": side.ep}
     one = spread.mesh(shapes.specs, **sizes, kv_heads=shapes.kv_heads)
     return spread.replicas(one, side.replicas)
@@ -154,7 +154,7 @@ def _topology(source: Side, target: Side, *, ranks_per_host: int, bytes_per_s: i
 
 
 def _most_bytes(made: Plan) -> int:
-    """Return the most that goes through one network card in one direction."""
+    """Return the maximum bytes through one network card in one direction."""
     passed_on = made.relay_bytes_out.values() if made.relay else ()
     return max((*made.bytes_out.values(), *made.bytes_in.values(), *passed_on), default=0)
 

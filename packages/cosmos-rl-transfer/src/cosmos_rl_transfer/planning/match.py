@@ -1,4 +1,4 @@
-"""Which tensor of the source feeds which of the target, and which tensors are cut alike on both sides."""
+"""Matches tensors of source and target, and groups tensors with equal shards on both sides."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorClass:
-    """Tensors that travel in one dtype and are cut alike on both sides: planned once."""
+    """Tensors with one wire dtype and equal shards on both sides: planned once."""
 
     source_cut: int
-    """Place among the source's `cuts`."""
+    """Index among the source's `cuts`."""
     dtype: str
-    """What the tensors travel in."""
+    """Wire dtype of the tensors."""
     wanted: Mapping[int, Box]
-    """What each target rank holds."""
+    """Box of each target rank."""
     tensors: Ints
-    """[n]: places in `Match.names`, ascending."""
+    """[n]: indices into `Match.names`, ascending."""
 
     @property
     def item_bytes(self) -> int:
@@ -37,18 +37,18 @@ class TensorClass:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Match:
-    """The tensors of the target, in its order, each with what the source has of it."""
+    """The tensors of the target, in its order, each with its source."""
 
     source: Manifest
     target: Manifest
     names: list[str]
-    """The target's."""
+    """Names in the target."""
     origins: list[str]
-    """The source's name of each."""
+    """Names in the source."""
     dtypes: list[str]
-    """What tensors travel in: the distinct ones."""
+    """Distinct wire dtypes."""
     tensors: Ints
-    """[T, 3]: place of its cut among the source's, and among the target's; place in `dtypes`."""
+    """[T, 3]: index of its cut among the source's, and among the target's; index in `dtypes`."""
 
     @classmethod
     def of(cls, source: Manifest, target: Manifest, wire_dtype: str | None) -> Match:
@@ -76,7 +76,7 @@ class Match:
 
     @cached_property
     def wire_dtypes(self) -> dict[str, str]:
-        """By target's name: the dtype a tensor travels in."""
+        """Wire dtype of each tensor, by the target's name."""
         return dict(zip(self.names, map(self.dtypes.__getitem__, self.tensors[:, 2].tolist())))
 
     def classes(self, ranks: Iterable[int]) -> list[TensorClass]:
@@ -103,7 +103,7 @@ class Match:
         ]
 
     def held_by(self, rank: int) -> object:
-        """Return what a target rank holds: equal for two ranks, of this match or another, that want the same bytes."""
+        """Return a key of a target rank's boxes: equal for two ranks, of this match or another, with the same bytes."""
         numbers: dict[Box | None, int] = {}
         by_cut = np.array([numbers.setdefault(cut.get(rank), len(numbers)) for cut in self.target.cuts], np.int64)
         boxes = list(numbers)
@@ -113,14 +113,14 @@ class Match:
 
 
 def _groups(keys: Ints) -> tuple[Ints, Ints, Ints]:
-    """First place and size of each group of equal keys, and all places, group by group, ascending within each."""
+    """Return first index and size of each group of equal keys, and all indices by group, ascending within each."""
     order = np.argsort(keys, kind="stable")
     starts = np.flatnonzero(np.diff(keys[order], prepend=-1))
     return order[starts], np.diff(starts, append=len(keys)), order
 
 
 def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
-    """Return the dtype a tensor travels in: `wire_dtype` if that makes a floating tensor narrower, else its own."""
+    """Return a tensor's wire dtype: `wire_dtype` if that makes a floating tensor narrower, else its own."""
     for dtype in (spec.dtype, wire_dtype or spec.dtype):
         if dtype not in ITEM_BYTES:
             raise LayoutError(f"{spec.name}: dtype {dtype} cannot be transferred; known: {', '.join(ITEM_BYTES)}")
@@ -131,8 +131,8 @@ def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
 def check_match(source: Manifest, target: Manifest) -> None:
     """Raise LayoutError unless the source has every tensor of the target, with equal shapes and compatible dtypes.
 
-    A tensor is looked for under its own name, then under the one the source ties it to. One of the source that the
-    target knows under none of its names is an error too; an alias alone is not.
+    A tensor is matched by its own name, then by the one that the source ties it to. A source tensor without any of its
+    names in the target is an error too; an alias alone is not.
     """
     ours, theirs = source.specs, target.specs
     if list(ours) != list(theirs):

@@ -1,12 +1,12 @@
-"""Which rank sends which box to which rank, and in which buckets. Pure: two manifests in, a plan out.
+"""Plans the boxes and buckets that each rank sends to each rank. Pure: two manifests in, a plan out.
 
-    match       tensors by name, grouped into classes that are cut alike          match.py
-    rings       target ranks that want the same boxes, where relaying pays        relay.py
-    a plan for each rollout replica, made without looking at the others           replica_plan.py
+    match       tensors by name, grouped into classes with equal shards           match.py
+    rings       target ranks with the same boxes, if relaying is faster           relay.py
+    a plan for each rollout replica, independent of the others                    replica_plan.py
     the whole   their union: bytes, bounds, digest
 
-Every byte a target rank holds travels to it exactly once, so that bytes are at their lower bound by construction; the
-busiest NIC is within 1 % of the least possible (bounds.py), or as near as whole units of 64 KiB allow.
+Every byte of a target rank is sent to it exactly once, so that bytes are at their lower bound by construction; the
+busiest NIC is within 1 % of the lower bound (sharing.py), or as near as whole units of 64 KiB allow.
 """
 
 from __future__ import annotations
@@ -31,30 +31,30 @@ from cosmos_rl_transfer.planning.topology import Topology
 __all__ = ["ALIGN", "Bucket", "Piece", "Plan", "aligned", "check_match", "plan", "wire_dtype_of"]
 
 NUM_BUSIEST = 3
-"""Ranks that `Plan.explain` names."""
+"""Number of ranks in `Plan.explain`."""
 BUCKETS_IN_FLIGHT = 2
-"""A rank packs one while another travels."""
+"""A rank packs one while another is sent."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Plan:
-    """The outcome: who sends what, and what it costs. Streams are made when they are asked for."""
+    """The buckets between ranks, and their cost. Streams are built on first use."""
 
     replicas: tuple[ReplicaPlan, ...]
-    """One each rollout replica; where ranks relay, one each set of rings."""
+    """One per rollout replica; with relay, one per set of rings."""
     source: Manifest
     topology: Topology
     wire_dtype: str | None
     bucket_bytes: int
     relay: bool
-    """Whether target ranks that want the same boxes pass them on (relay.py); the trainers then send them once."""
+    """Whether target ranks with the same boxes relay them (relay.py); the trainers then send them once."""
     relay_reason: str
 
     def stream(self, source: int, target: int) -> tuple[Bucket, ...]:
-        """Return the buckets of what `target` gets of `source`, empty if nothing; made once.
+        """Return the buckets from `source` to `target`, possibly none; built once.
 
-        Where ranks relay, all members of a ring have the same buckets, and `relay.predecessor` says whom a member
-        reads each one from.
+        With relay, all members of a ring have the same buckets, and `relay.predecessor` gives the source of each bucket
+        for a member.
         """
         part = self._part_of.get(target)
         return part.stream(source, target) if part else ()
@@ -72,17 +72,17 @@ class Plan:
 
     @property
     def streams(self) -> Mapping[tuple[int, int], tuple[Bucket, ...]]:
-        """All streams by (source rank, target rank), each made when it is looked at."""
+        """All streams by (source rank, target rank), each built on first access."""
         return _Streams(self)
 
     def ring(self, target: int) -> tuple[int, ...]:
-        """Return the ranks that pass buckets on to one another, in order, with `target` among them."""
+        """Return the ranks of `target`'s ring, in relay order."""
         part = self._part_of[target]
         return part.members[part.slot_of[target]]
 
     @cached_property
     def wire_dtypes(self) -> Mapping[str, str]:
-        """By tensor, under the target's names and the source's: the dtype its bytes travel in."""
+        """Wire dtype by tensor, under the target's names and the source's."""
         merged = {s.name: wire_dtype_of(s, self.wire_dtype) for s in self.source.specs.values()}
         for part in self.replicas:
             merged.update(part.match.wire_dtypes)
@@ -102,7 +102,7 @@ class Plan:
 
     @cached_property
     def relay_bytes_out(self) -> Mapping[int, int]:
-        """By target rank: bytes it passes on. Makes one stream a ring and source."""
+        """By target rank: bytes it relays. Builds one stream per ring and source."""
         passed = dict.fromkeys(self.bytes_in, 0)
         for part in self.replicas:
             for slot, ring in part.members.items():
@@ -114,12 +114,12 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes that arrive at the targets."""
+        """Bytes received by the targets."""
         return sum(self.bytes_in.values())
 
     @cached_property
     def lower_bound(self) -> int:
-        """Fewest bytes that can arrive: what the targets hold, once each."""
+        """Lower bound of received bytes: the targets' bytes, once each."""
         return sum(
             box.numel * kind.item_bytes * len(kind.tensors) * len(part.members[slot])
             for part in self.replicas
@@ -130,15 +130,15 @@ class Plan:
 
     @cached_property
     def egress_bound(self) -> int:
-        """Fewest bytes the busiest source can send: the largest, over sets of ranks, of what only they hold divided by
-        how many they are. Where NICs differ, at the speed of the fastest. A ring counts as one target."""
+        """Lower bound of the busiest source's bytes: the maximum over sets of ranks of the bytes that only they hold,
+        divided by their number. For different NICs, at the speed of the fastest. A ring counts as one target."""
         wanted = sum((demand(part.live) for part in self.replicas), Counter[Owners]())
         speeds = {rank: self.topology.source(rank).egress for rank in self.source.ranks}
         return ceil(balance(wanted, speeds).busiest * max(speeds.values(), default=1))
 
     @property
     def ingress_bound(self) -> int:
-        """Fewest bytes the busiest target can receive: what it holds; at the fastest's speed where NICs differ."""
+        """Lower bound of the busiest target's bytes: its own; for different NICs, at the fastest's speed."""
         return self._busiest(self.bytes_in, {r: self.topology.target(r).ingress for r in self.bytes_in})
 
     @property
@@ -149,12 +149,12 @@ class Plan:
 
     @property
     def peak_extra_bytes(self) -> int:
-        """Memory a rank needs beside its weights, each direction: what is in flight."""
+        """Memory per rank beside its weights, in each direction: buckets in flight."""
         return BUCKETS_IN_FLIGHT * self.bucket_bytes
 
     @cached_property
     def digest(self) -> str:
-        """SHA-256 over classes, lots and who sends them; equal on both sides or the sync does not start."""
+        """SHA-256 over classes, lots and their senders; equal on both sides or the sync does not start."""
         return hashlib.sha256("".join(part.digest for part in self.replicas).encode()).hexdigest()
 
     def explain(self) -> str:
@@ -222,7 +222,7 @@ class Plan:
 
 
 class _Streams(Mapping[tuple[int, int], tuple[Bucket, ...]]):
-    """A plan's streams, looked up one by one."""
+    """A plan's streams, built one by one."""
 
     def __init__(self, made: Plan) -> None:
         self._made = made
@@ -250,7 +250,7 @@ def plan(
     wire_dtype: str | None = None,
     position: int = 0,
 ) -> Plan:
-    """Plan the transfer of everything `target` holds out of what `source` holds.
+    """Plan the transfer of all weights of `target` from `source`.
 
     target: one rollout replica, or several with their ranks in `Manifest.replicas`; the plan for several is the union
     of what each plans alone at `position`, `position` + 1, ... wire_dtype: what floating tensors are cast to on the way

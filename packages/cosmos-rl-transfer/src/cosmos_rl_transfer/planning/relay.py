@@ -1,9 +1,9 @@
-"""Target ranks that want the same boxes pass buckets on to one another: striped chains.
+"""Target ranks with the same boxes relay buckets to one another: striped chains.
 
     ring of R members, bucket k:     trainer -> member k mod R -> the next -> ... -> the one before member k mod R
 
-Each byte leaves the trainers once, and each member's NIC sends and receives every byte at most once. That pays where
-the rollouts' NICs together are faster than the trainers'; otherwise reading from the trainers is already as fast.
+Each byte leaves the trainers once, and each member's NIC sends and receives every byte at most once. That is faster if
+the rollouts' NICs together are faster than the trainers'; otherwise reading from the trainers is as fast.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ Relay = Literal["auto", "on", "off"]
 
 
 def predecessor(bucket_index: int, position: int, ring_size: int) -> int | None:
-    """Return the position that hands bucket `bucket_index` of a stream to `position`; None: the trainer does."""
+    """Return the position that sends bucket `bucket_index` of a stream to `position`; None: the trainer does."""
     return None if bucket_index % ring_size == position else (position - 1) % ring_size
 
 
 def successor(bucket_index: int, position: int, ring_size: int) -> int | None:
-    """Return the position that takes the bucket from `position`; None: it is the last."""
+    """Return the position that receives the bucket from `position`; None: it is the last."""
     after = (position + 1) % ring_size
     return None if bucket_index % ring_size == after else after
 
 
 def rings(target: Manifest) -> list[tuple[int, ...]]:
-    """Return the ranks of `target` grouped by what they hold, each rank in one group, ascending."""
+    """Return the ranks of `target` grouped by equal boxes, each rank in one group, ascending."""
     groups: defaultdict[tuple[Box | None, ...], list[int]] = defaultdict(list)
     for rank in target.ranks:
         groups[tuple(boxes.get(rank) for boxes in target.cuts)].append(rank)
@@ -38,7 +38,7 @@ def rings(target: Manifest) -> list[tuple[int, ...]]:
 
 
 def pays(relay: Relay, groups: Sequence[Sequence[int]], *, trainer_speed: int, rollout_speed: int) -> bool:
-    """Say whether to relay: speeds are the sums over all NICs, out of trainers and into rollouts."""
+    """Return whether to relay: speeds are the sums over all NICs, out of trainers and into rollouts."""
     if relay == "off" or all(len(group) == 1 for group in groups):
         return False
     return relay == "on" or rollout_speed > trainer_speed

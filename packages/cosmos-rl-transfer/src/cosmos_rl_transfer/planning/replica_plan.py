@@ -1,8 +1,8 @@
-"""The plan for one copy of the weights: what one rollout replica reads, planned without looking at the others.
+"""The plan for one copy of the weights: the reads of one rollout replica, independent of the others.
 
     classes   tensors cut alike                            one overlay for all of them
-    lots      a unit of a class for one target rank        n equal copies, and the ranks that own them (lot.py)
-    shares    bytes each owner sends of what it owns       the fairest possible (bounds.py)
+    lots      a unit of a class for one target rank        n equal copies, and the ranks that own them (sharing.py)
+    shares    bytes each owner sends of what it owns       the fairest possible (sharing.py)
     deal      biggest lots first, to who has most room     counts by owner, a few integers a lot
     stream    buckets of one source and target rank        made when somebody asks: usually one rank's own
 
@@ -56,7 +56,7 @@ class ReplicaPlan:
     members: Mapping[int, tuple[int, ...]]
     """By slot: the target ranks that get its bytes. Several are a ring that relays; a slot alone is its own member."""
     made: dict[tuple[int, int], tuple[Bucket, ...]] = field(default_factory=dict)
-    """Streams that were asked for, by source and target rank."""
+    """Streams built so far, by source and target rank."""
 
     @classmethod
     def of(
@@ -68,7 +68,7 @@ class ReplicaPlan:
         bucket_bytes: int,
         topology: Topology,
     ) -> ReplicaPlan:
-        """Plan for the slots of `members`. Raises LayoutError where nobody holds what a slot wants."""
+        """Plan for the slots of `members`. Raises LayoutError if no source has a box of a slot."""
         classes = match.classes(members)
         whole = cut_lots(match, classes)
         wanted = demand(whole)
@@ -119,7 +119,7 @@ class ReplicaPlan:
         return {slot: sorted(ranks) for slot, ranks in found.items()}
 
     def with_members(self, members: Mapping[int, tuple[int, ...]]) -> ReplicaPlan:
-        """Return the same plan for other members of its slots; streams that were made are kept."""
+        """Return the same plan for other members of its slots; built streams are kept."""
         return replace(self, members=members)
 
     def without(self, ranks: Collection[int]) -> ReplicaPlan:
@@ -128,7 +128,7 @@ class ReplicaPlan:
         return self.with_members({slot: ring for slot, ring in left.items() if ring})
 
     def stream(self, source: int, target: int) -> tuple[Bucket, ...]:
-        """Return the buckets of one stream, made once."""
+        """Return the buckets of one stream, built once."""
         if (source, target) not in self.made:
             self.made[source, target] = self._make(source, target)
         return self.made[source, target]

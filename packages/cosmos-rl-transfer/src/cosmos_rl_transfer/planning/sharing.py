@@ -32,7 +32,7 @@ from cosmos_rl_transfer.planning.match import Match, TensorClass
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Who sends how much."""
+    """Bytes by sender."""
 
     shares: Mapping[Owners, Mapping[int, int]]
     """Bytes each owner sends of what the owners hold; rounded down."""
@@ -149,7 +149,7 @@ sender would send little of all other layers, and idle while they are read."""
 
 
 class Lot(msgspec.Struct, kw_only=True, array_like=True, gc=False):
-    """n equal copies and who sends them."""
+    """n equal copies and their senders."""
 
     kind: int
     """Place of the tensors' class."""
@@ -163,7 +163,7 @@ class Lot(msgspec.Struct, kw_only=True, array_like=True, gc=False):
     owners: Owners
     """Source ranks that hold the box."""
     counts: tuple[int, ...] = ()
-    """How many copies each owner sends."""
+    """Number of copies that each owner sends."""
     turn: int = 0
     """Where the owners' sequence over the tensors begins."""
 

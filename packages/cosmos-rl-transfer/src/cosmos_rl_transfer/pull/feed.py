@@ -28,16 +28,16 @@ class Feed:
     welcome: m.Welcome
     inlet: Inlet | None = None
     buckets: tuple[Bucket, ...] = ()
-    """What this publisher sends us."""
+    """Buckets that this publisher sends to this rank."""
     ring: tuple[str, ...] = ()
-    """Who passes the announced version on, by address (peers.py)."""
+    """Addresses of the ring that relays the announced version (peers.py)."""
     _source: Manifest | None = None
     _sending: threading.Lock = field(default_factory=threading.Lock)
-    """Buckets are asked for by one thread and let go by others."""
+    """Buckets are requested by one thread and released by others."""
 
     @classmethod
     def open(cls, address: str, *, token: bytes, timeout_s: float) -> Feed:
-        """Connect and learn what the publisher holds."""
+        """Connect and receive the publisher's manifest."""
         link = Link.connect(address, token=token, timeout_s=timeout_s)
         try:
             link.send(m.Hello(m.PROTOCOL))
@@ -48,7 +48,7 @@ class Feed:
 
     @property
     def source(self) -> Manifest:
-        """What all ranks of the publishing side hold."""
+        """Manifest of all ranks of the publishing side."""
         if self._source is None:
             self._source = Manifest.decode(self.welcome.source)
         return self._source
@@ -66,7 +66,7 @@ class Feed:
     ) -> None:
         """Choose the transport and agree on the plan. Raises LayoutError if the publisher refuses.
 
-        sources: the source ranks that the plan was made over, () for all.
+        sources: the source ranks of the plan, () for all.
         """
         source = self.welcome
         chosen, self.inlet = attach(transport, self.link, offered=source.transport, offer=source.offer, memory=memory)
@@ -83,7 +83,7 @@ class Feed:
         transport: str | Transport,
         memory: Sequence[Raw],
     ) -> None:
-        """Choose the transport to a subscriber that passes on these buckets of the publisher of rank `source`."""
+        """Choose the transport to a subscriber that relays these buckets of the publisher of rank `source`."""
         offered, offer = self.welcome.transport, self.welcome.offer
         chosen, self.inlet = attach(transport, self.link, offered=offered, offer=offer, memory=memory)
         self.link.send(m.JoinRing(plan_digest, source, chosen))
@@ -91,7 +91,7 @@ class Feed:
         self.buckets = buckets
 
     def newer(self, after: int) -> int:
-        """Wait for a version newer than `after`. The publisher's heartbeat keeps the link's deadline away."""
+        """Wait for a version newer than `after`. The publisher's heartbeat extends the link's deadline."""
         self.link.send(m.Await(after))
         while isinstance(reply := self.link.receive(), m.Waiting):
             pass
@@ -100,60 +100,60 @@ class Feed:
         return announced.version
 
     def holds(self, version: int, address: str) -> None:
-        """Tell that this subscriber serves a version at `address`; whoever asks after this returned is told."""
+        """Register this subscriber as a holder of a version at `address`; later requests for holders include it."""
         self.link.send(m.Holds(version, address))
         _expect(self.link.receive(), m.Registered)
 
     def who_holds(self, after: int) -> m.Holders:
-        """Ask who serves a version newer than `after` beside the publishers."""
+        """Request the subscribers that serve a version newer than `after`."""
         self.link.send(m.WhoHolds(after))
         return _expect(self.link.receive(), m.Holders)
 
     def borrow(self, version: int, *, keep: bool, held: int, share: tuple[int, int] = (0, 1)) -> int:
         """Lease a version and return the lease. Raises Superseded when there is a newer one.
 
-        `held`: the version that deltas may start from, -1 for none. `share`: place in a ring and its size.
+        `held`: the version that deltas may start from, -1 for none. `share`: position in a ring and its size.
         """
         self.link.send(m.Borrow(version, keep, held, share))
         return _expect(self.link.receive(), m.Lent).lease
 
     def ask(self, lease: int, bucket: Bucket, *, want: m.Want) -> None:
-        """Ask for a bucket."""
+        """Request a bucket."""
         with self._sending:
             self.link.send(m.ReadBucket(lease, bucket.index, want))
 
     def done_with(self, bucket: Bucket) -> None:
-        """Tell that a bucket's slot may be used again. Any thread may call."""
+        """Release a bucket's slot. Thread-safe."""
         with self._sending:
             self.link.send(m.Taken(bucket.index))
 
     def head(self, bucket: Bucket) -> m.Data:
-        """Receive the head of the oldest bucket that was asked for. Raises Superseded."""
+        """Receive the head of the oldest requested bucket. Raises Superseded."""
         data = _expect(self.link.receive(), m.Data)
         fits = 0 <= data.num_bytes <= bucket.num_bytes if data.delta else data.num_bytes == bucket.num_bytes
         if not fits or (data.bucket, len(data.sums)) != (bucket.index, len(bucket.pieces)):
-            raise TransferError(f"bucket {bucket.index} of {bucket.num_bytes} bytes was asked for, {data} came")
+            raise TransferError(f"bucket {bucket.index} of {bucket.num_bytes} bytes was requested, {data} was received")
         return data
 
     def inlet_for(self, want: m.Want) -> Inlet:
-        """Return what buckets that were asked for in this way come by."""
+        """Return the inlet of buckets requested in this way."""
         if want == "link":
             return Tcp().attach(self.link, offer={}, memory=())
         assert self.inlet is not None, "a feed is joined before it is read"
         return self.inlet
 
     def was_revoked(self, bucket: Bucket) -> bool:
-        """Ask whether the publisher took a bucket's memory back before it was read; nothing else is on its way."""
+        """Ask whether the publisher reused a bucket's memory before it was read. No other request may be pending."""
         self.link.send(m.WasRevoked(bucket.index))
         return _expect(self.link.receive(), m.Revoked).revoked
 
     def give_back(self, lease: int) -> bool:
-        """End the lease; returns whether it held all the time."""
+        """End the lease; returns whether it was valid throughout."""
         self.link.send(m.Return(lease))
         return _expect(self.link.receive(), m.Returned).valid
 
     def close(self) -> None:
-        """Disconnect; a thread that waits here gets PeerLost. May be called twice."""
+        """Disconnect; a waiting thread gets PeerLost. Idempotent."""
         self.link.close()
         if self.inlet is not None:
             self.inlet.close()
@@ -166,4 +166,4 @@ def _expect(reply: Any, kind: type[R]) -> R:
         raise LayoutError(reply.reason)
     if isinstance(reply, m.Overtaken):
         raise Superseded(f"version {reply.newest} is out")
-    raise TransferError(f"the publisher answered {reply} where {kind.__name__} was expected")
+    raise TransferError(f"the publisher replied {reply}; {kind.__name__} was expected")

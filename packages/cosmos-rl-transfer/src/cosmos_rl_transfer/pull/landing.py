@@ -1,9 +1,9 @@
-"""Where buckets are written at the subscriber: beside the live tensors, or straight into them.
+"""Destination of buckets at the subscriber: a shadow copy, or the live tensors.
 
-Shadow     an arena of this rank's parts in their wire dtype; `apply` copies what is new over the live tensors
-InPlace    the live tensors themselves, which nobody may use meanwhile
+Shadow     an arena of this rank's parts in their wire dtype; `apply` copies changed buckets into the live tensors
+InPlace    the live tensors themselves, which must not be used meanwhile
 
-Deltas change what is there, once their hashes were seen to lead to those of the new version.
+Deltas are written once their hashes are verified to lead to those of the new version.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _TASK_BYTES = 4 << 20
-"""What one thread copies at a time."""
+"""Bytes per copy task of a thread."""
 
 
 class Landing(Protocol):
-    """Takes buckets whose bytes are those that were sent. Several threads write different buckets."""
+    """Destination of verified buckets. Several threads write different buckets."""
 
     memory: Raw
-    """What `place` returns parts of; empty if nothing can be received into its place."""
+    """Memory that `place` returns views of; empty if buckets cannot be received directly."""
     keeps_deltas: bool
-    """Whether they are written with `apply` only, so that they may come before anything else may be written."""
+    """Whether deltas are written by `apply` alone: they may be received before the live tensors may be written."""
 
     @property
     def takes_deltas(self) -> bool:
-        """Whether it has the bits that deltas change."""
+        """Whether it has the exact bits that deltas change."""
         ...
 
     def begin(self, base: int) -> None:
-        """Prepare for a version; deltas will start from `base`, which was landed whole before. -1: there are none."""
+        """Prepare for a version; deltas start from `base`, a complete earlier version. -1: no deltas."""
         ...
 
     def has(self, bucket: Bucket) -> bool:
-        """Say whether a delta of the bucket is kept."""
+        """Return whether a delta of the bucket is kept."""
         ...
 
     def apply(self, *, pool: Executor) -> None:
-        """Write what is landed and not in the live tensors yet, casting where dtypes differ. May be repeated."""
+        """Write landed buckets that are not in the live tensors yet, casting where dtypes differ. Idempotent."""
         ...
 
     def place(self, bucket: Bucket) -> Raw | None:
@@ -65,19 +65,19 @@ class Landing(Protocol):
         ...
 
     def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
-        """Put packed bytes uint8 [bucket.num_bytes] in their places; false if pieces have other additive hashes there.
+        """Write packed bytes uint8 [bucket.num_bytes] to their pieces; false if the written pieces have other hashes.
 
-        The bucket has to be written once more then, before anything is used.
+        The bucket must then be written again before the weights are used.
         """
         ...
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
-        """Change some elements, if that leads to these hashes of the pieces; false, and nothing written, if not."""
+        """Change some elements if the pieces then have these hashes; else write nothing and return false."""
         ...
 
 
 class Shadow:
-    """One rank's parts in host memory."""
+    """A copy of one rank's parts in host memory."""
 
     takes_deltas = True
     keeps_deltas = False
@@ -87,11 +87,11 @@ class Shadow:
     ) -> None:
         self.arena = Arena.of(manifest, rank=rank, wire_dtypes=wire_dtypes)
         self.memory: Raw = np.empty(self.arena.num_bytes, np.uint8)
-        self.memory.fill(0)  # takes the page faults now
+        self.memory.fill(0)  # page faults happen now
         self._weights = weights
         self._sums = KnownSums()
         self._pending: Pending | None = None
-        """What the live tensors lack; None for everything."""
+        """Changes not in the live tensors yet; None for everything."""
         self._applied = False
 
     def begin(self, base: int) -> None:
@@ -152,7 +152,7 @@ class Shadow:
                 continue
             step = _TASK_BYTES // place.item_bytes
             runs += zip(source.view(-1).split(step), target.view(-1).split(step))
-        # not torch's own threads: they wait for each other, and a busy machine makes that ten times slower
+        # not torch's threads: they wait for each other, ten times slower on a busy machine
         list(pool.map(lambda run: np.copyto(same_width(run[1]), same_width(run[0])), runs))
 
     def _copy(self, bucket: Bucket) -> None:
@@ -200,7 +200,7 @@ class InPlace:
         self._scratch = threading.local()
         self._sums = KnownSums()
         self._patches: dict[tuple[Piece, ...], list[Patch]] = {}
-        """By bucket's pieces: a delta that `apply` writes."""
+        """Deltas that `apply` writes, by the bucket's pieces."""
         self._written = True
         """Whether they are in the live tensors."""
         self._exact = all(_holds(local(weights[name]).dtype, wire_dtypes[name]) for name in self._boxes)
@@ -229,7 +229,7 @@ class InPlace:
                 packed = raw_view(data, piece.at, piece.box.shape, form.item_bytes)
                 found.append(copy_sum(packed, same_width(target), piece.box, form.shape))
             else:
-                data = self._writable(data)  # before it is hashed: a slot may be taken back between two looks at it
+                data = self._writable(data)  # before hashing: a slot may be reused between two reads of it
                 packed = raw_view(data, piece.at, piece.box.shape, form.item_bytes)
                 found.append(tensor_sum(packed, piece.box, form.shape))
                 target.copy_(torch_view(data, piece.at, piece.box.shape, dtype))
@@ -261,7 +261,7 @@ class InPlace:
         return local(self._weights[piece.name])[inside.slices()]
 
     def _writable(self, data: Raw) -> Raw:
-        """Torch does not take memory that is mapped read-only. Each thread has a copy of its own."""
+        """Return a copy of read-only memory, which torch does not accept. One buffer per thread."""
         if data.flags.writeable:
             return data
         held: Raw | None = getattr(self._scratch, "data", None)
@@ -272,7 +272,7 @@ class InPlace:
 
 
 def _holds(live: torch.dtype, wire: str) -> bool:
-    """Whether a live tensor gives back the very bits that were written into it."""
+    """Whether a live tensor preserves the exact bits of the wire dtype."""
     kind: torch.dtype = getattr(torch, wire)
     if live == kind or not (live.is_floating_point and kind.is_floating_point):
         return live == kind
@@ -281,24 +281,24 @@ def _holds(live: torch.dtype, wire: str) -> bool:
 
 
 class KnownSums:
-    """Additive hashes of the pieces of each bucket as it was landed."""
+    """Additive hashes of the pieces of each landed bucket."""
 
     def __init__(self) -> None:
         self._known: dict[tuple[Piece, ...], Sequence[int]] = {}
         self.clear = self._known.clear
 
-    def confirm(self, bucket: Bucket, found: Sequence[int], told: Sequence[int]) -> bool:
-        """Keep what was found, if it is what was told."""
-        if tuple(found) != tuple(told):
+    def confirm(self, bucket: Bucket, found: Sequence[int], expected: Sequence[int]) -> bool:
+        """Store the found hashes if they equal the expected ones; return whether they do."""
+        if tuple(found) != tuple(expected):
             self._known.pop(bucket.pieces, None)
             return False
-        self._known[bucket.pieces] = told
+        self._known[bucket.pieces] = expected
         return True
 
     def follow(
         self, bucket: Bucket, gains: Sequence[int], sums: Sequence[int], *, now: Callable[[], Sequence[int]]
     ) -> bool:
-        """Say whether these gains lead to `sums`, and keep them if so. `now` tells today's where they are not known."""
+        """Return whether these changes lead to `sums`, and store them if so. `now` computes unknown current hashes."""
         known = self._known.get(bucket.pieces)
         if any(add(*pair) != wanted for *pair, wanted in zip(known or now(), gains, sums)):
             return False
@@ -307,24 +307,24 @@ class KnownSums:
 
 
 MOST_PATCHED = 1 / 32
-"""Of a bucket's elements; beyond it a copy of the bucket is faster than single elements, and needs no list."""
+"""Max fraction of a bucket's elements written one by one; beyond it, copying the bucket is faster."""
 
 
 class Pending:
-    """Buckets by what has to be written of them. Several threads may add different buckets."""
+    """Pending writes by bucket. Several threads may add different buckets."""
 
     def __init__(self) -> None:
         self._whole: dict[tuple[int, int], Bucket] = {}
         self._patches: dict[tuple[int, int], tuple[Patch, ...]] = {}
 
     def add_whole(self, bucket: Bucket) -> None:
-        """Note that the whole bucket differs."""
+        """Record that the whole bucket differs."""
         key = bucket.source, bucket.index
         self._patches.pop(key, None)
         self._whole[key] = bucket
 
     def add(self, bucket: Bucket, patches: Callable[[], Iterable[Patch]], *, num_changes: int) -> None:
-        """Note that elements of a bucket differ; `patches` is asked only if it pays."""
+        """Record that elements of a bucket differ; `patches` is called only below MOST_PATCHED."""
         key = bucket.source, bucket.index
         if key in self._whole or not num_changes:
             return
@@ -334,7 +334,7 @@ class Pending:
             self._patches[key] = tuple(patches())
 
     def write(self, copy: Callable[[Bucket], None], *, pool: Executor) -> None:
-        """Bring the live tensors up to date; `copy` writes a whole bucket. May be repeated."""
+        """Write all changes to the live tensors; `copy` writes a whole bucket. Idempotent."""
         work: list[Callable[[], None]] = [patch.write for patches in self._patches.values() for patch in patches]
         list(pool.map(lambda write: write(), work))
         list(pool.map(copy, self._whole.values()))
@@ -347,7 +347,7 @@ class Patch:
     memory: Tensor
     """The live tensor's memory from its first element to its last, gaps included, as integers of its width [n]."""
     index: Tensor
-    """int64 [k] on the tensor's device: where they go in `memory`."""
+    """int64 [k] on the tensor's device: indices into `memory`."""
     values: Tensor
     """[k] on the tensor's device, as integers of its width."""
 
@@ -355,7 +355,7 @@ class Patch:
     def of(cls, live: Tensor, change: Change, *, dtype: str) -> Patch:
         """Prepare a change whose positions are row-major in `live` and whose values are bits of `dtype`.
 
-        Nothing of `change` is kept; the values are cast to the live tensor's dtype.
+        Copies `change`; the values are cast to the live tensor's dtype.
         """
         strides = live.stride()
         span = 1 + sum((size - 1) * stride for size, stride in zip(live.shape, strides))
@@ -369,9 +369,9 @@ class Patch:
         )
 
     def before(self, dtype: torch.dtype) -> Tensor:
-        """Return what is there now, on the host [k]; `dtype` is the live tensor's."""
+        """Return the current values on the host [k]; `dtype` is the live tensor's."""
         return self.memory.gather(0, self.index).view(dtype).cpu()
 
     def write(self) -> None:
-        """Store the values. May be repeated."""
+        """Store the values. Idempotent."""
         self.memory.scatter_(0, self.index, self.values)

@@ -1,4 +1,4 @@
-"""The holder's side of peers.py: what one rank has staged, served out of its shadow."""
+"""The holder's side of peers.py: serves a rank's staged version from its shadow."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from cosmos_rl_transfer.transports.base import Run, Transport, TransportUnavaila
 log = logging.getLogger(__name__)
 
 PATIENCE_S = 0.2
-"""How long a pull waits for those who still read the version before."""
+"""Time that a pull waits for readers of the previous version."""
 
 
 class PeerServer:
-    """Serves what one rank has staged, out of its shadow."""
+    """Serves a rank's staged version from its shadow."""
 
     def __init__(
         self,
@@ -43,11 +43,11 @@ class PeerServer:
         timeout_s: float,
         partial: Partial,
     ) -> None:
-        """Allocate two slots of a bucket each and listen on `bind`; nothing can be had before `open`.
+        """Allocate two slots of a bucket each and listen on `bind`; nothing is readable before `open`.
 
-        manifest, rank: what all ranks of this replica hold, and which of them this is. wire_dtypes: by tensor, what
-        the shadow holds it in. partial: which buckets have landed of a version that is still coming. Raises
-        TransportUnavailable where `transport` cannot serve, OSError where `bind` is no address of this host.
+        manifest, rank: layout of all ranks of this replica, and this rank. wire_dtypes: dtypes in the shadow, by
+        tensor. partial: landed buckets of an incomplete version. Raises TransportUnavailable if `transport` cannot
+        serve, OSError if `bind` is not an address of this host.
         """
         served = _as_held(manifest, wire_dtypes)
         self._supply = Supply(
@@ -67,7 +67,7 @@ class PeerServer:
 
     @property
     def address(self) -> str:
-        """Where joiners connect: "host:port"."""
+        """Address for joiners: "host:port"."""
         return self._server.address
 
     @property
@@ -76,28 +76,28 @@ class PeerServer:
         return self._supply.sent_bytes
 
     def begin(self, version: int) -> None:
-        """Let the version that will be in the shadow be read, bucket by bucket as they land. Fence before."""
+        """Allow reading of the incoming version, bucket by bucket as they land. Call `fence` before."""
         self._partial.begin(version)
         self._versions.publish(version)
 
     def open(self, version: int) -> None:
-        """Let the version that is in the shadow be read. Versions may also fall: publishers may have started anew."""
+        """Allow reading of the version in the shadow. Versions may decrease after a restart of the publishers."""
         if not self._partial.complete(version):
             self._versions.publish(version)
 
     def fence(self) -> None:
-        """Return when the shadow may be written: who reads has a moment to finish, and is dropped."""
+        """Return when the shadow may be written: readers get PATIENCE_S to finish, then are disconnected."""
         self._partial.end()
         self._versions.fence(patience_s=PATIENCE_S, copy=False)
         self._supply.proofs.forget()
 
     def close(self) -> None:
-        """Disconnect all joiners and free the slots. May be called twice."""
+        """Disconnect all joiners and free the slots. Idempotent."""
         self._server.close()
 
 
 class Offer:
-    """What a subscriber offers to others: a server that is made with its first version, and told to publishers."""
+    """A subscriber's service to others: a server created with its first version, and announced to publishers."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class Offer:
         bind: str | None,
         timeout_s: float,
     ) -> None:
-        """Remember how to serve; arguments as for `PeerServer`. bind: None for where publishers are reached from."""
+        """Arguments as for `PeerServer`. bind: None for the address from which publishers are reached."""
         self._manifest, self._rank, self._token = manifest, rank, token
         # an instance, or a process group, reaches one peer only
         self._transport = transport if isinstance(transport, str) and transport != "collective" else "auto"
@@ -118,20 +118,20 @@ class Offer:
         self._works = True
         self._version: int | None = None
         self.partial = Partial()
-        """Which buckets can be had here."""
+        """Buckets that can be read here."""
 
     @property
     def address(self) -> str | None:
-        """Where others connect, once there was a version."""
+        """Address for joiners; None before the first version."""
         return None if self._server is None else self._server.address
 
     def begin(self, version: int) -> None:
-        """Serve what lands of a version, after `fence`."""
+        """Serve landed buckets of a version, after `fence`."""
         if self._server is not None:
             self._server.begin(version)
 
     def open(self, version: int, shadow: Shadow, feeds: Sequence[Feed]) -> None:
-        """Serve the version that is in the shadow and tell the publishers. Where that cannot be, warn once."""
+        """Serve the version in the shadow and announce it to the publishers. Log one warning if that fails."""
         if not self._works or not feeds:
             return
         if self._server is None:
@@ -154,11 +154,11 @@ class Offer:
                 return
         self._version = version
         self._server.open(version)
-        with suppress(PeerLost):  # the next `stage` will find out
-            self.tell(feeds)
+        with suppress(PeerLost):  # the next `stage` raises it
+            self.announce(feeds)
 
-    def tell(self, feeds: Sequence[Feed]) -> None:
-        """Tell publishers what can be had here, if anything."""
+    def announce(self, feeds: Sequence[Feed]) -> None:
+        """Announce the served version, if any, to publishers."""
         if self._server is not None and self._version is not None:
             for feed in feeds:
                 feed.holds(self._version, self._server.address)
@@ -170,7 +170,7 @@ class Offer:
             self._server.fence()
 
     def close(self) -> None:
-        """Serve no more. May be called twice."""
+        """Stop serving. Idempotent."""
         if self._server is not None:
             self._server.close()
 
@@ -185,7 +185,7 @@ class _Held:
         self._memory = shadow.memory
 
     def runs(self, bucket: Bucket) -> list[Run] | None:
-        """Return the bucket's bytes where they lie, or None where they have to be packed."""
+        """Return the bucket's bytes in place, or None if they must be packed."""
         return runs_in(self._arena, self._memory, bucket)
 
     def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
@@ -194,6 +194,6 @@ class _Held:
 
 
 def _as_held(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> Manifest:
-    """Describe a replica's parts in the dtypes that its shadows hold them in."""
+    """Return a replica's manifest with the dtypes of its shadows."""
     layouts = (TensorLayout(replace(x.spec, dtype=wire_dtypes[x.spec.name]), x.boxes) for x in manifest.layouts)
     return Manifest(tuple(layouts), manifest.tied, manifest.replicas)

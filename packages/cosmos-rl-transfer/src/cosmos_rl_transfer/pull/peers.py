@@ -1,4 +1,4 @@
-"""Rollouts feed rollouts: whoever has staged a version serves it to those that come late.
+"""Rollouts serve rollouts: a replica that has staged a version serves it to late ones.
 
     holder                                        publisher                        joiner
     staged and verified v
@@ -7,10 +7,10 @@
                                                   <------  WhoHolds
                                                   ------>  Holders: addresses, least asked first
          <------------------------------------------------  Borrow(v), ReadBucket ...   as from a publisher
-    about to pull v + 1: who reads v
-    is dropped after a moment            ------------------------------------------->  asks another, then the publisher
+    about to pull v + 1: disconnects
+    readers of v after PATIENCE_S        ------------------------------------------->  tries another, then the publisher
 
-The trainers send nothing for a joiner, not even while they write and nobody could read from them.
+The trainers send nothing to a joiner, which can read even while they write.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from cosmos_rl_transfer.wire.messages import Holders
 log = logging.getLogger(__name__)
 
 SILENCE_S = 5.0
-"""A peer that sends nothing for so long is given up: there are others."""
+"""Timeout of a silent peer; there are others."""
 RING_SILENCE_S = 1.0
-"""How long the member before in a ring may send nothing."""
+"""Timeout of a silent predecessor in a ring."""
 MOST_TRIES = 4
-"""Peers, or sets of them, that a joiner tries before it turns to the publishers."""
+"""Peers, or sets of them, that a joiner tries before the publishers."""
 
 
 def choices(found: Holders, *, layout: str, rank: int) -> Iterator[dict[int, str]]:
-    """Yield whom a joiner may read from, best first: addresses by their rank.
+    """Yield sources for a joiner, best first: addresses by rank.
 
-    One whose part is the very same as that of `rank` in the manifest with digest `layout` comes first; else ranks of
-    another layout together. The next choice has other addresses where there are any.
+    A holder of the same part as `rank` in the manifest with digest `layout` comes first; else ranks of another layout
+    together. The next choice has other addresses if there are any.
     """
     groups: defaultdict[str, defaultdict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for holder in found.holders:
@@ -61,9 +61,9 @@ def choices(found: Holders, *, layout: str, rank: int) -> Iterator[dict[int, str
 def open_peers(
     sources: Sources, addresses: Mapping[int, str], target: Manifest, *, rank: int, position: int, opened: ExitStack
 ) -> tuple[list[Feed], Plan]:
-    """Connect to those of `addresses`, by their rank, that `rank` of `target` needs; `opened` will close them.
+    """Connect to those of `addresses`, by rank, that `rank` of `target` needs; `opened` closes them.
 
-    Raises PeerLost, and LayoutError where they do not hold everything.
+    Raises PeerLost, and LayoutError if they do not hold everything.
     """
     ranks = tuple(sorted(addresses))
 
@@ -71,7 +71,7 @@ def open_peers(
         feed = sources.open(addresses[peer], timeout_s=SILENCE_S)
         opened.callback(sources.drop, feed)
         if feed.welcome.rank != peer:
-            raise LayoutError(f"rank {feed.welcome.rank} answers where rank {peer} was said to be")
+            raise LayoutError(f"rank {feed.welcome.rank} replied at the address of rank {peer}")
         return feed
 
     first = connect(ranks[0])
@@ -82,11 +82,11 @@ def open_peers(
 
 @dataclass(frozen=True, slots=True)
 class RingPlace:
-    """A member of a ring whose subscribers relay buckets (planning/relay.py), and what it reads from whom.
+    """A member of a ring whose subscribers relay buckets (planning/relay.py), and its sources by bucket.
 
     from the publishers           every R-th bucket of each stream
-    from the member before        the others, as they land there
-    what does not come that way   from the publishers too: no member waits for one that is slow or gone
+    from the predecessor          the others, as they land there
+    missing buckets               from the publishers too: no member waits for a slow or lost one
     """
 
     members: tuple[str, ...]
@@ -95,12 +95,12 @@ class RingPlace:
 
     @classmethod
     def find(cls, members: tuple[str, ...], own: str | None) -> RingPlace | None:
-        """Return the place of address `own`; None if it is not in the ring."""
+        """Return the position of address `own`; None if it is not in the ring."""
         return cls(members, members.index(own)) if own is not None and own in members else None
 
     @property
     def before(self) -> str:
-        """Address of the member before."""
+        """Address of the predecessor."""
         return self.members[self.position - 1]
 
     @property
@@ -109,7 +109,7 @@ class RingPlace:
         return self.position, len(self.members)
 
     def passed(self, buckets: Sequence[Bucket]) -> tuple[Bucket, ...]:
-        """Return those that the member before passes on."""
+        """Return the buckets that the predecessor relays."""
         return tuple(b for b in buckets if predecessor(b.index, self.position, len(self.members)) is not None)
 
     def join(
@@ -123,9 +123,9 @@ class RingPlace:
         memory: Sequence[Raw],
         opened: ExitStack,
     ) -> list[tuple[Feed, int]]:
-        """Borrow from the member before what it passes on of each publisher's stream; `opened` closes the connections.
+        """Borrow from the predecessor the relayed buckets of each publisher's stream; `opened` closes the connections.
 
-        Returns fewer, or none, where that member does not answer or has not begun with the version.
+        Returns fewer, or none, if that member does not reply or has not begun the version.
         """
         passed: list[tuple[Feed, int]] = []
         try:
@@ -138,5 +138,5 @@ class RingPlace:
         except (TransferError, LayoutError, TransportUnavailable) as error:
             if sources.stopped:
                 raise
-            log.info("version %d is not passed on by %s: %s", version, self.before, error)
+            log.info("version %d is not relayed by %s: %s", version, self.before, error)
         return passed

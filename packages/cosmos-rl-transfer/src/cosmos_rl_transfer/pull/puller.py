@@ -1,9 +1,9 @@
-"""Read one version out of borrowed leases, prove it, and land it.
+"""Reads one version from borrowed leases, verifies it, and lands it.
 
-one feed      ask for a few buckets; receive one, ask for another, while the one before is verified and landed
-several       two at a time, each with one buffer
-each bucket   hashes as told? else once more, alone; wrong again is an error
-              was its slot taken back while it was read? then it is slow, not wrong: once more, over the link
+one feed      request a few buckets; receive one, request another, while the previous one is verified and landed
+several       two feeds at a time, each with one buffer
+each bucket   wrong hashes: read it once more, alone; wrong again is an error
+              slot reused while it was read: slow, not wrong; read it once more, over the link
 """
 
 from __future__ import annotations
@@ -39,24 +39,24 @@ log = logging.getLogger(__name__)
 Staging = Literal["shadow", "in_place"]
 
 NUM_BUFFERS = 2
-"""Buckets a rank receives into, whatever it pulls."""
+"""Receive buffers of a rank."""
 NUM_AHEAD = 2
-"""Buckets that are asked for beyond those there is room for: the publisher goes on as soon as it has a slot."""
+"""Buckets requested beyond the number of buffers: the publisher continues as soon as it has a slot."""
 
 
 @dataclass(slots=True)
 class Pulled:
-    """What a pull did."""
+    """Counts of one pull."""
 
     num_bytes: int = 0
-    """That came, deltas as they are."""
+    """Received bytes, deltas in their encoded size."""
     num_deltas: int = 0
-    """Buckets that came as deltas."""
+    """Buckets received as deltas."""
     repaired: list[tuple[int, int]] = field(default_factory=list)
-    """(source rank, bucket) of buckets that were fetched again."""
+    """(source rank, bucket) of buckets fetched again."""
 
     def count(self, data: m.Data) -> None:
-        """Add what came."""
+        """Add a received bucket."""
         self.num_bytes += data.num_bytes
         self.num_deltas += data.delta and data.num_bytes > 0
 
@@ -67,13 +67,13 @@ class Puller:
     def __init__(self, landing: Landing, *, rank: int, bucket_bytes: int, forms: Mapping[str, Form]) -> None:
         self.landing = landing
         self.held = -1
-        """The version in the landing, -1 for none. Whoever pulls sets it when it is sure."""
+        """The version in the landing, -1 for none. The caller of `pull` sets it."""
         self.buffers = [np.zeros(bucket_bytes, np.uint8) for _ in range(NUM_BUFFERS)]
         self._rank = rank
         self._forms = forms
         self._landed: set[tuple[int, int]] = set()
         self.when_landed: Callable[[Bucket], None] = _ignore
-        """Told of every bucket that is verified and in its place."""
+        """Called with every verified and landed bucket."""
 
     @property
     def base(self) -> int:
@@ -82,13 +82,13 @@ class Puller:
 
     @property
     def memory(self) -> list[Raw]:
-        """Everything buckets are received into."""
+        """All memory that buckets are received into."""
         return [*self.buffers, self.landing.memory]
 
     def stage_deltas(self, leased: Sequence[tuple[Feed, int]], *, pool: Executor) -> Pulled:
-        """Fetch what comes as deltas for a landing that keeps them until `apply`; `pull` fetches the rest.
+        """Fetch the deltas for a landing that keeps them until `apply`; `pull` fetches the rest.
 
-        Raises what feeds raise.
+        Raises the feeds' errors.
         """
         done = Pulled()
 
@@ -111,9 +111,8 @@ class Puller:
     ) -> Pulled:
         """Fetch every bucket of every feed and add to `done`. Returns or raises after the last thread has stopped.
 
-        passed: feeds of a subscriber that passes on buckets of `leased` (peers.py); what does not come from there is
-        read from `leased` after all. Raises WeightMismatch naming tensor, version and ranks where a bucket is wrong
-        twice, and what `leased` raise.
+        passed: feeds of a subscriber that relays buckets of `leased` (peers.py); missing ones are read from `leased`.
+        Raises WeightMismatch with tensor, version and ranks if a bucket is wrong twice, and the errors of `leased`.
         """
         if not self.landing.keeps_deltas:
             self.landing.begin(self.base)
@@ -128,7 +127,7 @@ class Puller:
             try:
                 fetch(feed, lease, buffers)
             except TransferError as error:
-                log.info("not all of version %d was passed on: %s", version, error)
+                log.info("not all of version %d was relayed: %s", version, error)
 
         direct = _without(leased, by_peers)
         peers = {id(feed) for feed, _ in passed}
@@ -141,7 +140,7 @@ class Puller:
         return done
 
     def _each(self, leased: Sequence[tuple[Feed, int]], fetch: Callable[[Feed, int, Sequence[Raw]], None]) -> None:
-        """Do something with every feed: one after the other, in as many lanes as there are buffers."""
+        """Call `fetch` for every feed, concurrently in as many threads as there are buffers."""
         if len(leased) == 1:
             fetch(*leased[0], self.buffers)
             return
@@ -185,16 +184,18 @@ class Puller:
         pool: Executor,
         done: Pulled,
     ) -> None:
-        """Fetch a bucket that came wrong until it is right. Raises WeightMismatch where it was wrong twice.
+        """Fetch a bucket with wrong hashes again. Raises WeightMismatch if it was wrong twice.
 
-        One whose memory the publisher took back while it was read does not count: it comes over the link then, where
+        A bucket whose memory the publisher reused while it was read does not count: it is fetched over the link, where
         that cannot happen.
         """
         num_wrong, good = 0, False
         while not good:
             want: m.Want = "link" if feed.was_revoked(bucket) else "dense"
             if want == "link":
-                log.info("bucket %d of version %d was read too slowly: it comes over the link", bucket.index, version)
+                log.info(
+                    "bucket %d of version %d was read too slowly: fetching it over the link", bucket.index, version
+                )
             else:
                 num_wrong += 1
                 if num_wrong == 2:
@@ -207,7 +208,7 @@ class Puller:
     def _stream(
         self, feed: Feed, lease: int, buckets: Sequence[Bucket], buffers: Sequence[Raw], pool: Executor, *, want: m.Want
     ) -> list[tuple[Bucket, m.Data, bool]]:
-        """Fetch buckets in order; returns each with its head and whether its hashes were right."""
+        """Fetch buckets in order; returns each with its head and whether its hashes matched."""
         window, inlet = len(buffers), feed.inlet_for(want)
         landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
         finished: list[tuple[Bucket, m.Data, bool]] = []
@@ -216,7 +217,7 @@ class Puller:
             feed.ask(lease, bucket, want=want)
 
         def settle() -> None:
-            """Wait for the oldest that is landing; its buffer is free then."""
+            """Wait for the oldest landing bucket and free its buffer."""
             before, head, future = landing.popleft()
             finished.append((before, head, future.result()))
 
@@ -226,17 +227,17 @@ class Puller:
                     settle()
                 data = feed.head(asked.popleft())
                 packed = self._body(inlet, bucket, data, buffers[i % window])
-                if rest:  # before the landing: hashing keeps other threads of Python waiting
+                if rest:  # before the landing: hashing blocks other Python threads
                     asked.append(rest.popleft())
                     feed.ask(lease, asked[-1], want=want)
-                if inlet.views:  # nothing to receive meanwhile: a thread less
+                if inlet.views:  # nothing to receive meanwhile: no thread needed
                     finished.append((bucket, data, self._land(feed, bucket, data, packed)))
                 else:
                     landing.append((bucket, data, pool.submit(self._land, feed, bucket, data, packed)))
             while landing:
                 settle()
         except Superseded:
-            for bucket in asked:  # their answers are on the way
+            for bucket in asked:  # their replies are on the way
                 with suppress(Superseded):
                     self._body(inlet, bucket, feed.head(bucket), buffers[0])
             raise
@@ -245,7 +246,7 @@ class Puller:
         return finished
 
     def _body(self, inlet: Inlet, bucket: Bucket, data: m.Data, buffer: Raw) -> Raw:
-        """Receive the bytes that belong to a head."""
+        """Receive the bytes of a head."""
         if not data.num_bytes:
             return np.empty(0, np.uint8)
         if inlet.views:
@@ -254,11 +255,11 @@ class Puller:
         return inlet.receive(data, out=buffer[: data.num_bytes] if place is None else place)
 
     def _land(self, feed: Feed, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
-        """Verify and write a bucket and let its slot go; false if it is not what was sent."""
+        """Verify and write a bucket and release its slot; false if its hashes differ."""
         if not data.num_bytes:
             return False  # there is no delta
         if data.delta:
-            if not packed.flags.writeable:  # the publisher's slot, which it may take back between two looks at it
+            if not packed.flags.writeable:  # the publisher's slot, which may be reused between two reads of it
                 packed = packed.copy()
             good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)
         else:
@@ -278,7 +279,7 @@ class Puller:
 def make_puller(
     target: Manifest, weights: Mapping[str, Tensor], made: Plan, *, rank: int, staging: Staging, bucket_bytes: int
 ) -> Puller:
-    """Make room for what `made` sends to `rank` of `target`; `weights` are its live tensors."""
+    """Build the puller of `rank` of `target` for the plan `made`; `weights` are its live tensors."""
     wire = made.wire_dtypes
     forms = {name: Form(spec.shape, ITEM_BYTES[wire[name]]) for name, spec in target.specs.items()}
     kind = Shadow if staging == "shadow" else InPlace

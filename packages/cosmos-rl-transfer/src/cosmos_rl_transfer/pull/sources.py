@@ -66,7 +66,7 @@ class Sources:
                 self._joined(feeds)
             with self._guard:
                 if self.stopped:
-                    raise TransferError("the subscriber is closed" if self._closed else "told to stop")
+                    raise TransferError("the subscriber is closed" if self._closed else "stopped")
                 self._feeds = feeds
         except BaseException:
             for feed in feeds:
@@ -82,7 +82,7 @@ class Sources:
             if not self.stopped:
                 return feed
         feed.close()
-        raise TransferError("told to stop")
+        raise TransferError("stopped")
 
     def drop(self, feed: Feed) -> None:
         """Close what `open` returned."""

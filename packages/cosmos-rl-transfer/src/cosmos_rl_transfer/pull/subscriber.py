@@ -1,13 +1,13 @@
-"""The engine's side of one rank.
+"""The subscriber of one rank.
 
 stage(after)
     wait for a version newer than `after`                    all publishers must agree on it
     borrow it, fetch and verify every bucket                 beside the live tensors (`staging="shadow"`)
-    overtaken meanwhile? begin again with the newest         and keep that one to the end
+    overtaken meanwhile: begin again with the newest         and keep its lease to the end
 apply()                                                      write the live tensors, casting
 
-With `staging="in_place"` the order is another: `stage` borrows the version and fetches deltas, `apply` fetches the rest
-into the live tensors.
+With `staging="in_place"`, `stage` borrows the version and fetches deltas, and `apply` fetches the rest into the live
+tensors.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 
 def num_threads() -> int:
-    """Threads worth using for copies: they soon saturate memory."""
+    """Return the number of threads for copies, which soon saturate the memory bandwidth."""
     return min(4, len(os.sched_getaffinity(0)))
 
 
@@ -63,7 +63,7 @@ class Subscriber:
         serve: bool = True,
         bind: str | None = None,
     ) -> None:
-        """Remember the live tensors; the first `stage` connects.
+        """Store the live tensors; the first `stage` connects.
 
         address: of the publisher, or of every rank that publishes. timeout_s: how long a publisher may be
         silent. manifest, rank: what all ranks of this replica hold, and which of them this is; `weights` are then
@@ -89,31 +89,31 @@ class Subscriber:
         self._puller: Puller | None = None
         self._staged: int | None = None
         self.pulled = Pulled()
-        """What the last pull did."""
+        """Counts of the last pull."""
         self._leased: list[tuple[Feed, int]] = []
-        """Borrowed for `apply`, with staging "in_place"."""
+        """Leases for `apply`, with staging "in_place"."""
         self._made: Plan | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-stage")
         self._pool = ThreadPoolExecutor(max_workers=num_threads(), thread_name_prefix="weights-land")
 
     @property
     def staged(self) -> int | None:
-        """The version that `apply` would write."""
+        """The version that `apply` writes."""
         return self._staged
 
     async def stage(self, *, after: int) -> int:
         """Wait for a version newer than `after`, pull and verify it beside the live tensors, return it.
 
-        With nothing staged yet it reads from other subscribers, where any has such a version. Publishers that are gone
-        are done without, as long as the others hold everything. Raises PeerLost, WeightMismatch, LayoutError or
-        AuthenticationError; the live tensors are untouched and the next call connects anew.
+        With nothing staged yet it reads from other subscribers if any has such a version. Lost publishers are skipped
+        as long as the others hold everything. Raises PeerLost, WeightMismatch, LayoutError or AuthenticationError; the
+        live tensors are unchanged and the next call reconnects.
         """
         return await self._sources.run(self._thread, lambda: self.stage_now(after))
 
     def stage_now(self, after: int) -> int:
-        """Do what `stage` does, in this thread. One thread at a time."""
+        """Synchronous `stage`. One thread at a time."""
         self._staged = self._sources.attempt(lambda: self._stage(after))
-        assert self._puller is not None, "made when it was connected"
+        assert self._puller is not None, "created on connection"
         if self._offer is not None and isinstance(self._puller.landing, Shadow):
             self._offer.open(self._staged, self._puller.landing, self._sources.connected)
         return self._staged
@@ -131,12 +131,12 @@ class Subscriber:
                 return version
             except Superseded as error:
                 if time.monotonic() > deadline:
-                    raise TransferError(f"every version was overtaken before it could be had: {error}") from error
-                keep = True  # this one to its end
+                    raise TransferError(f"every version was overtaken before it was read: {error}") from error
+                keep = True  # keep this lease to its end
                 version = agree(self._sources.feeds(), version)
 
     def _from_peers(self, after: int) -> int | None:
-        """Take what other subscribers serve; None if there is nothing that way."""
+        """Stage a version from other subscribers; None if there is none."""
         if self._staged is not None or self._staging != "shadow":
             return None
         found = self._sources.feeds()[0].who_holds(after)
@@ -147,7 +147,7 @@ class Subscriber:
             except (TransferError, LayoutError, TransportUnavailable) as error:
                 if self._sources.stopped:
                     raise
-                log.info("version %d cannot be had from %s: %s", found.version, sorted(addresses.values()), error)
+                log.info("version %d cannot be read from %s: %s", found.version, sorted(addresses.values()), error)
                 continue
             return found.version
         return None
@@ -155,7 +155,7 @@ class Subscriber:
     def apply(self) -> None:
         """Write the staged version into the live tensors, casting where dtypes differ.
 
-        With staging "in_place" this pulls what did not come as deltas, and raises as `stage` does.
+        With staging "in_place" this pulls the buckets without deltas, and raises as `stage` does.
         """
         if self._staged is None or self._puller is None:
             raise TransferError("nothing is staged: await stage() first")
@@ -171,7 +171,7 @@ class Subscriber:
         self._staged = version
 
     async def close(self) -> None:
-        """Disconnect and stop the threads. May be called twice."""
+        """Disconnect and stop the threads. Idempotent."""
         self._sources.close()
         await asyncio.to_thread(self._thread.shutdown)
         await asyncio.to_thread(self._pool.shutdown)
@@ -181,7 +181,7 @@ class Subscriber:
     def _take(self, feeds: Sequence[Feed], version: int, *, keep: bool) -> None:
         """Borrow a version and, with a shadow, fetch it. Raises Superseded if it was overtaken, or as `Puller.pull`."""
         leased, self._leased = self._leased, []
-        for feed, lease in leased:  # staged and never applied
+        for feed, lease in leased:  # staged but not applied
             feed.give_back(lease)
         leased.clear()
         place = None if self._offer is None else RingPlace.find(feeds[0].ring, self._offer.address)
@@ -201,7 +201,7 @@ class Subscriber:
 
     def _stage_deltas(self, leased: Sequence[tuple[Feed, int]], version: int) -> bool:
         """Fetch a borrowed version's deltas, to be written with `apply`; if these are all, end the leases."""
-        assert self._puller is not None, "made when it was connected"
+        assert self._puller is not None, "created on connection"
         self.pulled = Pulled()
         if self._puller.base < 0:
             self._puller.landing.begin(-1)
@@ -219,8 +219,8 @@ class Subscriber:
 
     def _pull(self, leased: Sequence[tuple[Feed, int]], version: int, place: RingPlace | None = None) -> None:
         """Fetch, verify and land a borrowed version, and end the leases."""
-        assert self._puller is not None, "made when it was connected"
-        self._staged = None  # what was staged before is written over
+        assert self._puller is not None, "created on connection"
+        self._staged = None  # the previous staged version is overwritten
         if self._offer is not None:
             self._offer.fence()
         overtaken: Superseded | None = None
@@ -245,38 +245,38 @@ class Subscriber:
         self._end(leased, version, overtaken)
 
     def _end(self, leased: Sequence[tuple[Feed, int]], version: int, overtaken: Superseded | None) -> None:
-        """End the leases; if they held all the time the landing has the version."""
-        assert self._puller is not None, "made when it was connected"
+        """End the leases; if all were valid throughout, the landing has the version."""
+        assert self._puller is not None, "created on connection"
         valid = all([feed.give_back(lease) for feed, lease in leased])
         if overtaken is not None or not valid:
-            raise Superseded(f"version {version} was written over while it was read") from overtaken
+            raise Superseded(f"version {version} was overwritten while it was read") from overtaken
         self._puller.held = version
 
     def _join(self, feeds: Sequence[Feed]) -> None:
-        """Plan with the publishers and make room."""
+        """Agree on the plan with the publishers and allocate memory."""
         made, sources = self._sources.plan(feeds, self._target, rank=self._rank, position=self._position)
         self._made, bucket_bytes = made, feeds[0].welcome.bucket_bytes
         puller = self._puller = self._puller or make_puller(
             self._target, self._weights, made, rank=self._rank, staging=self._staging, bucket_bytes=bucket_bytes
         )
-        puller.held = -1  # another publisher may count its versions anew
-        if self._leased:  # by those who are gone
+        puller.held = -1  # another publisher may restart its version numbers
+        if self._leased:  # of lost publishers
             self._leased, self._staged = [], None
         for feed in feeds:
             self._join_one(feed, made, sources)
         if self._offer is not None:
             puller.when_landed = self._offer.partial.landed
             self._offer.partial.describe(made, self._rank)
-            self._offer.tell(feeds)
+            self._offer.announce(feeds)
 
     def _join_peers(self, addresses: Mapping[int, str], opened: ExitStack) -> list[Feed]:
-        """Connect to the ranks of another replica that hold what is needed here."""
+        """Connect to the ranks of another replica that hold this rank's parts."""
         feeds, made = open_peers(
             self._sources, addresses, self._target, rank=self._rank, position=self._position, opened=opened
         )
-        assert self._made is not None, "made when it was connected"
+        assert self._made is not None, "created on connection"
         if any(made.wire_dtypes[name] != self._made.wire_dtypes[name] for name in self._target.specs):
-            raise LayoutError("it holds the weights in other dtypes than they are published in")
+            raise LayoutError("its dtypes of the weights differ from the published ones")
         for feed in feeds:
             self._join_one(feed, made, tuple(sorted(addresses)))
         return feeds

@@ -1,14 +1,14 @@
-"""The ranks of one rollout replica take a version together, or not at all.
+"""Two-phase weight updates: all ranks of a rollout replica switch to a version, or none.
 
     ReplicaSubscriber (in the replica's own process)          ReplicaMember (one in each rank's process)
-    hears of version v from the trainers
+    receives version v from the trainers
     Stage(v)                              ------->            pulls and verifies v beside its live tensors
                                           <-------            Staged(v), or Failed(v, why)
-    all have the same: `stage` returns v
+    all have the same version: `stage` returns v
     the engine pauses between two terms
     `apply`: Commit(v)                    ------->            writes the live tensors
                                           <-------            Committed(v)
-    all have: the engine goes on
+    all have: the engine continues
 
 A rank that cannot stage keeps the version it serves, and so do the others. A rank that fails to commit, or dies between
 the two, makes the replica unfit to serve: `apply` raises and the engine has to end.
@@ -48,40 +48,40 @@ class ReplicaSubscriber:
     ) -> None:
         """Listen for the ranks on `bind`.
 
-        address: of every rank that publishes. timeout_s: how long publishers may be silent, and ranks may take to come,
-        to stage and to commit.
+        address: of every rank that publishes. timeout_s: limit for silence of publishers, and for ranks to connect, to
+        stage and to commit.
         """
         self._sources = Sources(address, token=token, timeout_s=timeout_s)
         self._num_ranks, self._timeout_s = num_ranks, timeout_s
         self._members: dict[int, Link] = {}
         self._came = threading.Condition()
-        """Over `_members`."""
+        """Guards `_members`."""
         self._staged: int | None = None
         self._is_new = True
-        """Whether nothing was staged yet: the ranks may then read from other replicas."""
+        """Whether nothing was staged yet: ranks may then read from other replicas."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-stage")
         self._talk = ThreadPoolExecutor(max_workers=num_ranks, thread_name_prefix="replica-talk")
         self._listener = Listener(bind, token=token, name="replica", talk=self._register)
         self.address = self._listener.address
-        """Where the ranks' members connect."""
+        """Address for the ranks' members."""
 
     async def stage(self, *, after: int) -> int:
         """Return a version newer than `after` that every rank has pulled and verified.
 
-        Raises PeerLost when a publisher is gone and TransferError, naming rank and reason, when a rank could not
-        stage or has ended; nothing that is served was touched.
+        Raises PeerLost if a publisher is lost and TransferError, with rank and reason, if a rank could not stage or
+        has ended; the served weights are unchanged.
         """
         return await self._sources.run(self._thread, lambda: self._stage(after))
 
     def apply(self) -> None:
-        """Write the staged version into every rank's live tensors. An error means: do not serve any more."""
+        """Write the staged version into every rank's live tensors. After an error the replica must not serve."""
         if self._staged is None:
             raise TransferError("nothing is staged: await stage() first")
         version, self._staged = self._staged, None
         self._order(m.Commit(version), m.Committed)
 
     async def close(self) -> None:
-        """Disconnect from publishers and ranks. May be called twice."""
+        """Disconnect from publishers and ranks. Idempotent."""
         self._sources.close()
         self._listener.close()
         for link in self._members.values():
@@ -95,9 +95,9 @@ class ReplicaSubscriber:
         version = self._sources.attempt(lambda: self._newest(after))
         deadline = time.monotonic() + self._timeout_s
         while len(versions := set(self._order(m.Stage(version), m.Staged))) > 1:
-            version = max(versions)  # some were overtaken and took a newer one
+            version = max(versions)  # some ranks were overtaken and staged a newer one
             if time.monotonic() > deadline:
-                raise TransferError(f"the ranks did not meet at one version within {self._timeout_s} s: {versions}")
+                raise TransferError(f"the ranks did not stage one version within {self._timeout_s} s: {versions}")
         (self._staged,) = versions
         self._is_new = False
         return self._staged
@@ -113,10 +113,10 @@ class ReplicaSubscriber:
             here = self._came.wait_for(lambda: len(self._members) == self._num_ranks, self._timeout_s)
             if not here:
                 missing = sorted(set(range(self._num_ranks)) - self._members.keys())
-                raise TransferError(f"ranks {missing} of the replica did not come within {self._timeout_s} s")
+                raise TransferError(f"ranks {missing} of the replica did not connect within {self._timeout_s} s")
 
     def _forget_dead(self) -> None:
-        """Raise TransferError for ranks that have ended; the next `stage` waits for others. The lock is held."""
+        """Remove ended ranks and raise TransferError; the next `stage` waits for others. Called with the lock."""
         gone = [rank for rank, link in self._members.items() if _is_gone(link)]
         for rank in gone:
             self._members.pop(rank).close()
@@ -124,10 +124,10 @@ class ReplicaSubscriber:
             raise TransferError(f"ranks {gone} of the replica have ended")
 
     def _register(self, link: Link, _: object) -> None:
-        """In a thread: let a rank in."""
+        """Register a rank; runs in a thread."""
         word = link.receive()
         if not isinstance(word, m.Register) or not 0 <= word.rank < self._num_ranks:
-            raise TransferError(f"a rank introduced itself as {word}")
+            raise TransferError(f"the first message of a rank was {word}")
         link.set_deadlines(timeout_s=self._timeout_s, idle_s=self._timeout_s)
         with self._came:
             if (before := self._members.get(word.rank)) is not None:
@@ -136,7 +136,7 @@ class ReplicaSubscriber:
             self._came.notify_all()
 
     def _order(self, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> list[int]:
-        """Tell all ranks at once and return the versions they answer."""
+        """Send a message to all ranks and return the versions of their replies."""
         asked = [self._talk.submit(self._tell, rank, order, answer) for rank in sorted(self._members)]
         errors = [future.exception() for future in asked]
         if failed := next((error for error in errors if error is not None), None):
@@ -148,7 +148,7 @@ class ReplicaSubscriber:
         try:
             link.send(order)
             reply = link.receive()
-        except PeerLost as error:  # not a PeerLost here: that means the publishers
+        except PeerLost as error:  # converted: a PeerLost means the publishers
             with self._came:
                 if self._members.get(rank) is link:
                     del self._members[rank]
@@ -157,7 +157,7 @@ class ReplicaSubscriber:
         if isinstance(reply, m.Failed):
             raise TransferError(f"rank {rank} of the replica: version {reply.version}: {reply.reason}")
         if not isinstance(reply, answer):
-            raise TransferError(f"rank {rank} of the replica answered {reply} to {order}")
+            raise TransferError(f"rank {rank} of the replica replied {reply} to {order}")
         return reply.version
 
 
@@ -170,7 +170,7 @@ def _is_gone(link: Link) -> bool:
 
 
 class ReplicaMember:
-    """One rank's side: a thread that obeys the replica's orders."""
+    """One rank's side: a thread that executes the replica's messages."""
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class ReplicaMember:
         self._served.start()
 
     def close(self) -> None:
-        """Leave the replica and wait for the thread. May be called twice; the subscriber is not this one's to close."""
+        """Leave the replica and wait for the thread. Idempotent; does not close the subscriber."""
         self._link.close()
         self._served.join()
 
@@ -209,7 +209,7 @@ class ReplicaMember:
                 return m.Staged(self._stage(order.version))
             self._commit()
             return m.Committed(order.version)
-        except (TransferError, ValueError, RuntimeError, OSError) as error:  # the replica decides what that means
+        except (TransferError, ValueError, RuntimeError, OSError) as error:  # the replica handles it
             return m.Failed(order.version, f"{type(error).__name__}: {error}")
 
     def _stage(self, version: int) -> int:

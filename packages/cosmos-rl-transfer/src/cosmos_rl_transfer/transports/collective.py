@@ -1,8 +1,8 @@
-"""torch.distributed: buckets are sent and received between two ranks of a process group that exists already.
+"""torch.distributed: sends buckets between two ranks of an existing process group.
 
-For jobs that have such a group and no other path. It is two-sided and static: a transport object knows one peer, so
-a publisher serves one subscriber with it. Once a rank has died or fallen silent the group must not be used any more:
-what waits inside it cannot be cancelled and ends by a time-out only. The link notices a death at once, so the caller
+For jobs that have such a group and no other path. It is two-sided and static: a transport object has one peer, so
+a publisher serves one subscriber with it. After a rank has died or become silent the group must not be used any more:
+pending operations cannot be cancelled and end only by a time-out. The link detects a death at once, so the caller
 does not wait for that.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 _TAG = 0x5EED
 _CHECK_S = 0.1
-"""How often a wait looks whether the link still stands."""
+"""Interval of link checks during a wait."""
 
 
 class Collective:
@@ -37,10 +37,10 @@ class Collective:
     name = "collective"
 
     def __init__(self, group: ProcessGroup | None = None, *, peer: int | None = None, device: str = "cpu") -> None:
-        """Talk to rank `peer` of `group`.
+        """Exchange buckets with rank `peer` of `group`.
 
-        group: None for the default group. peer: None for the other one of two. device: where the group's tensors have
-        to lie ("cuda" for NCCL: buckets are copied there and back).
+        group: None for the default group. peer: None for the other one of two. device: of the group's tensors ("cuda"
+        for NCCL: buckets are copied there and back).
         """
         self._group, self._peer, self._device = group, peer, device
 
@@ -49,7 +49,7 @@ class Collective:
         return _Outlet(self._pair(), bucket_bytes, num_slots)
 
     def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
-        """Receive from the publisher, which has to be the peer."""
+        """Receive from the publisher, which must be the peer."""
         pair = self._pair()
         if offer.get("group") != pair.key(pair.peer, pair.rank):
             raise TransportUnavailable(
@@ -64,7 +64,7 @@ class Collective:
         if group is None:
             raise TransportUnavailable("torch.distributed has no process group here; call init_process_group first")
         if self._peer is None and group.size() != 2:
-            raise TransportUnavailable(f"the process group has {group.size()} ranks: say which is the other, peer=...")
+            raise TransportUnavailable(f"the process group has {group.size()} ranks: set the other one, peer=...")
         peer = 1 - group.rank() if self._peer is None else self._peer
         return _Pair(group, peer, torch.device(self._device))
 
@@ -95,7 +95,7 @@ class _Pair:
                 out.copy_(tensor)
 
     def _wait(self, works: Sequence[Work], link: Link) -> None:
-        """Wait in a thread of its own: gloo neither tells when it is done nor can be asked to wait a short while."""
+        """Wait in a thread of its own: gloo has neither a completion signal nor short timed waits."""
         done = threading.Event()
         failures: list[RuntimeError] = []
 
@@ -111,7 +111,7 @@ class _Pair:
         while not done.wait(_CHECK_S):
             link.check()
         if failures:
-            raise PeerLost(f"rank {self.peer} of the process group is gone: {failures[0]}") from failures[0]
+            raise PeerLost(f"rank {self.peer} of the process group is lost: {failures[0]}") from failures[0]
 
 
 class _Outlet:
@@ -147,7 +147,7 @@ class _Inlet:
         self._pair, self._link = pair, link
 
     def receive(self, data: Data, *, out: Raw | None) -> Raw:
-        """Receive each run to its place in `out`."""
+        """Receive each run into its position in `out`."""
         assert out is not None and out.nbytes == data.num_bytes, "a group receives into the caller's memory"
         if any(at < 0 or size < 0 or at + size > out.nbytes for _, at, size in data.runs):
             raise TransferError(f"bucket {data.bucket}: the publisher named bytes outside its {out.nbytes}")

@@ -5,8 +5,8 @@ UCX chooses the path: InfiniBand and RoCE where there are any, `process_vm_readv
     catalog (registered, at a fixed address)      nonce | generation | size | xxh3 | the agent's metadata
 
 Attaching reads the nonce, which proves that the path works. Memory exposed after a subscriber attached is in a newer
-generation of the catalog; `locate` names the generation in a run of no bytes before the others, and the subscriber
-reads the catalog anew when it is another one than it knows. Memory of a GPU is not handled: `Raw` is in host memory.
+generation of the catalog; `locate` puts the generation in an empty run before the others, and the subscriber rereads
+the catalog if its generation differs. GPU memory is not supported: `Raw` is in host memory.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from cosmos_rl_transfer.wire.messages import Data
 _PROBE_S = 5.0
 _RETRY_S = 1e-3
 _CATALOG_BYTES = 4 << 20
-"""Room for 18,000 pieces of memory at 200 bytes each; pages are taken when they are written."""
+"""Enough for 18,000 pieces of memory at 200 bytes each; pages are allocated when written."""
 _HUGE_PAGE = 2 << 20
 _NONCE_BYTES = 16
 _HEAD = struct.Struct("<QQQ")
@@ -50,7 +50,7 @@ class Nixl:
         return _Outlet(agent_of("publisher"), bucket_bytes, num_slots)
 
     def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
-        """Register `memory` and read the publisher's nonce, to see that the path works."""
+        """Register `memory` and read the publisher's nonce, to verify the path."""
         if "catalog" not in offer:
             raise TransportUnavailable("the publisher does not serve over NIXL")
         inlet = _Inlet(agent_of("subscriber"), link, memory)
@@ -74,7 +74,7 @@ class _Outlet:
         self._generation = 0
         self._exposed: list[Region] = []
         self._kept: list[Raw] = []
-        """What was exposed: its addresses must not become other memory's while they are registered."""
+        """Exposed memory, kept alive: its addresses must not be reused while they are registered."""
         self.slots: Sequence[Raw] = _slots(bucket_bytes, num_slots)
         self._own = [_region(memory) for memory in (self._catalog, *self.slots)]
         agent.register(self._own)
@@ -85,7 +85,7 @@ class _Outlet:
         }
 
     def expose(self, memory: Sequence[Raw]) -> None:
-        """Register memory, unless it is what is registered already, and write a new catalog."""
+        """Register memory, unless it is already registered, and write a new catalog."""
         wanted = _merged(memory)
         if wanted == self._exposed:
             return
@@ -99,7 +99,7 @@ class _Outlet:
         self._write_catalog(np.frombuffer(self._agent.metadata(), np.uint8))
 
     def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
-        """Return the generation in a run of no bytes, then address, place and bytes of each run."""
+        """Return the generation in an empty run, then address, offset and bytes of each run."""
         places = tuple((run.data.ctypes.data, run.at, run.data.nbytes) for run in runs)
         return ((self._generation, 0, 0), *places)
 
@@ -149,7 +149,7 @@ class _Inlet:
     def receive(self, data: Data, *, out: Raw | None) -> Raw:
         """Read the bucket's runs into `out`."""
         assert out is not None and out.nbytes == data.num_bytes, "NIXL reads into the caller's memory"
-        assert _inside(_region(out), self._regions), "`out` must lie in the memory given to attach"
+        assert _inside(_region(out), self._regions), "`out` must be in the memory given to attach"
         (generation, _, _), *runs = data.runs
         if any(at < 0 or size < 0 or at + size > out.nbytes for _, at, size in runs):
             raise TransferError(f"bucket {data.bucket}: the publisher named bytes outside its {out.nbytes}")
@@ -180,7 +180,7 @@ class _Inlet:
                     self._generation = found
                     return
             time.sleep(_RETRY_S)  # it is being rewritten
-        raise PeerLost(f"the publisher's catalog of generation {generation} did not come within {timeout_s:g} s")
+        raise PeerLost(f"the publisher's catalog of generation {generation} did not arrive within {timeout_s:g} s")
 
     def _read_metadata(self, size: int, *, timeout_s: float) -> bytes:
         body = np.zeros(size, np.uint8)
@@ -200,7 +200,7 @@ class _Inlet:
         try:
             self._agent.read(self._peer, moves, link=self._link, timeout_s=timeout_s)
         except PeerLost:
-            self._leave(lost=True)  # nothing may arrive in the caller's memory any more
+            self._leave(lost=True)  # nothing may be written to the caller's memory any more
             raise
 
     def _leave(self, *, lost: bool = False) -> None:
@@ -210,7 +210,7 @@ class _Inlet:
 
 
 def _slots(bucket_bytes: int, num_slots: int) -> list[Raw]:
-    """Allocate slots in huge pages, faults taken: when another process reads, the kernel looks every page up."""
+    """Allocate slots in huge pages, page faults done: the kernel resolves every page when another process reads."""
     stride = -(-bucket_bytes // _HUGE_PAGE) * _HUGE_PAGE
     mapped = mmap.mmap(-1, stride * num_slots + _HUGE_PAGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if sys.platform == "linux":
@@ -228,7 +228,7 @@ def _region(memory: Raw) -> Region:
 
 
 def _merged(memory: Sequence[Raw]) -> list[Region]:
-    """Ascending regions of `memory`, those that touch put together."""
+    """Return ascending regions of `memory`, adjacent ones merged."""
     merged: list[Region] = []
     for address, size in sorted(_region(part) for part in memory if part.nbytes):
         if merged and address <= sum(merged[-1]):

@@ -1,7 +1,7 @@
-"""This process's NIXL agents: one for what it publishes, one for what it subscribes to, however many ends use them.
+"""This process's NIXL agents: one for publishing, one for subscribing, each shared by all ends.
 
-An agent takes half a second to make, so ends share it; it goes with its last user. Peers are
-counted for the same reason: two inlets may read from one publisher. Memory may be registered several times over.
+An agent takes half a second to create, so ends share it; it is freed with its last user. Peers are reference-counted
+too: two inlets may read from one publisher. Memory may be registered several times.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cosmos_rl_transfer.wire.link import Link
 
 INSTALL = "pip install --no-deps nixl==1.5.1 nixl-cu12==1.5.1"
 _PROGRESS_US = 1000
-"""How long NIXL's thread sleeps when nothing comes. Its own Python wrapper says 0, which keeps a core busy."""
+"""Sleep of NIXL's idle thread, in microseconds. The default of its Python wrapper is 0, which keeps a core busy."""
 _FIRST_WAIT_S, _LONGEST_WAIT_S = 20e-6, 1e-3
 
 Role = Literal["publisher", "subscriber"]
@@ -36,24 +36,24 @@ Move = tuple[int, int, int]
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """An agent of another process that this one can read from."""
+    """An agent of another process, readable from this one."""
 
     name: str
     users: int = 1
     turn: threading.RLock = field(default_factory=threading.RLock)
-    """Held while reading: what is known of the peer must not be replaced meanwhile."""
+    """Locked while reading: the peer's metadata must not be replaced meanwhile."""
 
 
 class Agent:
     """A NIXL agent with the UCX back end. All methods may be called from any thread."""
 
     def __init__(self, bindings: Any, role: Role) -> None:
-        """Start it. Raises TransportUnavailable where UCX does not start."""
+        """Start it. Raises TransportUnavailable if UCX does not start."""
         self._nixl = bindings
         kinds = (getattr(bindings, name) for name in dir(bindings) if name.endswith("Error"))
         self._errors: tuple[type[Exception], ...] = tuple(kinds)
         config = bindings.nixlAgentConfig()
-        # a reader's own calls move its transfers on; a thread beside them would fight for their lock
+        # a reader's own calls progress its transfers; a further thread would contend for their lock
         config.useProgThread = role == "publisher"
         config.useListenThread = False
         config.syncMode = bindings.NIXL_THREAD_SYNC_STRICT
@@ -67,22 +67,22 @@ class Agent:
         self._peers: dict[str, Peer] = {}
 
     def register(self, regions: Sequence[Region]) -> None:
-        """Make memory readable by peers, or able to be read into. Raises TransportUnavailable."""
+        """Register memory for reads by peers or into it. Raises TransportUnavailable."""
         try:
             self._agent.registerMem(self._registrations(regions), [])
         except self._errors as error:
             raise TransportUnavailable(f"NIXL cannot register {len(regions)} pieces of memory: {error}") from error
 
     def deregister(self, regions: Sequence[Region]) -> None:
-        """Take that back."""
+        """Undo `register`."""
         self._agent.deregisterMem(self._registrations(regions), [])
 
     def metadata(self) -> bytes:
-        """Return what a peer has to know: how to connect and what is registered."""
+        """Return the connection data and registered memory for peers."""
         return self._agent.getLocalMD()
 
     def meet(self, metadata: bytes) -> Peer:
-        """Get to know a peer. Raises TransportUnavailable."""
+        """Load a peer's metadata. Raises TransportUnavailable."""
         with self._lock:
             try:
                 name = self._agent.loadRemoteMD(metadata).decode()
@@ -95,24 +95,24 @@ class Agent:
             return self._peers[name]
 
     def relearn(self, peer: Peer, metadata: bytes) -> None:
-        """Replace what is known of a peer's memory."""
+        """Replace a peer's metadata."""
         with peer.turn:
             self._agent.invalidateRemoteMD(peer.name)
             self._agent.loadRemoteMD(metadata)
 
     def leave(self, peer: Peer, *, lost: bool = False) -> None:
-        """Forget a peer once nobody uses it, or at once if it is lost: that ends what it still has in flight."""
+        """Remove a peer with its last user, or at once if it is lost: that ends its pending transfers."""
         with self._lock:
             peer.users -= 1
             if self._peers.get(peer.name) is peer and (lost or not peer.users):
                 del self._peers[peer.name]
-                with suppress(*self._errors):  # NIXL forgot a dead peer by itself
+                with suppress(*self._errors):  # NIXL removes a dead peer by itself
                     self._agent.invalidateRemoteMD(peer.name)
 
     def read(self, peer: Peer, moves: Sequence[Move], *, link: Link, timeout_s: float) -> None:
         """Read registered memory of a peer into registered memory here, and wait for it without spinning.
 
-        Raises PeerLost when the peer is gone, `link` to it is closed or `timeout_s` is over.
+        Raises PeerLost if the peer is lost, `link` to it is closed or `timeout_s` is over.
         """
         here = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(local, size, 0) for _, local, size in moves])
         there = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(remote, size, 0) for remote, _, size in moves])
@@ -131,7 +131,7 @@ class Agent:
         state = self._agent.postXferReq(request, b"")
         while state == self._nixl.NIXL_IN_PROG:
             if time.monotonic() > deadline:
-                raise PeerLost(f"the publisher's bytes did not come within {timeout_s:g} s")
+                raise PeerLost(f"the publisher's bytes did not arrive within {timeout_s:g} s")
             link.check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_WAIT_S)
@@ -140,7 +140,7 @@ class Agent:
             raise PeerLost(f"the publisher cannot be read: {state}")
 
     def _release(self, request: int) -> None:
-        with suppress(*self._errors):  # one in flight that cannot be cancelled ends when the peer is left
+        with suppress(*self._errors):  # a transfer that cannot be cancelled ends when the peer is removed
             self._agent.releaseXferReq(request)
 
     def _registrations(self, regions: Sequence[Region]) -> Any:
@@ -152,7 +152,7 @@ _agents_lock = threading.Lock()
 
 
 def agent_of(role: Role) -> Agent:
-    """Return this process's agent for a role. Raises TransportUnavailable where NIXL is not installed."""
+    """Return this process's agent for a role. Raises TransportUnavailable if NIXL is not installed."""
     key = (os.getpid(), role)  # an agent's threads do not survive a fork
     with _agents_lock:
         agent = _agents.get(key)

@@ -1,9 +1,9 @@
-"""Choose a transport: by name, or the fastest that works between two processes.
+"""Selects a transport: by name, or the fastest that works between two processes.
 
-    publisher     opens one outlet; whatever it is, it serves TCP over the link as well
-    subscriber    takes what the publisher offers if that works between the two, else TCP
+    publisher     opens one outlet, and always serves TCP over the link too
+    subscriber    uses the publisher's outlet if that works between the two, else TCP
 
-Transports are plug-ins of the group `cosmos_rl.transports`, imported when they are named or tried.
+Transports are plug-ins of the group `cosmos_rl.transports`, imported when selected or tried.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ log = logging.getLogger(__name__)
 GROUP = "cosmos_rl.transports"
 AUTO = "auto"
 OVER_LINK = "tcp"
-"""What every publisher serves beside its outlet."""
+"""The transport that every publisher serves beside its outlet."""
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
 def open_outlet(transport: str | Transport, *, bucket_bytes: int, num_slots: int) -> tuple[str, Outlet]:
     """Open a publisher's end with the first transport that can; return its name and the end.
 
-    Raises UserError for a name nobody offers, TransportUnavailable with every reason if none can.
+    Raises UserError for an unknown name, TransportUnavailable with every reason if none can.
     """
     kinds = _candidates(transport, auto=preference())
     return _first(kinds, lambda kind: kind.open(bucket_bytes=bucket_bytes, num_slots=num_slots), verb="offered")
@@ -41,10 +41,10 @@ def open_outlet(transport: str | Transport, *, bucket_bytes: int, num_slots: int
 def attach(
     transport: str | Transport, link: Link, *, offered: str, offer: Mapping[str, str], memory: Sequence[Raw]
 ) -> tuple[str, Inlet]:
-    """Reach a publisher by what it offers, or by TCP over the link; return what was chosen and the end.
+    """Connect to a publisher by its outlet, or by TCP over the link; return the chosen name and the end.
 
-    offered, offer: name and address of the publisher's outlet. memory: what buckets will be received into.
-    Raises UserError for a name nobody offers, TransportUnavailable with every reason if none works.
+    offered, offer: name and address of the publisher's outlet. memory: receive buffers.
+    Raises UserError for an unknown name, TransportUnavailable with every reason if none works.
     """
 
     def reach(kind: Transport) -> Inlet:
@@ -57,9 +57,9 @@ def attach(
 
 
 def preference() -> list[str]:
-    """Return what "auto" tries for a publisher, fastest first: RDMA where there are devices, else shared memory.
+    """Return the transports that "auto" tries for a publisher, fastest first: RDMA with devices, else shared memory.
 
-    A GPU alone is no reason for NIXL: buckets lie in host memory.
+    A GPU alone is no reason for NIXL: buckets are in host memory.
     """
     return ["nixl", "shm", OVER_LINK] if infiniband() else ["shm", OVER_LINK]
 
@@ -77,7 +77,7 @@ def _candidates(transport: str | Transport, *, auto: Sequence[str]) -> Iterator[
         yield _kind(name)()
 
 
-@cache  # to look at what is installed takes tens of milliseconds
+@cache  # reading the installed entry points takes tens of milliseconds
 def _names() -> frozenset[str]:
     return frozenset(plugins.names(GROUP))
 

@@ -1,7 +1,7 @@
 """Shared memory on one host: the publisher packs into slots that the subscriber has mapped.
 
 A slot is a memfd: it has no name to leak, does not count against the size of /dev/shm, and the kernel frees
-it when the last process that maps it ends, however it ends. The subscriber opens it through the publisher's
+it when the last process that maps it ends. The subscriber opens it through the publisher's
 /proc entry, which the kernel allows to the same user only, maps it read-only, and compares a nonce behind the
 data to be sure that it is the same memory (containers may share addresses but not process numbers).
 """
@@ -65,14 +65,14 @@ class _Outlet:
         """Do nothing: only slots are shared."""
 
     def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
-        """Return (): the number of the slot is enough."""
+        """Return (): the slot number is enough."""
         return ()
 
     def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
-        """Do nothing: the subscriber sees the slot."""
+        """Do nothing: the subscriber has mapped the slot."""
 
     def close(self) -> None:
-        """Drop the files; a mapping goes with its last view."""
+        """Close the files; each is unmapped with its last view."""
         for fd in self._fds:
             os.close(fd)
         self._fds, self.slots = [], []
@@ -91,7 +91,7 @@ class _Inlet:
         return self._slots[data.slot][: data.num_bytes]
 
     def close(self) -> None:
-        """Forget the mappings; they go with their last view."""
+        """Drop the mappings; each is unmapped with its last view."""
         self._slots = []
 
 

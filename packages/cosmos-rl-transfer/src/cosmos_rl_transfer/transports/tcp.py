@@ -1,7 +1,7 @@
 """TCP: the publisher sends each bucket over the subscriber's link, out of a slot or straight out of live memory.
 
-Authentication and deadlines are the link's. Socket buffers are left to the kernel, which grows them as needed: sizes
-that are set by hand stop that and were no faster.
+The link has authentication and deadlines. The kernel grows socket buffers as needed: sizes set by hand disable that and
+were no faster.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class _Inlet:
 
 
 def _parts(runs: Sequence[Run], num_bytes: int) -> Iterator[memoryview]:
-    """Yield the runs and what fills the gaps before, between and behind them."""
+    """Yield the runs and zeros for the gaps before, between and after them."""
     end = 0
     for run in runs:
         yield from _zeros(run.at - end)

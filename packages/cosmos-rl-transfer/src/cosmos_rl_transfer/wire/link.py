@@ -1,8 +1,8 @@
-"""One authenticated TCP connection: the frames of `cosmos_rl_core.wire`, and raw bytes behind a frame.
+"""One authenticated TCP connection: the frames of `cosmos_rl_core.wire`, and raw bytes after a frame.
 
-Both ends prove that they know the run's token before a message is read, so a stranger can neither read weights nor feed
-the decoder. Messages are authenticated; the raw bytes are not, nor is anything encrypted: keyed hashes of the buckets
-cost a third of the speed or more.
+Both ends prove that they have the run's token before a message is read, so a stranger can neither read weights nor
+reach the decoder. Messages are authenticated; the raw bytes are not, and nothing is encrypted: keyed hashes of the
+buckets cost a third of the speed or more.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Link(BlockingConnection):
         try:
             connection = socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s)
         except OSError as error:
-            raise PeerLost(f"no publisher answers at {address}: {error}") from error
+            raise PeerLost(f"no publisher at {address}: {error}") from error
         link = cls(connection, timeout_s=timeout_s, side="subscriber")
         try:
             link.authenticate(token)
@@ -62,7 +62,7 @@ class Link(BlockingConnection):
         return link
 
     def set_deadlines(self, *, timeout_s: float, idle_s: float | None) -> None:
-        """Set how long a transfer may stand still and how long the next message may be away (None: ever)."""
+        """Set the limits of a transfer without progress and of the wait for the next message (None: unlimited)."""
         self._timeout_s, self._idle_s = timeout_s, idle_s
         try:
             self._socket.settimeout(timeout_s)
@@ -71,18 +71,18 @@ class Link(BlockingConnection):
 
     @property
     def timeout_s(self) -> float:
-        """How long a transfer may stand still."""
+        """Limit of a transfer without progress."""
         return self._timeout_s
 
     @property
     def local_host(self) -> str:
-        """Address of this host on the connection: others who come the same way reach it there."""
+        """This host's address on the connection, reachable from the peer's network."""
         return self._socket.getsockname()[0]
 
     def authenticate(self, token: bytes) -> None:
         """Prove the token to each other, within `timeout_s` in all.
 
-        Raises AuthenticationError, PeerLost on a broken connection or where the other side takes longer.
+        Raises AuthenticationError, PeerLost on a broken connection or after `timeout_s`.
         """
         deadline = time.monotonic() + self._timeout_s
         hello = Hello(name=self._side, role=self._side)
@@ -91,19 +91,19 @@ class Link(BlockingConnection):
         except WrongTag as error:
             raise AuthenticationError(f"the {self._other} has another token than this run's") from error
         except UserError as error:
-            raise AuthenticationError("the other side speaks another version of the protocol of connections") from error
+            raise AuthenticationError("the other side has another version of the connection protocol") from error
         except Violation as error:
-            raise AuthenticationError("the other side does not speak the weight-transfer protocol") from error
+            raise AuthenticationError("the other side does not support the weight-transfer protocol") from error
         self.set_deadlines(timeout_s=self._timeout_s, idle_s=self._idle_s)
 
     def send(self, message: Request | Reply, raw: memoryview | None = None) -> None:
-        """Send a message and the raw bytes behind it."""
+        """Send a message, then its raw bytes."""
         super().send(message)
         if raw is not None:
             self._write(raw)
 
     def send_parts(self, parts: Iterable[memoryview]) -> None:
-        """Send raw bytes that lie in several places, one after the other, without a copy."""
+        """Send several raw buffers one after the other, without a copy."""
         left = [part for part in parts if part.nbytes]
         while left:
             try:
@@ -119,7 +119,7 @@ class Link(BlockingConnection):
                 left[0] = left[0][sent:]
 
     def receive(self) -> Any:
-        """Receive one message of the kind the other side sends. Raises TransferError for anything else."""
+        """Receive one message of the other side's protocol. Raises TransferError for anything else."""
         if not self._poll(select.POLLIN, self._idle_s):  # the socket's own time-out belongs to the thread that sends
             raise self._closed("timed out")
         try:

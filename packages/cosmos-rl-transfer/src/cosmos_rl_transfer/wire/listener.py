@@ -1,7 +1,7 @@
-"""A listening socket whose peers prove the run's token before they are heard, each in a thread of its own.
+"""A listening socket whose peers prove the run's token before their messages are read, each in its own thread.
 
-At most `MOST_STRANGERS` connections that have not proved it are open at a time, each for `HANDSHAKE_S` in all: a
-stranger costs neither the descriptors nor the threads that a trainer needs.
+At most `MOST_STRANGERS` unauthenticated connections are open at a time, each for `HANDSHAKE_S` in all: strangers cannot
+exhaust the descriptors or threads that a trainer needs.
 """
 
 from __future__ import annotations
@@ -24,28 +24,28 @@ MOST_STRANGERS = 64
 
 
 class Listener:
-    """Listens until closed. `talk(link, peer)` has a peer's thread, and the link is closed if it raises."""
+    """Listens until closed. `talk(link, peer)` runs in the peer's thread; the link is closed if it raises."""
 
     def __init__(self, bind: str, *, token: bytes, name: str, talk: Callable[[Link, object], None]) -> None:
-        """Listen on a free port of `bind`; `name` is what the threads are called. Raises OSError."""
+        """Listen on a free port of `bind`; `name` prefixes the threads' names. Raises OSError."""
         self._token, self._name, self._talk = token, name, talk
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         self._socket = socket.create_server((bind, 0), family=family)
         host = f"[{bind}]" if ":" in bind else bind
         self.address = f"{host}:{self._socket.getsockname()[1]}"
-        """Where peers connect: "host:port"."""
+        """Address for peers: "host:port"."""
         self._complain = SeldomLog(log.warning)
         self._closed = threading.Event()
         self._changed = threading.Condition()
-        """Over the two below."""
+        """Guards the two below."""
         self._strangers = Strangers(MOST_STRANGERS, complain=lambda text: self._complain(f"{name}: {text}"))
         self._talking: dict[Link, threading.Thread] = {}
-        """All that have a thread."""
+        """Connections with a thread."""
         self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
-        """Stop listening and close the connections that have a thread. May be called twice."""
+        """Stop listening and close the connections that have a thread. Idempotent."""
         with self._changed:
             if self._closed.is_set():
                 return
@@ -58,7 +58,7 @@ class Listener:
             link.close()
 
     def join(self) -> None:
-        """Wait for the threads, after `close`; none is waited for longer than a handshake takes."""
+        """Wait for the threads, after `close`, each at most for the duration of a handshake."""
         with self._changed:
             threads = [self._accepting, *self._talking.values()]
         for thread in threads:
@@ -82,7 +82,7 @@ class Listener:
                 log.info("%s: %s left: %s", self._name, peer, error)
 
     def _admit(self, link: Link, peer: object) -> None:
-        """Give a connection a thread."""
+        """Start a connection's thread."""
         thread = threading.Thread(target=self._serve, args=(link, peer), name=f"{self._name}-serve", daemon=True)
         with self._changed:
             while not self._closed.is_set() and (left_s := self._strangers.room_in_s()):

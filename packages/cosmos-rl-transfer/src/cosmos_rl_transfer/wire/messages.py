@@ -1,19 +1,19 @@
-"""What a subscriber and a publisher say to each other on their connection, in this order.
+"""Messages between a subscriber and a publisher on their connection, in this order.
 
 subscriber                                   publisher
-Hello                                     -> Welcome          what the publisher holds, and how it is reached
+Hello                                     -> Welcome          the publisher's manifest and address
 Join(target, rank, plan digest)           -> Joined           or Refused: the plans differ
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
                                              Announce(version, ring)
 Borrow(version)                           -> Lent             a lease on the version; or Overtaken
-ReadBucket(lease, bucket)                 -> Data, and what the transport sends behind it; or Overtaken
-  ... a few of them unanswered
-Taken(bucket)                                its slot may be used again; no answer
+ReadBucket(lease, bucket)                 -> Data, then the transport's bytes; or Overtaken
+... a few of them pending
+Taken(bucket)                                releases its slot; no reply
 WasRevoked(bucket)                        -> Revoked          its hash was wrong: was its memory written meanwhile?
-Return(lease)                             -> Returned         was the lease valid all the time?
+Return(lease)                             -> Returned         was the lease valid throughout?
 Holds(version, address)                   -> Registered       it serves this version itself (peers.py)
 WhoHolds(after)                           -> Holders          of the newest version, if newer than `after`
-JoinRing(plan digest, source)             -> Joined           instead of Join, to a subscriber that passes on (chain.py)
+JoinRing(plan digest, source)             -> Joined           instead of Join, to a relaying subscriber (relay.py)
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ PROTOCOL = 6
 
 
 Want = Literal["any", "dense", "delta", "link"]
-"""How a bucket may come. "dense": all of it. "delta": `Data` of 0 bytes where there is none. "link": all of it over the
-link, whatever the transport, out of memory that nobody writes meanwhile."""
+"""Requested form of a bucket. "dense": all of it. "delta": `Data` of 0 bytes if there is none. "link": all of it over
+the link, independent of the transport, from memory that is not written meanwhile."""
 
 
 class Hello(msgspec.Struct, tag=True, frozen=True):
@@ -37,34 +37,34 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
 
 class Welcome(msgspec.Struct, tag=True, frozen=True):
     source: bytes
-    """What all ranks of the publishing side hold: an encoded Manifest."""
+    """Encoded Manifest of all ranks of the publishing side."""
     rank: int
-    """The publisher's own."""
+    """The publisher's rank."""
     wire_dtype: str | None
     bucket_bytes: int
     transport: str
-    """Name of the transport that the publisher's outlet is of."""
+    """Transport of the publisher's outlet."""
     offer: dict[str, str]
-    """How the outlet is reached."""
+    """Connection data of the outlet."""
 
 
 class Join(msgspec.Struct, tag=True, frozen=True):
     target: bytes
-    """What all ranks of the replica hold: an encoded Manifest."""
+    """Encoded Manifest of all ranks of the replica."""
     rank: int
     plan_digest: str
     position: int = 0
-    """Place of this replica among the rollout replicas: it turns the choice among equal owners."""
+    """Index of this replica among the rollout replicas: rotates the choice among equal owners."""
     transport: str = "tcp"
-    """The one the subscriber has chosen: the publisher's own, or tcp, which always works."""
+    """The subscriber's choice: the publisher's own, or tcp, which always works."""
     sources: tuple[int, ...] = ()
-    """Source ranks that the plan was made over, the others being gone; () for all."""
+    """Source ranks of the plan if others are lost; () for all."""
 
 
 class JoinRing(msgspec.Struct, tag=True, frozen=True):
     plan_digest: str
     source: int
-    """Rank of the publisher whose buckets are to be passed on."""
+    """Rank of the publisher whose buckets are relayed."""
     transport: str
 
 
@@ -87,17 +87,17 @@ class Waiting(msgspec.Struct, tag=True, frozen=True):
 class Announce(msgspec.Struct, tag=True, frozen=True):
     version: int
     ring: tuple[str, ...] = ()
-    """Addresses of subscribers that want the same buckets and pass them on, in this order; () where nobody does."""
+    """Addresses of subscribers of the same buckets, in relay order; () without relay."""
 
 
 class Borrow(msgspec.Struct, tag=True, frozen=True):
     version: int
     keep: bool = False
-    """Whether the lease outlives the next version: for a reader that was overtaken before."""
+    """Whether the lease outlives the next version, for a reader that was overtaken before."""
     held: int = -1
-    """The version this subscriber has, -1 for none: what changed since may come as deltas."""
+    """The subscriber's version, the base of deltas; -1 for none."""
     share: tuple[int, Annotated[int, msgspec.Meta(ge=1)]] = (0, 1)
-    """Position in a ring and its size: buckets that the ring passes on are read only if it does not (relay.py)."""
+    """Position in a ring and its size: relayed buckets are read only if the ring does not deliver them (relay.py)."""
 
 
 class Lent(msgspec.Struct, tag=True, frozen=True):
@@ -124,7 +124,7 @@ class WasRevoked(msgspec.Struct, tag=True, frozen=True):
 
 class Revoked(msgspec.Struct, tag=True, frozen=True):
     revoked: bool
-    """Whether the memory that the bucket was last handed over in may have been written before the reader was done."""
+    """Whether the memory of the bucket's last transfer may have been written before the reader was done."""
 
 
 class Data(msgspec.Struct, tag=True, frozen=True):
@@ -137,11 +137,11 @@ class Data(msgspec.Struct, tag=True, frozen=True):
     sums: tuple[int, ...]
     """Additive hash of each piece."""
     slot: int = -1
-    """Where it lies, -1 where it comes straight out of live memory."""
+    """Index of its slot, -1 for live memory."""
     runs: tuple[tuple[int, int, int], ...] = ()
-    """`Outlet.locate`'s."""
+    """Result of `Outlet.locate`."""
     delta: bool = False
-    """Whether the bytes are a delta (delta.py) on the version that was held."""
+    """Whether the bytes are a delta (delta.py) on the held version."""
 
 
 class Return(msgspec.Struct, tag=True, frozen=True):
@@ -153,15 +153,15 @@ class Returned(msgspec.Struct, tag=True, frozen=True):
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """A subscriber that serves what it has staged."""
+    """A subscriber that serves its staged version."""
 
     layout: str
     """Digest of its replica's manifest."""
     rank: int
-    """Its own in that manifest."""
+    """Its rank in that manifest."""
     address: str
     plan: str = ""
-    """Digest of the plan by which publishers send to it."""
+    """Digest of the publishers' plan for it."""
 
     @classmethod
     def of(cls, joined: Join, address: str) -> Holder:
@@ -186,11 +186,11 @@ class Holders(msgspec.Struct, tag=True, frozen=True):
     version: int
     """-1 for none."""
     holders: tuple[Holder, ...]
-    """Least asked first."""
+    """Least used first."""
 
 
 class Register(msgspec.Struct, tag=True, frozen=True):
-    """A rank of a replica, to the replica's own process (two_phase.py); its answers are Staged, Committed, Failed."""
+    """First message of a rank to the replica's own process (two_phase.py); later ones are Staged, Committed, Failed."""
 
     rank: int
 
@@ -209,13 +209,13 @@ class Failed(msgspec.Struct, tag=True, frozen=True):
 
 
 class Stage(msgspec.Struct, tag=True, frozen=True):
-    """An order: pull and verify this version or a newer one."""
+    """Request to pull and verify this version or a newer one."""
 
     version: int
 
 
 class Commit(msgspec.Struct, tag=True, frozen=True):
-    """An order: write the staged version into the live tensors."""
+    """Request to write the staged version into the live tensors."""
 
     version: int
 
