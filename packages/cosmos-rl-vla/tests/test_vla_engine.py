@@ -152,7 +152,7 @@ def test_a_task_that_does_not_exist_fails_its_prompt_with_the_reason(model):
 
 def test_an_instruction_that_is_too_long_fails_its_prompt_alone(model):
     row = {"task": "red", "init": 0, "instruction": "reach " * 100, "perturb": "none"}
-    with pytest.raises(SampleError, match="at most"):
+    with pytest.raises(SampleError, match="the maximum is 24"):
         generate(model, [Prompt(sample_id=0, row=row, origin="tasks:1")])
 
 

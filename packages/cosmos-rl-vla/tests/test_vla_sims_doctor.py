@@ -48,7 +48,7 @@ def test_the_table(tmp_path, monkeypatch):
     result = CliRunner().invoke(app, [*names, "--pictures", str(tmp_path)])
     assert result.exit_code == 1
     head, reach, missing, *_ = result.output.splitlines()
-    assert head.split() == ["SIMULATOR", "PLAYS", "CAMERAS", "STEPS/S", "DRAWS", "WITH"]
+    assert head.split() == ["SIMULATOR", "PLAYS", "CAMERAS", "STEPS/S", "RENDERS", "WITH"]
     assert reach.split()[1:4] == ["yes", "board", "32x32"] and missing.split()[1:] == ["no"]
     assert "cannot be imported" in result.output
     assert CliRunner().invoke(app, [names[0], "--pictures", str(tmp_path)]).exit_code == 0

@@ -152,8 +152,8 @@ def test_a_row_without_a_picture_is_named_counted_and_trains_nothing(demos, tmp_
     (microbatch,) = batch.microbatches
     assert microbatch.terms.loss_mask.tolist() == [1, 0, 1, 1, 1, 1]
     assert batch.metrics == {"rows_dropped": 1.0}
-    assert f"{CAMERA} of row 1 is no picture" in caplog.text
-    assert len(batch.rows_dropped) == 1 and f"{CAMERA} of row 1 is no picture" in batch.rows_dropped[0]
+    assert f"{CAMERA} of row 1 is not an image" in caplog.text
+    assert len(batch.rows_dropped) == 1 and f"{CAMERA} of row 1 is not an image" in batch.rows_dropped[0]
 
 
 def test_pictures_that_are_mostly_bad_are_an_error(demos, tmp_path):
