@@ -18,7 +18,9 @@ PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "cookbook/**/*.md", "co
 SOURCES = ("cookbook/**/*.py", "scripts/*.py")
 CLEAN = (
     "cosmos-rl-core/src",
-    "cosmos-rl-llm/src/cosmos_rl_llm/rewards",
+    "cosmos-rl-transfer/src",
+    "cosmos-rl-llm/src",
+    "cosmos-rl-vla/src",
 )
 """Folders of packages without these words. The aim is all of them: add a folder once it is clean."""
 

@@ -17,12 +17,12 @@ from cosmos_rl_transfer.planning.plan import Bucket, Piece, aligned
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where one tensor lies."""
+    """The place of one tensor in the arena."""
 
     at: int
     """First byte in the arena."""
     box: Box
-    """The part of the tensor that lies there, in checkpoint coordinates."""
+    """The part of the tensor that is stored there, in checkpoint coordinates."""
     dtype: str
     shape: tuple[int, ...]
     """Of the whole tensor."""
@@ -53,7 +53,7 @@ class Arena:
         return cls(places, end)
 
     def tensor(self, memory: Raw, name: str) -> Raw:
-        """View the part of a tensor that lies in the arena."""
+        """View the part of a tensor that is in the arena."""
         place = self.places[name]
         return raw_view(memory, place.at, place.box.shape, place.item_bytes)
 
@@ -76,7 +76,7 @@ class Arena:
             if not inside.is_contiguous(place.box.shape) or base not in (None, place.at + first - piece.at):
                 return None
             if end < piece.at and not (padded and first == 0):
-                return None  # what lies between is not padding here but more of either tensor
+                return None  # the bytes between are not padding here but more of either tensor
             base, end = place.at + first - piece.at, piece.at + piece.box.numel * place.item_bytes
             padded = first + piece.box.numel * place.item_bytes == place.num_bytes
         return base
@@ -93,7 +93,7 @@ class Arena:
         return tuple(self._copied(self.packed(data, p), self.piece(memory, p), p) for p in bucket.pieces)
 
     def sums(self, memory: Raw, bucket: Bucket) -> tuple[int, ...]:
-        """Return the additive hash of each piece as it lies in the arena."""
+        """Return the additive hash of each piece as stored in the arena."""
         return tuple(tensor_sum(self.piece(memory, p), p.box, self.places[p.name].shape) for p in bucket.pieces)
 
     def _copied(self, source: Raw, target: Raw, piece: Piece) -> int:

@@ -29,7 +29,7 @@ _OFFSET_BYTES = 2
 
 
 class Extent(NamedTuple):
-    """How large a piece is."""
+    """The size of a piece."""
 
     numel: int
     item_bytes: int
@@ -82,7 +82,7 @@ def encode(changes: Sequence[Change], extents: Sequence[Extent]) -> Raw:
 def decode(data: Raw, extents: Sequence[Extent]) -> tuple[Change, ...]:
     """Read what `encode` wrote for pieces of these extents; the values are views of `data` uint8 [n], any contiguous.
 
-    Raises TransferError on anything else: no position lies outside its piece, and they ascend.
+    Raises TransferError on anything else: positions are inside their piece, and ascend.
     """
     num_blocks = [_num_blocks(e.numel) for e in extents]
     if data.nbytes < 4 * sum(num_blocks):
@@ -106,7 +106,7 @@ def decode(data: Raw, extents: Sequence[Extent]) -> tuple[Change, ...]:
 
 @dataclass(frozen=True, slots=True)
 class _Form:
-    """Where everything lies in the bytes of one delta; made from the counts alone."""
+    """The layout of the bytes of one delta; follows from the counts alone."""
 
     counts: Raw
     """int64 [B]."""

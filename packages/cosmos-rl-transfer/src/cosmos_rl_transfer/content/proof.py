@@ -1,4 +1,4 @@
-"""What proves a bucket: xxh3-64 of its pieces' bytes, and the additive hash of each piece."""
+"""The proof of a bucket: xxh3-64 of its pieces' bytes, and the additive hash of each piece."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from cosmos_rl_transfer.planning.plan import Bucket, Piece
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """What is known of a tensor beside its name."""
+    """The shape and type of a tensor."""
 
     shape: tuple[int, ...]
     """Of the whole tensor."""

@@ -68,7 +68,7 @@ class Rows:
         return cls(math.prod(box.shape[:outer]), width, first, apart, outer)
 
     def words_in(self, array: Raw) -> tuple[Raw, int] | None:
-        """View the words from the first row to the last in `array` [*box.shape], gaps included, and tell their step.
+        """View the words from the first row to the last in `array` [*box.shape], gaps included, and return their step.
 
         None where a row is not one run of aligned words there, or rows are not equally far apart.
         """

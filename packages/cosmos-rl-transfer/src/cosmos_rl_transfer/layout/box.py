@@ -33,7 +33,7 @@ class Box:
         return Box(low, tuple(b - a for a, b in zip(low, high)))
 
     def contains(self, other: Box) -> bool:
-        """Say whether every element of `other` lies in this box."""
+        """Return whether every element of `other` is in this box."""
         starts = all(a <= b for a, b in zip(self.offset, other.offset))
         return starts and all(a >= b for a, b in zip(self.end, other.end))
 

@@ -28,7 +28,7 @@ def dtype_name(tensor: Tensor) -> str:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Return the part of the tensor that lies on this rank, without gradient."""
+    """Return the part of the tensor that this rank holds, without gradient."""
     tensor = tensor.detach()
     return tensor.to_local() if _is_dtensor(tensor) else tensor
 
@@ -48,7 +48,7 @@ def ties(weights: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _memory(name: str, whole: Tensor, part: Tensor, kinds: Mapping[int, set[object]]) -> object:
-    """What tells one tensor's memory from another's; a tensor without memory is its own, as is one of a pool's."""
+    """Return a key that is equal for tensors in the same memory; a tensor without memory, or in a pool, has its own."""
     if not part.is_meta and part.numel():
         return part.device, part.data_ptr(), part.dtype, part.shape, part.stride()
     if not whole.numel() or len(kinds[_storage(part)]) > 1:

@@ -1,4 +1,4 @@
-"""Who holds which part of which tensor, in checkpoint coordinates.
+"""The part of each tensor that each rank holds, in checkpoint coordinates.
 
     Manifest            one per side: trainer, rollout replicas
       TensorLayout      one per tensor: its WeightSpec and the box each rank holds

@@ -1,4 +1,4 @@
-"""How one axis of a mesh places a tensor, and the box that follows at each coordinate."""
+"""The placement of a tensor on one axis of a mesh, and the box at each coordinate."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _FILES = ("model.safetensors.index.json", "model.safetensors", "config.json")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shapes:
-    """What a model is made of."""
+    """The tensors of a model."""
 
     name: str
     specs: tuple[WeightSpec, ...]

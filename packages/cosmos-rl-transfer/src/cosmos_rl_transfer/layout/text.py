@@ -1,4 +1,4 @@
-"""How a side is spread, as people write it.
+"""The sharding of a side, as people write it.
 
 fsdp8                 8 ranks, every parameter cut among them          (also dp_shard8)
 hsdp4x8               4 copies of that                                 (also dp_replicate4 dp_shard8)
@@ -25,7 +25,7 @@ _MEANING = {
     "ddp": ("dp_replicate",),
     "hsdp": ("dp_replicate", "dp_shard"),
 }
-"""What may be written, and the axes it sets."""
+"""Names that may be written, and the axes they set."""
 
 _KNOWN = "fsdpN (or dp_shardN), ddpN (or dp_replicateN), hsdpNxM, ppN, cpN, tpN, epN, and 'x N' for N replicas"
 

@@ -1,4 +1,4 @@
-"""What one version changed: a pass over a tensor that compares it with a copy and brings the copy up to date.
+"""The changes of one version: a pass over a tensor that compares it with a copy and brings the copy up to date.
 
 chunk by chunk, in the cache:   cast to the wire dtype -> compare eight bytes at a time -> where they differ, elements
 """
@@ -32,7 +32,7 @@ class Found:
     positions: Raw
     """int32 [k], or int64 where the part is too large for it; ascending, row-major in the part."""
     old: Raw
-    """What they were: unsigned integers [k]."""
+    """Their former bits: unsigned integers [k]."""
 
 
 class Comparison:
@@ -90,7 +90,7 @@ class Comparison:
         return changed / seen
 
     def _raw(self, part: Tensor, dtype: str) -> Raw:
-        """Return a chunk as it travels: where it lies if possible, else cast into the scratch."""
+        """Return a chunk as it is sent: a view if possible, else cast into the scratch buffer."""
         kind: torch.dtype = getattr(torch, dtype)
         if part.device.type == "cpu" and part.dtype == kind and part.is_contiguous():
             return same_width(part).reshape(-1)

@@ -1,4 +1,4 @@
-"""Who serves which version beside the publishers."""
+"""Subscribers that serve versions beside the publishers."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from cosmos_rl_transfer.wire.messages import Holder, Holders
 
 
 class Directory:
-    """What subscribers have said of themselves. Any thread may call."""
+    """The subscribers that hold a version, by their own reports. Any thread may call."""
 
     def __init__(self, relay: Relay = "off") -> None:
         """relay: whether subscribers that want the same buckets pass them on; "auto" where that can be faster."""
@@ -24,7 +24,7 @@ class Directory:
         self._known: dict[object, tuple[int, Holder]] = {}
         """By who said it: version and holder."""
         self._asked: Counter[Holder] = Counter()
-        """How often a holder was the first to be named for its rank."""
+        """Times that a holder was the first to be named for its rank."""
 
     def enter(self, owner: object, version: int, holder: Holder) -> None:
         """Note that `owner` serves a version; what it served before is gone."""

@@ -1,4 +1,4 @@
-"""A trainer's live tensors as buckets, read where they lie: gather and cast in one pass, or handed over as they are."""
+"""A trainer's live tensors as buckets, read in place: gathered and cast in one pass, or passed on as they are."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class LiveWeights:
             torch.cuda.current_stream().synchronize()
 
     def exposable(self) -> list[Raw]:
-        """Return the bytes of the tensors that `runs` may hand over."""
+        """Return the bytes of the tensors that `runs` may pass on."""
         return [raw_bytes(tensor) for name, tensor in self._tensors.items() if self._plain(name, tensor)]
 
     def runs(self, bucket: Bucket) -> list[Run] | None:
@@ -105,7 +105,7 @@ class LiveWeights:
         return self._tensors[name][piece.box.within(self._boxes[name]).slices()]
 
     def _name(self, piece: Piece) -> str:
-        """What a piece is called here: targets may have names of their own for tied tensors."""
+        """Return the name of a piece here: targets may have names of their own for tied tensors."""
         return self._tied.get(piece.name, piece.name)
 
     def _plain(self, name: str, tensor: Tensor) -> bool:

@@ -55,7 +55,7 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class _Selected:
-    """What changed in one piece."""
+    """The changes of one piece."""
 
     positions: Raw
     """int64 [k], in the piece's box."""
@@ -84,7 +84,7 @@ class Outgoing:
         self.memory: Raw = np.empty(arena.num_bytes, np.uint8)
         self.memory.fill(0)  # takes the page faults now
         self.version = self.base = -1
-        """What it holds, and the version that deltas start from: -1 for none."""
+        """The version it holds, and the one that deltas start from: -1 for none."""
         self.bypass = False
         """Whether the newest version is read out of live memory."""
         self._bypass_left, self._next_bypass = 0, 0

@@ -9,7 +9,7 @@ from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
 
 PASS_ON_S = 0.5
-"""How long the next in a ring waits for a bucket that is still to come."""
+"""Time that the next in a ring waits for a bucket that is still to come."""
 
 
 class Partial:
@@ -51,7 +51,7 @@ class Partial:
             return self._made.stream(source, self._rank)
 
     def begin(self, version: int) -> None:
-        """What lands of a version can be had from here on."""
+        """Serve each bucket of a version from its arrival on."""
         with self._changed:
             self._version, self._is_whole = version, False
             self._landed.clear()

@@ -1,6 +1,6 @@
 """The trainer's side.
 
-publish(version, weights)     the version can be read, where it lies; returns at once
+publish(version, weights)     the version can be read, in place; returns at once
 ... forward, backward ...     subscribers pull it meanwhile, bucket by bucket
 fence()                       waits for who still reads, at most `patience_s`, then copies what they have not read
 ... the optimizer writes ...

@@ -48,7 +48,7 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Fenced:
-    """What a fence did."""
+    """The outcome of a fence."""
 
     waited_s: float
     copied_bytes: int
@@ -193,7 +193,7 @@ class Versions:
             with self._changed:
                 state.reading -= 1
                 self._changed.wait_for(lambda: not state.reading)
-                # who still sends has a subscriber that stands still: its hash is wrong, and `is_live` tells why
+                # a send that goes on has a subscriber that does not read: its hash is wrong, and `is_live` is the reason
                 self._changed.wait_for(lambda: not state.sending, patience_s)
         return Fenced(time.monotonic() - started, copied)
 

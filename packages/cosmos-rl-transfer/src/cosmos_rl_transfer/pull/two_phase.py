@@ -137,13 +137,13 @@ class ReplicaSubscriber:
 
     def _order(self, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> list[int]:
         """Send a message to all ranks and return the versions of their replies."""
-        asked = [self._talk.submit(self._tell, rank, order, answer) for rank in sorted(self._members)]
+        asked = [self._talk.submit(self._request, rank, order, answer) for rank in sorted(self._members)]
         errors = [future.exception() for future in asked]
         if failed := next((error for error in errors if error is not None), None):
             raise failed
         return [future.result() for future in asked]
 
-    def _tell(self, rank: int, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> int:
+    def _request(self, rank: int, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> int:
         link = self._members[rank]
         try:
             link.send(order)

@@ -1,4 +1,4 @@
-"""What every transport has to do, without publisher and subscriber: for each of CHECKS, on two fresh ends,
+"""The behaviour of every transport, without publisher and subscriber: for each of CHECKS, on two fresh ends,
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
 def test_conformance(check):
@@ -35,7 +35,7 @@ from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
 LONGEST_WAIT_S = 2.0
-"""How long the death of a peer may stay unnoticed."""
+"""Longest time that the death of a peer may stay unnoticed."""
 _TIMEOUT_S = 30.0
 _SHORT_S = 0.3
 _GROWTH_BYTES = 8 << 20
@@ -54,7 +54,7 @@ def runs_arrive_in_their_places(ends: Ends) -> None:
         _read_many(reader, Serve.RUNS, 16)
 
 
-def live_memory_is_read_where_it_lies(ends: Ends) -> None:
+def live_memory_is_read_in_place(ends: Ends) -> None:
     """Runs out of exposed memory arrive, also when other memory is exposed later; slots still do."""
     with ExitStack() as stack:
         publisher = stack.enter_context(_opened(ends))
@@ -69,7 +69,7 @@ def live_memory_is_read_where_it_lies(ends: Ends) -> None:
 
 
 def a_bucket_stays_until_it_is_given_back(ends: Ends) -> None:
-    """What was received does not change while the next bucket is packed and received."""
+    """A received bucket does not change while the next is packed and received."""
     with _pair(ends) as reader:
         for bucket in range(WINDOW):
             reader.ask(Serve.SLOT, bucket)
@@ -85,7 +85,7 @@ def readers_do_not_disturb_each_other(ends: Ends) -> None:
     def read(reader: SampleReader, first: int) -> None:
         try:
             _read_many(reader, Serve.SLOT, 50, first=first)
-        except BaseException as error:  # told by the thread that started this one
+        except BaseException as error:  # raised by the thread that started this one
             failures.append(error)
 
     with ExitStack() as stack:
@@ -178,7 +178,7 @@ def memory_does_not_grow(ends: Ends) -> None:
 CHECKS: tuple[Callable[[Ends], None], ...] = (
     slots_arrive_whole,
     runs_arrive_in_their_places,
-    live_memory_is_read_where_it_lies,
+    live_memory_is_read_in_place,
     a_bucket_stays_until_it_is_given_back,
     readers_do_not_disturb_each_other,
     a_publisher_that_closes_is_noticed,

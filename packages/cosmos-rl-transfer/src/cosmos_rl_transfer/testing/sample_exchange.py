@@ -36,7 +36,7 @@ _ADDRESS = "serving at "
 
 
 class Serve(IntEnum):
-    """How a bucket is served."""
+    """The way a bucket is served."""
 
     SLOT = 0
     """Packed into a slot."""
@@ -47,7 +47,7 @@ class Serve(IntEnum):
     MOVED = 3
     """The same out of memory that is exposed only now."""
     AGAIN = 4
-    """What lies in the slot, as fast as it goes."""
+    """The content of the slot, as fast as possible."""
     SILENT = 5
     """Announced, but the bytes are never sent."""
     VANISH = 6

@@ -28,11 +28,11 @@ class Tasks(Sequence[Mapping[str, Any]]):
         turn, perturbed = divmod(range(len(self))[place], len(data.perturb))
         number, task = divmod(turn, len(data.tasks))
         perturb = data.perturb[perturbed]
-        told = (task + 1) % len(data.tasks) if perturb == "swap_instruction" else task
+        instructed = (task + 1) % len(data.tasks) if perturb == "swap_instruction" else task
         return {
             "task": data.tasks[task],
             "init": data.first_init + number + (HELD_OUT if data.split == "held_out" else 0),
-            "instruction": self._instructions[data.tasks[told]],
+            "instruction": self._instructions[data.tasks[instructed]],
             "perturb": perturb,
         }
 
@@ -50,8 +50,8 @@ def load_rows(data: VLADataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
 
         return demonstrated_rows(data), data.demos
     own = [task for task in data.tasks if task not in data.instructions]
-    told = describe(data.simulator, own, options=data.options)
-    return Tasks(data, {**told, **data.instructions}), data.simulator
+    described = describe(data.simulator, own, options=data.options)
+    return Tasks(data, {**described, **data.instructions}), data.simulator
 
 
 def describe(simulator: str, tasks: Sequence[str], *, options: Mapping[str, Any]) -> dict[str, str]:

@@ -3,7 +3,7 @@
 openpi's convention: tau runs from 1 (noise) to 0 (action), x_tau = tau noise + (1 - tau) action, and the network
 predicts the velocity v = noise - action. K denoising steps begin at tau_i = 1 - i / K, i = 0 .. K - 1, each 1 / K long.
 
-A step in terms of the action and the noise that x and v tell, with next = tau - 1 / K:
+A step in terms of the action and the noise that follow from x and v, with next = tau - 1 / K:
 
     action = x - tau v        noise = x + (1 - tau) v        x' ~ N(action (1 - next) + noise w, std^2)
 
@@ -114,7 +114,7 @@ def bounded_std(raw: Tensor, *, noise: Noise) -> Tensor:
 
 
 def supervised_times(uniform: Tensor) -> Tensor:
-    """tau ~ 0.999 Beta(1.5, 1) + 0.001 from uniform draws of the same shape (openpi): more often near the noise.
+    """tau ~ 0.999 Beta(1.5, 1) + 0.001 from uniform samples of the same shape (openpi): more often near the noise.
 
     Beta(1.5, 1) has the distribution function x^1.5.
     """

@@ -1,4 +1,4 @@
-"""What vLLM loads from this package in each of its processes, through the entry point `vllm.general_plugins`.
+"""The plug-in that vLLM loads in each of its processes, through the entry point `vllm.general_plugins`.
 
 It makes two names known there, which nothing uses unless an engine of ours asks for it: a way to receive weights, and a
 way to keep them unpacked on CPU. And where our engine started the process, it ends the process with the engine's own:
@@ -23,7 +23,7 @@ OWNER = "COSMOS_RL_VLLM_OWNER"
 
 
 def register() -> None:
-    """Tell vLLM the two names, and watch the owner; vLLM calls this once a process."""
+    """Register both names with vLLM and watch the owner process; vLLM calls this once a process."""
     from vllm.distributed.weight_transfer import WeightTransferEngineFactory
     from vllm.model_executor.layers.quantization import register_quantization_config
 
