@@ -16,7 +16,7 @@ from cosmos_rl_transfer.testing.conformance import (
     CHECKS,
     Ends,
     a_killed_publisher_is_noticed,
-    live_memory_is_read_where_it_lies,
+    live_memory_is_read_in_place,
     silence_ends_by_the_deadline,
     slots_arrive_whole,
 )
@@ -39,7 +39,7 @@ def test_conformance(check):
     "check",
     [
         slots_arrive_whole,
-        live_memory_is_read_where_it_lies,
+        live_memory_is_read_in_place,
         silence_ends_by_the_deadline,
         a_killed_publisher_is_noticed,
     ],

@@ -193,7 +193,7 @@ class Versions:
             with self._changed:
                 state.reading -= 1
                 self._changed.wait_for(lambda: not state.reading)
-                # a send that goes on has a subscriber that does not read: its hash is wrong, and `is_live` is the reason
+                # a send that goes on has a subscriber that does not read: its hash is wrong; `is_live` says why
                 self._changed.wait_for(lambda: not state.sending, patience_s)
         return Fenced(time.monotonic() - started, copied)
 

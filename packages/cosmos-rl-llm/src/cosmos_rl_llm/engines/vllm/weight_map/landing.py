@@ -105,7 +105,7 @@ class Landing:
         self._staged: dict[str, Tensor] = {}
         """Parameters of reloaded layers as vLLM creates them, in host memory."""
         self._derived = [found for layer in model.modules() if (found := _kept_by_attention(layer)) is not None]
-        """Layers that keep copies or products of other layers' weights: kv_b_proj split and transposed, sinks in float32."""
+        """Layers that keep copies or products of others' weights: kv_b_proj split and transposed, sinks in float32."""
         self._copies: list[tuple[Tensor, Tensor]] = []
         """(place in the model, where what belongs there was written)"""
         self.views = {name: self._view(name, box) for name in chart.specs if (box := chart.box(name))}
