@@ -33,11 +33,11 @@ def test_vllm_is_spread_over_gpus():
         "max_sequences": 8,
         "tensor_parallel_size": 4,
     }
-    with pytest.raises(UserError, match="give --tp-size 2, or remove the key"):
+    with pytest.raises(UserError, match="set --tp-size 2, or remove the key"):
         LLM.spread_engine("vllm", {"tensor_parallel_size": 2}, tp_size=1)
 
 
 def test_the_torch_engine_is_not():
     assert LLM.spread_engine("torch", {}, tp_size=1) == {}
-    with pytest.raises(UserError, match="holds the model on one GPU; set rollout"):
+    with pytest.raises(UserError, match="runs the model on one GPU; set rollout"):
         LLM.spread_engine("torch", {}, tp_size=2)

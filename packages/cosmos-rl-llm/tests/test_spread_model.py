@@ -116,7 +116,7 @@ def test_heads_that_tp_does_not_divide_are_named(tp, message):
 def refuses(rank, world_size):
     gpt2 = {"model_type": "gpt2", "vocab_size": 61, "n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
     model = make_model({**gpt2, "bos_token_id": 1, "eos_token_id": 1}, dtype=torch.float32, seed=0)
-    with pytest.raises(UserError, match=r"GPT2LMHeadModel has no plan.*set tp = 1"):
+    with pytest.raises(UserError, match=r"GPT2LMHeadModel has no supported plan.*set tp = 1"):
         CausalLMPolicy(model, setup=setup_of({"tp": 2}))
 
 

@@ -18,7 +18,7 @@ UCX_SAYS = """
 
 def test_the_path_is_read_off_ucx_own_table():
     assert ucx_path(UCX_SAYS) == "copy-out over tcp/lo, zero-copy over cma/memory"
-    assert ucx_path("nothing of the kind") == "UCX does not say how"
+    assert ucx_path("nothing of the kind") == "UCX does not report its path"
 
 
 @pytest.mark.parametrize("name", [MEMCPY, RAW_STREAM, "shm", "tcp"])

@@ -150,5 +150,5 @@ def test_an_update_with_bfloat16_products_keeps_weights_in_float32():
 def test_axes_that_there_are_none_of_are_refused(axis):
     loaded = load(config_of("mlp"))
     setup = ModelSetup(parallel=ParallelSection.model_validate({axis: 2}))
-    with pytest.raises(UserError, match=rf"{axis} = 2: action models are spread over dp_shard and dp_replicate alone"):
+    with pytest.raises(UserError, match=rf"{axis} = 2: action models support dp_shard and dp_replicate only"):
         parallelize(loaded, setup)

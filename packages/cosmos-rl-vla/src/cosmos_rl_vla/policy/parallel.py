@@ -75,7 +75,7 @@ def _refused(parallel: ParallelSection, precision: PrecisionSection, compute_dty
     for axis in ("tp", "cp", "pp", "ep"):
         if (size := getattr(parallel, axis)) > 1:
             yield (
-                f"[policy.parallel] {axis} = {size}: action models are sharded over dp_shard and dp_replicate alone; "
+                f"[policy.parallel] {axis} = {size}: action models support dp_shard and dp_replicate only; "
                 "use dp_shard for parameters that do not fit, and fewer microbatch_terms for activations that do not"
             )
     if parallel.sequence_parallel:
