@@ -15,7 +15,7 @@ from cosmos_rl_wfm.build import build_engine
 from cosmos_rl_wfm.engines.requests import Request
 from cosmos_rl_wfm.engines.torch import TorchEngineOptions
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.samplers.noise import draw_noise
+from cosmos_rl_wfm.samplers.noise import sample_noise
 from cosmos_rl_wfm.sampling import FlowSampling
 
 pytestmark = pytest.mark.xdist_group("wfm_export")  # one process makes what they share
@@ -81,7 +81,7 @@ def sampled(pipeline, rollout, *, output_type="latent"):
     (seed,) = Request(prompt=prompt(), num_samples=1, sampling=ONE_STEP, seed=5).starts
     return pipeline(
         prompt=CAPTION,
-        latents=draw_noise([seed], rollout.arrays["clean"].shape),
+        latents=sample_noise([seed], rollout.arrays["clean"].shape),
         num_inference_steps=1,
         guidance_scale=1.0,
         num_frames=SIZE["frames"],

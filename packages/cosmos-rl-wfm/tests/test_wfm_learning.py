@@ -20,9 +20,9 @@ from cosmos_rl_wfm.objectives.formulas import (
     nft_preference,
     noisy,
 )
-from cosmos_rl_wfm.samplers.noise import draw_noise
+from cosmos_rl_wfm.samplers.noise import sample_noise
 from cosmos_rl_wfm.samplers.sampler import Plan, replay, sample
-from cosmos_rl_wfm.samplers.times import draw_times, flow_times
+from cosmos_rl_wfm.samplers.times import flow_times, sample_times
 from cosmos_rl_wfm.samplers.window import Window
 
 pytestmark = pytest.mark.xdist_group("wfm_learning")  # one process makes what they share
@@ -48,7 +48,7 @@ def pretrained():
     for _ in range(500):
         angle = 2 * math.pi * torch.rand(256, generator=generator)
         clean = torch.stack([angle.cos(), angle.sin()], dim=1)
-        noise, t = torch.randn(256, 2, generator=generator), draw_times(256, generator=generator)
+        noise, t = torch.randn(256, 2, generator=generator), sample_times(256, generator=generator)
         loss = flow_matching_loss(velocity(noisy(clean, noise, t=t), t), clean=clean, noise=noise).mean()
         optimizer.zero_grad()
         loss.backward()
@@ -67,7 +67,7 @@ def advantages_of(rewards, *, group_size=16):
 
 def reward_now(velocity, *, seeds=range(10_000, 10_256)):
     """Mean reward of the ODE's points, from seeds that training never sees."""
-    clean = sample(velocity, draw_noise(seeds, (2,)), plan=Plan(times=flow_times(10)), seeds=seeds).clean
+    clean = sample(velocity, sample_noise(seeds, (2,)), plan=Plan(times=flow_times(10)), seeds=seeds).clean
     return to_the_right(clean).mean().item()
 
 
@@ -78,7 +78,7 @@ def test_flow_grpo_learns(pretrained):
     before = reward_now(velocity)
     for version in range(30):
         seeds = range(64 * version, 64 * (version + 1))
-        rollouts = sample(velocity, draw_noise(seeds, (2,)), plan=plan, seeds=seeds)
+        rollouts = sample(velocity, sample_noise(seeds, (2,)), plan=plan, seeds=seeds)
         advantages = advantages_of(to_the_right(rollouts.clean))[:, None].expand_as(rollouts.logprobs).flatten()
         reached = replay(
             velocity,
@@ -107,9 +107,9 @@ def test_nft_learns(pretrained):
     before = reward_now(velocity)
     for version in range(30):
         seeds = range(64 * version, 64 * (version + 1))
-        clean = sample(old, draw_noise(seeds, (2,)), plan=plan, seeds=seeds).clean
+        clean = sample(old, sample_noise(seeds, (2,)), plan=plan, seeds=seeds).clean
         preference = nft_preference(advantages_of(to_the_right(clean)), advantage_limit=2.0).repeat(8)
-        clean, t = clean.repeat(8, 1), draw_times(512, generator=generator)
+        clean, t = clean.repeat(8, 1), sample_times(512, generator=generator)
         x = noisy(clean, torch.randn(512, 2, generator=generator), t=t)
         losses = nft_losses(velocity(x, t), old(x, t), x=x, t=t, clean=clean, beta=1.0)
         optimizer.zero_grad()

@@ -97,7 +97,7 @@ def test_a_clip_without_memory_takes_what_a_real_one_does():
 def test_a_rollout_replica_holds_encoder_and_autoencoder_and_decodes(folder):
     parts = parts_of(config_of(folder, model={"dtype": "bfloat16"}), rollout=True)
     built = build_model(WFMModelConfig(path=str(folder), dtype="bfloat16"), parts=("network", "codec", "text"))
-    kept = parts["what its class keeps in float32"].bytes or 0
+    kept = parts["parameters kept in float32"].bytes or 0
     assert kept > 0 and (parts["weights"].bytes or 0) + kept == sum(
         parameter.nbytes for parameter in built.network.parameters()
     )
@@ -132,7 +132,7 @@ def test_averages_and_old_weights_are_float32_copies_of_what_is_trained(folder):
     parts = parts_of(config)
     policy = build_policy(config.model, data=config.data, sampling=FlowSampling(), seed=0, setup=ModelSetup())
     trained = sum(parameter.numel() for parameter in policy.module.parameters())
-    assert parts["average of the weights"].bytes == parts["weights that draw the rollouts"].bytes == 4 * trained
+    assert parts["average of the weights"].bytes == parts["weights that sample the rollouts"].bytes == 4 * trained
     assert parts["trained weights, set aside"].bytes == 2 * trained
     assert "reference of the KL term" not in parts
 

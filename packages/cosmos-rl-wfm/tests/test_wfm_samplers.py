@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from cosmos_rl_wfm.samplers.guidance import guided
-from cosmos_rl_wfm.samplers.noise import draw_noise
+from cosmos_rl_wfm.samplers.noise import sample_noise
 from cosmos_rl_wfm.samplers.sampler import Plan, replay, sample
 from cosmos_rl_wfm.samplers.steps import RULES
 from cosmos_rl_wfm.samplers.times import edm_times, flow_times
@@ -77,7 +77,7 @@ def plan_of(rule="flow_sde", *, window=None, num_steps=6):
 
 
 def rollouts(plan, *, seeds=(3, 4, 5), velocity=None):
-    return sample(velocity or Network(), draw_noise(seeds, SHAPE), plan=plan, seeds=seeds)
+    return sample(velocity or Network(), sample_noise(seeds, SHAPE), plan=plan, seeds=seeds)
 
 
 def replayed(plan, trajectory, *, velocity):
@@ -98,13 +98,13 @@ def replayed(plan, trajectory, *, velocity):
 
 
 def test_noise_of_a_sample_depends_on_its_own_seed_and_stream():
-    both, alone = draw_noise([1, 2], SHAPE), draw_noise([2], SHAPE)
+    both, alone = sample_noise([1, 2], SHAPE), sample_noise([2], SHAPE)
     assert torch.equal(both[1], alone[0])
     assert not torch.equal(both[0], both[1])
-    assert not torch.equal(alone, draw_noise([2], SHAPE, stream="step 0"))
-    many = draw_noise(range(2000), (50,))
+    assert not torch.equal(alone, sample_noise([2], SHAPE, stream="step 0"))
+    many = sample_noise(range(2000), (50,))
     assert (many.mean().item(), many.std().item()) == pytest.approx((0, 1), abs=0.015)
-    assert draw_noise([], SHAPE).shape == (0, *SHAPE)
+    assert sample_noise([], SHAPE).shape == (0, *SHAPE)
 
 
 @pytest.mark.parametrize("rule", ["flow_sde", "dance_sde", "cps"])
@@ -116,7 +116,7 @@ def test_a_sample_does_not_depend_on_its_batch(rule):
 
 
 def test_samples_with_one_start_and_seeds_of_their_own_part_ways():
-    start = draw_noise([9, 9], SHAPE)
+    start = sample_noise([9, 9], SHAPE)
     clean = sample(Network(), start, plan=plan_of(), seeds=[1, 2]).clean
     assert (clean[0] - clean[1]).abs().mean() > 0.1
     clean = sample(Network(), start, plan=Plan(times=flow_times(6)), seeds=[1, 2]).clean
@@ -168,7 +168,7 @@ def test_a_trajectory_holds_only_the_states_of_trained_steps():
     times = flow_times(6, shift=2.0)
     assert torch.equal(apart.times, times[[0, 3]])
     assert torch.equal(apart.next_times, times[[1, 4]])
-    assert torch.equal(apart.path[:, 0], draw_noise((3, 4, 5), SHAPE))
+    assert torch.equal(apart.path[:, 0], sample_noise((3, 4, 5), SHAPE))
 
 
 def test_a_rollout_without_trained_steps_keeps_no_path():
@@ -181,7 +181,7 @@ def test_a_rollout_without_trained_steps_keeps_no_path():
 def test_the_ode_is_followed_outside_the_window():
     # Up to its first stochastic step a rollout is the deterministic one.
     late = rollouts(plan_of(window=Window(name="fixed", steps=(4,))))
-    times, velocity, state = flow_times(6, shift=2.0), Network(), draw_noise((3, 4, 5), SHAPE)
+    times, velocity, state = flow_times(6, shift=2.0), Network(), sample_noise((3, 4, 5), SHAPE)
     with torch.no_grad():
         for index in range(4):
             state = state + (times[index + 1] - times[index]) * velocity(state, times[index].expand(3))
@@ -191,7 +191,7 @@ def test_the_ode_is_followed_outside_the_window():
 def test_a_schedule_that_begins_below_one_scales_the_noise():
     plan = Plan(times=edm_times(6), rule="cps", noise_level=0.2, steps=Window(name="fixed", steps=(0,)).at(6))
     trajectory = rollouts(plan)
-    torch.testing.assert_close(trajectory.path[:, 0], draw_noise((3, 4, 5), SHAPE) * (200 / 201))
+    torch.testing.assert_close(trajectory.path[:, 0], sample_noise((3, 4, 5), SHAPE) * (200 / 201))
 
 
 def test_sampling_keeps_no_graph():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from wfm_fixtures import seeded
 
-from cosmos_rl_wfm.samplers.times import draw_times, edm_times, flow_times
+from cosmos_rl_wfm.samplers.times import edm_times, flow_times, sample_times
 from cosmos_rl_wfm.samplers.window import Steps, Window
 
 # Times
@@ -44,18 +44,18 @@ def test_times_refuse_what_cannot_be():
 
 
 def test_drawn_times_have_the_asked_density():
-    uniform = draw_times(20_000, generator=seeded())
+    uniform = sample_times(20_000, generator=seeded())
     assert uniform.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist() == pytest.approx([0.25, 0.5, 0.75], abs=0.01)
-    normal = draw_times(20_000, generator=seeded(), density="logit_normal", mean=-0.5, std=0.8).logit()
+    normal = sample_times(20_000, generator=seeded(), density="logit_normal", mean=-0.5, std=0.8).logit()
     assert (normal.mean().item(), normal.std().item()) == pytest.approx((-0.5, 0.8), abs=0.02)
-    shifted = draw_times(20_000, generator=seeded(), shift=4.0)
+    shifted = sample_times(20_000, generator=seeded(), shift=4.0)
     torch.testing.assert_close(shifted, 4 * uniform / (1 + 3 * uniform))
 
 
 def test_drawn_times_repeat_with_the_generator():
-    assert torch.equal(draw_times(5, generator=seeded(7)), draw_times(5, generator=seeded(7)))
+    assert torch.equal(sample_times(5, generator=seeded(7)), sample_times(5, generator=seeded(7)))
     with pytest.raises(ValueError, match="unknown density of times 'beta'"):
-        draw_times(5, generator=seeded(), density="beta")
+        sample_times(5, generator=seeded(), density="beta")
 
 
 # Windows

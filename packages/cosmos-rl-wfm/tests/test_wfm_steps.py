@@ -155,7 +155,7 @@ def test_a_step_computes_in_float32_whatever_the_network_returns():
 
 @pytest.mark.parametrize("level", [0.0, -0.1, 1.5])
 def test_a_noise_level_that_a_rule_cannot_take_is_named(level):
-    with pytest.raises(ValueError, match=f"cps cannot take noise_level = {level}"):
+    with pytest.raises(ValueError, match=f"cps does not accept noise_level = {level}"):
         one_step("cps", x=1.0, v=1.0, t=0.5, t_next=0.4, noise_level=level)
 
 

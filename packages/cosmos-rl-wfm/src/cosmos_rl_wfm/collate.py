@@ -1,10 +1,10 @@
-"""Rollouts and real clips to microbatches of denoising steps, every term with a forward pass of its own.
+"""Converts rollouts and real clips to microbatches of denoising steps, one forward pass a term.
 
-    coupled     a step that a rollout took      states, next_states, times, next_times
-    decoupled   clean latents, noised anew      clean, noise, times
+    coupled     a denoising step of a rollout   states, next_states, times, next_times
+    decoupled   clean latents, noised again     clean, noise, times
 
-A group's caption is the same for all its rollouts and lies in the first. Terms that share one share its copy, over all
-microbatches of a batch; `text_rows` says which is whose.
+A group's caption is the same for all its rollouts and is stored in the first. Terms with the same caption share one
+copy of it over all microbatches of a batch; `text_rows` maps terms to captions.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ import torch
 
 from cosmos_rl_core.train.balance import deal
 from cosmos_rl_core.types import Microbatch, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
-from cosmos_rl_wfm.samplers.noise import draw_noise
+from cosmos_rl_wfm.samplers.noise import sample_noise
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 CONDITION = ("text", "text_mask", "pooled", "image", "given", "given_mask")
-"""Arrays of a rollout that say what it was made for: fields of `models.base.Condition` without the batch."""
+"""Arrays of a rollout with its condition: the fields of `models.base.Condition` without the batch dimension."""
 
 CAPTION = ("text", "text_mask")
-"""Those that are in a microbatch once, however many terms have them."""
+"""Arrays of the condition that a microbatch holds once for all terms that share them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,14 +35,14 @@ class Term:
     """One term, ready to be stacked."""
 
     inputs: Mapping[str, np.ndarray]
-    """What the policy's forward pass takes, without [T]. Terms share a caption where it is the same object."""
+    """Inputs of the policy's forward pass, without [T]. Terms share a caption where it is the same object."""
     rollout: int
-    """Which sample of the batch it belongs to."""
+    """Index of its rollout in the batch."""
     logprob: float = 0.0
     advantage: float = 0.0
     trained: bool = True
     of_rollout: int = 1
-    """Trained terms of that sample."""
+    """Trained terms of that rollout."""
 
 
 def collate(groups: Sequence[RolloutGroup], *, microbatch_terms: int, share: Share) -> TrainBatch:
@@ -70,23 +70,23 @@ def condition_of(first: Rollout) -> dict[str, np.ndarray]:
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Which terms of a batch make a microbatch."""
+    """The terms of a batch that form one microbatch."""
 
     members: tuple[int, ...]
-    """Where they stand in the batch; none where this rank has no more while others do."""
+    """Their indices in the batch; empty where this rank has no terms left while others do."""
     shape_of: int
-    """A term of their shape, for a pass that trains nothing."""
+    """Index of a term of the same shape, for a pass that trains nothing."""
 
     @property
     def needed(self) -> tuple[int, ...]:
-        """The terms that the pass is made of."""
+        """Indices of the terms whose inputs the pass takes."""
         return self.members or (self.shape_of,)
 
 
 def deal_alike(shapes: Sequence[tuple[int, ...]], *, microbatch_terms: int, share: Share) -> list[Places]:
     """Deal terms with latents of these shapes over ranks and microbatches, each of one shape; return those of `share`.
 
-    Every share has as many, of the same shapes in the same order.
+    Every share has the same number, with the same shapes in the same order.
     """
     alike: dict[tuple[int, ...], list[int]] = {}
     for place, shape in enumerate(shapes):
@@ -99,7 +99,7 @@ def deal_alike(shapes: Sequence[tuple[int, ...]], *, microbatch_terms: int, shar
 
 
 def stack(terms: Mapping[int, Term], dealt: Sequence[Places]) -> tuple[Microbatch, ...]:
-    """Stack the terms of a share, by their place in the batch, into its microbatches."""
+    """Stack the terms of a share, by their index in the batch, into its microbatches."""
     captions = _Captions()
     return tuple(
         _microbatch([terms[i] for i in places.members] or [_idle(terms[places.shape_of])], captions) for places in dealt
@@ -134,17 +134,17 @@ def _steps(rollout: Rollout) -> list[dict[str, np.ndarray]]:
 def _noised(rollout: Rollout) -> list[dict[str, np.ndarray]]:
     arrays = rollout.arrays
     clean = arrays["clean"]
-    noise = draw_noise([int(seed) for seed in arrays["noise_seeds"]], clean.shape, stream="train").numpy()
+    noise = sample_noise([int(seed) for seed in arrays["noise_seeds"]], clean.shape, stream="train").numpy()
     return [{"clean": clean, "noise": noise[place], "times": time} for place, time in enumerate(arrays["times"])]
 
 
 def _idle(term: Term) -> Term:
-    """Fills a microbatch of a rank that has no more terms while others do: one pass that trains nothing."""
+    """A term that trains nothing, for a rank that has no terms left while others do."""
     return Term(inputs=term.inputs, rollout=0, trained=False)
 
 
 class _Captions:
-    """Tensors of the captions of a batch, each made once."""
+    """Converts the captions of a batch to tensors, each once."""
 
     def __init__(self) -> None:
         self._made: dict[int, Tensor] = {}
@@ -184,5 +184,5 @@ def _microbatch(terms: Sequence[Term], captions: _Captions) -> Microbatch:
 
 
 def _stacked(arrays: Sequence[np.ndarray]) -> Tensor:
-    """[T, ...]; memory of its own, since arrays off the wire are read-only."""
+    """[T, ...], a copy, since received arrays are read-only."""
     return torch.from_numpy(np.stack(arrays))

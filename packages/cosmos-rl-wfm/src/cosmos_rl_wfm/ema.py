@@ -1,13 +1,13 @@
-"""A second set of weights that follows the trained ones, and how to compute with it.
+"""A second set of weights that follows the trained ones (EMA), and forward passes with it.
 
     follower.follow(version)      after each optimizer step:  held <- d held + (1 - d) trained
-    with follower.counting():     the network computes with the held weights inside
-    follower.weights()            what a checkpoint keeps, and engines are sent, by the names of the trained ones
+    with follower.counting():     the network computes with the held weights
+    follower.weights()            for checkpoints and engines, by the names of the trained ones
 
-    old       draws the rollouts, and DiffusionNFT contrasts the two (arXiv 2509.16117, section 3.3)
-    average   is exported and generated with, and may be the reference of a KL term (its decays are below)
+    old       samples the rollouts; DiffusionNFT contrasts the two (arXiv 2509.16117, section 3.3)
+    average   for export and generation, and as the reference of a KL term (its decays are below)
 
-Of a network with adapters these alone are held; of one that is spread over ranks, each rank's own parts.
+A network with adapters has only these copied; of a sharded network each rank copies its own shards.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from cosmos_rl_wfm.models.weights import named_weights
 
 
 class Follower:
-    """Holds float32 copies, whatever the type of the trained weights: in bfloat16 1 - d = 0.001 would be lost."""
+    """Holds float32 copies, whatever the dtype of the trained weights: bfloat16 would round 1 - d = 0.001 away."""
 
     def __init__(self, network: nn.Module, *, decay: Callable[[int], float]) -> None:
-        """Follow a network that is spread over its ranks already; `decay` gives d after the step to a version."""
+        """Follow a network that is already sharded; `decay` maps a version to d after the step to it."""
         self._live = named_weights(network)
         self._decay = decay
         self._counts = False
-        """Whether the network computes with the held weights."""
+        """Whether the network holds these weights at present."""
 
     @cached_property
     def _held(self) -> dict[str, Tensor]:
-        """Made when it is first asked for: of a policy that is but a reference, never."""
+        """Made at first use; a policy that only serves as a reference never makes it."""
         return {name: _held_in_float32(tensor) for name, tensor in self._live.items()}
 
     def weights(self) -> Mapping[str, Tensor]:
@@ -57,10 +57,10 @@ class Follower:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Compute with the held weights, copied in and out: sharded modules hold on to their parameters' memory.
+        """Compute with the held weights. They are copied in and out: sharded modules keep their parameters' memory.
 
-        Meanwhile nobody may read the network's own weights, such as engines that are sent them. Inside of itself it
-        does nothing.
+        Meanwhile the trained weights must not be read from the network, for example to send them to engines. Nested
+        calls do nothing.
         """
         if self._counts:
             yield
@@ -82,7 +82,7 @@ class Follower:
 
 
 class FollowerReference:
-    """A policy with a follower's weights inside: for one forward pass, or for all inside of `prepared`.
+    """A policy that computes with a follower's weights: in one forward pass, or in all within `prepared`.
 
     Implements `interfaces.Reference` and `interfaces.Prepares`.
     """
@@ -95,26 +95,26 @@ class FollowerReference:
         return self._follower.counting()
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs:
-        """As the policy's, with the held weights."""
+        """Run the policy's forward pass with the held weights."""
         with self._follower.counting():
             return self._policy.forward(microbatch, with_entropy=with_entropy)
 
 
 def _held_in_float32(tensor: Tensor) -> Tensor:
-    """A copy; of integers, such as counters among the buffers, in their own type."""
+    """A float32 copy; integers, such as counters among the buffers, keep their dtype."""
     return tensor.to(torch.float32 if tensor.is_floating_point() else tensor.dtype, copy=True)
 
 
 MAX_WIDTH = 12**-0.5
-"""Relative width of the plain mean, gamma = 0: the widest there is."""
+"""Relative width of the plain mean, gamma = 0; the maximum."""
 
 
 def average_decay(section: EmaSection) -> Callable[[int], float]:
-    """Return what gives d_t for t = 1, 2, ..."""
+    """Return the function t -> d_t, t = 1, 2, ..."""
     if section.width is not None:
         exponent = power_gamma(section.width) + 1.0
         return lambda step: (1.0 - 1.0 / step) ** exponent
-    assert section.decay is not None, "the config wants decay or width"
+    assert section.decay is not None, "the config requires decay or width"
     most, power = section.decay, section.warmup_power
     if power is None:
         return lambda step: most

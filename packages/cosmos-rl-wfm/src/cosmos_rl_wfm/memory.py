@@ -1,10 +1,10 @@
-"""What processes of a world model's run hold beside the network that is trained, for `cosmos-rl plan`.
+"""Estimates the memory of a world model's run beside the trained network, for `cosmos-rl plan`.
 
-    policy rank       averages and old weights; for real clips the autoencoder, the encoders and what they work in
-    rollout replica   the autoencoder, the encoders, and what denoising and decoding work in
+    policy rank       averages and old weights; for real clips the autoencoder, the encoders and their activations
+    rollout replica   the autoencoder, the encoders, and the activations of denoising and decoding
 
-Weights are counted from the headers of their files, what networks and autoencoders work in by a run on tensors without
-memory. Loads torch and diffusers.
+Weights are counted from the headers of their files; activations of networks and autoencoders by a run on fake tensors.
+Loads torch and diffusers.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ _ENCODERS = ("text_encoder", "text_encoder_2", "text_encoder_3")
 _STATES = 6
 """Tensors of the latents' size that a denoising step needs beside the path: state, noise, velocities, means."""
 _INPUTS = 10
-"""The same of a term that is trained: its two states, noise, velocities, means, and what their loss keeps."""
+"""The same for a trained term: its two states, noise, velocities, means, and the tensors that their loss saves."""
 
 
 def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
-    """Return what a policy rank holds beside what `rank` counts."""
+    """Return the memory of a policy rank that `rank` does not count."""
     parts = _Parts(config)
     model, sampling, memory = config.model, config.policy_sampling, config.policy.memory
     ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
@@ -61,11 +61,11 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
     found: list[Held] = []
     if size != BYTES["float32"]:  # parameters and, where they are trained, gradients and moments
         kept = (size if model.lora else 4 * size) * parts.kept_in_float32
-        found.append(Held(name="what its class keeps in float32", bytes=kept, host=offloaded))
+        found.append(Held(name="parameters kept in float32", bytes=kept, host=offloaded))
     if model.ema is not None:
         found.append(Held(name="average of the weights", bytes=copy, host=offloaded))
     if old is not None or model.pulls_to_average:
-        found.append(Held(name="weights that draw the rollouts", bytes=copy, host=offloaded))
+        found.append(Held(name="weights that sample the rollouts", bytes=copy, host=offloaded))
         found.append(Held(name="trained weights, set aside", bytes=rank.gradients, at=(OTHERS,), host=offloaded))
         found.append(Held(name="a forward pass", bytes=rank.gathered + rank.backward, at=(OTHERS,)))
     found.append(Held(name="captions and latents", bytes=parts.inputs(config.policy.microbatch_terms), at=(STEP,)))
@@ -75,17 +75,17 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
         found += parts.encoders(at=(START,), only=START)
     if ranks > 1:
         found.append(
-            Held(name="the whole network, before it is spread", bytes=size * sum(parts.numbers.values()), at=(START,))
+            Held(name="the whole network before sharding", bytes=size * sum(parts.numbers.values()), at=(START,))
         )
     return found
 
 
 def held_by_rollout(config: RunConfig) -> list[Held]:
-    """Return what a rollout replica holds beside the network's weights."""
+    """Return the memory of a rollout replica beside the network's weights."""
     parts = _Parts(config)
     found = [*parts.encoders(at=(CAPTIONS,)), *parts.codec()]
     if (size := BYTES[config.model.dtype]) != BYTES["float32"]:
-        found.append(Held(name="what its class keeps in float32", bytes=size * parts.kept_in_float32))
+        found.append(Held(name="parameters kept in float32", bytes=size * parts.kept_in_float32))
     if config.model.given.max_frames:
         found += parts.encoding()
     return [*found, *parts.generating()]
@@ -97,7 +97,7 @@ def _reads_clips(config: RunConfig) -> bool:
 
 @dataclass(frozen=True)
 class _Parts:
-    """The parts of one recipe's model, each asked for as often as one likes."""
+    """The parts of one recipe's model, each computed once."""
 
     config: RunConfig
 
@@ -130,7 +130,7 @@ class _Parts:
 
     @property
     def kept_in_float32(self) -> int:
-        """Parameters that stay in float32 whatever the type of the others."""
+        """Parameters that stay in float32 whatever the dtype of the others."""
         import diffusers
 
         kept = getattr(diffusers, self.network[0])._keep_in_fp32_modules or ()
@@ -161,19 +161,19 @@ class _Parts:
 
     @cached_property
     def codec_bytes(self) -> CodecBytes:
-        if self.model.codec == "pixels":  # nothing but conversions between uint8 and float32
+        if self.model.codec == "pixels":  # only conversions between uint8 and float32
             converted = 4 * BYTES["float32"] * self.pixels
             return CodecBytes(weights=0, encode=converted, decode=converted)
         name, values = vae_of(self.model, self.folder)
         return codec_bytes(name, values, dtype=self.model.codec_dtype, size=self.size, latents=self.latents)
 
     def inputs(self, terms: int) -> int:
-        """Bytes of what a pass over terms of different captions is asked with."""
+        """Bytes of the inputs of a pass over terms of different captions."""
         captions = terms * self.text_length * self.family.text_width * (BYTES["float32"] + BYTES[self.model.dtype])
         return captions + _INPUTS * BYTES["float32"] * terms * math.prod(self.latents)
 
     def encoders(self, *, at: tuple[str, ...], only: str = "") -> Iterator[Held]:
-        """The text encoder, its work, and the captions in host memory; `only`: the time after which it goes."""
+        """The text encoder, its activations, and the captions in host memory; `only`: the one phase that keeps it."""
         if self.model.text.encoder == "model" and self.folder is not None:
             held = (only,) if only else ()
             for name in _ENCODERS:
@@ -195,7 +195,7 @@ class _Parts:
         yield Held(name="encoding of a clip", bytes=self.codec_bytes.encode, at=(CLIPS,))
 
     def generating(self) -> Iterator[Held]:
-        """What a batch of samples takes on its way from noise to pixels."""
+        """Memory to denoise and decode a batch of samples."""
         options = TorchEngineOptions.model_validate(dict(self.config.rollout.options))
         samples, sampling = options.samples_at_once, self.config.rollout.sampling
         steps = max(sampling.num_steps, sampling.eval_num_steps)
@@ -221,7 +221,7 @@ class _Parts:
         return found + guided * text
 
     def _embedding_bytes(self) -> int:
-        """Embedding one caption, at most: all layers' states, normalised and side by side, a layer's work, logits."""
+        """For one caption at most: all layers' states, normalised and concatenated, a layer's activations, logits."""
         assert self.folder is not None, "encoders are of a folder"
         length, size = self.text_length, BYTES["float32"]
         found = 3 * size * length * self.family.text_width
@@ -248,7 +248,7 @@ def _first(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def _weight_bytes(folder: ModelFolder, name: str, *, dtype: str) -> int | None:
-    """Bytes of a part's weights, held in `dtype`; None where its files are not here."""
+    """Bytes of a part's weights in `dtype`; None where its files are not on this machine."""
     files = _files(folder, name)
     if not files:
         return None

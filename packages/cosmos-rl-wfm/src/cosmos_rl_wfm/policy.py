@@ -1,10 +1,10 @@
 """A trainable velocity network that gives denoising steps a log-probability.
 
-    coupled     states, times   -- velocity --> Gaussian of the next state   -- logprob of where the rollout went
+    coupled     states, times   -- velocity --> Gaussian of the next state   -- logprob of the rollout's next state
     decoupled   clean, noise, t -- noised, velocity --> error                -- minus the flow-matching loss
 
-The second is a bound on the log-likelihood of the clean sample up to a constant, so that maximum likelihood of these
-"terms" is flow matching: supervised training, and DDRL's data term.
+The second is a bound on the log-likelihood of the clean sample up to a constant, so maximum likelihood of these terms
+is flow matching: supervised training, and DDRL's data term.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from cosmos_rl_wfm.supervised import Clips
 
 OLD = "old:"
-"""What the names of old weights begin with in a checkpoint."""
+"""Prefix of the names of old weights in a checkpoint."""
 
 
 class FlowPolicy(PolicyBase[nn.Module]):
@@ -43,11 +43,11 @@ class FlowPolicy(PolicyBase[nn.Module]):
 
     `Microbatch.inputs`, all [T, ...]: `times` float32 [T], the fields of `Condition` as there, and
 
-    - `states`, `next_states` [T, C, f, h, w] and `next_times` [T] of steps that rollouts took, or
-    - `clean`, `noise` [T, C, f, h, w], and for real data `weights` [T] of its loss.
+    - `states`, `next_states` [T, C, f, h, w] and `next_times` [T] of steps of rollouts, or
+    - `clean`, `noise` [T, C, f, h, w], and for real data the loss's `weights` [T].
 
-    `PolicyOutputs.tensors`: `whitened` [T, D] of the first kind; of the second `clean`, `states`, `velocity` and, where
-    there are old weights, `old_velocity`, all [T, C, f, h, w], and `times` [T].
+    `PolicyOutputs.tensors`: for the first kind `whitened` [T, D] and `dt` [T]; for the second `times` [T] and `clean`,
+    `states`, `velocity` and, with old weights, `old_velocity`, all [T, C, f, h, w].
     """
 
     def __init__(
@@ -62,14 +62,14 @@ class FlowPolicy(PolicyBase[nn.Module]):
         average_is_reference: bool = False,
         reduce_once: bool = False,
     ) -> None:
-        """Take over a model that is spread over its ranks already.
+        """Wrap a model that is already sharded over its ranks.
 
         Args:
-            sampling: how the rollouts were drawn; None in supervised training.
-            unconditional: the condition of guidance.
-            clips: what makes supervised terms of real data, by its section.
-            old: the weights that draw the rollouts, where those are not the trained ones.
-            average: that of the trained weights, which `average_is_reference` lets a KL term pull towards.
+            sampling: the sampling settings of the rollouts; None in supervised training.
+            unconditional: the condition of guidance's unconditional pass.
+            clips: makes, of a data section, the maker of supervised terms of its real clips.
+            old: the weights that sample the rollouts, where those are not the trained ones.
+            average: the average of the trained weights; with `average_is_reference` the reference of a KL term.
         """
         super().__init__(model.network, reduce_once=reduce_once)
         self._model = model
@@ -77,15 +77,15 @@ class FlowPolicy(PolicyBase[nn.Module]):
         self._unconditional = unconditional
         self._old, self._average = old, average
         self._average_is_reference = average_is_reference
-        self._drawing = old
-        if average_is_reference and old is None:  # engines may read the trained ones while the average is inside
-            self._drawing = Follower(model.network, decay=lambda version: 0.0)
-        self._followers = [follower for follower in (self._drawing, average) if follower is not None]
+        self._rollout_follower = old
+        if average_is_reference and old is None:  # engines may read the trained weights while the average is loaded
+            self._rollout_follower = Follower(model.network, decay=lambda version: 0.0)
+        self._followers = [follower for follower in (self._rollout_follower, average) if follower is not None]
         self._t_first = 1.0 if sampling is None else sampling.plan(shift=model.traits.shift).t_first
         self.clips = clips
 
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
-        """Log-probabilities [T]; there is no entropy to steer, the noise of steps is fixed."""
+        """Log-probabilities [T]. No entropy: the noise of steps is fixed."""
         device = next(self.module.parameters()).device
         inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
         condition = Condition(**{field.name: inputs[field.name] for field in fields(Condition) if field.name in inputs})
@@ -93,22 +93,22 @@ class FlowPolicy(PolicyBase[nn.Module]):
 
     def forward_backward(self, microbatches: Sequence[Microbatch], *, loss: MicrobatchLoss, with_entropy: bool) -> None:
         for follower in self._followers:
-            follower.weights()  # which makes them, before the first step
+            follower.weights()  # makes its copies before the first step
         super().forward_backward(self._with_old(microbatches), loss=loss, with_entropy=with_entropy)
 
     def stepped(self, version: int) -> None:
-        """Let the other sets of weights follow."""
+        """Update the old weights and the average after an optimizer step."""
         for follower in self._followers:
             follower.follow(version)
 
     def reference(self) -> Reference | None:
-        """The average, where that is asked for; else the base model, where adapters are trained."""
+        """The average with `average_is_reference`; else the base model, where adapters are trained."""
         if self._average_is_reference and self._average is not None:
             return FollowerReference(self, self._average)
         return super().reference()
 
     def weights(self) -> dict[str, Tensor]:
-        """Live tensors by checkpoint name; the old ones and the averages too, as `old:<name>` and `average:<name>`."""
+        """Live tensors by checkpoint name, with old weights as `old:<name>` and averages as `average:<name>`."""
         weights = named_weights(self.module)
         for kind, follower in ((OLD, self._old), (AVERAGE, self._average)):
             if follower is not None:
@@ -116,8 +116,8 @@ class FlowPolicy(PolicyBase[nn.Module]):
         return weights
 
     def rollout_weights(self) -> Mapping[str, Tensor]:
-        """The trained ones; or the set that draws in their place, whose memory no forward pass changes."""
-        return named_weights(self.module) if self._drawing is None else self._drawing.weights()
+        """The trained weights, or those of the follower that samples rollouts; no forward pass changes its memory."""
+        return named_weights(self.module) if self._rollout_follower is None else self._rollout_follower.weights()
 
     def save_config(self, directory: Path) -> None:
         self._model.save(directory)
@@ -152,7 +152,7 @@ class FlowPolicy(PolicyBase[nn.Module]):
 
     @torch.no_grad()
     def _with_old(self, microbatches: Sequence[Microbatch]) -> Sequence[Microbatch]:
-        """Add what the old weights say of rollouts' clean samples: all at once, for changing weights has its price."""
+        """Add the old weights' velocity at rollouts' clean samples, all in one swap of weights: a swap is costly."""
         if self._old is None:
             return microbatches
         with self._old.counting():
@@ -174,7 +174,7 @@ class FlowPolicy(PolicyBase[nn.Module]):
 def guided_velocity(
     model: DiffusersModel, condition: Condition, unconditional: Condition | None, *, guidance: float | None
 ) -> Velocity:
-    """Bind a condition, and its unconditional twin where guidance is on; `guidance` is in the model's convention."""
+    """Bind a condition, and the unconditional one where guidance is on; `guidance` is in the model's convention."""
 
     def conditional(x: Tensor, times: Tensor, /) -> Tensor:
         return model.velocity(x, times, condition)

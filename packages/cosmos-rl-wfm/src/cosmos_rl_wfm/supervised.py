@@ -1,11 +1,11 @@
-"""Real clips to microbatches of flow matching: each is noised at one time, and the network says which noise it was.
+"""Converts real clips to microbatches of flow matching: each is noised at one time, and the network predicts the noise.
 
     row -- read, decode --> video -- encode --> clean latents --\
                             caption -- embed --> condition       > terms
     sample_id --> time, noise, place of the clip ---------------/
 
-Every row makes a term; that of a row without a clip trains nothing. So the forward passes of a step are as many on all
-ranks, whatever is wrong with the data.
+Every row makes a term; the term of a row without a clip trains nothing. So all ranks run the same number of forward
+passes in a step, whatever is wrong with the data.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader, LoadedClip
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.objectives.formulas import flow_weight
-from cosmos_rl_wfm.samplers.times import draw_times
+from cosmos_rl_wfm.samplers.times import sample_times
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def collate_sft(prompts: Sequence[Prompt], *, clips: Clips, microbatch_terms: int, share: Share) -> TrainBatch:
-    """Turn rows of the section of `clips` into microbatches; a row without a clip is named and counted.
+    """Turn rows of the section of `clips` into microbatches; a row without a clip is reported and counted.
 
     Raises:
         UserError: a store refuses or does not answer, most rows give no clip, or the model cannot take their size.
@@ -52,10 +52,10 @@ def collate_sft(prompts: Sequence[Prompt], *, clips: Clips, microbatch_terms: in
 
 
 class Clips:
-    """Makes terms of rows of one [data] section.
+    """Makes terms from the rows of one [data] section.
 
-    loaded = clips.load(prompts)                            of all ranks, for they have to agree on what is there
-    term = clips.term(prompts[i], loaded[i], number=i)      of this rank
+    loaded = clips.load(prompts)                            on all ranks alike, which must agree on the rows with clips
+    term = clips.term(prompts[i], loaded[i], number=i)      for this rank's terms
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class Clips:
         self._data, self._loader, self._conditions = data, loader, conditions
 
     def load(self, prompts: Sequence[Prompt]) -> list[LoadedClip]:
-        """Read the clips of rows; a blank one stands in for one that is not there."""
+        """Read the clips of rows; a blank clip replaces a missing one."""
         return [self._blank() if clip is None else clip for clip in self._loader.load(prompts)]
 
     def take_dropped(self) -> tuple[str, ...]:
-        """Return why rows gave no clip, those that were not returned before."""
+        """Return the reasons of rows without a clip that were not returned before."""
         return self._loader.take_dropped()
 
     def shape(self, clip: LoadedClip) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ class Clips:
         return self._model.latent_shape(Size(frames=frames, height=height, width=width))
 
     def term(self, prompt: Prompt, clip: LoadedClip, *, number: int) -> Term:
-        """Encode and noise a clip; `number` is its row's place in the step."""
+        """Encode and noise a clip; `number` is its row's index in the step."""
         video = None if clip.video is None else torch.from_numpy(clip.video)[None]
         condition = self._conditions.of_caption(clip.caption, prompt.row, text=clip.text)
         if video is not None:
@@ -101,10 +101,10 @@ class Clips:
         return latents
 
     def _noised(self, clean: Tensor, rng: np.random.Generator, *, shift: float) -> dict[str, np.ndarray]:
-        """Draw time and noise of latents [C, f, h, w]."""
+        """Sample time and noise of latents [C, f, h, w]."""
         generator = torch.Generator().manual_seed(int(rng.integers(2**63)))
         section = self._data.noise
-        time = draw_times(
+        time = sample_times(
             1, generator=generator, density=section.density, shift=shift, mean=section.mean, std=section.std
         )
         return {

@@ -1,7 +1,7 @@
-"""Requests of an engine, and how samples of several go through one pass.
+"""Requests of an engine, and batches of samples of several requests.
 
-head of the queue  --> its plan of steps, as many of its samples as there is room for
-those behind it    --> join where they take the same steps
+head of the queue  --> its plan of steps, as many of its samples as fit
+those behind it    --> join where their plan has the same steps
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ class Request(EngineRequest):
     sampling: FlowSampling
     seed: int
     condition: Condition | None = None
-    """[1], once it was made."""
+    """[1]; None until it is made."""
     rollouts: list[Rollout] = field(default_factory=list)
 
     @property
     def seeds(self) -> list[int]:
-        """Of every sample: its own noise, in whatever batch it is sampled."""
+        """A seed per sample: its noise does not depend on the batch."""
         state = np.random.SeedSequence(self.seed).generate_state(self.num_samples, np.uint64)
         return [int(seed) & _SEEDS for seed in state]
 
     @property
     def starts(self) -> list[int]:
-        """Of the noise that samples start from."""
+        """Seeds of the samples' starting noise."""
         seeds = self.seeds
         return seeds[:1] * self.num_samples if self.sampling.same_noise else seeds
 
     @property
     def left(self) -> int:
-        """Samples still to be made."""
+        """Samples that are not made yet."""
         return self.num_samples - len(self.rollouts)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Batch:
-    """Samples that are made together."""
+    """Samples that are denoised together."""
 
     parts: tuple[tuple[Request, int], ...]
-    """Requests, and how many of the samples they lack."""
+    """Requests, each with the number of its samples in the batch."""
     plan: Plan
     sampling: FlowSampling
 
@@ -69,14 +69,14 @@ class Batch:
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether nobody waits for any of it."""
+        """Whether every request of it was cancelled."""
         return all(request.done.cancelled() for request, _ in self.parts)
 
 
 def next_batch(waiting: Sequence[Request], room: int, *, shift: float, version: int) -> Batch:
     """Return up to `room` samples of `waiting`, in order, that take the same steps as those of the first request.
 
-    A request that is not made whole by the batch goes on waiting.
+    A request that the batch does not complete stays in the queue.
     """
     head = waiting[0]
     plan = head.sampling.plan(shift=shift, version=version, seed=head.seed)

@@ -1,9 +1,9 @@
-"""The rollout engine: denoises samples of the prompts that wait, in batches, in the engine's thread.
+"""The rollout engine: denoises samples of the waiting prompts in batches, in the engine's thread.
 
     generate(prompt) -- condition, noise --> steps of the sampler --> clean latents --> decoded video
-                                               ^ posts are taken before each: new weights come in between
+                                               ^ posts are taken before each: weights may change between steps
 
-Each term says under which version it was sampled. The thread is `rollout/engine_thread.py`.
+Each term records the weight version that sampled it. The thread is `rollout/engine_thread.py`.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from cosmos_rl_wfm.engines.requests import Batch, Request, next_batch
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.weights import named_weights
 from cosmos_rl_wfm.policy import guided_velocity
-from cosmos_rl_wfm.samplers.noise import draw_noise
+from cosmos_rl_wfm.samplers.noise import sample_noise
 from cosmos_rl_wfm.samplers.sampler import Trajectory, sample
-from cosmos_rl_wfm.samplers.times import draw_times
+from cosmos_rl_wfm.samplers.times import sample_times
 from cosmos_rl_wfm.sampling import FlowSampling
 
 if TYPE_CHECKING:
@@ -43,11 +43,11 @@ class TorchEngineOptions(Strict):
     """[rollout.options] of engine = "torch"."""
 
     samples_at_once: int = Field(default=8, ge=1)
-    """Samples in one forward pass: those of larger groups are drawn in several, those of smaller ones together."""
+    """Samples in one forward pass: larger groups take several passes, smaller ones share one."""
 
 
 class _Cancelled(Exception):
-    """Nobody waits for the batch any more."""
+    """Every request of the batch was cancelled."""
 
 
 class FlowEngine(ThreadedEngine[Request]):
@@ -56,7 +56,7 @@ class FlowEngine(ThreadedEngine[Request]):
     def __init__(
         self, model: DiffusersModel, *, size: Size, conditions: Conditions, options: TorchEngineOptions
     ) -> None:
-        """conditions: makes the condition of a row, embedded captions and given frames."""
+        """conditions: makes the condition of a row from embedded captions and given frames."""
         super().__init__("denoise")
         self._model, self._size = model, size
         self._shift = model.traits.shift
@@ -77,7 +77,7 @@ class FlowEngine(ThreadedEngine[Request]):
         return False
 
     def _work(self) -> None:
-        """Make one batch, unless nobody waits for it any more."""
+        """Denoise one batch of the queue; a cancelled one is dropped."""
         if not self._waiting:
             return
         batch = next_batch(self._waiting, self._at_once, shift=self._shift, version=self._version)
@@ -85,7 +85,7 @@ class FlowEngine(ThreadedEngine[Request]):
             self._sample(batch)
 
     def _sample(self, batch: Batch) -> None:
-        """Sample a batch, and finish the requests that are whole with it."""
+        """Denoise a batch and finish the requests that it completes."""
         batch = replace(batch, parts=tuple(part for part in batch.parts if self._has_condition(part[0])))
         if not batch.parts:
             return
@@ -99,7 +99,7 @@ class FlowEngine(ThreadedEngine[Request]):
                 request.finish()
 
     def _has_condition(self, request: Request) -> bool:
-        """Make a request's condition; a row that gives none fails its request alone."""
+        """Make a request's condition; an invalid row fails only its own request."""
         if request.condition is None:
             try:
                 request.condition = self._conditions.of(request.prompt)
@@ -116,13 +116,13 @@ class FlowEngine(ThreadedEngine[Request]):
         without = None if sampling.guidance is None else self._conditions.unconditional.to(device)
         inner = guided_velocity(self._model, condition, without, guidance=sampling.guidance)
         versions: list[int] = []
-        noise = draw_noise(batch.starts, self._model.latent_shape(self._size), device=device)
-        drawn = sample(partial(self._step, inner, versions, batch), noise, plan=plan, seeds=seeds)
-        video = self._model.decode(drawn.clean).cpu().numpy()
+        noise = sample_noise(batch.starts, self._model.latent_shape(self._size), device=device)
+        trajectory = sample(partial(self._step, inner, versions, batch), noise, plan=plan, seeds=seeds)
+        video = self._model.decode(trajectory.clean).cpu().numpy()
         terms = np.array(versions, np.int32)
         if sampling.trains_steps:
-            return _of_steps(drawn, video, terms[list(plan.steps.trained)])
-        return _of_clean(drawn, video, int(terms.min()), seeds, sampling, shift=self._shift)
+            return _of_steps(trajectory, video, terms[list(plan.steps.trained)])
+        return _of_clean(trajectory, video, int(terms.min()), seeds, sampling, shift=self._shift)
 
     def _step(self, velocity: Velocity, versions: list[int], batch: Batch, x: Tensor, times: Tensor, /) -> Tensor:
         if not self._take_posts() or batch.is_cancelled:
@@ -132,14 +132,14 @@ class FlowEngine(ThreadedEngine[Request]):
         return velocity(x, times)
 
 
-def _of_steps(drawn: Trajectory, video: np.ndarray, versions: np.ndarray) -> list[Rollout]:
+def _of_steps(trajectory: Trajectory, video: np.ndarray, versions: np.ndarray) -> list[Rollout]:
     shared = {
-        "path_from": drawn.path_from.numpy().astype(np.int32),
-        "path_to": drawn.path_to.numpy().astype(np.int32),
-        "times": drawn.times.numpy(),
-        "next_times": drawn.next_times.numpy(),
+        "path_from": trajectory.path_from.numpy().astype(np.int32),
+        "path_to": trajectory.path_to.numpy().astype(np.int32),
+        "times": trajectory.times.numpy(),
+        "next_times": trajectory.next_times.numpy(),
     }
-    paths, logprobs = drawn.path.cpu().numpy(), drawn.logprobs.cpu().numpy()
+    paths, logprobs = trajectory.path.cpu().numpy(), trajectory.logprobs.cpu().numpy()
     return [
         Rollout(
             arrays={"path": paths[i], **shared},
@@ -153,13 +153,19 @@ def _of_steps(drawn: Trajectory, video: np.ndarray, versions: np.ndarray) -> lis
 
 
 def _of_clean(
-    drawn: Trajectory, video: np.ndarray, version: int, seeds: Sequence[int], sampling: FlowSampling, *, shift: float
+    trajectory: Trajectory,
+    video: np.ndarray,
+    version: int,
+    seeds: Sequence[int],
+    sampling: FlowSampling,
+    *,
+    shift: float,
 ) -> list[Rollout]:
-    clean, count = drawn.clean.cpu().numpy(), sampling.times_per_rollout
+    clean, count = trajectory.clean.cpu().numpy(), sampling.times_per_rollout
     rollouts = []
     for i, seed in enumerate(seeds):
         generator = torch.Generator().manual_seed(seed)
-        times = draw_times(count, generator=generator, density=sampling.density, shift=shift)
+        times = sample_times(count, generator=generator, density=sampling.density, shift=shift)
         noise_seeds = torch.randint(2**63 - 1, (count,), generator=generator)
         rollouts.append(
             Rollout(

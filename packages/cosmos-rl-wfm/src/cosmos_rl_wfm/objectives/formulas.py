@@ -1,6 +1,6 @@
 """The formulas of the objectives, as functions of tensors: B samples or T terms, one value each.
 
-    decoupled    nft: of clean latents alone       nft_losses, nft_loss, OLD_WEIGHT_DECAYS
+    decoupled    nft, on clean latents only       nft_losses, nft_loss, OLD_WEIGHT_DECAYS
     supervised   sft, and the data term of ddrl      flow_matching_loss, flow_weight
     shaping      of advantages                     nft_preference; table.ddrl_shaping
 
@@ -36,13 +36,13 @@ def flow_weight(t: Tensor, weighting: Weighting) -> Tensor:
 
     uniform   1
     edm       t^2 + (1 - t)^2: the weight (sigma^2 + 1) / sigma^2 on the clean estimate's error, as Cosmos and DDRL
-              take it: that error is t^2 |v - ...|^2 and sigma = t / (1 - t)
+              compute it: that error is t^2 |v - ...|^2 and sigma = t / (1 - t)
     """
     return torch.ones_like(t) if weighting == "uniform" else t.square() + (1 - t).square()
 
 
 def nft_preference(advantages: Tensor, *, advantage_limit: float) -> Tensor:
-    """Return r = 1/2 + clip(A / limit, -1, 1) / 2, in [0, 1]: how far a rollout counts as good.
+    """Return r = 1/2 + clip(A / limit, -1, 1) / 2, in [0, 1]: the weight of a rollout as a positive sample.
 
     DiffusionNFT's optimality probability (arXiv 2509.16117, section 3.3).
     """
@@ -85,9 +85,9 @@ class OldWeightDecay:
     flat: int
     """Updates with decay 0, where the old weights are the new ones: on-policy."""
     rate: float
-    """What the decay grows by, each update after those."""
+    """Increase of the decay per update after those."""
     most: float
-    """Where it stops."""
+    """Maximum of the decay."""
 
     def at(self, update: int) -> float:
         """Return the decay after `update` updates."""
@@ -99,10 +99,10 @@ OLD_WEIGHT_DECAYS: Mapping[str, OldWeightDecay] = {
     "slow": OldWeightDecay(flat=0, rate=0.001, most=0.5),
     "late": OldWeightDecay(flat=75, rate=0.0075, most=0.999),
 }
-"""By name; those of DiffusionNFT's code, in its order."""
+"""Schedules by name; those of DiffusionNFT's code, in its order."""
 
 SMALLEST_ERROR = 1e-5
-"""What a self-normalised loss is divided by at least."""
+"""Smallest divisor of a self-normalised loss."""
 
 
 def _clean_error(v: Tensor, *, x: Tensor, t: Tensor, clean: Tensor, self_normalised: bool) -> Tensor:

@@ -1,4 +1,4 @@
-"""DiffusionNFT: one update contrasts the trained weights with the old ones on samples that the old ones drew."""
+"""DiffusionNFT: one update contrasts the trained weights with the old ones on samples of the old ones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class NFTObjective:
         tensors = outputs.tensors
         if "old_velocity" not in tensors:
             raise UserError(
-                "nft wants rollouts that follow the ODE, and old weights: set [rollout.sampling] rule = "
+                "nft needs rollouts that follow the ODE, and old weights: set [rollout.sampling] rule = "
                 '"ode" and old_decay'
             )
         velocity, old = tensors["velocity"], tensors["old_velocity"]

@@ -20,7 +20,7 @@ _COUPLED: Mapping[str, Any] = {
     "std_epsilon": 1e-4,
     "advantage_clip": 5.0,
     "loss": "clipped",
-    "clip_low": 1e-4,  # ratios are of means over latent elements, and stay this close to 1
+    "clip_low": 1e-4,  # log-ratios are means over latent elements, so ratios stay close to 1
     "clip_high": 1e-4,
     "aggregation": "term_mean",
 }
@@ -32,24 +32,24 @@ class DDRLOptions(Strict):
     exponential: bool = False
     """Weigh rollouts by -exp(-A), DDRL's lambda, instead of their advantage A."""
     temperature: float = Field(default=1.0, gt=0)
-    """That with A / temperature."""
+    """Divides A in the exponent."""
 
 
 class NFTOptions(Strict):
     """[algorithm.options] of nft."""
 
     beta: float = Field(default=1.0, gt=0)
-    """How far the two implicit policies lie from the old one; less is a larger step."""
+    """Distance of the two implicit policies from the old one; a smaller value is a larger step."""
     self_normalised: bool = True
     """Divide each error by its own size instead of weighing times."""
 
 
 def ddrl_shaping(advantages: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
-    """Return -exp(-A / temperature) where [algorithm.options] exponential asks for it. DDRL's lambda.
+    """Return -exp(-A / temperature) with [algorithm.options] exponential, else A. DDRL's lambda.
 
     max E[lambda(A)] - KL(data || policy) with lambda(u) = -exp(-u) has the optimum data(x) exp(r(x)). All values are
-    below 0: it is the data's loss that holds the policy up. `advantage_clip` bounds what is returned, as in cosmos-rl.
-    A group of equal rewards says nothing, and would be pushed away from as a whole; it is left out.
+    below 0: only the data term raises likelihoods. `advantage_clip` bounds the returned values, as in cosmos-rl. A
+    group of equal rewards has no signal, and its likelihood would only be lowered; it keeps A = 0.
     """
     if not config.options["exponential"] or not advantages.any():
         return advantages

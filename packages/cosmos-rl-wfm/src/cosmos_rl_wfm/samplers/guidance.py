@@ -2,8 +2,8 @@
 
     guided = v + scale (v - v_unconditional)
 
-Scale 0 is no guidance, as in Cosmos; diffusers' `guidance_scale` is scale + 1. What a rollout was guided with, its
-training has to be guided with too: the ratio of a guided policy to an unguided one has nothing to say.
+Scale 0 is no guidance, as in Cosmos; diffusers' `guidance_scale` is scale + 1. Training
+must use the guidance of the rollout: the ratio of a guided policy to an unguided one is meaningless.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Velocity(Protocol):
 def guided(
     velocity: Velocity, unconditional: Velocity | None, *, scale: float, unconditional_gradient: bool = True
 ) -> Velocity:
-    """Return the guided velocity; with scale 0 `velocity` itself, so that no unconditional pass is ever made.
+    """Return the guided velocity; with scale 0 `velocity` itself, with no unconditional pass.
 
     Without `unconditional_gradient` the second pass keeps no graph: same values, half the activations, and a gradient
     through the conditional pass alone.
@@ -36,7 +36,7 @@ def guided(
     if scale == 0:
         return velocity
     if unconditional is None:
-        raise ValueError(f"guidance = {scale} needs an unconditional velocity; set guidance = 0 for a model without")
+        raise ValueError(f"guidance = {scale} needs an unconditional velocity; set guidance = 0 without one")
 
     def both(x: Tensor, times: Tensor, /) -> Tensor:
         towards = velocity(x, times)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Literal
 
 RuleName = Literal["flow_sde", "dance_sde", "cps", "ode"]
-"""How one denoising step is taken: `steps.step`."""
+"""Update rule of a denoising step: `steps.step`."""
 ScheduleName = Literal["flow", "flow_match_euler", "edm"]
-"""Where the times of a rollout lie: `times.flow_times`, `times.flow_match_euler_times`, `times.edm_times`."""
+"""Schedule of the times of a rollout: `times.flow_times`, `times.flow_match_euler_times`, `times.edm_times`."""
 DensityName = Literal["uniform", "logit_normal"]
-"""How times are drawn in training: `times.draw_times`."""
+"""Density of the times sampled in training: `times.sample_times`."""
 WindowName = Literal["all", "fixed", "random_window", "random_subset", "sliding"]
-"""Which steps are stochastic, and which are trained: `window.Window`."""
+"""Choice of the stochastic and the trained steps: `window.Window`."""

@@ -1,4 +1,4 @@
-"""Noise that depends on a sample's own seed alone: not on the batch, nor on which other noise is drawn."""
+"""Noise that depends only on a sample's seed, not on the batch or on other noise sampled."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ import torch
 from torch import Tensor
 
 
-def draw_noise(
+def sample_noise(
     seeds: Sequence[int], shape: Sequence[int], *, stream: str = "start", device: torch.device | None = None
 ) -> Tensor:
-    """Draw standard normal noise float32 [B, *shape], one sample a seed.
+    """Sample standard normal noise float32 [B, *shape], one sample per seed.
 
-    `stream` names what it is for, such as "start" or "step 3": streams of one seed are independent. Drawn on the CPU,
-    so that it is the same on every device. A group that shares its start passes one seed for it, many for its steps.
+    `stream` names its purpose, such as "start" or "step 3": streams of one seed are independent. Sampled on the CPU, so
+    that it is the same on every device. A group with shared start noise passes one seed for it, and many for its steps.
     """
-    drawn = [torch.randn(*shape, generator=_generator(seed, stream)) for seed in seeds]
-    return torch.stack(drawn).to(device) if drawn else torch.empty(0, *shape, device=device)
+    noise = [torch.randn(*shape, generator=_generator(seed, stream)) for seed in seeds]
+    return torch.stack(noise).to(device) if noise else torch.empty(0, *shape, device=device)
 
 
 def _generator(seed: int, stream: str) -> torch.Generator:

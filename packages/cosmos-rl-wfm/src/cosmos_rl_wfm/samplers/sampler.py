@@ -1,11 +1,11 @@
-"""From noise to clean latents, and the same steps again in training.
+"""Samples clean latents from noise, and replays the same steps in training.
 
-    noise --step 0--> state --step 1--> ... --step N-1--> clean          sample: no gradient, once a rollout
+    noise --step 0--> state --step 1--> ... --step N-1--> clean          sample: no gradient, once per rollout
                        |  trained steps keep the states before and after, and their log-probability
-    state, time, next time --velocity--> Gaussian                        replay: with gradient, once a trained step
+    state, time, next time --velocity--> Gaussian                        replay: with gradient, once per trained step
 
-Both take a stochastic step by `steps.step` of the same tensors. Before the first update, and in a batch of the same
-shape, the ratio of their probabilities is exactly 1.
+Both compute a stochastic step with `steps.step` on the same tensors. Before the first update, and in a batch of the
+same shape, the ratio of their probabilities is exactly 1.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from torch import Tensor
 
 from cosmos_rl_wfm.samplers.guidance import Velocity
 from cosmos_rl_wfm.samplers.names import RuleName
-from cosmos_rl_wfm.samplers.noise import draw_noise
+from cosmos_rl_wfm.samplers.noise import sample_noise
 from cosmos_rl_wfm.samplers.steps import Gaussian, step
 from cosmos_rl_wfm.samplers.window import Steps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """How a batch of rollouts is made: N steps, alike for all samples."""
+    """The N denoising steps of a batch of rollouts, alike for all samples."""
 
     times: Tensor
     """[N + 1] float32, descending to 0."""
     rule: RuleName = "ode"
-    """Of stochastic steps."""
+    """Rule of stochastic steps."""
     noise_level: float = 0.0
     steps: Steps = field(default_factory=Steps)
-    """Which are stochastic and which of those are trained; by default none."""
+    """The stochastic steps, and the trained ones among them; by default none."""
     order: Literal[1, 2] = 1
-    """Of the steps of the ODE. 2 uses the previous velocity too: no more passes, and fewer steps for the same error."""
+    """Order of the ODE steps. 2 also uses the previous velocity: as many passes, a smaller error."""
 
     @property
     def num_steps(self) -> int:
@@ -44,13 +44,13 @@ class Plan:
 
     @property
     def t_first(self) -> float:
-        """The second time: what flow_sde divides by at t = 1."""
+        """The second time: flow_sde divides by 1 - t_first at t = 1."""
         return float(self.times[1])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """B rollouts, and what training needs of their T trained steps."""
+    """B rollouts, with the states and log-probabilities of their T trained steps."""
 
     clean: Tensor
     """[B, C, f, h, w] float32: the last state."""
@@ -59,25 +59,25 @@ class Trajectory:
     path_from: Tensor
     """[T] int64: row of `path` before each trained step."""
     path_to: Tensor
-    """[T] int64: row after it."""
+    """[T] int64: row of `path` after each trained step."""
     times: Tensor
     """[T] float32: time before."""
     next_times: Tensor
     """[T] float32: time after."""
     logprobs: Tensor
-    """[B, T] float32: mean over latent elements of the log-density that the next state was drawn with."""
+    """[B, T] float32: mean over latent elements of the next state's log-density."""
 
 
 @torch.no_grad()
 def sample(velocity: Velocity, noise: Tensor, *, plan: Plan, seeds: Sequence[int]) -> Trajectory:
     """Take the plan's steps from standard normal `noise` [B, C, f, h, w].
 
-    Noise of steps comes from each sample's own seed and the step's index. A batch too large for the memory is the
-    caller's to cut: each sample draws the same noise in any batch.
+    Noise of steps depends on each sample's seed and the step's index, not on the batch: the caller may split a batch
+    that is too large for the memory.
     """
-    assert len(seeds) == len(noise), "one seed a sample"
+    assert len(seeds) == len(noise), "one seed per sample"
     times = plan.times.to(noise.device)
-    state = noise.float() * times[0]  # where a schedule begins below 1, what is missing is a little of the clean
+    state = noise.float() * times[0]  # a schedule that begins below 1 leaves out its small clean part
     path, logprobs = dict[int, Tensor](), list[Tensor]()
     history: Tensor | None = None
     for index in range(plan.num_steps):
@@ -89,8 +89,8 @@ def sample(velocity: Velocity, noise: Tensor, *, plan: Plan, seeds: Sequence[int
         reached = step(rule, state, ahead, t=t, t_next=t_next, t_first=plan.t_first, noise_level=plan.noise_level)
         before, state, history = state, reached.mean, v
         if stochastic:
-            state = reached.sample(draw_noise(seeds, state.shape[1:], stream=f"step {index}", device=state.device))
-            history = None  # where the noise has taken the state, the velocity before says little
+            state = reached.sample(sample_noise(seeds, state.shape[1:], stream=f"step {index}", device=state.device))
+            history = None  # the previous velocity is stale after added noise
         if index in plan.steps.trained:
             path |= {index: before, index + 1: state}
             logprobs.append(reached.logprob(state))
@@ -109,16 +109,16 @@ def replay(
 ) -> Gaussian:
     """Return the distribution of the next states, given states [B, C, f, h, w] at times [B], with gradient.
 
-    `logprob` of the states that a rollout went to is the policy's; steps of many rollouts and times may be mixed.
+    Its `logprob` at the rollout's next states is the policy's; steps of many rollouts and times may be mixed.
     """
     v = velocity(states, times)
     return step(rule, states, v, t=times, t_next=next_times, t_first=t_first, noise_level=noise_level)
 
 
 def _ahead(v: Tensor, before: Tensor, *, index: int, plan: Plan) -> Tensor:
-    """The velocity of the middle of step `index`, on the line through this and the previous one. Adams-Bashforth.
+    """Extrapolate the velocity to the middle of step `index` from this and the previous one (Adams-Bashforth).
 
-    v + dt / 2 (v - v_before) / dt_before. The last step stays of first order: it ends on the network's own estimate.
+    v + dt / 2 (v - v_before) / dt_before. The last step is of first order: it ends on the network's own estimate.
     """
     if plan.order == 1 or index == plan.num_steps - 1:
         return v
@@ -127,7 +127,7 @@ def _ahead(v: Tensor, before: Tensor, *, index: int, plan: Plan) -> Tensor:
 
 
 def _trajectory(clean: Tensor, path: Mapping[int, Tensor], logprobs: Sequence[Tensor], *, plan: Plan) -> Trajectory:
-    """`path` holds states by index, the one before step i under i; in ascending order, as they came."""
+    """`path`: states by index, in ascending order; the state before step i has index i."""
     row = {state: place for place, state in enumerate(path)}
     trained = list(plan.steps.trained)
     return Trajectory(

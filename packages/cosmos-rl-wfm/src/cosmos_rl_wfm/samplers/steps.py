@@ -1,6 +1,6 @@
-"""One denoising step as a Gaussian over the next state, with everything that training asks of it.
+"""One denoising step as a Gaussian over the next state, with its log-density and divergence for training.
 
-Let dt = t_next - t < 0, and let the network's velocity v stand for two estimates at once:
+Let dt = t_next - t < 0, and let the network's velocity v give two estimates:
 
     clean = x - t v          noise = x + (1 - t) v          score = -noise / t          x = (1 - t) clean + t noise
 
@@ -40,7 +40,7 @@ class Gaussian:
     mean: Tensor
     """[B, ...] float32, with the velocity's gradient."""
     std: Tensor
-    """[B] float32: of every element of a sample; 0 for a step of the ODE."""
+    """[B] float32, the same for every element of a sample; 0 for a step of the ODE."""
 
     def sample(self, noise: Tensor) -> Tensor:
         """Return the next state [B, ...] for standard normal `noise` of that shape."""
@@ -75,18 +75,18 @@ def step(
 
     `t_first` is the second time of the rollout's schedule: flow_sde divides by 1 - t_first where t is 1.
     `noise_level` is FlowGRPO's a (0.7), DanceGRPO's eta (0.25 to 0.3), or that of CPS, from 0 (none) to 1 (all noise
-    is drawn anew).
+    is sampled again).
 
     Sources: flow_sde FlowGRPO's update rule (arXiv 2505.05470, section 4.2); dance_sde DanceGRPO's reverse SDE with
     epsilon_t = eta (arXiv 2505.07818, section 3); cps Coefficients-Preserving Sampling (arXiv 2509.05952).
 
     Raises:
-        ValueError: unknown rule, or a noise level that it cannot take.
+        ValueError: unknown rule, or a noise level out of its range.
     """
     if rule not in RULES:
         raise ValueError(f"unknown rule of denoising steps {rule!r}; there are {', '.join(map(repr, RULES))}")
     if rule != "ode" and not 0 < noise_level <= (1.0 if rule == "cps" else math.inf):
-        raise ValueError(f"{rule} cannot take noise_level = {noise_level}; use a value above 0 (cps: at most 1)")
+        raise ValueError(f"{rule} does not accept noise_level = {noise_level}; use a value above 0 (cps: at most 1)")
     held = _Times(now=t.double(), then=t_next.double(), first=t_first)
     on_x, on_v, std = RULES[rule](held, noise_level)
     mean = _spread(on_x.float(), x) * x.float() + _spread(on_v.float(), x) * v.float()
@@ -97,7 +97,7 @@ def churn_level(s_churn: float, *, num_steps: int) -> float:
     """Return the noise level at which a CPS step is EDM's churned Euler step (arXiv 2206.00364, algorithm 2).
 
     Churn raises the noise of a state from sigma to (1 + eta) sigma with new noise sqrt(eta^2 + 2 eta) sigma, where
-    eta = min(s_churn / num_steps, sqrt(1.2) - 1). Of the raised noise a part 1 / (1 + eta) = cos(a) is then old and
+    eta = min(s_churn / num_steps, sqrt(1.2) - 1). A part 1 / (1 + eta) = cos(a) of the raised noise is then old and
     sin(a) new: CPS with a = level pi / 2, at the raised times.
     """
     eta = min(s_churn / num_steps, math.sqrt(1.2) - 1)

@@ -14,7 +14,7 @@ from cosmos_rl_wfm.samplers.names import DensityName
 def shifted(times: Tensor, *, shift: float) -> Tensor:
     """Move times in [0, 1] towards noise: shift t / (1 + (shift - 1) t). SD3 (arXiv 2403.03206, eq. 23).
 
-    1 leaves them; long videos and high resolutions want 3 to 5. The ends 0 and 1 stay.
+    1 changes nothing; long videos and high resolutions need 3 to 5. The ends 0 and 1 stay.
     """
     if shift <= 0:
         raise ValueError(f"the shift of times must be above 0, not {shift}")
@@ -31,7 +31,7 @@ def flow_match_euler_times(num_steps: int, *, shift: float = 1.0, train_steps: i
     """Return [num_steps + 1] float32 times of diffusers' FlowMatchEulerDiscreteScheduler with a fixed shift.
 
     linspace(1, s(1 / train_steps), num_steps), shifted by s, and 0 at the end: the last but one time is shifted twice.
-    SD3's pipeline and flow_grpo take these. The last step is short, and the others are longer than those of
+    SD3's pipeline and flow_grpo use these. The last step is short, and the others are longer than those of
     `flow_times`.
     """
     _check(num_steps)
@@ -48,14 +48,14 @@ def edm_times(num_steps: int, *, sigma_max: float = 200.0, sigma_min: float = 0.
     """
     _check(num_steps)
     if not 0 < sigma_min < sigma_max:
-        raise ValueError(f"sigma_min = {sigma_min} must lie between 0 and sigma_max = {sigma_max}")
+        raise ValueError(f"sigma_min = {sigma_min} must be between 0 and sigma_max = {sigma_max}")
     most, least = sigma_max ** (1 / rho), sigma_min ** (1 / rho)
     sigmas = torch.linspace(most, least, num_steps, dtype=torch.float64) ** rho
     times = torch.cat([sigmas / (1 + sigmas), sigmas.new_zeros(1)])
     return _pinned(times, first=sigma_max / (1 + sigma_max))
 
 
-def draw_times(
+def sample_times(
     count: int,
     *,
     generator: torch.Generator,
@@ -64,9 +64,9 @@ def draw_times(
     mean: float = 0.0,
     std: float = 1.0,
 ) -> Tensor:
-    """Draw [count] float32 times to train at, in [0, 1], on the generator's device.
+    """Sample [count] float32 times to train at, in [0, 1], on the generator's device.
 
-    logit_normal is sigmoid(mean + std noise) (arXiv 2403.03206, section 3.1); the shift comes after the draw.
+    logit_normal is sigmoid(mean + std noise) (arXiv 2403.03206, section 3.1); the shift is applied after sampling.
     """
     options = {"generator": generator, "dtype": torch.float64, "device": generator.device}
     if density == "uniform":
@@ -84,6 +84,6 @@ def _check(num_steps: int) -> None:
 
 
 def _pinned(times: Tensor, *, first: float) -> Tensor:
-    """Float32 with exact ends: a rule asks whether a time is 1, and the last state has to be clean."""
+    """Float32 with exact ends: rules compare a time with 1, and the last state must be clean."""
     times[0], times[-1] = first, 0.0
     return times.float()

@@ -1,10 +1,10 @@
-"""Which denoising steps are stochastic, and which of those are trained.
+"""Chooses the stochastic denoising steps, and the trained ones among them.
 
-    step             0    1    2    3    4    5    6    7         0 is the noisiest; the last is always the ODE's
+    step             0    1    2    3    4    5    6    7         0 is the noisiest; the last always follows the ODE
     all              T    T    T    T    T    T    T    .         T trained (and stochastic)   s stochastic   . ODE
     fixed 0, 2       T    .    T    .    .    .    .    .         elsewhere = "ode"
     fixed 0, 2       T    s    T    s    s    s    s    .         elsewhere = "sde"
-    sliding of 3     .    .    T    T    T    .    .    .         moves towards clean as versions pass
+    sliding of 3     .    .    T    T    T    .    .    .         moves towards clean as versions advance
 
 The last step is never stochastic: its noise would stay in the video, and its standard deviation tends to 0.
 """
@@ -20,17 +20,17 @@ from cosmos_rl_wfm.samplers.names import WindowName
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Steps:
-    """The choice for one rollout, by index of step."""
+    """The choice for one rollout, by step index."""
 
     stochastic: tuple[int, ...] = ()
-    """Steps that draw noise, ascending; the others follow the ODE."""
+    """Steps that add noise, ascending; the others follow the ODE."""
     trained: tuple[int, ...] = ()
     """Steps whose log-probabilities are trained on, ascending; some or all of `stochastic`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Window:
-    """A policy of choice: a pure function of number of steps, policy version and seed.
+    """A rule of choice: a pure function of the number of steps, the policy version and a seed.
 
     all             every step but the last. FlowGRPO (arXiv 2505.05470)
     fixed           `steps`
@@ -42,22 +42,22 @@ class Window:
 
     name: WindowName = "all"
     steps: tuple[int, ...] = ()
-    """fixed: which."""
+    """The trained steps of "fixed"."""
     width: int = 4
     low: int = 0
     high: int | None = None
-    """First step that is out of range; None: the last one."""
+    """End of the range, exclusive; None: the last step."""
     stride: int = 1
     every: int = 25
     restart: bool = False
     elsewhere: Literal["ode", "sde"] = "ode"
-    """What untrained steps do, but for the last."""
+    """Kind of the untrained steps other than the last."""
 
     def at(self, num_steps: int, *, version: int = 0, seed: int = 0) -> Steps:
         """Return the choice.
 
         Raises:
-            ValueError: the window does not fit the steps, or would hold the last.
+            ValueError: the window does not fit the steps, or includes the last.
         """
         trained = self._trained(num_steps, version=version, seed=seed)
         return Steps(stochastic=trained if self.elsewhere == "ode" else tuple(range(num_steps - 1)), trained=trained)
