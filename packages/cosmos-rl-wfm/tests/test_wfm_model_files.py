@@ -137,7 +137,7 @@ def test_codec_and_captions_can_come_later(tmp_path):
 
 
 def test_a_path_that_is_not_there_is_named():
-    with pytest.raises(UserError, match="is not a directory; give one that diffusers' save_pretrained has written"):
+    with pytest.raises(UserError, match="is not a directory; give one that diffusers' save_pretrained wrote"):
         build("./nowhere")
 
 

@@ -100,9 +100,9 @@ def test_patches_in_time_count_in_frames():
 
 def test_a_network_that_wants_more_than_text_is_refused_by_name():
     config = {"patch_size": 1, "in_channels": 4, "joint_attention_dim": 8}
-    with pytest.raises(UserError, match="FluxTransformer2DModel wants img_ids in its forward pass"):
+    with pytest.raises(UserError, match="FluxTransformer2DModel needs img_ids in its forward pass"):
         make_family("FluxTransformer2DModel", config)
-    with pytest.raises(UserError, match="ZImageTransformer2DModel wants cap_feats, t, x"):
+    with pytest.raises(UserError, match="ZImageTransformer2DModel needs cap_feats, t, x"):
         make_family("ZImageTransformer2DModel", config)
 
 

@@ -83,7 +83,7 @@ def test_a_network_alone_is_refused_by_its_class(tmp_path, name, family):
 
 
 def test_a_class_that_is_not_known_is_taken_only_where_the_recipe_calls_it_flow():
-    with pytest.raises(UserError, match=r'NewTransformer2DModel is not known here; .* set model.family = "flow"'):
+    with pytest.raises(UserError, match=r'NewTransformer2DModel is unknown; .* set model.family = "flow"'):
         check_network("NewTransformer2DModel", claimed=False)
     check_network("NewTransformer2DModel", claimed=True)
 
@@ -101,7 +101,11 @@ def test_the_family_of_a_recipe_must_be_that_of_the_class(tmp_path):
 @pytest.mark.parametrize(
     ("name", "config", "reason"),
     [
-        ("HunyuanVideoTransformer3DModel", {"num_layers": 1, "num_single_layers": 1}, "text alone: 'NoneType' object"),
+        (
+            "HunyuanVideoTransformer3DModel",
+            {"num_layers": 1, "num_single_layers": 1},
+            "times and text: 'NoneType' object",
+        ),
         ("EasyAnimateTransformer3DModel", {}, "patch_size = None is not supported"),
         ("HunyuanImageTransformer2DModel", {"num_layers": 1}, r"patch_size = \(1, 1\) is not supported"),
     ],

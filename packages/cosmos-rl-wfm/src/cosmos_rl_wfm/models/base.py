@@ -1,9 +1,10 @@
-"""What models are asked with, and the letters of their tensors; `models/model.py` has a model itself.
+"""Inputs of models, and the letters of their tensors' dimensions; the model is `models/model.py`.
 
     video uint8 [B, F, H, W, 3] -- encode --> latents [B, C, f, h, w] -- noise, velocity --> latents -- decode --> video
     captions                    -- encode_text --> Condition
 
-Letters: B samples, F frames, H W pixels; C channels, f frames, h w places of latents; L E tokens and width of text.
+Letters: B samples, F frames, H W pixels; C f h w channels, frames, height and width of latents; L E tokens and width of
+text.
 Rectified flow throughout: x_t = (1 - t) x_0 + t noise with t in [0, 1], and the network predicts v = noise - x_0.
 """
 
@@ -18,25 +19,25 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Condition:
-    """What B samples are generated for. Every tensor begins with [B], but for captions that samples share."""
+    """The condition that B samples are generated for. Tensors begin with [B], except captions that samples share."""
 
     text: Tensor
     """[B, L, E]: embedded captions; with `text_rows` [U, L, E], one for the samples that share it."""
     text_mask: Tensor
-    """[B, L] or [U, L] bool: tokens that are there."""
+    """[B, L] or [U, L] bool: False for padding."""
     text_rows: Tensor | None = None
-    """[B] int64: the row of `text` and `text_mask` that each sample has; None: its own."""
+    """[B] int64: each sample's row of `text` and `text_mask`; None: row b for sample b."""
     given: Tensor | None = None
-    """[B, C, f, h, w]: clean latents of frames that are given (image or video to video); None: no frame is."""
+    """[B, C, f, h, w]: clean latents with the given frames (image or video to video); None: no frame is given."""
     given_mask: Tensor | None = None
-    """[B, f] bool: which of them are."""
+    """[B, f] bool: the frames of `given` that are given."""
     pooled: Tensor | None = None
     """[B, P]: one vector for the whole caption, for networks that take it beside the tokens (SD3)."""
     image: Tensor | None = None
     """[B, N, I]: embedded first frame, for networks that take it beside the text (Wan2.1 image to video)."""
 
     def to(self, device: torch.device) -> Condition:
-        """Return the same on another device."""
+        """Return the condition on another device."""
         return self._each(lambda tensor: tensor.to(device))
 
     def select(self, index: Tensor) -> Condition:
@@ -45,13 +46,13 @@ class Condition:
         return self._each(lambda tensor: tensor[index.to(tensor.device)], but=shared)
 
     def gathered(self) -> Condition:
-        """Return the same with a copy of its caption for every sample."""
+        """Return the condition with a copy of its caption for every sample."""
         if self.text_rows is None:
             return self
         return replace(self, text=self.text[self.text_rows], text_mask=self.text_mask[self.text_rows], text_rows=None)
 
     def with_text(self, other: Condition) -> Condition:
-        """Return this with the one caption of `other` [1]: how the unconditional one of guidance is made."""
+        """Return the condition with the one caption of `other` [1], for example the unconditional one of guidance."""
         pooled = None if self.pooled is None or other.pooled is None else other.pooled.expand_as(self.pooled)
         count = len(self.text if self.text_rows is None else self.text_rows)
         rows = torch.zeros(count, dtype=torch.int64, device=other.text.device)

@@ -1,4 +1,4 @@
-"""A model out of the [model] section: from a diffusers folder by parts, or from scratch.
+"""Builds the model of a [model] section: from a diffusers folder by parts, or from scratch.
 
 parts: network -> trainer of cached latents     codec -> encode, decode     text -> encode_text
 """
@@ -45,16 +45,16 @@ def build_model(
     filled: bool = True,
     device: torch.device | None = None,
 ) -> DiffusersModel:
-    """Build the network and the other `parts` that are asked for.
+    """Build the requested `parts`; the network is always built.
 
     Args:
         seed: of random weights, and of adapters' first values.
-        held_dtype: type of the network's weights; None: the `dtype` that it computes in.
-        filled: False leaves the weights of a model with a path without values, for a network that is sharded first;
-            `fill_network` reads them then.
-        device: where it all lies; None: this process's own.
+        held_dtype: parameter dtype of the network; None: the `dtype` that it computes in.
+        filled: False leaves the weights of a model with a path uninitialised, for a network that is sharded first;
+            `fill_network` then reads them.
+        device: of all parts; None: this process's own.
 
-    Raises UserError for a model that is not there, or whose parts are not supported.
+    Raises UserError for a model that does not exist, or whose parts are not supported.
     """
     quiet()
     device = device or own_device()
@@ -93,7 +93,7 @@ def build_model(
 def _add_adapters(
     network: nn.Module, section: WFMLoraSection, *, family: tuple[str, ...], base: str, seed: int
 ) -> None:
-    """Put adapters on the network. Raises UserError for layers that it does not have, and without peft."""
+    """Put adapters on the network. Raises UserError for missing layers, and without peft."""
     from diffusers.loaders import PeftAdapterMixin
 
     if not isinstance(network, PeftAdapterMixin):
@@ -103,7 +103,7 @@ def _add_adapters(
 
 
 def load_parts(model: DiffusersModel, config: WFMModelConfig, parts: Collection[Part], *, seed: int = 0) -> None:
-    """Load the codec or the text encoder of a model that was built without. What it has already stays."""
+    """Load the codec or the text encoder of a model that was built without it. Existing parts stay."""
     quiet()
     folder, family = _open(config, parts), model.family
     device = next(model.network.parameters()).device
@@ -115,17 +115,17 @@ def load_parts(model: DiffusersModel, config: WFMModelConfig, parts: Collection[
 
 
 def fill_network(model: DiffusersModel, config: WFMModelConfig) -> None:
-    """Read the weights of a network built with `filled=False`: of a sharded one this rank's parts."""
+    """Read the weights of a network built with `filled=False`: this rank's shards of a sharded one."""
     folder = _open(config, ("network",))
     assert folder is not None, "a model from scratch is filled when it is built"
     fill(model.network, folder.weights(NETWORK))
 
 
 def quiet() -> None:
-    """Keep out of the log what diffusers and torchao say when they are imported: what they do not find here."""
+    """Import diffusers without the log lines of diffusers and torchao about missing packages."""
     quiet_torchao()
-    # diffusers puts another module in its own place while it is imported: an `import` of it in a second thread, which
-    # policy and engine of an inline run are built in, would go on with the one that was replaced
+    # diffusers replaces its own module while it is imported: an `import` in a second thread (policy and engine of an
+    # inline run are built in threads) would go on with the replaced module
     import_module("diffusers")
     from diffusers.utils.logging import set_verbosity_error
 

@@ -1,7 +1,7 @@
-"""The classes of diffusers that are supported, those that are refused and why, and what their files say. No torch.
+"""Supported and refused classes of diffusers, and checks of their configurations. No torch.
 
-network      the family that it is called as, and the layers that get adapters
-autoencoder  what one place of its latents stands for
+network      the family that calls it, and the layers that get adapters
+autoencoder  the compression of its latents
 scheduler    whether the network predicts noise - data at times from 1 to 0
 """
 
@@ -24,9 +24,9 @@ class NetworkClass:
 
     family: FamilyName
     name: str
-    """In diffusers."""
+    """Class name in diffusers."""
     lora_targets: tuple[str, ...] = ATTENTION
-    """Ends of the names of the layers that get adapters, unless the recipe says which."""
+    """Ends of the names of the layers that get adapters, unless the recipe lists others."""
 
 
 NETWORKS = (
@@ -46,7 +46,7 @@ NETWORKS = (
 
 REFUSED: Mapping[str, str] = {
     "AllegroTransformer3DModel": "is no flow-matching model: it predicts the noise",
-    "AuraFlowTransformer2DModel": "takes times of 0 .. 1, where times of 0 .. 1000 are handed in",
+    "AuraFlowTransformer2DModel": "takes times of 0 .. 1, where times of 0 .. 1000 are passed",
     "ChronoEditTransformer3DModel": "edits an image that it is given beside the text",
     "CogVideoXTransformer3DModel": "is no flow-matching model: it predicts a velocity of variance-preserving diffusion",
     "ConsisIDTransformer3DModel": "is no flow-matching model: it predicts a velocity of variance-preserving diffusion",
@@ -57,7 +57,7 @@ REFUSED: Mapping[str, str] = {
     "PixArtTransformer2DModel": "is no flow-matching model: it predicts the noise",
     "Transformer2DModel": "is no flow-matching model: it predicts the noise",
 }
-"""Classes that can be called with latents, times and text, for which our targets or inputs are not those they have."""
+"""Classes that accept latents, times and text, but were trained with other targets or inputs than ours."""
 
 _PREDICTS_FLOW = "flow_prediction"
 
@@ -73,25 +73,25 @@ def class_of(family: FamilyName) -> str:
 
 
 def check_network(name: str, *, claimed: bool) -> None:
-    """Raise UserError for a class that is refused, or is not known and was not `claimed` to be of family "flow"."""
+    """Raise UserError for a class that is refused, or is unknown and not `claimed` to be of family "flow"."""
     if name in REFUSED:
         raise UserError(f"model: {name} {REFUSED[name]}; supported are {_supported()}")
     if network_class(name) is None and not claimed:
         raise UserError(
-            f"model: {name} is not known here; supported are {_supported()}. If it takes latents, times of 0 .. 1000 "
+            f"model: {name} is unknown; supported are {_supported()}. If it takes latents, times of 0 .. 1000 "
             'and text, and predicts noise - data, set model.family = "flow"'
         )
 
 
 def check_scheduler(config: Mapping[str, Any]) -> None:
-    """Raise UserError where a pipeline's scheduler says that its network is no flow-matching model."""
+    """Raise UserError where a pipeline's scheduler belongs to a network that is no flow-matching model."""
     name = str(config.get("_class_name"))
     if config.get("invert_sigmas"):
         raise UserError(
             f"model.path: the pipeline's {name} has invert_sigmas = true: its network predicts data - noise at times "
             "that run backwards, which is not supported"
         )
-    predicted = config.get("prediction_type", "epsilon")  # what diffusers takes where the file does not say
+    predicted = config.get("prediction_type", "epsilon")  # diffusers' default
     if not name.startswith("FlowMatch") and predicted != _PREDICTS_FLOW:
         raise UserError(
             f'model.path: the pipeline\'s {name} has prediction_type = "{predicted}", so that its network is no '
@@ -101,9 +101,9 @@ def check_scheduler(config: Mapping[str, Any]) -> None:
 
 
 def compression(name: str, config: Mapping[str, Any]) -> tuple[int, int, int]:
-    """Return an autoencoder's latent channels, frames to a latent frame, and pixels on a side to a latent place.
+    """Return an autoencoder's latent channels, frames per latent frame, and pixels per latent pixel on a side.
 
-    `config` is that of diffusers; defaults of the class stand for what it lacks. Raises UserError for an autoencoder
+    `config` is that of diffusers; missing keys have the defaults of the class. Raises UserError for an autoencoder
     that is not supported.
     """
     if name not in _AUTOENCODERS:

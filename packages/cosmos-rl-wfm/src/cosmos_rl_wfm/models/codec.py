@@ -1,6 +1,6 @@
-"""Codecs between video and latents: the autoencoders of diffusers, and none at all.
+"""Codecs between video and latents: the autoencoders of diffusers, and plain pixels.
 
-uint8 [B, F, H, W, 3] -> float [B, 3, F, H, W] in [-1, 1] -- encode --> latents [B, C, f, h, w] as networks want them
+uint8 [B, F, H, W, 3] -> float [B, 3, F, H, W] in [-1, 1] -- encode --> normalised latents [B, C, f, h, w]
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def to_clips(video: Tensor) -> Tensor:
 
 
 def to_video(clips: Tensor) -> Tensor:
-    """Float [B, 3, F, H, W] -> uint8 [B, F, H, W, 3]; what is outside [-1, 1] is cut."""
+    """Float [B, 3, F, H, W] -> uint8 [B, F, H, W, 3]; values outside [-1, 1] are clamped."""
     pixels = ((clips.float() + 1.0) * 127.5).round().clamp(0.0, 255.0)
     return pixels.to(torch.uint8).permute(0, 2, 3, 4, 1).contiguous()
 
@@ -57,13 +57,13 @@ class VideoVae:
 
     def __init__(self, vae: AutoencoderKLWan) -> None:
         self._vae: Any = vae
-        vae.enable_slicing()  # clip by clip, for activations of a whole batch are large
+        vae.enable_slicing()  # clip by clip: activations of a whole batch are large
         shape = (1, -1, 1, 1, 1)
         self._mean = torch.tensor(vae.config["latents_mean"]).view(shape)
         self._std = torch.tensor(vae.config["latents_std"]).view(shape)
 
     def encode(self, clips: Tensor) -> Tensor:
-        """The posterior's mode, for the encoder is deterministic then and latents can be cached."""
+        """Encode to the posterior's mode, which is deterministic, so that latents can be cached."""
         latents = self._vae.encode(_onto(clips, self._vae), return_dict=False)[0].mode().float()
         return (latents - self._mean.to(latents.device)) / self._std.to(latents.device)
 

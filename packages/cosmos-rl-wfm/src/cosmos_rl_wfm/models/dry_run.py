@@ -1,11 +1,10 @@
-"""What networks and autoencoders take at their peak, by running them on tensors without memory.
+"""Measures the peak memory of networks and autoencoders by running them on fake tensors.
 
     with tensors_without_memory(), PeakBytes(beside=vae) as held:
         vae.decode(latents)
     held.peak
 
-Shapes are followed through every operation, and nothing is computed: a clip at its full size takes seconds. What
-kernels want as workspace is not seen.
+Only shapes are computed: a clip at its full size takes seconds. Workspace of kernels is not counted.
 """
 
 from __future__ import annotations
@@ -32,15 +31,15 @@ from cosmos_rl_wfm.models.weights import empty_network
 
 
 class PeakBytes(TorchDispatchMode):
-    """Counts the bytes of tensors that operations inside return, as long as any tensor uses them."""
+    """Counts the bytes of the outputs of operations within the context, while any tensor uses their storage."""
 
     def __init__(self, *, beside: nn.Module) -> None:
-        """beside: whose parameters and buffers do not count, nor views of them."""
+        """beside: a module whose parameters and buffers, and views of them, are not counted."""
         super().__init__()
         self._held = {id(tensor.untyped_storage()): 0 for tensor in [*beside.parameters(), *beside.buffers()]}
         self._now = 0
         self.peak = 0
-        """Most bytes at a time."""
+        """Largest number of bytes in use at once."""
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None
@@ -66,27 +65,27 @@ class PeakBytes(TorchDispatchMode):
 
 @contextmanager
 def tensors_without_memory() -> Iterator[None]:
-    """Inside, tensors have shapes and types alone."""
+    """Within the context, tensors have only shapes and dtypes, no data."""
     with warnings.catch_warnings(), FakeTensorMode(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of code that looks for the memory of its tensors
+        warnings.simplefilter("ignore")  # from code that reads the memory of its tensors
         yield
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CodecBytes:
-    """What an autoencoder takes."""
+    """Memory of an autoencoder."""
 
     weights: int
     encode: int
-    """Beside them, to encode a clip."""
+    """Peak beside the weights, to encode a clip."""
     decode: int
-    """Beside them, to decode one into pixels."""
+    """Peak beside the weights, to decode a clip into pixels."""
 
 
 def codec_bytes(
     class_name: str, config: Mapping[str, Any], *, dtype: str, size: Size, latents: tuple[int, int, int, int]
 ) -> CodecBytes:
-    """Return what an autoencoder of diffusers takes for one clip of `size`, whose latents are [C, f, h, w]."""
+    """Return the memory of an autoencoder of diffusers for one clip of `size`, with latents [C, f, h, w]."""
     return _codec_bytes(class_name, json.dumps(config, sort_keys=True), dtype, size, latents)
 
 
@@ -114,7 +113,7 @@ def network_bytes(
     captions: int,
     text_length: int,
 ) -> int:
-    """Return what a forward pass over `samples` takes beside the parameters, without gradients."""
+    """Return the bytes of a forward pass over `samples` beside the parameters, without gradients."""
     with tensors_without_memory():
         network = empty_network(class_name, config, dtype=getattr(torch, dtype))
         family = make_family(class_name, network.config)

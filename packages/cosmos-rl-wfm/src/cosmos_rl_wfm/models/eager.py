@@ -1,4 +1,4 @@
-"""What makes a network of diffusers faster where it runs operation by operation. A compiler does all that by itself.
+"""Speeds up a network of diffusers that runs eagerly; compiled networks do not need it.
 
 float32 matrix products on a CPU     oneDNN
 rotary positions of Wan              one complex product in place of ten operations on every other column
@@ -15,7 +15,7 @@ from cosmos_rl_core.parallel.axes.linear import use_onednn
 
 
 def speed_up(network: nn.Module) -> None:
-    """Change `network` in place, before it is sharded. Names and weights stay, and values but for their last bits."""
+    """Change `network` in place, before it is sharded. Names and weights stay; outputs change in their last bits."""
     use_onednn(network, many_rows=True)
     from diffusers.models.transformers.transformer_wan import WanAttention, WanAttnProcessor
 
@@ -60,6 +60,6 @@ class ComplexRotary:
 
 
 def turned(states: Tensor, angles: Tensor) -> Tensor:
-    """Turn each pair of columns of [B, L, heads, D] by the unit number at its place in `angles` [1, L, 1, D / 2]."""
+    """Rotate each pair of columns of [B, L, heads, D] by the unit complex number in `angles` [1, L, 1, D / 2]."""
     pairs = torch.view_as_complex(states.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * angles).flatten(-2).type_as(states)

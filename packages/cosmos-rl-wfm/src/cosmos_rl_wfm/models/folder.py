@@ -21,7 +21,7 @@ INDEX = "model_index.json"
 NETWORK = "transformer"
 """The part of a pipeline that is trained."""
 WEIGHTS = "diffusion_pytorch_model.safetensors"
-"""What diffusers calls the weights of a model."""
+"""File name of a model's weights in diffusers."""
 
 _SMALL_FILES = ("*.json", "*.txt", "*.model", "*.jinja")
 _SAFETENSORS = "*.safetensors"
@@ -29,16 +29,16 @@ _SAFETENSORS = "*.safetensors"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelFolder:
-    """Where the parts of a model lie."""
+    """The folder of a model and its parts."""
 
     root: Path
     classes: Mapping[str, tuple[str, str]]
     """Library and class by part: {"transformer": ("diffusers", "WanTransformer3DModel")}."""
     is_pipeline: bool
-    """False for a network alone, whose files lie in the root itself."""
+    """False for a single network, whose files are in the root itself."""
 
     def part(self, name: str) -> Path:
-        """Return the folder of a part. Raises UserError, with the parts there are, for one that is not."""
+        """Return the folder of a part. Raises UserError, with the existing parts, for a missing one."""
         directory = self.root / name if self.is_pipeline else self.root
         if name not in self.classes or not directory.is_dir():
             known = ", ".join(sorted(self.classes))
@@ -46,7 +46,7 @@ class ModelFolder:
         return directory
 
     def has(self, name: str) -> bool:
-        """Whether the part is there."""
+        """Whether the part exists."""
         return name in self.classes and (not self.is_pipeline or (self.root / name).is_dir())
 
     def config(self, name: str) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class ModelFolder:
         )
 
     def copy_others(self, directory: Path, *, weights: bool) -> None:
-        """Write what surrounds the network of a pipeline: its index, and the other parts, maybe without weights."""
+        """Write the index of a pipeline and its parts other than the network, with or without their weights."""
         there = [name for name in self.classes if name != NETWORK and self.has(name)]
         missing = {name: [None, None] for name in self.classes if name not in (NETWORK, *there)}
         directory.mkdir(parents=True, exist_ok=True)
@@ -83,9 +83,9 @@ class ModelFolder:
 
 
 def open_folder(path: str, *, revision: str | None = None, parts: Sequence[str] = ()) -> ModelFolder:
-    """Open a local folder, or fetch `parts` (all when empty) of a model on the hub and open that.
+    """Open a local folder, or download `parts` (all when empty) of a model on the hub and open that.
 
-    Raises UserError for what is not there, is no model of diffusers, or cannot be fetched.
+    Raises UserError for a path that does not exist, is no model of diffusers, or cannot be downloaded.
     """
     local = Path(path).expanduser()
     if local.is_dir():
@@ -95,7 +95,7 @@ def open_folder(path: str, *, revision: str | None = None, parts: Sequence[str] 
     looks_local = local.is_absolute() or path.startswith((".", "~")) or path.count("/") != 1 or local.exists()
     if looks_local:
         raise UserError(
-            f"model.path = {path!r} is not a directory; give one that diffusers' save_pretrained has written, "
+            f"model.path = {path!r} is not a directory; give one that diffusers' save_pretrained wrote, "
             "or a hub's id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
         )
     return _open(_fetch(path, revision=revision, parts=parts))
@@ -104,8 +104,8 @@ def open_folder(path: str, *, revision: str | None = None, parts: Sequence[str] 
 def _open(root: Path) -> ModelFolder:
     if (root / "adapter_config.json").is_file():
         raise UserError(
-            f"model.path = {str(root)!r} contains adapters of another model; give that model, or what "
-            "`cosmos-rl export --merge-adapters` makes of both"
+            f"model.path = {str(root)!r} contains adapters of another model; give that model, or the "
+            "merged one that `cosmos-rl export --merge-adapters` writes"
         )
     if (root / INDEX).is_file():
         listed = {key: value for key, value in _read(root / INDEX).items() if isinstance(value, list)}
@@ -129,7 +129,7 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def _safetensors(place: Path) -> list[Path]:
-    """The files of one set of weights: those an index names, or the one file without a variant in its name."""
+    """The files of one set of weights: those that an index lists, or the one file without a variant in its name."""
     for index in sorted(place.glob("*.safetensors.index.json")):
         return sorted({place / name for name in _read(index)["weight_map"].values()})
     for name in (WEIGHTS, "model.safetensors"):

@@ -1,12 +1,12 @@
 """A model of diffusers: the velocity network of a family, a codec, an encoder of captions.
 
     model.check(size)                                   once, with the size of the recipe
-    latents = model.encode(video)                       once a clip, then cached
-    condition = model.encode_text(captions)             once a caption, then cached
+    latents = model.encode(video)                       once per clip, then cached
+    condition = model.encode_text(captions)             once per caption, then cached
     v = model.velocity(x, times, condition)             many times, with gradient in training
     video = model.decode(latents)
 
-Letters are those of `models/base.py`.
+`models/base.py` explains the letters.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Traits:
-    """What samplers, objectives and collation want to know of a model."""
+    """Properties of a model that samplers, objectives and collation need."""
 
     shift: float
     """Timestep shift s, t -> s t / (1 + (s - 1) t)."""
     guidance: Guidance
-    """How velocities with and without the caption are combined."""
+    """Convention that combines the velocities with and without the caption."""
     text_length: int
     """Tokens of every embedded caption."""
     negative_prompt: str = ""
-    """Caption that guidance leads away from."""
+    """Caption of guidance's unconditional pass."""
 
 
 class DiffusersModel:
-    """Made by `build.build_model`. `network` holds what is trained, adapters included, and nothing of other parts."""
+    """Made by `build.build_model`. `network` holds the trained part, with its adapters, and no other part."""
 
     def __init__(
         self,
@@ -65,12 +65,12 @@ class DiffusersModel:
         source: ModelFolder | None = None,
         compute_dtype: torch.dtype | None = None,
     ) -> None:
-        """Take over `network`, whose parameters may be sharded afterwards.
+        """Wrap `network`, whose parameters may be sharded afterwards.
 
         Args:
-            codec: None where only latents are wanted; likewise `captions` and `images`.
+            codec: None where only latents are needed; likewise `captions` and `images`.
             source: the folder that the model comes from; None: made from scratch.
-            compute_dtype: type of matrix products, by autocast, where the network is held in another.
+            compute_dtype: dtype of matrix products, by autocast, where the parameters have another.
         """
         self.network = network
         self.family, self.grid, self.traits = family, grid, traits
@@ -80,7 +80,7 @@ class DiffusersModel:
 
     @property
     def has_codec(self) -> bool:
-        """False where only latents are wanted, as in a trainer of cached latents: not for `encode` and `decode`."""
+        """Whether `encode` and `decode` can be called; False for example in a trainer of cached latents."""
         return self._codec is not None
 
     @property
@@ -100,16 +100,16 @@ class DiffusersModel:
         self._images = images or self._images
 
     def free_captions(self) -> None:
-        """Let go of the text encoder, often as large as the network."""
+        """Drop the text encoder, which is often as large as the network."""
         self._captions = None
 
     @property
     def unguided(self) -> float:
-        """The guidance scale at which the caption alone counts, so that the unconditional pass is skipped."""
+        """The guidance scale without guidance, at which the unconditional pass is skipped."""
         return 1.0 if self.traits.guidance == "from_unconditional" else 0.0
 
     def check(self, size: Size) -> None:
-        """Raise UserError for a size that codec or network cannot take, naming the nearest one that they can."""
+        """Raise UserError for a size that codec or network does not support, with the nearest supported one."""
         self.grid.check(size)
 
     def latent_shape(self, size: Size) -> tuple[int, int, int, int]:
@@ -118,7 +118,7 @@ class DiffusersModel:
 
     @torch.no_grad()
     def encode(self, video: Tensor) -> Tensor:
-        """uint8 [B, F, H, W, 3] -> float32 [B, C, f, h, w], normalised as the network wants them."""
+        """uint8 [B, F, H, W, 3] -> float32 [B, C, f, h, w], normalised for the network."""
         assert self._codec is not None, "the model was built without its codec"
         return self._codec.encode(to_clips(video)).to(video.device)
 
@@ -135,7 +135,7 @@ class DiffusersModel:
         return self._captions(captions)
 
     def cached_text(self, embeddings: Sequence[Tensor], *, where: Sequence[str] = ()) -> Condition:
-        """Embeddings [l, E] that came with the data -> Condition. Raises UserError for one of another width."""
+        """Embeddings [l, E] of the data -> Condition. Raises UserError for one of another width."""
         width = self.family.text_width
         return pad_text(embeddings, length=self.traits.text_length, width=width, where=where)
 
@@ -143,7 +143,7 @@ class DiffusersModel:
     def with_given(self, condition: Condition, video: Tensor, *, counts: Tensor) -> Condition:
         """Return `condition` with the first `counts` [B] int64 latent frames of `video` uint8 [B, F, H, W, 3] given.
 
-        Image to video networks of Wan need it: to them a condition's latents are those of a clip that turns grey.
+        For image to video networks of Wan, the latents are those of a clip that is grey after the given frames.
         """
         assert self._codec is not None, "the model was built without its codec"
         clips = to_clips(video)
@@ -158,8 +158,8 @@ class DiffusersModel:
     def velocity(self, latents: Tensor, times: Tensor, condition: Condition) -> Tensor:
         """Return v, float32 [B, C, f, h, w], at noisy `latents` of that shape and `times` [B] in [0, 1].
 
-        Given frames are put in their places before the network sees them; there the result is noise - x_0 of what was
-        handed in, so that a sampler leaves them and a loss has nothing to learn.
+        The given frames replace those of `latents` before the network runs. There the result is noise - x_0 of
+        `latents`, so that sampling ends at the given frames and their loss is 0.
         """
         assert latents.shape[1] == self.family.channels and times.shape == latents.shape[:1], "latents [B, C, f, h, w]"
         mixed = self._compute_dtype is not None and held_dtype(self.network) != self._compute_dtype
@@ -168,11 +168,11 @@ class DiffusersModel:
         return v.float()
 
     def weights(self) -> dict[str, Tensor]:
-        """Live tensors by checkpoint name, tied tensors once; of a network with adapters these alone."""
+        """Live tensors by checkpoint name, tied tensors once; only the adapters of a network with them."""
         return named_weights(self.network)
 
     def save(self, directory: Path) -> None:
-        """Write what loads the model beside its weights: configurations, scheduler, tokenizers, adapters' settings."""
+        """Write the files for loading beside the weights: configurations, scheduler, tokenizers, adapter settings."""
         if self._source is not None and self._source.is_pipeline:
             self._source.copy_others(directory, weights=False)
             self.network.save_config(directory / NETWORK)

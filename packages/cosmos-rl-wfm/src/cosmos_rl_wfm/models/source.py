@@ -1,4 +1,4 @@
-"""What a [model] section names: its folder, and class and configuration of network and autoencoder. No torch."""
+"""Resolves a [model] section to its folder, and class and configuration of network and autoencoder. No torch."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 
 
 def is_here(config: WFMModelConfig) -> bool:
-    """Whether the model can be described without a download."""
+    """Whether the model is on this machine or made from scratch."""
     return not config.path or Path(config.path).expanduser().is_dir()
 
 
 def open_source(config: WFMModelConfig, parts: Sequence[str] = ()) -> ModelFolder | None:
-    """Open the model's folder, fetched if need be with `parts` alone; None for a model from scratch.
+    """Open the model's folder, downloaded if needed with only `parts`; None for a model from scratch.
 
-    Raises UserError for a model that is not there, or is none of flow matching.
+    Raises UserError for a model that does not exist, or is no flow-matching model.
     """
     if not config.path:
         return None
@@ -56,12 +56,12 @@ def network_of(config: WFMModelConfig, folder: ModelFolder | None) -> tuple[str,
 
 
 def vae_of(config: WFMModelConfig, folder: ModelFolder | None) -> tuple[str, dict[str, Any]]:
-    """Return class and arguments of the autoencoder. Raises UserError for a model without."""
+    """Return class and arguments of the autoencoder. Raises UserError for a model without one."""
     if folder is None:
         return tiny_vae(_named_family(config))
     if not folder.has("vae"):
         raise UserError(
-            f"model.path = {config.path!r} has no vae, so that it takes no video: give the folder of a whole pipeline, "
+            f"model.path = {config.path!r} has no vae, so it cannot encode video: give the folder of a whole pipeline, "
             'or set codec = "pixels" for a network of pixels'
         )
     return folder.classes["vae"][1], folder.config("vae")

@@ -30,7 +30,7 @@ _inside = 0
 
 @contextmanager
 def without_torchvision() -> Iterator[None]:
-    """Give diffusers' Cosmos modules what they would take from torchvision; nothing changes where it is installed."""
+    """Give diffusers' Cosmos modules stand-ins for torchvision; nothing changes where it is installed."""
     global _inside
     from diffusers.utils import is_torchvision_available
 
@@ -53,7 +53,7 @@ def without_torchvision() -> Iterator[None]:
 
 
 def _resize(image: Tensor, size: Sequence[int], interpolation: Any = None) -> Tensor:
-    """[..., C, H, W] -> [..., C, *size] by the nearest pixel, the one way that Cosmos asks for."""
+    """[..., C, H, W] -> [..., C, *size] by the nearest pixel, the only mode that Cosmos uses."""
     assert interpolation in (None, _NEAREST)
     return F.interpolate(image, size=tuple(size), mode="nearest")
 

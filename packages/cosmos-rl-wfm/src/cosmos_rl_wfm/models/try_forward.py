@@ -1,4 +1,4 @@
-"""One forward pass on tensors without memory: whether a network can be called as its family calls it."""
+"""Checks with one forward pass on fake tensors that a network accepts the call of its family."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ _OF_A_NETWORK = (
     ValueError,
     ZeroDivisionError,
 )
-"""What networks of diffusers raise for inputs or configurations that they were not made for."""
+"""Errors that networks of diffusers raise for unsupported inputs or configurations."""
 
 
 def try_forward(class_name: str, config: Mapping[str, Any]) -> None:
     """Build the network at its own size and call it once; nothing is allocated and nothing is computed.
 
-    Raises UserError, with the network's own words, where it cannot be called with latents, times and text alone, or
-    answers with something else than a velocity.
+    Raises UserError, with the network's own message, where it cannot be called with only latents, times and text, or
+    does not return a velocity.
     """
     with tensors_without_memory():
         try:
@@ -46,8 +46,8 @@ def try_forward(class_name: str, config: Mapping[str, Any]) -> None:
             raise
         except _OF_A_NETWORK as error:
             raise UserError(
-                f"model: {class_name} cannot be made from this configuration, or not be called with latents, times and "
-                f"text alone: {_words(error)}"
+                f"model: {class_name} cannot be made from this configuration, or cannot be called with only latents, "
+                f"times and text: {_words(error)}"
             ) from error
     if found.shape != latents.shape:
         raise UserError(
@@ -70,6 +70,6 @@ def _condition(family: Family) -> Condition:
 
 
 def _words(error: Exception) -> str:
-    """The first line of what was raised, and its kind where it says nothing."""
+    """The first line of the error's message, or its class name where that is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

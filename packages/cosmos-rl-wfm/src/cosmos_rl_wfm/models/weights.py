@@ -1,8 +1,8 @@
-"""The network's weights: made without values, drawn at random, filled from safetensors, named for the engines.
+"""The network's weights: created empty, initialised at random, read from safetensors, named for the engines.
 
-network = empty_network(name, config)   parameters are memory that nobody has touched yet
-... cut, shard                          each rank keeps its parts of them
-fill(network, files)                    reads those parts, by name
+network = empty_network(name, config)   parameters are uninitialised memory
+... cut, shard                          each rank keeps its shards
+fill(network, files)                    reads those shards, by name
 """
 
 from __future__ import annotations
@@ -26,33 +26,33 @@ from cosmos_rl_core.parallel.lora import adapter_weights, base_name
 if TYPE_CHECKING:
     from diffusers import ModelMixin
 
-_DRAWS = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.uniform_}
-_DRAWS |= {nn.init.kaiming_uniform_, nn.init.xavier_uniform_}
+_INITIALISERS = {Tensor.normal_, Tensor.uniform_, nn.init.normal_, nn.init.trunc_normal_, nn.init.uniform_}
+_INITIALISERS |= {nn.init.kaiming_uniform_, nn.init.xavier_uniform_}
 
 
-class _NoDraws(TorchFunctionMode):
-    """Leaves parameters as they are where a module's constructor would draw their first values."""
+class _KeepParameters(TorchFunctionMode):
+    """Skips the random initialisation of parameters in constructors of modules."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DRAWS:
+        if func in _INITIALISERS:
             return args[0] if args else kwargs["tensor"]
         return func(*args, **kwargs)
 
 
 def empty_network(class_name: str, config: Mapping[str, Any], *, dtype: torch.dtype) -> ModelMixin:
-    """Make a model of diffusers whose parameters have no values yet; what it computes itself is there.
+    """Make a model of diffusers with uninitialised parameters; tensors that it computes itself have values.
 
-    Raises UserError for an unknown class, or arguments that it does not take.
+    Raises UserError for an unknown class, or arguments that it does not have.
     """
-    with _NoDraws():
+    with _KeepParameters():
         network = _build(class_name, config)
     hold(network, dtype)
     return network
 
 
 def random_network(class_name: str, config: Mapping[str, Any], *, dtype: torch.dtype, seed: int) -> ModelMixin:
-    """Make a model of diffusers with random values: the same for the same seed. The caller's random state stays.
+    """Make a model of diffusers with random values that depend only on the seed. The caller's random state stays.
 
     Raises UserError as `empty_network`.
     """
@@ -63,7 +63,7 @@ def random_network(class_name: str, config: Mapping[str, Any], *, dtype: torch.d
 
 
 def with_defaults(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a configuration with the defaults of its class in diffusers for what it lacks."""
+    """Return a configuration with the defaults of its class in diffusers for missing keys."""
     import diffusers
 
     kind = getattr(diffusers, class_name, None)
@@ -73,7 +73,7 @@ def with_defaults(class_name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def hold(network: ModelMixin, dtype: torch.dtype) -> None:
-    """Cast parameters and persistent buffers in place; in bfloat16 what the class keeps in float32 stays there."""
+    """Cast parameters and persistent buffers in place; in bfloat16, parameters that the class keeps in float32 stay."""
     kept = (getattr(network, "_keep_in_fp32_modules", None) or []) if dtype != torch.float32 else []
     for name, tensor in network.state_dict(keep_vars=True).items():
         if tensor.is_floating_point() and not set(kept) & set(name.split(".")):
@@ -82,7 +82,7 @@ def hold(network: ModelMixin, dtype: torch.dtype) -> None:
 
 @torch.no_grad()
 def fill(network: nn.Module, files: Sequence[Path]) -> None:
-    """Fill this rank's part of each parameter and persistent buffer from safetensors, in the type it is held in.
+    """Fill this rank's shard of each parameter and persistent buffer from safetensors, in the tensor's dtype.
 
     Adapters keep the values they have. Raises UserError for weights that are missing or of another shape.
     """
@@ -109,7 +109,7 @@ def fill(network: nn.Module, files: Sequence[Path]) -> None:
 def named_weights(network: nn.Module) -> dict[str, Tensor]:
     """Live parameters and persistent buffers by checkpoint name; tied tensors once, under their first name.
 
-    Of a network with adapters they are the trained ones alone: nothing else changes.
+    For a network with adapters only these: nothing else changes.
     """
     if adapters := adapter_weights(network):
         return adapters

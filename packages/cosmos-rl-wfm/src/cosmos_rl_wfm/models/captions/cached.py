@@ -14,7 +14,7 @@ from cosmos_rl_wfm.models.base import Condition
 
 
 class CachedCaptions:
-    """Knows the empty caption alone, as zeros; all others come from `pad_text`."""
+    """Embeds only the empty caption, as zeros; all others come from `pad_text`."""
 
     def __init__(self, *, width: int, length: int, pooled_width: int | None = None) -> None:
         self._width, self._length, self._pooled_width = width, length, pooled_width
@@ -55,13 +55,13 @@ _WORD = re.compile(r"[^\W_]+|[^\w\s]")
 
 
 class WordEncoder:
-    """A word's vector is drawn from a Gaussian that the word and the seed decide, so that there is no vocabulary.
+    """Maps a word to a Gaussian vector seeded by the word and the seed, without a vocabulary.
 
-    A caption's pooled vector is drawn in the same way for the whole caption.
+    The pooled vector of a caption is seeded by the whole caption in the same way.
     """
 
     def __init__(self, *, width: int, length: int, seed: int = 0, pooled_width: int | None = None) -> None:
-        """`length`: most words of a caption; those after it are left out."""
+        """`length`: most words of a caption; further words are dropped."""
         self._width, self._length, self._seed, self._pooled_width = width, length, seed, pooled_width
 
     def __call__(self, captions: Sequence[str]) -> Condition:

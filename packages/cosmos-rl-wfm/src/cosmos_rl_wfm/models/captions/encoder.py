@@ -22,7 +22,7 @@ from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.folder import ModelFolder
 
 _SYSTEM = "You are a helpful assistant who will provide prompts to an image generator."
-"""What Predict2.5's captions were put after."""
+"""Instruction before every caption of Predict2.5."""
 
 
 class CaptionEncoder(Protocol):
@@ -40,7 +40,7 @@ def load_captions(
     instruction: str,
     negative_prompt: str = "",
 ) -> CaptionEncoder:
-    """Load a pipeline's tokenizers and encoders; `instruction` goes before all captions but the negative prompt.
+    """Load a pipeline's tokenizers and encoders; `instruction` precedes all captions except the negative prompt.
 
     Raises UserError for one that is missing or not supported.
     """
@@ -74,7 +74,7 @@ def load_captions(
 
 
 def load_part(folder: ModelFolder, name: str, *, dtype: torch.dtype | None) -> Any:
-    """Load a part of a pipeline that is a class of transformers; models frozen, from safetensors alone."""
+    """Load a part of a pipeline that is a class of transformers; models are frozen and read from safetensors only."""
     import transformers
 
     transformers.utils.logging.disable_progress_bar()
@@ -170,14 +170,14 @@ class _StableDiffusion3:
 
 class _Gemma:
     def __init__(self, tokenizer: Any, encoder: Any, *, length: int, instruction: str, bare: Collection[str]) -> None:
-        """bare: captions that the instruction does not go before."""
+        """bare: captions without the instruction."""
         self._tokenizer, self._encoder, self._length = tokenizer, encoder, length
         self._instruction, self._bare = instruction, bare
         tokenizer.padding_side = "right"
 
     @torch.no_grad()
     def __call__(self, captions: Sequence[str]) -> Condition:
-        """Captions after the instruction; of its states the first one is kept, the start of the sequence."""
+        """Embed captions after the instruction; only the first of its states is kept, the start of the sequence."""
         rows = [self._embed(caption) for caption in captions]
         return Condition(text=torch.cat([text for text, _ in rows]), text_mask=torch.cat([mask for _, mask in rows]))
 

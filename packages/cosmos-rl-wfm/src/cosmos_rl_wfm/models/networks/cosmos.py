@@ -22,11 +22,11 @@ from cosmos_rl_wfm.models.networks.family import (
 from cosmos_rl_wfm.models.torchvision_free import without_torchvision
 
 GIVEN_TIME = 1e-4
-"""Time that given frames are handed in at."""
+"""Time of given frames."""
 
 
 class Cosmos(Family):
-    """CosmosTransformer3DModel: given frames replace noise, and a mask channel says where."""
+    """CosmosTransformer3DModel: given frames replace noise, and a mask channel marks them."""
 
     guidance: Guidance = "beyond_conditional"
 

@@ -1,4 +1,4 @@
-"""The family of a network: how it is called."""
+"""Selects the family of a network by its class."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from cosmos_rl_wfm.models.networks.wan import Wan
 def make_family(class_name: str, config: Mapping[str, Any]) -> Family:
     """Bind the family of a network's class to the network's configuration, defaults of the class included.
 
-    Raises UserError for a network that is called in a way that is not supported.
+    Raises UserError for a network whose call is not supported.
     """
     row = network_class(class_name)
     name = "flow" if row is None else row.family

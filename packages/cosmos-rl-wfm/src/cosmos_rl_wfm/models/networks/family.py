@@ -1,9 +1,9 @@
-"""What differs between families of networks: how one is called, and what its configuration says.
+"""The interface of a family of networks: its call, and the values of its configuration.
 
     v = family.velocity(network, latents, times, condition)
 
-A family is bound to a network's configuration and holds no weights. Velocities leave it as the network gives them, but
-on given frames: there the straight line from the given latents is known, v = noise - x_0 = (x_t - x_0) / t.
+A family is bound to a network's configuration and holds no weights. It returns the network's velocities except on
+given frames, whose straight line from the given latents is known: v = noise - x_0 = (x_t - x_0) / t.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ _SMALLEST_TIME = 1e-6
 
 
 class Family(ABC):
-    """How networks of one family are called."""
+    """Calls networks of one family."""
 
     guidance: ClassVar[Guidance] = "from_unconditional"
-    """How the family's own pipeline combines velocities with and without the caption."""
+    """Convention of the family's own pipeline for velocities with and without the caption."""
     text_length: ClassVar[int] = 512
     """Tokens of a caption that the family was trained with."""
 
     channels: int
     """Channels of the latents."""
     patch: tuple[int, int, int]
-    """Latent frames, rows and columns that make one token."""
+    """Latent frames, rows and columns of one token."""
     text_width: int
     """Width of the embedded captions that the network takes."""
     pooled_width: int | None = None
-    """Width of a caption's one vector, for networks that take it."""
+    """Width of a caption's pooled vector, for networks that take it."""
     largest: tuple[int, int, int] | None = None
-    """Most latent frames, rows and columns, where positions reach no further."""
+    """Most latent frames, rows and columns that positions cover; None: no limit."""
     only_images: bool = False
     """One frame, and latents without a time axis."""
 
@@ -56,7 +56,7 @@ class Family(ABC):
         return False
 
     def negative_prompt(self) -> str:
-        """Return what the family's pipeline in diffusers leads away from where nothing else is asked for."""
+        """Return the default negative prompt of the family's pipeline in diffusers."""
         return ""
 
     def _value(self, key: str) -> Any:
@@ -66,9 +66,9 @@ class Family(ABC):
 
 
 def held_dtype(network: nn.Module) -> torch.dtype:
-    """Return the type that a network of diffusers computes in.
+    """Return the dtype that a network of diffusers computes in.
 
-    That of its first parameter that it does not keep in float32; diffusers' own `dtype` walks all modules.
+    It is the dtype of the first parameter not kept in float32; diffusers' own `dtype` walks all modules.
     """
     kept: Sequence[str] = getattr(network, "_keep_in_fp32_modules", None) or ()
     floating = ((name, weight) for name, weight in network.named_parameters() if weight.is_floating_point())
@@ -77,9 +77,9 @@ def held_dtype(network: nn.Module) -> torch.dtype:
 
 @contextmanager
 def projected_once(network: nn.Module, projection: str, condition: Condition) -> Iterator[None]:
-    """Inside, what the module `projection` makes of captions [U, L, E] that samples share is handed on as [B, L, W].
+    """Within the context, the module `projection` expands its output of shared captions [U, L, E] to [B, L, W].
 
-    Embeddings as wide as Predict2.5's, 206 MB a caption, are then neither copied nor projected for each sample.
+    Wide embeddings (206 MB a caption in Predict2.5) are then neither copied nor projected for each sample.
     """
     if (rows := condition.text_rows) is None:
         yield
@@ -92,14 +92,14 @@ def projected_once(network: nn.Module, projection: str, condition: Condition) ->
 
 
 def frame_mask(condition: Condition, latents: Tensor) -> Tensor:
-    """Return which frames are given as bool [B, 1, f, 1, 1]; no frame where the condition has none."""
+    """Return the mask of given frames, bool [B, 1, f, 1, 1]; all False where the condition gives none."""
     if condition.given_mask is None:
         return torch.zeros(len(latents), 1, latents.shape[2], 1, 1, dtype=torch.bool, device=latents.device)
     return condition.given_mask[:, None, :, None, None]
 
 
 def put_given(condition: Condition, latents: Tensor) -> Tensor:
-    """Return `latents` with the given frames in their places."""
+    """Return `latents` with the given frames of `condition` in place of theirs."""
     if condition.given is None:
         return latents
     return torch.where(frame_mask(condition, latents), condition.given.to(latents.dtype), latents)

@@ -33,7 +33,7 @@ class FlowTransformer(Family):
         unknown = sorted((needed - _GIVEN - variadic) | (_PACKED & set(parameters)))
         lacking = sorted({"hidden_states", "timestep", "encoder_hidden_states"} - set(parameters))
         if unknown or lacking:
-            what = f"wants {', '.join(unknown)}" if unknown else f"takes no {', '.join(lacking)}"
+            what = f"needs {', '.join(unknown)}" if unknown else f"takes no {', '.join(lacking)}"
             raise UserError(
                 f"model: {network.__name__} {what} in its forward pass; supported are networks that are called with "
                 "hidden_states, timestep and encoder_hidden_states, such as SD3.5, Sana and Sana-Video"

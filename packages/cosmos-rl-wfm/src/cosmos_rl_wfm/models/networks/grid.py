@@ -1,6 +1,6 @@
-"""How pixels and latents correspond, and which sizes of clips go.
+"""Maps sizes of clips to sizes of latents, and checks them.
 
-F frames -> f = (F - 1) / temporal + 1 latent frames, H x W pixels -> H / spatial x W / spatial places
+F frames -> f = (F - 1) / temporal + 1 latent frames, H x W pixels -> H / spatial x W / spatial latent pixels
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from cosmos_rl_wfm.models.base import Size
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Grid:
-    """The latents of a codec, and what the network makes tokens of."""
+    """Sizes of a codec's latents and of the network's patches."""
 
     channels: int
     temporal: int
-    """Frames that a latent frame stands for; the first stands for one."""
+    """Frames per latent frame; the first latent frame is one frame."""
     spatial: int
-    """Pixels on a side that a latent place stands for."""
+    """Pixels per latent pixel, on a side."""
     patch: tuple[int, int, int]
     """Latent frames, rows and columns of a token."""
     largest: tuple[int, int, int] | None = None
@@ -32,7 +32,7 @@ class Grid:
         return self.channels, frames, size.height // self.spatial, size.width // self.spatial
 
     def nearest(self, size: Size) -> Size:
-        """Return the nearest size that goes: `size` itself where it does."""
+        """Return the nearest supported size; `size` itself where it is supported."""
         most = self.largest or (None, None, None)
         if self.only_images:
             frames = 1
@@ -46,10 +46,10 @@ class Grid:
         return Size(frames=frames, height=height, width=width)
 
     def check(self, size: Size) -> None:
-        """Raise UserError for a size that does not go, naming the nearest one that does."""
+        """Raise UserError for a size that is not supported, with the nearest one that is."""
         if (nearest := self.nearest(size)) != size:
             raise UserError(
-                f"a clip of {_words(size)} does not fit the model, whose autoencoder and patches want {self._rule()}; "
+                f"a clip of {_words(size)} does not fit the model, whose autoencoder and patches need {self._rule()}; "
                 f"the nearest size is {_words(nearest)}"
             )
 

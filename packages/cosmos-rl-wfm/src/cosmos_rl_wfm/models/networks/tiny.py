@@ -115,7 +115,7 @@ _VAES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 
 
 def tiny_network(family: FamilyName, *, codec: str = "vae") -> dict[str, Any]:
-    """Return the arguments of a family's network; with codec "pixels" it takes colours in place of latents."""
+    """Return the arguments of a family's network; with codec "pixels" its channels are colours."""
     config = dict(_NETWORKS[family])
     if codec == "pixels":
         config |= {"in_channels": 4 if family == "cosmos" else 3, "out_channels": 3}
