@@ -18,7 +18,7 @@ def config(path, **keys):
 
 
 def test_a_prompt_alone_is_no_clip(tmp_path):
-    with pytest.raises(MediaError, match=r"p\.txt:1: is a prompt alone"):
+    with pytest.raises(MediaError, match=r"p\.txt:1: is a prompt without a clip"):
         ClipReader(config(tmp_path)).clip({"key": "p.txt:1", "caption": "x", "video": ""}, np.random.default_rng(0))
 
 

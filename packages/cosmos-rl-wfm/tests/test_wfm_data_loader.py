@@ -159,7 +159,7 @@ def test_an_embedding_of_another_width_is_a_fault_of_its_row(folder, tmp_path, c
 def test_a_prompt_alone_is_a_fault_of_its_row(folder, caplog):
     row = {"key": "p.txt:1", "caption": "x", "video": ""}
     assert seen(ClipLoader(config(folder), seed=0).load([Prompt(sample_id=0, row=row)])) == [None]
-    assert "p.txt:1: is a prompt alone" in caplog.text
+    assert "p.txt:1: is a prompt without a clip" in caplog.text
 
 
 def test_a_store_that_refuses_is_no_fault_of_a_row_and_ends_the_step(folder):

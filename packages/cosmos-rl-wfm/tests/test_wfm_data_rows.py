@@ -99,7 +99,7 @@ def test_images_are_rows_of_one_frame(tmp_path):
 
 def test_images_alone_are_no_videos(tmp_path):
     fill(tmp_path, {"metas/a.txt": "an ant", "images/a.jpg": ""})
-    with pytest.raises(UserError, match=r"holds images alone; set data\.size\.frames = 1"):
+    with pytest.raises(UserError, match=r"holds only images; set data\.size\.frames = 1"):
         load_rows(config(tmp_path))
 
 
@@ -125,8 +125,8 @@ def test_captions_without_any_clips_are_prompts(tmp_path):
 @pytest.mark.parametrize(
     ("files", "wrong"),
     [
-        ({}, "no clips. A folder holds videos/NAME.mp4 .* here lie no files"),
-        ({"notes.md": ""}, "here lie notes.md"),
+        ({}, "no clips. A folder holds videos/NAME.mp4 .* it has no files"),
+        ({"notes.md": ""}, "it has notes.md"),
         ({"metas/a.txt": "", "videos/a.mp4": ""}, r"no row is left: a \(its caption is empty\)"),
         ({"metas/a.txt": "x", "videos/b.mp4": ""}, r"no row is left: a \(no clip\); b \(no caption\)"),
     ],

@@ -373,7 +373,7 @@ def test_a_missing_bucket_is_named(server, settings, make):
 
 def test_a_store_that_refuses_the_key_is_named_with_what_to_look_at(settings):
     settings("http://store:9")
-    wanted = r"s3://b/x: http://store:9 refuses: Access Denied\. Look at PROD_S3_CHECKPOINT_ACCESS_KEY_ID"
+    wanted = r"s3://b/x: http://store:9 refuses: Access Denied\. Check PROD_S3_CHECKPOINT_ACCESS_KEY_ID"
     with pytest.raises(UserError, match=wanted), reaching("s3://b/x"):
         raise PermissionError("Access Denied")
 
@@ -384,9 +384,7 @@ def test_an_endpoint_that_refuses_is_named_with_what_to_look_at(settings, make, 
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     settings(f"http://user:{SECRET}@127.0.0.1:{port}")
-    wanted = (
-        rf"s3://bucket/data: http://127\.0\.0\.1:{port} cannot be reached: .*Look at PROD_S3_CHECKPOINT_ENDPOINT_URL"
-    )
+    wanted = rf"s3://bucket/data: http://127\.0\.0\.1:{port} cannot be reached: .*Check PROD_S3_CHECKPOINT_ENDPOINT_URL"
     with pytest.raises(UserError, match=wanted) as caught:
         load_rows(make("s3://bucket/data"))
     assert SECRET not in str(caught.value)

@@ -45,7 +45,7 @@ def test_heads_that_cannot_be_cut_are_told_with_all_numbers():
 
 
 def test_a_class_without_a_plan_is_told_with_those_that_have_one():
-    with pytest.raises(UserError, match=r"SanaTransformer2DModel has its tokens.*Cosmos.*SD3.*Wan"):
+    with pytest.raises(UserError, match=r"SanaTransformer2DModel has no plan for its tokens.*Cosmos.*SD3.*Wan"):
         plan_of("SanaTransformer2DModel", cp=2)
 
 

@@ -1,11 +1,11 @@
-"""What is computed once: tensors in files named by what they were computed from, in a folder that stays within bounds.
+"""A folder of bounded size that caches tensors in files, named by a hash of the inputs they were computed from.
 
     cache = TensorCache(folder, max_bytes=50 * 2**30)
     latents = cache.get_or_make(key_of(identity, size, model), lambda: {"latents": model.encode(video)})
 
-Processes share the folder without locks: a file is written beside its place and renamed, so that it is whole or not
-there; two that compute the same write the same. Files are marked when they are read, and the ones unread for longest
-go first.
+Processes share the folder without locks: a file is written under another name and renamed, so that it is complete or
+absent; two processes that compute the same tensors write the same file. The least recently read files are evicted
+first.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ from cosmos_rl_wfm.data.storage import PARTIAL, is_remote, open_store, reaching,
 SUFFIX = ".safetensors"
 
 SLACK = 0.05
-"""Share of the bound that a process may add before it looks again what the others have added."""
+"""Fraction of the bound that a process may add before it measures the folder again."""
 
 ABANDONED_S = 3600.0
-"""Age of a half-written file whose writer is taken for dead."""
+"""Age at which a partial file is removed: its writer is assumed dead."""
 
 Tensors = Mapping[str, Tensor]
 
 
 def key_of(*parts: Any) -> str:
-    """Return the key of what is computed from `parts`, JSON-like: file identity, size, fingerprint of the model, ..."""
+    """Return the key of tensors computed from `parts`, JSON-like: file identity, size, fingerprint of the model, ..."""
     return sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 
 def identity(row: Mapping[str, Any], *, timeout_s: float = 60.0) -> list[Any]:
-    """Return what tells a row's clip from every other, and from the same file with other content; JSON-like.
+    """Return a JSON-like identity of a row's clip, which changes with the file's content.
 
     Raises:
         OSError: there is no such file.
@@ -65,7 +65,7 @@ class TensorCache:
         self._folder = folder
         self._max_bytes = max_bytes
         self._lock = Lock()
-        self._added = self._max_bytes  # nothing is known yet: look before the first file is added
+        self._added = self._max_bytes  # the folder is not measured yet: measure it before the first file
 
     def get(self, key: str) -> dict[str, Tensor] | None:
         """Return the tensors of a key, or None. A damaged file is removed."""
@@ -73,7 +73,7 @@ class TensorCache:
         try:
             data = path.read_bytes()
             os.utime(path)
-        except FileNotFoundError:  # never there, or gone to make room
+        except FileNotFoundError:  # never written, or evicted
             return None
         try:
             return load(data)
@@ -82,7 +82,7 @@ class TensorCache:
             return None
 
     def put(self, key: str, tensors: Tensors) -> None:
-        """Keep tensors under a key. Values that would take more than the whole bound are not kept."""
+        """Keep tensors under a key. Tensors larger than the whole bound are not kept."""
         data = save({name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()})
         if len(data) > self._max_bytes:
             return
@@ -94,7 +94,7 @@ class TensorCache:
         write_atomic(self._path(key), data)
 
     def get_or_make(self, key: str, make: Callable[[], Tensors]) -> Tensors:
-        """Return the tensors of a key, computed and kept if they are not there."""
+        """Return the tensors of a key, computed and kept if they are not cached."""
         held = self.get(key)
         if held is None:
             held = make()
@@ -105,12 +105,12 @@ class TensorCache:
         return self._folder / key[:2] / f"{key}{SUFFIX}"
 
     def _make_room(self, wanted: int) -> None:
-        """Remove files until `wanted` bytes and the slack of this process fit, the ones unread for longest first."""
+        """Remove files until `wanted` bytes and the slack of this process fit, the least recently read first."""
         found: list[tuple[float, int, Path]] = []
         for path in self._folder.glob("*/*"):
             try:
                 stat = path.stat()
-            except FileNotFoundError:  # another process makes room too
+            except FileNotFoundError:  # another process evicts too
                 continue
             if path.name.endswith(PARTIAL):
                 if stat.st_mtime < time.time() - ABANDONED_S:

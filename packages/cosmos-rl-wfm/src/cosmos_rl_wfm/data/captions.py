@@ -1,4 +1,4 @@
-"""The caption of a clip, out of the bytes of a .txt or .json file."""
+"""Parses the caption of a clip from the bytes of a .txt or .json file."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def read_caption(data: bytes, *, is_json: bool, column: str) -> dict[str, Any]:
     """Return the columns of a caption file, `caption` among them: a JSON object's own, or the text alone.
 
     Raises:
-        ValueError: it has no caption, or is no JSON object; says which, as a phrase.
+        ValueError: it has no caption, or is no JSON object; the message is a phrase.
     """
     try:
         text = data.decode("utf-8-sig")
@@ -39,7 +39,7 @@ def caption_of(columns: dict[str, Any], *, column: str) -> str:
 
 
 def checked(text: object, *, what: str) -> str:
-    """Return a caption without the space around it. Raises ValueError for none."""
+    """Return a caption without surrounding white space. Raises ValueError if it is empty or no text."""
     if not isinstance(text, str):
         raise ValueError(f"{what} holds a {type(text).__name__}, not text")
     if not text.strip():

@@ -1,4 +1,4 @@
-"""Clips and embeddings of rows: out of files, archives and object stores, or made up."""
+"""Reads the clips and embeddings of rows from files, archives and object stores, or synthesises them."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from cosmos_rl_wfm.data.video import Clip, read_clip
 Row = Mapping[str, Any]
 
 DECODED_BYTES = 1 << 28
-"""Most that a process keeps of decoded clips."""
+"""Most bytes of decoded clips that a process keeps."""
 
 
 class ClipReader:
-    """Reads what a row names, as [data] says. Called from many threads.
+    """Reads the clip and the embedding of a row, by the settings of [data]. Thread-safe.
 
     clip, text = reader.clip(row, rng), reader.text(row)
     """
@@ -32,13 +32,13 @@ class ClipReader:
         self._text_width = text_width
         """Width that embeddings must have."""
         self._decoded = ByteCache[Clip](DECODED_BYTES, evict=False) if config.start != "random" else None
-        """Clips that are the same whenever they are read."""
+        """Decoded clips, where every read gives the same frames."""
 
     def clip(self, row: Row, rng: np.random.Generator) -> Clip:
-        """Decode the clip; those that begin where they always do are remembered, as far as there is room.
+        """Decode the clip. Clips without a random start are cached within DECODED_BYTES.
 
         Raises:
-            MediaError: there is none, or it cannot be decoded; named.
+            MediaError: there is none, or it cannot be decoded; names the clip.
             UserError: a store refuses or does not answer.
         """
         if self._decoded is None:
@@ -54,7 +54,7 @@ class ClipReader:
         config, location, part = self._config, row["video"], row.get("video_at")
         frames, sizes = config.size.frames, config.sizes
         if not location:
-            raise MediaError(f"{row['key']}: is a prompt alone; a clip is wanted")
+            raise MediaError(f"{row['key']}: is a prompt without a clip; a clip is needed")
         index = mock_index(location)
         if index is not None:
             height, width = sizes[index % len(sizes)]
@@ -79,7 +79,7 @@ class ClipReader:
         """Read the embedding of the row's caption, float32 [L, E]; None where it has none.
 
         Raises:
-            EmbeddingError: it cannot be taken; named.
+            EmbeddingError: it is not usable; names the file.
             UserError: a store refuses or does not answer.
         """
         if self.text_source(row) is None:
@@ -93,7 +93,7 @@ class ClipReader:
         return read_embedding(location, part, width=self._text_width, timeout_s=timeout_s)
 
     def text_source(self, row: Row) -> Hashable | None:
-        """Return what tells the row's embedding from those of other rows; None where `text` reads none."""
+        """Return a hashable identity of the row's embedding; None where `text` reads none."""
         location, part = row.get("text_embedding", ""), row.get("text_embedding_at")
         if not location or self._config.text_embeddings == "off":
             return None

@@ -1,4 +1,4 @@
-"""Text embeddings that lie beside the captions: safetensors, or pickles of arrays, which are turned into them."""
+"""Text embeddings stored beside the captions: safetensors, or pickles of arrays, which are converted."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from cosmos_rl_wfm.data.storage import Range, is_remote, read_bytes, write_atomi
 log = logging.getLogger(__name__)
 
 PICKLE = b"\x80"
-"""What a pickle of protocol 2 or above begins with."""
+"""First byte of a pickle of protocol 2 or above."""
 
 DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 
 
 class EmbeddingError(SampleError):
-    """A text embedding that cannot be taken. Names the file; trying again cannot help."""
+    """A text embedding that is not usable. Names the file; a retry cannot help."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, final=True)
@@ -36,7 +36,7 @@ def read_embedding(
     A pickle on this machine is written as safetensors beside itself where the folder allows it.
 
     Raises:
-        EmbeddingError: no such file, a damaged one, a pickle that asks for more than arrays, a shape that is not
+        EmbeddingError: no such file, a damaged one, a pickle of other objects than arrays, a shape that is not
             [L, E] with E = `width`, or values that are not finite.
         UserError: a store refuses or does not answer.
     """
@@ -76,7 +76,7 @@ def _is_safetensors(data: bytes) -> bool:
 
 
 def _convert(path: Path) -> None:
-    """Write a pickle's array beside it, the first time."""
+    """Write a pickle's array as safetensors beside it, unless that file exists."""
     try:
         if not path.with_suffix(".safetensors").exists():
             convert(path)

@@ -1,4 +1,4 @@
-"""A folder of clips with a caption each, on a disk or in an object store.
+"""A folder of clips with one caption each, on a disk or in an object store.
 
 videos/NAME.mp4  metas/NAME.txt  [text_embedding/NAME.safetensors | .pickle]      images/NAME.jpg likewise
 NAME.mp4  NAME.json | NAME.txt                                                    side by side
@@ -30,11 +30,11 @@ Listing = Mapping[str, str]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layout:
-    """The files of a folder by the clip they belong to."""
+    """The files of a folder by clip."""
 
     captions: Listing
     clips: Listing | None
-    """None where the captions are prompts alone."""
+    """None where the captions are prompts without clips."""
     embeddings: Listing
 
     @property
@@ -44,7 +44,7 @@ class Layout:
 
     @property
     def unpaired(self) -> list[str]:
-        """What has no other half, with the half it lacks."""
+        """Clips without a caption and captions without a clip, with the missing part."""
         if self.clips is None:
             return []
         bare = [f"{stem} (no caption)" for stem in self.clips.keys() - self.captions.keys()]
@@ -52,7 +52,7 @@ class Layout:
 
 
 def read_folder(config: WFMDataConfig) -> tuple[list[Row], list[str]]:
-    """Return the rows, by name, and what was left out and why.
+    """Return the rows, sorted by name, and the skipped files with reasons.
 
     Raises:
         UserError: there is no such folder, or it has none of the layouts.
@@ -120,7 +120,7 @@ def _files(files: Any, folder: str) -> list[str]:
 
 
 def _stems(paths: Iterable[str], suffixes: Sequence[str]) -> Listing:
-    """Files with one of the suffixes by stem; of several of one stem, that with the first suffix."""
+    """Files with one of the suffixes by stem; of several with one stem, that with the first suffix."""
     found = [path for path in paths if PurePosixPath(path).suffix.lower() in suffixes]
     found.sort(key=lambda path: suffixes.index(PurePosixPath(path).suffix.lower()), reverse=True)
     return {PurePosixPath(path).stem: path for path in found}
@@ -128,8 +128,8 @@ def _stems(paths: Iterable[str], suffixes: Sequence[str]) -> Listing:
 
 def _no_clips(config: WFMDataConfig, there: Mapping[str, str]) -> str:
     if any(PurePosixPath(name).suffix.lower() in IMAGES for name in there):
-        return f"data.path = {config.path!r} holds images alone; set data.size.frames = 1, or add videos/NAME.mp4"
+        return f"data.path = {config.path!r} holds only images; set data.size.frames = 1, or add videos/NAME.mp4"
     return (
         f"data.path = {config.path!r}: no clips. A folder holds videos/NAME.mp4 (or images/NAME.jpg) and "
-        f"metas/NAME.txt, or NAME.mp4 and NAME.json side by side; here lie {', '.join(sorted(there)[:8]) or 'no files'}"
+        f"metas/NAME.txt, or NAME.mp4 and NAME.json side by side; it has {', '.join(sorted(there)[:8]) or 'no files'}"
     )

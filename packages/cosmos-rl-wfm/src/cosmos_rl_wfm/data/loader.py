@@ -1,10 +1,10 @@
-"""The clips of a step's rows, read by threads: the way that all training on real data goes, and DDRL's data term.
+"""Loads the clips of a step's rows in threads, for supervised training and DDRL's data term.
 
     rows --threads--> caption, embedding, video or cached latents --in the order of the rows--> terms
-             `--> a row that gives none: named, counted, None in its place
+             `--> a row without a usable clip: reported, counted, None
 
-What is drawn for a row (the place of the cut, a dropped caption, and what comes after) follows from the seed and the
-row's number in its stream, so that a run that is resumed, or has other threads, sees the same.
+Random choices of a row (start of the clip, dropped caption, noise) depend only on the seed and the row's number in its
+stream, so that they are the same in a resumed run, or with other threads.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CUT = {"size", "buckets", "fps", "stride", "start"}
-"""Keys of [data] that say which pixels a clip has."""
+"""Keys of [data] that determine a clip's pixels."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadedClip:
-    """What training takes of a row."""
+    """A row's clip and caption, for training."""
 
     caption: str
-    """"" where it was dropped."""
+    """Empty where it was dropped."""
     text: np.ndarray | None
     """float32 [L, E]: the caption's embedding where the row has one and the caption was not dropped."""
     video: np.ndarray | None
-    """uint8 [F, H, W, 3], RGB; None where its latents are enough."""
+    """uint8 [F, H, W, 3], RGB; None where its latents suffice."""
     latents: Tensor | None = None
-    """float32 [C, f, h, w], where they are in the cache."""
+    """float32 [C, f, h, w]; None where they are not cached."""
     key: str = ""
-    """Of the latents in the cache; "" without one."""
+    """Key of the latents in the cache; "" without a cache."""
     rng: np.random.Generator
-    """Draws what else is random about the row."""
+    """Generator of the row's further random choices."""
     there: bool = True
-    """False for what stands in for a clip that is not."""
+    """False for a blank clip in place of a missing one."""
 
 
 class ClipLoader:
@@ -67,7 +67,7 @@ class ClipLoader:
         codec: str = "",
         needs_video: bool = True,
     ) -> None:
-        """cache: of latents, with what tells codecs apart as `codec`. needs_video: decode even where they are there."""
+        """cache: of latents; `codec` identifies their codec. needs_video: decode clips whose latents are cached too."""
         self._config = config
         self._seed = seed
         self._reader = ClipReader(config, text_width=text_width)
@@ -78,7 +78,7 @@ class ClipLoader:
         self._pool = ThreadPoolExecutor(config.workers, thread_name_prefix="clips")
 
     def load(self, prompts: Sequence[Prompt]) -> Iterator[LoadedClip | None]:
-        """Yield the clip of each row, as soon as those before it are there; None for a row that gives none.
+        """Yield the clip of each row, in order; None for a row without a usable clip.
 
         Raises:
             UserError: a store refuses or does not answer, or most rows give no clip.
@@ -92,16 +92,16 @@ class ClipLoader:
                 yield loaded
 
     def take_dropped(self) -> tuple[str, ...]:
-        """Return why rows gave no clip, those that were not returned before."""
+        """Return the reasons of rows without a clip that were not returned before."""
         return self._faults.take_new()
 
     def keep(self, clip: LoadedClip, latents: Tensor) -> None:
-        """Put the latents [C, f, h, w] of a clip into the cache, where there is one."""
+        """Put the latents [C, f, h, w] of a clip into the cache, if there is one."""
         if self._cache is not None and clip.key:
             self._cache.put(clip.key, {"latents": latents})
 
     def _try(self, prompt: Prompt) -> LoadedClip | SampleError:
-        """In a thread."""
+        """Load one row; runs in a thread."""
         reason = self._faults.reason(_name(prompt.row))
         if reason is not None:
             return MediaError(reason)

@@ -1,4 +1,4 @@
-"""Rows, clips and embeddings that need no files: a gradient in some colour that moves as its caption says."""
+"""Rows, clips and embeddings that need no files: a coloured gradient that moves in the direction of its caption."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ SCHEME = "mock:"
 
 COLOURS = {"red": (1.0, 0.2, 0.2), "green": (0.2, 1.0, 0.2), "blue": (0.2, 0.2, 1.0), "grey": (0.8, 0.8, 0.8)}
 DIRECTIONS = {"right": (0, 1), "left": (0, -1), "down": (1, 0), "up": (-1, 0)}
-"""Words and (rows, columns) a frame goes by."""
+"""Words and (rows, columns) of motion per frame."""
 
 FPS = 16.0
 
 
 def mock_rows(config: WFMDataConfig) -> list[dict[str, Any]]:
-    """Return `config.mock.rows` rows whose `video` and `text_embedding` are numbers in a scheme of their own."""
+    """Return `config.mock.rows` rows whose `video` and `text_embedding` are "mock:NUMBER"."""
     return [
         {
             "caption": mock_caption(index),

@@ -1,4 +1,4 @@
-"""Lists of prompts: .txt, a caption a line; .jsonl, an object a line; .json, a list of objects; or rows of Python."""
+"""Lists of prompts: .txt, a caption per line; .jsonl, an object per line; .json, a list of objects; or Python rows."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def read_prompts(config: WFMDataConfig) -> list[Row]:
     """Return the rows in their order. `video` and `text_embedding` of a row are relative to the list's folder.
 
     Raises:
-        UserError: no such file, a line that is no JSON, or a row without a caption; with its place.
+        UserError: no such file, a line that is no JSON, or a row without a caption; names the place.
     """
     rows: list[Row] = []
     for where, columns in _located_rows(config):

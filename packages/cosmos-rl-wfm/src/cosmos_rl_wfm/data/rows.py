@@ -1,10 +1,10 @@
-"""Rows of a dataset, found without decoding a frame and without torch.
+"""Lists the rows of a dataset without decoding a frame. No torch.
 
     folder | prompts | shards | mock --> {"caption", "video", "key", "fps", "text_embedding", and columns of its own}
 
-`video` is a path or URL of a video or image, or "" for a prompt alone. Rows out of tar shards carry `video_at`, first
+`video` is a path or URL of a video or image, or "" for a prompt without one. Rows of tar shards carry `video_at`, first
 byte and number of bytes, so that a row is read on its own and a run resumes at any of them. `text_embedding` and
-`text_embedding_at` likewise. `fps` is what the clip is cut to, 0 where that is the video's own affair.
+`text_embedding_at` likewise. `fps` is the clip's frame rate, 0 for the video's own.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ SHOWN = 5
 def load_rows(config: WFMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
     """Read the rows and their origin for messages.
 
-    Clips without a caption, captions without a clip and shards that cannot be read are left out, counted and named in
-    the log.
+    Clips without a caption, captions without a clip and unreadable shards are skipped, counted and named in the log.
 
     Raises:
         UserError: there is nothing at `path`, nothing is left, a prompt is wrong, or a store refuses.
@@ -57,7 +56,7 @@ def load_rows(config: WFMDataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:
 
 
 def kind_of(config: WFMDataConfig) -> Kind:
-    """Return the kind of data that the config names, or that the path looks like."""
+    """Return the kind of data that the config names, else the one inferred from the path."""
     if config.rows is not None:
         return "prompts"
     if config.kind != "auto":

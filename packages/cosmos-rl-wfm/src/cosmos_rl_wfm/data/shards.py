@@ -1,11 +1,11 @@
-"""Tar shards in the layout of WebDataset, on a disk or in an object store, with each clip at a known place.
+"""Tar shards in the layout of WebDataset, on a disk or in an object store, read by byte ranges.
 
-    clips-000.tar: 0001.mp4 0001.txt | 0001.json [0001.safetensors]  0002.mp4 ...     what shares a name is one sample
+    clips-000.tar: 0001.mp4 0001.txt | 0001.json [0001.safetensors]  0002.mp4 ...     files of one name are one sample
 
 A shard is read once for its index (headers and captions; clips are skipped), which is kept in the cache folder. Rows
 then hold byte ranges, so that the prompt stream shuffles them freely and resumes at any (shard, position). The library
-webdataset reads shards from front to back, shuffles in a buffer and cannot say where it is, so that a run could not
-resume exactly; it would also bring torch into the controller. Shards it writes are read here.
+webdataset reads shards from front to back, shuffles in a buffer and does not expose its position, so a run could not
+resume exactly; it would also bring torch into the controller. Shards that it writes are supported.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ BRACES = re.compile(r"\{([^{}]*)\}")
 NUMBERS = re.compile(r"(\d+)\.\.(\d+)")
 
 HEADER_BLOCK_BYTES = 64 * 1024
-"""What is fetched at a time from a store when a shard's headers are read: clips between them are skipped."""
+"""Bytes per request to a store while a shard's headers are read: clips between them are skipped."""
 
 INDEXERS = 16
 """Shards whose headers are read at the same time."""
 
 INDEX_FORMAT = 1
 MAX_CAPTION_BYTES = 2**20
-"""Largest .txt or .json of a sample: they are all held while a shard is indexed."""
+"""Largest .txt or .json of a sample: all of them are in memory while a shard is indexed."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,16 +54,16 @@ class Sample:
     members: dict[str, tuple[int, int]] = field(default_factory=dict)
     """First byte and number of bytes by suffix (".mp4")."""
     texts: dict[str, str] = field(default_factory=dict)
-    """What is in the caption files, by suffix."""
+    """Contents of the caption files, by suffix."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ShardIndex:
-    """What lies where in a shard."""
+    """The samples of a shard with their byte ranges."""
 
     samples: list[Sample]
     fault: str = ""
-    """Why it ends early; empty for a whole shard."""
+    """Reason why it ends early; empty for a complete shard."""
 
 
 def is_shard(location: str) -> bool:
@@ -79,10 +79,10 @@ def holds_shards(config: WFMDataConfig) -> bool:
 
 
 def expand(pattern: str) -> list[str]:
-    """Return the names that braces stand for: {000..010} numbers of as many digits, {a,b} words; in order.
+    """Return the names that braces expand to, in order: {000..010} numbers of fixed width, {a,b} alternatives.
 
     Raises:
-        UserError: numbers that go down.
+        UserError: descending numbers.
     """
     found = BRACES.search(pattern)
     if found is None:
@@ -112,7 +112,7 @@ def list_shards(config: WFMDataConfig) -> list[str]:
 
 
 def read_shards(config: WFMDataConfig) -> tuple[list[Row], list[str]]:
-    """Return the rows, shard after shard, and what was left out and why.
+    """Return the rows, shard after shard, and the skipped shards and samples with reasons.
 
     Raises:
         UserError: a store refuses or does not answer.
@@ -137,7 +137,7 @@ def read_shards(config: WFMDataConfig) -> tuple[list[Row], list[str]]:
 
 
 def read_index(shard: str, *, config: WFMDataConfig) -> ShardIndex:
-    """Return a shard's index, out of the cache folder where it is there and the shard has not changed."""
+    """Return a shard's index, from the cache folder if it is there and the shard has not changed."""
     files, path = open_store(shard, timeout_s=config.timeout_s)
     try:
         with reaching(shard):
@@ -175,11 +175,13 @@ def index_tar(file: Any) -> ShardIndex:
                     assert content is not None
                     sample.texts[suffix] = content.read(MAX_CAPTION_BYTES + 1).decode("utf-8", errors="replace")
             file.seek(archive.offset)
-            if any(file.read(tarfile.BLOCKSIZE) or b"cut"):  # zeros end an archive; tarfile takes any bad header for it
+            if any(
+                file.read(tarfile.BLOCKSIZE) or b"cut"
+            ):  # zeros end an archive; tarfile takes any bad header for its end
                 index.fault = f"is damaged at byte {archive.offset}, read up to sample {len(index.samples)}"
     except tarfile.TarError as error:
         index.fault = f"is damaged or no plain tar, read up to sample {len(index.samples)}: {error}"
-        del index.samples[-1:]  # its last file may be cut
+        del index.samples[-1:]  # its last file may be truncated
     return index
 
 
@@ -211,7 +213,7 @@ def _row(sample: Sample, *, shard: str, position: int, config: WFMDataConfig) ->
 
 
 def _embeddings(members: Mapping[str, Any]) -> Iterator[str]:
-    """Suffixes of text embeddings: .safetensors, or with a word before it, such as .t5.pickle."""
+    """Suffixes of text embeddings: such as .safetensors or .t5.pickle."""
     return (suffix for end in EMBEDDINGS for suffix in members if suffix.endswith(end))
 
 
@@ -221,7 +223,7 @@ def _index_file(config: WFMDataConfig, version: list[Any]) -> Path:
 
 
 def _from_json(file: Path) -> ShardIndex | None:
-    """An index that was kept; None for a damaged file, which is written again."""
+    """Read a cached index; None for a damaged file, which is written again."""
     try:
         held = json.loads(file.read_bytes())
         return ShardIndex(samples=[Sample(**sample) for sample in held["samples"]], fault=held["fault"])

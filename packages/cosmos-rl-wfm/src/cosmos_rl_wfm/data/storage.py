@@ -15,14 +15,14 @@ from cosmos_rl_core.storage.folder import store_errors
 from cosmos_rl_core.storage.s3 import ACCESS_KEY_ID, ENDPOINT_URL, REGION_NAME, SECRET_ACCESS_KEY, s3_options
 
 PARTIAL = ".partial"
-"""How the names of files end while they are written."""
+"""Suffix of files that are being written."""
 
 Range = Sequence[int]
 """First byte and number of bytes of a part of a file."""
 
 
 def is_remote(location: str) -> bool:
-    """Whether this is a URL and no path."""
+    """Whether the location is a URL of a store, not a local path."""
     return "://" in location and not location.startswith("file://")
 
 
@@ -30,7 +30,7 @@ def open_store(location: str, *, timeout_s: float = 60.0) -> tuple[Any, str]:
     """Return the fsspec file system of a path or URL, and the path in it.
 
     Raises:
-        UserError: a URL that nothing installed can open.
+        UserError: no installed package opens the URL.
     """
     from fsspec.core import url_to_fs
 
@@ -75,7 +75,7 @@ def _within(limit: int | None, size: int, location: str) -> None:
 
 
 def cache_folder(path: str | None) -> Path:
-    """Return the folder for what is computed once: `path`, or one of the user's own."""
+    """Return the folder of caches: `path`, or cosmos-rl in the user's cache directory."""
     if path is not None:
         return Path(path).expanduser()
     base = os.environ.get("XDG_CACHE_HOME")
@@ -83,7 +83,7 @@ def cache_folder(path: str | None) -> Path:
 
 
 def write_atomic(path: Path, data: bytes) -> None:
-    """Write a file on this machine so that every other process sees it whole or not at all."""
+    """Write a file on this machine atomically: other processes read it complete or not at all."""
     path.parent.mkdir(parents=True, exist_ok=True)
     descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=PARTIAL)
     try:
@@ -97,9 +97,9 @@ def write_atomic(path: Path, data: bytes) -> None:
 
 @contextmanager
 def reaching(location: str) -> Iterator[None]:
-    """Turn what a store says when it refuses or is silent into one UserError with the endpoint and what to look at.
+    """Turn errors and timeouts of a store into one UserError with the endpoint and the settings to check.
 
-    A missing file stays a FileNotFoundError, and faults of a disk stay what they are.
+    A missing file stays a FileNotFoundError, and errors of a local disk are not changed.
     """
     if not is_remote(location):
         yield
@@ -123,7 +123,7 @@ def endpoint(environ: Mapping[str, str] = os.environ) -> str:
 
 def _refusal(location: str, error: BaseException) -> str:
     place = endpoint() if location.startswith(("s3://", "s3a://")) else urlsplit(location).netloc
-    said = " ".join(str(error).split()) or type(error).__name__
+    message = " ".join(str(error).split()) or type(error).__name__
     if isinstance(error, PermissionError):
-        return f"{location}: {place} refuses: {said}. Look at {ACCESS_KEY_ID}, {SECRET_ACCESS_KEY} and {REGION_NAME}."
-    return f"{location}: {place} cannot be reached: {said}. Look at {ENDPOINT_URL}, and whether the service is up."
+        return f"{location}: {place} refuses: {message}. Check {ACCESS_KEY_ID}, {SECRET_ACCESS_KEY} and {REGION_NAME}."
+    return f"{location}: {place} cannot be reached: {message}. Check {ENDPOINT_URL}, and whether the service is up."

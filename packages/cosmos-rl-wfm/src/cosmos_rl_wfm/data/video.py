@@ -1,8 +1,8 @@
-"""Clips cut out of videos and images: which frames, scaled to which size. No torch.
+"""Cuts clips out of videos and images: chooses the frames, scales and crops them. No torch.
 
-    times of all frames (core's VideoFile) --> which ones --> decode, scale, crop
+    times of all frames (core's VideoFile) --> choose --> decode, scale, crop
 
-All times are known before a frame is decoded, so that nothing is guessed: a clip that fits exactly is found.
+All times are read before a frame is decoded, so that a clip that fits exactly is found.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from cosmos_rl_wfm.data.config import Start
 
 FASTEST = 1.1
-"""A clip may ask for this many times the frames a second that its video has; above, too many frames would be double."""
+"""Largest ratio of a clip's frame rate to its video's; above it, too many frames would be repeated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,8 +54,8 @@ def read_clip(
 ) -> Clip:
     """Decode `frames` frames, scaled to cover and cropped in the middle to the size of `sizes` nearest in shape.
 
-    With `fps` frames are taken by the clock, the nearest to each time; without it every `stride`th. `start` says where
-    in a longer video they begin; "random" draws from `rng`. `name` is what messages call bytes.
+    With `fps`, frames are the nearest to times 1 / fps apart; without it, every `stride`th. `start` is where the clip
+    begins in a longer video; "random" samples it from `rng`. `name` is the name of bytes in messages.
 
     Raises:
         MediaError: the file is missing, damaged, too short or too slow.
@@ -80,7 +80,7 @@ def choose_frames(
     start: Start = "first",
     rng: np.random.Generator | None = None,
 ) -> np.ndarray:
-    """Return the places [frames] int64 of a clip's frames in a video; `read_clip` documents the keys.
+    """Return the indices [frames] int64 of a clip's frames in a video; `read_clip` documents the keys.
 
     seconds: [N] float64, the times of the video's frames since the first.
 
@@ -117,14 +117,14 @@ def nearest_size(height: float, width: float, sizes: Sequence[tuple[int, int]]) 
 
 def _first(starts: int, *, start: Start, rng: np.random.Generator | None) -> int:
     if start == "random":
-        assert rng is not None, "a random start is drawn from rng"
+        assert rng is not None, "a random start needs rng"
         return int(rng.integers(starts))
     return (starts - 1) // 2 if start == "centre" else 0
 
 
 def _read(file: VideoFile, chosen: np.ndarray, sizes: Sequence[tuple[int, int]]) -> np.ndarray:
     """Return the chosen frames, which may repeat, as uint8 [F, H, W, 3]."""
-    scaler = VideoReformatter()  # one a clip: it keeps the tables of its filter between frames
+    scaler = VideoReformatter()  # one per clip: it keeps the tables of its filter between frames
     video = np.empty(0, np.uint8)
 
     def take(frame: VideoFrame, place: int) -> None:
@@ -142,7 +142,7 @@ def _read(file: VideoFile, chosen: np.ndarray, sizes: Sequence[tuple[int, int]])
 
 
 def _fit(frame: VideoFrame, image: np.ndarray, scaler: VideoReformatter) -> None:
-    """Scale a frame until it covers `image` [H, W, 3], turn it upright, and copy its middle."""
+    """Scale a frame to cover `image` [H, W, 3], rotate it upright, and copy its centre."""
     turns = round(frame.rotation / 90)
     height, width = image.shape[:2] if turns % 2 == 0 else image.shape[1::-1]
     scale = max(height / frame.height, width / frame.width)

@@ -6,9 +6,9 @@
        |  all-to-all               |  every rank's heads to all
     video [B, heads, l, D]      text [B, heads, S, D]
 
-l = ceil(L / cp) tokens of a rank; the last ranks fill up with rows that no attention sees. Text is there where it is
-attended to jointly (SD3); in cross-attention every token asks for itself and nothing is exchanged. What a rank computes
-of text has its part of the gradient: summed over cp it is the whole.
+l = ceil(L / cp) tokens of a rank; the last ranks are padded with rows that no attention reads. Text takes part in
+joint attention (SD3); cross-attention is per token and exchanges nothing. Each rank has a partial gradient of the text;
+the sum over cp is the whole.
 Source: DeepSpeed-Ulysses, Jacobs et al., arXiv:2309.14509.
 """
 
@@ -26,13 +26,13 @@ from cosmos_rl_core.parallel.axes.context import heads_to_rows, rows_to_heads
 
 
 class WholeAttention(TorchFunctionMode):
-    """Inside, `scaled_dot_product_attention` of this rank's tokens is that of all tokens.
+    """Within the context, `scaled_dot_product_attention` of this rank's tokens attends over all tokens.
 
     A mode reaches every processor of diffusers that calls torch, without a processor of our own for each class.
     """
 
     def __init__(self, axis: DeviceMesh, *, rows: int, num_tokens: int) -> None:
-        """Take the next attention for one of `rows` video tokens on this rank, before text, of `num_tokens` in all."""
+        """rows: video tokens of this rank, which precede text. num_tokens: video tokens of all ranks."""
         super().__init__()
         self.calls = 0
         self._axis = axis
@@ -49,7 +49,7 @@ class WholeAttention(TorchFunctionMode):
         self, query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, **options: Any
     ) -> Tensor:
         """[B, heads, l + S, D] each -> [B, heads, l + S, D]."""
-        assert attn_mask is None, "a mask over the tokens of a video would have to be cut too"
+        assert attn_mask is None, "a mask over video tokens is not supported"
         assert query.shape == key.shape == value.shape, "self-attention has as many keys as queries"
         heads = self._own_heads(torch.cat([_by_row(states) for states in (query, key, value)], dim=2))
         batch = len(query)
@@ -64,7 +64,7 @@ class WholeAttention(TorchFunctionMode):
         return torch.cat([video, text.chunk(self._axis.size(), dim=1)[self._axis.get_local_rank()]])
 
     def _own_rows(self, states: Tensor) -> Tensor:
-        """[L + S, heads/cp, width] -> [l + S, heads, width]: to each rank go its tokens, and all text."""
+        """[L + S, heads/cp, width] -> [l + S, heads, width]: each rank receives its tokens and all text."""
         video, text = states[: self._num_tokens], states[self._num_tokens :]
         size = self._axis.size()
         filled = F.pad(video, (0, 0, 0, 0, 0, size * self._rows - self._num_tokens))

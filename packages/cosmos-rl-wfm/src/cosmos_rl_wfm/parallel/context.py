@@ -1,8 +1,8 @@
-"""Cuts the tokens of a network over the ranks of `cp`, by hooks at the places that its plan names.
+"""Shards the tokens of a network over the ranks of `cp`, by hooks on the modules of its plan.
 
 network(...)                           arguments of the plan are cut
   rope(...), ...                       outputs of the plan are cut
-  block(...)                           hidden states are cut for the first; L rides along
+  block(...)                           hidden states of the first are cut; L is passed along
     -> what is recomputed (remat)
       -> with L -> block.forward       a recomputation sees the L of its own pass
         attention(...)                 over all tokens
@@ -30,19 +30,19 @@ Forward = Callable[..., Any]
 Change = Callable[[Any], Any]
 
 _LENGTH = "num_tokens"
-"""Keyword that a block's call is given: L."""
+"""Keyword of a block's call with L."""
 
 
 class TokenAxis:
-    """The ranks along cp, and how many tokens the pass under way has."""
+    """The ranks along cp, and the number of tokens of the current pass."""
 
     def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
         self.num_tokens = 0
-        """L, from the first block to the output projection, and while a block is computed again."""
+        """L, from the first block to the output projection, and while a block is recomputed."""
 
     def cut(self, whole: Tensor, along: Along) -> Tensor:
-        """Return this rank's l = ceil(L / cp) of L slices along a dim, zeros where there are no more."""
+        """Return this rank's l = ceil(L / cp) of L slices along a dim, padded with zeros."""
         length = whole.shape[along.dim]
         rows = -(-length // self.mesh.size())
         start = min(rows * self.mesh.get_local_rank(), length)
@@ -51,7 +51,7 @@ class TokenAxis:
         return F.pad(part, (0, 0) * (whole.ndim - 1 - along.dim) + (0, missing)) if missing else part
 
     def cut_each(self, value: Any, along: Along) -> Any:
-        """Cut a tensor, or each of a tuple; what has no dim of tokens is returned as it is."""
+        """Cut a tensor, or each of a tuple; values without a token dim are returned unchanged."""
         if isinstance(value, tuple):
             return tuple(self.cut_each(one, along) for one in value)
         return self.cut(value, along) if isinstance(value, Tensor) and value.ndim == along.of else value
@@ -62,7 +62,7 @@ class TokenAxis:
         return self.cut(hidden, Along(1, of=3))
 
     def gather(self, rows: Tensor) -> Tensor:
-        """[B, l, W] -> [B, L, W], whose gradient is the same on every rank: each takes its own part."""
+        """[B, l, W] -> [B, L, W], whose gradient is the same on every rank; each rank takes its slice."""
         cut = DTensor.from_local(rows, self.mesh, [Shard(1)], run_check=False)
         return cut.redistribute(placements=[Replicate()]).to_local()[:, : self.num_tokens]
 
@@ -70,8 +70,8 @@ class TokenAxis:
 def cut_tokens(network: nn.Module, blocks: Sequence[nn.Module], mesh: DeviceMesh) -> None:
     """Cut the tokens of `network` over `mesh`, in place, before its blocks are recomputed or sharded.
 
-    Latents go in, and the velocity comes out, whole on every rank; all ranks of `mesh` call the network together.
-    Raises UserError for a class without a plan, and for heads that cannot be cut.
+    Latents and velocity are whole on every rank; all ranks of `mesh` call the network together.
+    Raises UserError for a class without a plan, and for heads that cp does not divide.
     """
     plan = plan_of(type(network).__name__, cp=mesh.size())
     axis = TokenAxis(mesh)
@@ -132,7 +132,7 @@ def _gather_output(axis: TokenAxis, _: nn.Module, args: Any, output: Tensor) -> 
 
 
 def _change_arguments(module: nn.Module, changes: Mapping[str, Change]) -> None:
-    """Send arguments of each call of `module` through functions, wherever the caller puts them."""
+    """Apply functions to arguments of each call of `module`, positional or by keyword."""
     names = list(inspect.signature(type(module).forward).parameters)[1:]
     placed = {name: (names.index(name), change) for name, change in changes.items()}
     module.register_forward_pre_hook(partial(_changed, placed), with_kwargs=True)

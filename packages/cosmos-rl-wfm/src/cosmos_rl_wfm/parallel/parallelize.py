@@ -1,8 +1,8 @@
-"""Spreads a diffusers transformer over the ranks of its replica. In this order, for each step needs the one before:
+"""Parallelises a diffusers transformer over the ranks of its replica. Each step needs the previous ones:
 
     float8 -> eager -> tokens (cp) -> recomputation, offload, compile -> fully_shard (dp_shard x cp, dp_replicate)
 
-With one process only what needs no other rank happens.
+One process takes only the steps that need no other rank.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from cosmos_rl_wfm.parallel.axes import check_axes
 from cosmos_rl_wfm.parallel.context import cut_tokens
 
 _TIMES = "timestep"
-"""What all diffusers transformers call their times."""
+"""Name of the times argument of all diffusers transformers."""
 
 
 def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.dtype | None = None) -> None:
-    """Spread `network` in place; every parameter is a DTensor afterwards, adapters too, where there is a mesh.
+    """Parallelise `network` in place; every parameter is a DTensor afterwards, adapters too, where there is a mesh.
 
-    Parameters are cut from the rank's own copy and nothing is sent: all ranks must hold the same values, or fill them
-    in later. Adapters are to be there before. It is called, by all ranks along cp together, as it was before: latents
-    go in whole and the velocity comes out whole; gradients of parameters are sums over all ranks.
+    Parameters are sharded from the rank's own copy and nothing is sent: all ranks must hold the same values, or fill
+    them in later. Add adapters before. All ranks along cp call the network together, as before: latents and velocity
+    are whole on every rank; gradients of parameters are sums over all ranks.
 
     Args:
-        compute_dtype: with a mesh, type that parameters are gathered in and the network computes in while its weights
+        compute_dtype: with a mesh, the dtype in which parameters are gathered and the network computes; its weights
             keep theirs. Times are never rounded to it. In one process the model's own autocast does that.
 
-    Raises UserError for a network that cannot be spread as `setup` says.
+    Raises UserError for a network that does not support `setup`.
     """
     mesh = setup.mesh
     check_axes(setup.parallel, setup.memory)
     blocks = transformer_blocks(network)
     use_float8(network, setup.precision.fp8, skip=_kept_whole(network, blocks))
-    if not setup.memory.compile:  # which does all that by itself
+    if not setup.memory.compile:  # the compiler does the same
         speed_up(network)
     if mesh is not None and (axis := mesh.axis("cp")) is not None:
         cut_tokens(network, blocks, axis)
@@ -74,14 +74,14 @@ def _kept_whole(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
 
 
 def _hold_in_one_type(network: nn.Module, dtype: torch.dtype) -> None:
-    """Cast what is trained to `dtype`: `fully_shard` reduces one type, and diffusers leaves parts in float32."""
+    """Cast trained parameters to `dtype`: `fully_shard` reduces one dtype, and diffusers leaves parts in float32."""
     for parameter in network.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
 def _own_storage(_: nn.Module, args: Any, output: Any) -> Any:
-    """Copy the velocity, a view otherwise: an operation in place on a view would lose `fully_shard`'s hook on it."""
+    """Copy the velocity, a view otherwise: an in-place operation on a view would lose `fully_shard`'s hook on it."""
     if isinstance(output, tuple):
         return tuple(one.clone() for one in output)
     output.sample = output.sample.clone()
@@ -91,7 +91,7 @@ def _own_storage(_: nn.Module, args: Any, output: Any) -> Any:
 def _cast_all_but_times(
     dtype: torch.dtype, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Cast what goes into the network but its times, as diffusers' pipelines do."""
+    """Cast the network's inputs except its times, as diffusers' pipelines do."""
     assert not args, "call the network with keywords: times are found by name"
     return args, {name: value if name == _TIMES else _cast(value, dtype) for name, value in kwargs.items()}
 

@@ -13,7 +13,7 @@ from cosmos_rl_wfm.parallel.weights import parameter_shapes
 _JOINT = {"SD3Transformer2DModel"}
 """Classes that attend to text and video at once, and have no cross-attention."""
 _FEED_FORWARD_COPIES = 2
-"""Of a feed-forward's width, what its backward pass needs: before and after the activation; there is no gate."""
+"""Tensors of a feed-forward's width that its backward pass needs: before and after the activation; no gate."""
 
 
 def model_shape(
@@ -23,14 +23,14 @@ def model_shape(
     lora_rank: int = 0,
     lora_targets: Sequence[str] | None = (),
 ) -> ModelShape | None:
-    """Return the shape of the network of a diffusers config.json; None for a class, or sizes, not known here.
+    """Return the shape of the network of a diffusers config.json; None for an unknown class, or missing sizes.
 
-    `vocabulary` is the number of outputs for each token. What cross-attention and the gates of a block keep is counted
-    as `latent`, which the activations that were measured came to. With adapters all else is frozen.
+    `vocabulary` is the number of outputs for each token. Activations of cross-attention and of a block's gates
+    count as `latent`, which fits measured activations. With adapters all other parameters are frozen.
 
     Args:
-        dtype: of matrix products.
-        lora_rank: of adapters; 0 for none.
+        dtype: dtype of matrix products.
+        lora_rank: rank of adapters; 0 for none.
         lora_targets: ends of the names of the linear layers that have them, such as "to_q" or "to_out.0"; None: all.
     """
     try:
@@ -61,9 +61,9 @@ def model_shape(
 
 
 def num_tokens(config: Mapping[str, Any], latents: Sequence[int]) -> int:
-    """Return the tokens of a clip, what cp cuts: patches of its latents (C, f, h, w).
+    """Return the number of tokens of a clip, which cp shards: patches of its latents (C, f, h, w).
 
-    It is the number that one term, a denoising step, counts for in an estimate of memory.
+    In an estimate of memory one term, a denoising step, counts as this number of tokens.
     """
     patch = config["patch_size"]
     sizes = (1, patch, patch) if isinstance(patch, int) else tuple(patch)

@@ -1,4 +1,4 @@
-"""Where a class of networks has its video tokens: what to cut, what to attend with, what to gather.
+"""Plans, per class of networks, of the tensors and modules to shard over video tokens with cp.
 
     latents [B, C, f, h, w] -- patches --> tokens [B, L, H]        whole on every rank
                                               |  cut               before the first block
@@ -6,9 +6,9 @@
                                               |  gather
     velocity [B, C, f, h, w] <-----------  [B, L, C p]             whole on every rank
 
-Positions are of the whole video: rotary angles are computed for all tokens, and cut. As everything before the cut is
-computed by all ranks and used for their own tokens, every parameter gets a rank's part of its gradient; the sum over cp
-is the whole. Behind the gather all ranks compute the same loss.
+Positions are of the whole video: rotary angles are computed for all tokens, and cut. Everything before the cut is
+computed by all ranks and used for their own tokens, so that each rank has a partial gradient of every parameter; the
+sum over cp is the whole. After the gather all ranks compute the same loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from cosmos_rl_core.errors import UserError
 
 BLOCKS = "blocks"
-"""Stands, in a plan, for each of a network's blocks."""
+"""Key of a plan for each of a network's blocks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,25 +28,25 @@ class Along:
 
     dim: int
     of: int
-    """Dims of such a tensor: one with another number of them has no value for each token and is left whole."""
+    """Number of dims of such a tensor; a tensor with another number has no token dim and is left whole."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TokenPlan:
-    """For one class of diffusers. Tokens [B, L, H] are the first block's `hidden_states`."""
+    """The plan of one class of diffusers. Tokens [B, L, H] are the first block's `hidden_states`."""
 
     attention: tuple[str, ...]
-    """Modules of a block in which tokens see one another."""
+    """Modules of a block that attend across video tokens."""
     arguments: Mapping[str, Mapping[str, Along]] = field(default_factory=dict)
     """Module ("": the network; `BLOCKS`) -> its arguments with a value for each token."""
     outputs: Mapping[str, Along] = field(default_factory=dict)
     """Modules that return values for each token."""
     head: str = "proj_out"
-    """What makes [B, l, C p] of the last hidden states."""
+    """Module that maps the last hidden states to [B, l, C p]."""
 
 
 _TIMES = {"embedded_timestep": Along(1, of=3), "temb": Along(1, of=3)}
-"""Cosmos: a time for each token where frames are given, one a sample [B, ...] where not."""
+"""Cosmos: a time for each token where frames are given, one per sample [B, ...] elsewhere."""
 
 PLANS: Mapping[str, TokenPlan] = {
     "WanTransformer3DModel": TokenPlan(
@@ -61,14 +61,14 @@ PLANS: Mapping[str, TokenPlan] = {
     ),
     "SD3Transformer2DModel": TokenPlan(attention=("attn", "attn2")),
 }
-"""By class name."""
+"""Plans by class name."""
 
 
 def plan_of(class_name: str, *, cp: int) -> TokenPlan:
-    """Return the plan of a class. Raises UserError with the known ones for a class without."""
+    """Return the plan of a class. Raises UserError, with the supported classes, for a class without one."""
     if (plan := PLANS.get(class_name)) is None:
         raise UserError(
-            f"[policy.parallel] cp = {cp}: it is not known where {class_name} has its tokens; set cp = 1, or take one "
+            f"[policy.parallel] cp = {cp}: {class_name} has no plan for its tokens; set cp = 1, or use one "
             f"of {', '.join(sorted(PLANS))}"
         )
     return plan

@@ -1,4 +1,4 @@
-"""Names and shapes of a diffusers transformer's parameters, from its config.json alone. No torch.
+"""Names and shapes of a diffusers transformer's parameters, from its config.json. No torch.
 
 H is heads x head_dim, the width of the stream; E that of text; p the places of a patch; C channels.
 """
@@ -14,7 +14,7 @@ Shapes = Iterator[tuple[str, tuple[int, ...]]]
 
 
 def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
-    """Return the shape of every parameter by checkpoint name; empty for a class that is not known here.
+    """Return the shape of every parameter by checkpoint name; empty for an unknown class.
 
     Args:
         config: of diffusers, with `_class_name`. Raises KeyError for one that lacks a size.
