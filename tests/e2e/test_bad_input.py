@@ -194,6 +194,7 @@ def test_there_is_no_checkpoint_to_go_on_from(tmp_path, bandit, refused):
     assert f"--resume {tmp_path / 'step_4'}: no checkpoint there" in message
 
 
+@pytest.mark.ci
 def test_the_disk_fills_up_and_what_was_saved_stays(tmp_path, bandit, refused):
     def small_files():
         resource.setrlimit(resource.RLIMIT_FSIZE, (12_000, 12_000))

@@ -93,6 +93,7 @@ def content(result):
     return (result.directory / "rollouts.jsonl").read_text()
 
 
+@pytest.mark.ci
 def test_one_and_two_processes_draw_the_same(finished, tmp_path):
     recipe, run_dir = finished
     keys = {"checkpoint": str(run_dir), "num_samples": 3}

@@ -167,6 +167,7 @@ def script(folder, name, text):
     return done.returncode, done.stdout + done.stderr
 
 
+@pytest.mark.ci
 def test_workers_import_the_function_of_a_script(tmp_path):
     code, printed = script(
         tmp_path,
@@ -248,6 +249,7 @@ def test_rows_are_kept_and_resumed_from(tmp_path, rowed):
         run(tables, ["run.max_steps=5"], rewards="hits", rows=CONTEXTS[:9], eval_rows=CONTEXTS[:3], resume="auto")
 
 
+@pytest.mark.ci
 def test_rows_are_read_by_processes_too(tmp_path, rowed):
     tables = recipe(tmp_path, domain="rowed_domain:Rowed", placement="local")
     result = run(tables, rewards=[hits], rows=CONTEXTS, python_path=[rowed])

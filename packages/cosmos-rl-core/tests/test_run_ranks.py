@@ -51,6 +51,7 @@ def test_shards_that_are_not_there_cannot_be_offloaded(tmp_path):
         run(recipe(tmp_path, "alone", memory={"parameter_offload": True}))
 
 
+@pytest.mark.ci
 def test_two_ranks_train_as_one_process_does(tmp_path):
     alone = run(recipe(tmp_path, "alone"))
     spread = run(recipe(tmp_path, "spread", parallel={"dp_shard": 2}), ["rollout.spool.threshold_bytes=0"])

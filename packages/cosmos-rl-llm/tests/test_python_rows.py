@@ -67,6 +67,7 @@ def test_rows_need_a_module_and_stand_alone():
         LLMDataConfig()
 
 
+@pytest.mark.ci
 def test_a_dataset_is_trained_on_and_evaluated_as_any_rows(tmp_path):
     datasets = pytest.importorskip("datasets", reason="an extra of the package")
     sums = [{"question": f"{a}+{a}=", "answer": str(a + a)} for a in range(20)]

@@ -30,6 +30,7 @@ def test_transports_are_measured_as_a_memcpy_and_a_raw_stream_are(name):
     assert 0 < speed.latency_us < 1e6
 
 
+@pytest.mark.ci
 def test_what_does_not_work_raises_with_the_reason():
     with pytest.raises(TransportUnavailable, match=r"^torch.distributed has no process group here"):
         Measurement("collective", mib=1, bucket_mib=1).__enter__()

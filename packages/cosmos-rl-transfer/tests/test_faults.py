@@ -268,6 +268,7 @@ class Child:
         self.process.stdout.close()
 
 
+@pytest.mark.ci
 def test_a_hundred_versions_reach_another_process_bit_exact_over_each_transport():
     async def main():
         weights = weights_at(0)

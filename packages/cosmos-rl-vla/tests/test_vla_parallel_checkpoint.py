@@ -3,6 +3,7 @@
 from importlib.util import find_spec
 
 import numpy as np
+import pytest
 import torch
 from torch.distributed.tensor import DTensor
 from vla_parity import MODULES, PPO, SAMPLES, decisions, loaded_model, microbatch_of, rows_of, save_model
@@ -66,6 +67,7 @@ def filled_weights(rank, world_size, *, configs):
     return found
 
 
+@pytest.mark.ci
 def test_ranks_read_the_weights_of_a_directory_as_one_process_does(tmp_path):
     for variant in {variant for variant, _ in DIRECTORIES}:
         saved = values_of(save_model(variant, tmp_path / variant).module)

@@ -130,6 +130,7 @@ print(wrong)
 """Writes and reads the same keys as the others, with room for few; prints the damaged reads."""
 
 
+@pytest.mark.ci
 def test_processes_that_write_and_remove_at_once_read_whole_files(tmp_path):
     command = [sys.executable, "-c", WORK, str(tmp_path)]
     processes = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(3)]

@@ -13,6 +13,7 @@ from cosmos_rl_core.recipe.load import load_config
 README = Path(__file__).parents[1] / "README.md"
 
 
+@pytest.mark.ci
 def test_the_example_in_the_readme_makes_clips_brighter(tmp_path, monkeypatch, capsys):
     example = README.read_text(encoding="utf-8").split("```python\n")[1].split("```")[0]
     monkeypatch.chdir(tmp_path)
