@@ -140,5 +140,5 @@ def test_a_caption_is_a_prompt(config):
 
 
 def test_an_engine_of_one_gpu_is_not_spread(config, tmp_path):
-    with pytest.raises(UserError, match="--tp-size 2: the engine 'torch' of the wfm domain holds the model on one GPU"):
+    with pytest.raises(UserError, match="--tp-size 2: the engine 'torch' of the wfm domain runs on one GPU"):
         generate(config, request=Request(out=tmp_path, instances=Instances(num_gpus=2, tp_size=2)))
