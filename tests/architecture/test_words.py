@@ -15,22 +15,11 @@ FORBIDDEN = re.compile(
 )
 FIRST_WORDS = ("What", "Who", "How")
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.md", "cookbook/**/*.md", "cookbook/**/*.toml")
-SOURCES = ("cookbook/**/*.py", "scripts/*.py")
-CLEAN = (
-    "cosmos-rl-core/src",
-    "cosmos-rl-transfer/src",
-    "cosmos-rl-llm/src",
-    "cosmos-rl-vla/src",
-)
-"""Folders of packages without these words. The aim is all of them: add a folder once it is clean."""
+SOURCES = ("packages/*/src/**/*.py", "cookbook/**/*.py", "scripts/*.py")
 
 
 def files(*patterns: str) -> list[Path]:
     return sorted({path for pattern in patterns for path in ROOT.glob(pattern)})
-
-
-def package_sources() -> list[Path]:
-    return files(*(f"packages/{folder}/**/*.py" for folder in CLEAN))
 
 
 def forbidden_words(path: Path) -> Iterator[str]:
@@ -64,11 +53,11 @@ def test_forbidden_words_are_found_in_names_and_text(tmp_path, monkeypatch):
 
 
 def test_pages_and_sources_use_the_words_of_the_field():
-    paths = [*files(*PAGES, *SOURCES), *package_sources()]
+    paths = files(*PAGES, *SOURCES)
     found = [line for path in paths for line in forbidden_words(path)]
     assert not found, "\n".join(["words with a replacement in CONTRIBUTING.md:", *found])
 
 
 def test_docstrings_begin_with_a_noun_or_a_verb():
-    found = [line for path in [*files(*SOURCES), *package_sources()] for line in first_words(path)]
+    found = [line for path in files(*SOURCES) for line in first_words(path)]
     assert not found, "\n".join(["docstrings that begin with What, Who or How:", *found])
