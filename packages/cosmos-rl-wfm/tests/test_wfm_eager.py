@@ -79,13 +79,13 @@ def test_ratios_are_exactly_one_where_products_go_through_onednn():
             for name, tensor in engine.weights().items():
                 tensor.copy_(policy.weights()[name])
 
-    async def draw():
+    async def sample_group():
         await engine.switch(0, copy_weights)
         _, rollouts = await engine.generate(prompt(), num_samples=4, sampling=sampling, seed=0)
         await engine.close()
         return rollouts
 
-    group = RolloutGroup(prompt=prompt(), rollouts=tuple(asyncio.run(draw())))
+    group = RolloutGroup(prompt=prompt(), rollouts=tuple(asyncio.run(sample_group())))
     (microbatch, other) = collate([group], microbatch_terms=4, share=Share()).microbatches
     if torch.backends.mkldnn.is_available():
         assert isinstance(policy.module.blocks[0].ffn.net[2], ManyRowsLinear)

@@ -116,7 +116,7 @@ def test_the_average_is_evaluated_unless_the_trained_weights_are_asked_for(whole
     assert rewards[True] != rewards[False]
 
 
-def test_engines_draw_with_the_average_or_the_trained_weights(whole):
+def test_engines_sample_with_the_average_or_the_trained_weights(whole):
     config = load_config(RECIPE)
     engine = build_engine(config, load_domain("wfm"))
     tensors = saved(whole[0], 3)

@@ -1,4 +1,4 @@
-"""Engine, collate and policy together: what was drawn is what is trained."""
+"""Engine, collate and policy together: what was sampled is what is trained."""
 
 import asyncio
 from dataclasses import replace
@@ -39,13 +39,13 @@ async def copy_weights(engine, weights, *, version=0):
     await engine.switch(version, apply)
 
 
-def draw(engine, *, num_samples=4, sampling=STEPS, seed=3, weights=None, given=None):
+def sample_group(engine, *, num_samples=4, sampling=STEPS, seed=3, weights=None, given=None):
     async def main():
         if weights is not None:
             await copy_weights(engine, weights)
-        drawn = await engine.generate(given or prompt(), num_samples=num_samples, sampling=sampling, seed=seed)
+        sampled = await engine.generate(given or prompt(), num_samples=num_samples, sampling=sampling, seed=seed)
         await engine.close()
-        return drawn
+        return sampled
 
     return asyncio.run(main())
 
@@ -59,7 +59,7 @@ def group(rollouts, advantages):
 def test_before_the_first_update_every_ratio_is_exactly_one(rule):
     sampling = STEPS.model_copy(update={"rule": rule, "noise_level": 0.5})
     policy = policy_of(sampling=sampling)
-    _, rollouts = draw(engine_of(), sampling=sampling, num_samples=4, weights=policy.weights())
+    _, rollouts = sample_group(engine_of(), sampling=sampling, num_samples=4, weights=policy.weights())
     batch = collate([group(rollouts, [1.0, -1.0, 0.5, -0.5])], microbatch_terms=4, share=Share())
     assert (batch.num_terms, batch.num_rollouts, len(batch.microbatches)) == (8, 4, 2)
     for microbatch in batch.microbatches:
@@ -69,17 +69,17 @@ def test_before_the_first_update_every_ratio_is_exactly_one(rule):
 
 
 def test_a_sample_follows_from_its_seed_and_not_from_its_batch():
-    _, whole = draw(engine_of(), num_samples=3)
-    _, cut = draw(engine_of(samples_at_once=2), num_samples=3)
+    _, whole = sample_group(engine_of(), num_samples=3)
+    _, cut = sample_group(engine_of(samples_at_once=2), num_samples=3)
     for one, other in zip(whole, cut, strict=True):
         np.testing.assert_allclose(one.arrays["path"], other.arrays["path"], atol=1e-5)
-    _, again = draw(engine_of(), num_samples=3, seed=4)
+    _, again = sample_group(engine_of(), num_samples=3, seed=4)
     assert np.abs(whole[0].arrays["path"] - again[0].arrays["path"]).max() > 0.1
 
 
 def test_rollouts_of_a_group_differ_and_share_their_start_where_asked():
-    _, apart = draw(engine_of(), num_samples=2)
-    _, shared = draw(engine_of(), num_samples=2, sampling=STEPS.model_copy(update={"same_noise": True}))
+    _, apart = sample_group(engine_of(), num_samples=2)
+    _, shared = sample_group(engine_of(), num_samples=2, sampling=STEPS.model_copy(update={"same_noise": True}))
     starts = [[rollout.arrays["path"][0] for rollout in rollouts] for rollouts in (apart, shared)]
     assert not np.allclose(*starts[0])
     assert np.array_equal(*starts[1])
@@ -87,7 +87,7 @@ def test_rollouts_of_a_group_differ_and_share_their_start_where_asked():
 
 
 def test_what_rewards_look_at_is_a_video_and_does_not_travel():
-    text, rollouts = draw(engine_of(), num_samples=2, sampling=CLEAN)
+    text, rollouts = sample_group(engine_of(), num_samples=2, sampling=CLEAN)
     assert text == "a square moving left"
     for rollout in rollouts:
         clean = torch.from_numpy(rollout.arrays["clean"])[None]  # pixels: the latents of this model
@@ -96,14 +96,14 @@ def test_what_rewards_look_at_is_a_video_and_does_not_travel():
 
 
 def test_the_caption_travels_once_a_group():
-    _, rollouts = draw(engine_of(), num_samples=3)
+    _, rollouts = sample_group(engine_of(), num_samples=3)
     assert {"text", "text_mask"} <= rollouts[0].arrays.keys()
     assert "text" not in rollouts[1].arrays
 
 
 def test_clean_samples_are_noised_at_their_own_times():
     policy = policy_of(sampling=CLEAN)
-    _, rollouts = draw(engine_of(), sampling=CLEAN, num_samples=2, weights=policy.weights())
+    _, rollouts = sample_group(engine_of(), sampling=CLEAN, num_samples=2, weights=policy.weights())
     (microbatch,) = collate([group(rollouts, [1.0, -1.0])], microbatch_terms=8, share=Share()).microbatches
     assert microbatch.inputs["clean"].shape[0] == 6
     assert len(microbatch.inputs["times"].unique()) == 6
@@ -153,7 +153,7 @@ def test_a_cancelled_request_stops_at_the_next_step():
 
 def test_a_row_without_a_caption_is_an_error_of_the_prompt():
     with pytest.raises(PromptError, match="no caption"):
-        draw(engine_of(), given=Prompt(sample_id=0, row={"text": "x"}, origin="rows:1"))
+        sample_group(engine_of(), given=Prompt(sample_id=0, row={"text": "x"}, origin="rows:1"))
 
 
 def test_a_size_that_the_model_cannot_take_is_told():
@@ -165,7 +165,7 @@ def test_a_size_that_the_model_cannot_take_is_told():
 def test_guidance_makes_a_second_pass_and_none_without(guidance, passes):
     calls, engine = [], engine_of()
     engine._model.network.register_forward_hook(lambda *_: calls.append(1))
-    draw(engine, num_samples=1, sampling=STEPS.model_copy(update={"guidance": guidance}))
+    sample_group(engine, num_samples=1, sampling=STEPS.model_copy(update={"guidance": guidance}))
     assert len(calls) == passes
 
 
@@ -174,17 +174,17 @@ def test_guided_rollouts_are_trained_with_their_guidance(negative):
     sampling = STEPS.model_copy(update={"guidance": 3.0})
     model = pixel_model(text={"encoder": "words", "length": 4, "negative_prompt": negative})
     policy = policy_of(model, sampling=sampling)
-    _, rollouts = draw(engine_of(model), sampling=sampling, weights=policy.weights())
+    _, rollouts = sample_group(engine_of(model), sampling=sampling, weights=policy.weights())
     (microbatch,) = collate([group(rollouts, [0.0] * 4)], microbatch_terms=8, share=Share()).microbatches
-    drawn = microbatch.terms.rollout_logprobs
-    assert torch.allclose(policy.forward(microbatch).logprobs, drawn, rtol=0, atol=1e-5)
+    sampled = microbatch.terms.rollout_logprobs
+    assert torch.allclose(policy.forward(microbatch).logprobs, sampled, rtol=0, atol=1e-5)
     others = [policy_of(), *([policy_of(sampling=sampling)] if negative else [])]  # unguided; away from ""
     for other in others:
-        assert not torch.allclose(other.forward(microbatch).logprobs, drawn, rtol=0, atol=5e-5)
+        assert not torch.allclose(other.forward(microbatch).logprobs, sampled, rtol=0, atol=5e-5)
 
 
 def test_a_share_without_terms_of_its_own_gets_a_pass_that_trains_nothing():
-    _, rollouts = draw(engine_of(), num_samples=1)
+    _, rollouts = sample_group(engine_of(), num_samples=1)
     groups = [group(rollouts, [1.0])]
     shares = [collate(groups, microbatch_terms=1, share=Share(index=i, count=4)) for i in range(4)]
     assert len({len(batch.microbatches) for batch in shares}) == 1
@@ -198,10 +198,10 @@ def test_samples_of_several_prompts_go_through_one_pass_and_stay_their_own():
             engine.generate(prompt(i, caption), num_samples=2, sampling=STEPS, seed=i)
             for i, caption in enumerate(("a disc moving up", "a cross moving down"))
         ]
-        drawn = await asyncio.gather(*asked)
+        sampled = await asyncio.gather(*asked)
         passes = engine.progress
         await engine.close()
-        return passes, [rollout.arrays["path"] for _, rollouts in drawn for rollout in rollouts]
+        return passes, [rollout.arrays["path"] for _, rollouts in sampled for rollout in rollouts]
 
     (together, paths), (apart, same) = asyncio.run(main(4)), asyncio.run(main(2))
     assert (together, apart) == (5, 10)
@@ -213,8 +213,8 @@ def test_a_row_without_a_caption_fails_alone():
     async def main():
         engine = engine_of()
         asked = [Prompt(sample_id=0, row={}, origin="rows:1"), prompt(1)]
-        drawn = [engine.generate(each, num_samples=1, sampling=STEPS, seed=0) for each in asked]
-        found = await asyncio.gather(*drawn, return_exceptions=True)
+        sampled = [engine.generate(each, num_samples=1, sampling=STEPS, seed=0) for each in asked]
+        found = await asyncio.gather(*sampled, return_exceptions=True)
         await engine.close()
         return found
 

@@ -63,7 +63,7 @@ def load(folder):
     return pipeline
 
 
-def drawn(folder):
+def rollout_of(folder):
     """The sample that our engine makes with the model of a folder in one Euler step."""
     data = mock_data(size=SIZE)
     engine = build_engine(WFMModelConfig(path=str(folder), text=TEXT), data=data, options=TorchEngineOptions())
@@ -101,12 +101,12 @@ def weights_of(folder):
 
 def test_diffusers_samples_from_the_exported_pipeline_as_our_engine_does(base, run_dir, tmp_path):
     export(run_dir, tmp_path / "out")
-    pipeline, rollout = load(tmp_path / "out"), drawn(tmp_path / "out")
+    pipeline, rollout = load(tmp_path / "out"), rollout_of(tmp_path / "out")
     clean = torch.from_numpy(rollout.arrays["clean"])[None]
     torch.testing.assert_close(sampled(pipeline, rollout), clean, atol=1e-5, rtol=1e-5)
     frames = np.rint(sampled(pipeline, rollout, output_type="np")[0] * 255).astype(int)
     assert np.abs(frames - rollout.media["video"]).max() <= 1  # what lies between two shades may be rounded either way
-    before = torch.from_numpy(drawn(base).arrays["clean"])[None]
+    before = torch.from_numpy(rollout_of(base).arrays["clean"])[None]
     assert not torch.allclose(before, clean, atol=1e-2), "training has changed nothing, so that equality says little"
 
 
@@ -135,7 +135,7 @@ def test_adapters_are_merged_into_the_pipeline_or_kept_apart_from_it(base, tmp_p
     from peft import PeftModel
 
     pipeline = load(tmp_path / "merged")
-    rollout = drawn(tmp_path / "merged")
+    rollout = rollout_of(tmp_path / "merged")
     merged_sample = sampled(pipeline, rollout)
     beside = load(base)
     PeftModel.from_pretrained(beside.transformer, str(tmp_path / "kept"))  # puts its layers into the network

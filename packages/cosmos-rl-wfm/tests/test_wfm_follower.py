@@ -190,22 +190,22 @@ def test_engines_never_see_the_average_that_counts_inside():
     hook = trained.module.register_forward_hook(lambda *_: inside.append((sent[name].clone(), own.clone())))
     trained.reference().forward(microbatch())
     hook.remove()
-    ((drawn, computing),) = inside
-    assert torch.equal(drawn, before)
+    ((rollout_weights, computing),) = inside
+    assert torch.equal(rollout_weights, before)
     assert not torch.equal(computing, before)
     assert torch.equal(own, before)
 
 
 @pytest.mark.parametrize("lora", [None, LORA])
-def test_old_weights_draw_and_are_contrasted(lora):
+def test_old_weights_sample_and_are_contrasted(lora):
     trained = policy(ema=None, lora=lora, sampling={"rule": "ode", "old_decay": "late"})
-    drawn = trained.rollout_weights()
-    start = {name: tensor.clone() for name, tensor in drawn.items()}
+    rollout_weights = trained.rollout_weights()
+    start = {name: tensor.clone() for name, tensor in rollout_weights.items()}
     shift(trained, 100)  # decay 0.1875
-    for name, tensor in drawn.items():
+    for name, tensor in rollout_weights.items():
         current = trained.weights()[name]
         torch.testing.assert_close(tensor, 0.1875 * start[name] + 0.8125 * current)
-    assert {f"old:{name}" for name in drawn} <= trained.weights().keys()
+    assert {f"old:{name}" for name in rollout_weights} <= trained.weights().keys()
 
 
 # Over ranks

@@ -131,7 +131,7 @@ def test_a_network_of_more_outputs_than_latents_is_not_cut_to_them():
 def test_nothing_is_allocated_for_the_pass_that_is_tried():
     state = torch.random.get_rng_state()
     try_forward("SD3Transformer2DModel", {"num_layers": 1, "num_attention_heads": 512, "caption_projection_dim": 32768})
-    assert torch.equal(torch.random.get_rng_state(), state)  # some 100 GB of weights that nobody drew
+    assert torch.equal(torch.random.get_rng_state(), state)  # some 100 GB of uninitialised weights
 
 
 def test_a_recipe_of_a_known_class_is_checked_without_torch():

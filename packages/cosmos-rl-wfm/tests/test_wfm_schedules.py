@@ -43,7 +43,7 @@ def test_times_refuse_what_cannot_be():
         edm_times(4, sigma_min=3.0, sigma_max=1.0)
 
 
-def test_drawn_times_have_the_asked_density():
+def test_sampled_times_have_the_density():
     uniform = sample_times(20_000, generator=seeded())
     assert uniform.quantile(torch.tensor([0.25, 0.5, 0.75])).tolist() == pytest.approx([0.25, 0.5, 0.75], abs=0.01)
     normal = sample_times(20_000, generator=seeded(), density="logit_normal", mean=-0.5, std=0.8).logit()
@@ -52,7 +52,7 @@ def test_drawn_times_have_the_asked_density():
     torch.testing.assert_close(shifted, 4 * uniform / (1 + 3 * uniform))
 
 
-def test_drawn_times_repeat_with_the_generator():
+def test_sampled_times_repeat_with_the_generator():
     assert torch.equal(sample_times(5, generator=seeded(7)), sample_times(5, generator=seeded(7)))
     with pytest.raises(ValueError, match="unknown density of times 'beta'"):
         sample_times(5, generator=seeded(), density="beta")

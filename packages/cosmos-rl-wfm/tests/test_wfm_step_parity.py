@@ -51,8 +51,8 @@ def moved(network):
             parameter += 1e-2 * parameter.square().mean().sqrt() * torch.randn(parameter.shape, generator=generator)
 
 
-async def drawn(config, domain, weights):
-    """Scored groups of both captions, drawn with `weights`."""
+async def sampled(config, domain, weights):
+    """Scored groups of both captions, sampled with `weights`."""
     engine = assemble.build_engine(config, domain)
 
     def copy():
@@ -68,11 +68,11 @@ async def drawn(config, domain, weights):
 
 
 async def trained(microbatch_terms):
-    """Draw rollouts, move the weights, and return the groups, the reference and the trainer with its gradients."""
+    """Sample rollouts, move the weights, and return the groups, the reference and the trainer with its gradients."""
     config, domain = recipe(microbatch_terms), load_domain("wfm")
     trainer = assemble.build_trainer(config, domain)
     reference = assemble.build_reference(config, domain, trainer)
-    groups = await drawn(config, domain, trainer.policy.weights())
+    groups = await sampled(config, domain, trainer.policy.weights())
     moved(trainer.policy.module)
     batcher = Batcher(
         assemble.build_collate(config, domain, Share()),

@@ -81,7 +81,7 @@ def test_cps_keeps_the_amounts_of_clean_and_noise_exactly():
     torch.testing.assert_close((on_noise.square() + reached.std.square()).sqrt(), torch.tensor([[0.4]]))
 
 
-def test_cps_without_old_noise_draws_all_anew():
+def test_cps_without_old_noise_samples_all_again():
     mean, std = one_step("cps", x=1.0, v=2.0, t=0.8, t_next=0.5, noise_level=1.0)
     assert (mean, std) == pytest.approx((0.5 * -0.6, 0.5))
 
@@ -106,9 +106,11 @@ def test_churn_is_limited_as_in_edm():
 @stochastic_rules
 def test_logprob_is_the_mean_of_torch_distributions(rule):
     reached, generator = random_step(rule)
-    drawn = reached.sample(torch.randn(reached.mean.shape, generator=generator))
+    sampled = reached.sample(torch.randn(reached.mean.shape, generator=generator))
     density = torch.distributions.Normal(reached.mean.double(), reached.std.double()[:, None, None])
-    torch.testing.assert_close(reached.logprob(drawn).double(), density.log_prob(drawn).mean((1, 2)), rtol=1e-5, atol=0)
+    torch.testing.assert_close(
+        reached.logprob(sampled).double(), density.log_prob(sampled).mean((1, 2)), rtol=1e-5, atol=0
+    )
 
 
 @stochastic_rules
@@ -213,7 +215,7 @@ def test_second_order_needs_fewer_steps():
 
 
 def test_second_order_forgets_the_velocity_before_the_noise():
-    # Steps 0 and 1 draw noise: step 2 is of first order again.
+    # Steps 0 and 1 add noise: step 2 is of first order again.
     generator = torch.Generator().manual_seed(4)
     noise = torch.randn(1, 6, generator=generator)
     states = []
@@ -244,12 +246,12 @@ def test_an_engine_of_second_order_ends_nearer_to_that_of_many_steps():
     def clean(**keys):
         engine = build_engine(pixel_model(), data=mock_data(), options=TorchEngineOptions())
 
-        async def draw():
-            drawn = await engine.generate(prompt(), num_samples=2, sampling=FlowSampling(rule="ode", **keys), seed=1)
+        async def generate():
+            sampled = await engine.generate(prompt(), num_samples=2, sampling=FlowSampling(rule="ode", **keys), seed=1)
             await engine.close()
-            return torch.stack([torch.from_numpy(rollout.arrays["clean"]) for rollout in drawn[1]])
+            return torch.stack([torch.from_numpy(rollout.arrays["clean"]) for rollout in sampled[1]])
 
-        return asyncio.run(draw())
+        return asyncio.run(generate())
 
     exact = clean(num_steps=1000)
     error = {order: (clean(num_steps=64, solver_order=order) - exact).abs().mean() for order in (1, 2)}

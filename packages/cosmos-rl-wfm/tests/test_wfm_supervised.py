@@ -107,7 +107,7 @@ def test_ranks_pass_clips_of_the_same_shape_at_the_same_time():
     assert len(shapes) == 1
 
 
-def test_what_is_drawn_follows_from_the_place_in_the_stream():
+def test_random_choices_follow_from_the_place_in_the_stream():
     data = mock_data()
     policy = policy_of(data)
     (one,), (same,), (other,) = (

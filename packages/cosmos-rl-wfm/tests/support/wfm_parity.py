@@ -96,14 +96,14 @@ def make_inputs(family: str, *, frames: int, height: int, width: int) -> dict[st
     """Return arguments of `BATCH` samples as the pipelines of diffusers pass them, with another time for each."""
     generator = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> Tensor:
+    def noise(*shape: int) -> Tensor:
         return torch.randn(BATCH, *shape, generator=generator)
 
     times = torch.linspace(100.0, 937.5, BATCH)
     shape = (4, height, width) if family.startswith("sd3") else (4, frames, height, width)
-    inputs: dict[str, Any] = {"hidden_states": draw(*shape), "timestep": times, "encoder_hidden_states": draw(*TEXT)}
+    inputs: dict[str, Any] = {"hidden_states": noise(*shape), "timestep": times, "encoder_hidden_states": noise(*TEXT)}
     if family.startswith("sd3"):
-        inputs["pooled_projections"] = draw(16)
+        inputs["pooled_projections"] = noise(16)
     if family.startswith("cosmos"):
         inputs["fps"] = 24
     if family == "wan-times":  # Wan 2.2: of each token

@@ -8,7 +8,7 @@ from cosmos_rl_core.storage.json_files import parse_json
 
 
 def read_caption(data: bytes, *, is_json: bool, column: str) -> dict[str, Any]:
-    """Return the columns of a caption file, `caption` among them: a JSON object's own, or the text alone.
+    """Return the columns of a caption file, `caption` among them: a JSON object's own, or only the text.
 
     Raises:
         ValueError: it has no caption, or is no JSON object; the message is a phrase.

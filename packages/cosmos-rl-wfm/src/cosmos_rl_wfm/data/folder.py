@@ -2,7 +2,7 @@
 
 videos/NAME.mp4  metas/NAME.txt  [text_embedding/NAME.safetensors | .pickle]      images/NAME.jpg likewise
 NAME.mp4  NAME.json | NAME.txt                                                    side by side
-metas/NAME.txt                                                                    prompts alone
+metas/NAME.txt                                                                    prompts without clips
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ def _located(data: bytes, *, name: str, suffix: str, column: str) -> Iterator[tu
     if suffix == ".json":
         listed = parse_json(data, where=name)
         if not isinstance(listed, list):
-            raise UserError(f"{name}: must hold a list of rows; one object a line goes in .jsonl")
+            raise UserError(f"{name}: must hold a list of rows; one object per line goes in .jsonl")
         yield from ((f"{name}[{number}]", row) for number, row in enumerate(listed))
     elif suffix == ".jsonl":
         yield from read_json_lines(io.BytesIO(data), name=name)

@@ -1,4 +1,4 @@
-"""A diffusers folder on this disk: a pipeline with its parts, or a network alone. No torch.
+"""A diffusers folder on this disk: a pipeline with its parts, or a single network. No torch.
 
 model_index.json        {"_class_name": "WanPipeline", "transformer": ["diffusers", "WanTransformer3DModel"], ...}
 transformer/            config.json {"_class_name": ...}, diffusion_pytorch_model.safetensors

@@ -1,7 +1,7 @@
 """Cosmos networks and pipelines of diffusers in environments without torchvision.
 
-They ask torchvision for two small things: to resize the padding mask to the latents, and to turn an image into a
-tensor. CPU builds of torchvision are not on PyPI, and nothing else here wants it.
+They use torchvision for two small functions: to resize the padding mask to the latents, and to convert an image to a
+tensor. CPU builds of torchvision are not on PyPI, and nothing else here needs it.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _NETWORK = "diffusers.models.transformers.transformer_cosmos"
 _PIPELINE = "diffusers.pipelines.cosmos.pipeline_cosmos2_5_predict"
 _LOCK = threading.Lock()
 _inside = 0
-"""Calls in progress, over all threads: the stand-ins stay until the last one ends."""
+"""Calls in progress, over all threads: the stand-ins are removed when the last one ends."""
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def guided(
     """Return the guided velocity; with scale 0 `velocity` itself, with no unconditional pass.
 
     Without `unconditional_gradient` the second pass keeps no graph: same values, half the activations, and a gradient
-    through the conditional pass alone.
+    only through the conditional pass.
 
     Raises:
         ValueError: guidance is on and there is no unconditional velocity.

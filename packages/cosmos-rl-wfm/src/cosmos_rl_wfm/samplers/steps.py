@@ -12,7 +12,7 @@ Let dt = t_next - t < 0, and let the network's velocity v give two estimates:
                 with a = level pi / 2
 
 The two SDEs are Euler-Maruyama steps of dx = (v - sigma^2 score / 2) dt + sigma dw, whose marginals are the ODE's
-whatever sigma is. CPS keeps the amounts of clean and of noise that the network was trained with exact in every step.
+for any sigma. CPS keeps the proportions of clean and noise of the network's training exact in every step.
 
 Everything is computed in float32, coefficients in float64: bfloat16 cannot hold the difference of two means.
 """

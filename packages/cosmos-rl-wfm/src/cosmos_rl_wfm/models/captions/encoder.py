@@ -1,8 +1,8 @@
 """Caption encoders of diffusers' pipelines, each as its own pipeline embeds a prompt.
 
 UMT5, T5        Wan, older Cosmos: last hidden states, zero after the caption
-Qwen2.5-VL      Cosmos-Predict2.5: a chat, hidden states of all layers side by side, nothing masked
-CLIP x 2 + T5   SD3: tokens of both CLIPs beside those of T5, and the CLIPs' pooled vectors
+Qwen2.5-VL      Cosmos-Predict2.5: a chat, hidden states of all layers concatenated, no mask
+CLIP x 2 + T5   SD3: tokens of both CLIPs and of T5, and the CLIPs' pooled vectors
 Gemma           Sana: last hidden states and their mask
 """
 

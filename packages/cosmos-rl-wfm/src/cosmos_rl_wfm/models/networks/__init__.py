@@ -1,1 +1,1 @@
-"""The families of networks: what each takes, and its tiny form."""
+"""The families of networks: their calls, and their tiny configurations."""

@@ -17,15 +17,15 @@ from cosmos_rl_wfm.models.networks.family import Family, held_dtype
 
 _GIVEN = {"self", "hidden_states", "timestep", "encoder_hidden_states", "encoder_attention_mask", "pooled_projections"}
 _PACKED = {"img_ids", "img_shapes", "num_frames"}
-"""Of networks that take latents as a sequence of patches (Flux, Qwen-Image, LTX), which have no shape of their own."""
+"""Arguments of networks that take latents as a sequence of patches (Flux, Qwen-Image, LTX): not supported."""
 _TEXT_WIDTHS = ("joint_attention_dim", "caption_channels", "text_dim", "text_embed_dim", "cross_attention_dim")
 
 
 class FlowTransformer(Family):
-    """A network by its signature: hidden_states, timestep, encoder_hidden_states, maybe mask and pooled text."""
+    """A network called by its signature: hidden_states, timestep, encoder_hidden_states, maybe mask and pooled text."""
 
     def __init__(self, config: Mapping[str, Any], *, network: type[nn.Module]) -> None:
-        """Raises UserError for a class that needs more than that."""
+        """Raises UserError for a class that requires other arguments."""
         super().__init__(config)
         parameters = inspect.signature(network.forward).parameters
         needed = {name for name, parameter in parameters.items() if parameter.default is parameter.empty}

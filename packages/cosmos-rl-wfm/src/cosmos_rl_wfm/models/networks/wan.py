@@ -23,9 +23,9 @@ from cosmos_rl_wfm.models.networks.family import (
 class Wan(Family):
     """WanTransformer3DModel.
 
-    Image to video networks (in_channels = 2 C + frames a latent stands for) see the noisy latents, a mask, and the
-    latents of a clip that is grey after the given frames; they denoise given frames like all others. To text to video
-    networks given frames are handed in place of noise at time 0, each token with its own time, as in Wan2.2 5B.
+    Image to video networks (in_channels = 2 C + frames per latent frame) take the noisy latents, a mask, and the
+    latents of a clip that is grey after the given frames; they denoise given frames like all others. In text to video
+    networks given frames replace noise and have time 0; each token has its own time, as in Wan2.2 5B.
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
@@ -74,7 +74,7 @@ class Wan(Family):
         return straight_on_given(v, condition, latents, times)
 
     def _with_channels(self, latents: Tensor, condition: Condition) -> Tensor:
-        """[B, C + mask + C, f, h, w]: noisy latents, which frames are given, latents of the grey-ended clip."""
+        """[B, C + mask + C, f, h, w]: noisy latents, mask of given frames, latents of the clip with a grey end."""
         if condition.given is None:
             raise UserError(
                 "an image to video network of Wan needs given frames: set model.given min_frames and max_frames to 1 "
