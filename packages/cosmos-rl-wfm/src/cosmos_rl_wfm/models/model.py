@@ -168,7 +168,7 @@ class DiffusersModel:
         return v.float()
 
     def weights(self) -> dict[str, Tensor]:
-        """Live tensors by checkpoint name, tied tensors once; only the adapters of a network with them."""
+        """Live tensors by checkpoint name, tied tensors once; with adapters only those."""
         return named_weights(self.network)
 
     def save(self, directory: Path) -> None:
