@@ -1,20 +1,21 @@
 """Weights from any trainer layout to any rollout layout, verified on arrival.
 
-layout      who holds which part of which tensor
-planning    who sends what to whom, and how near that is to the least possible
+layout      the part of each tensor that each rank holds
+planning    the transfers between ranks, and their volume beside the least possible
 content     the bytes of a bucket: packed, hashed, encoded
-wire        what two processes say to each other
-transports  how buckets travel
+wire        the messages between two processes
+transports  shared memory, TCP, NIXL and collectives for buckets
 publish     the trainer's side
 pull        the engine's side
 testing     the conformance suite of transports
-doctor      which transports work on a machine, and how fast
+doctor      a test of the transports of a machine, with their speed
 """
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cosmos_rl_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from cosmos_rl_transfer.errors import (
@@ -34,27 +35,40 @@ if TYPE_CHECKING:
     from cosmos_rl_transfer.pull.subscriber import Subscriber
     from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
 
-_HOME = {
-    "AuthenticationError": "errors",
-    "LayoutError": "errors",
-    "PeerLost": "errors",
-    "TransferError": "errors",
-    "WeightMismatch": "errors",
-    "Box": "layout.box",
-    "whole_box": "layout.box",
-    "Manifest": "layout.manifest",
-    "TensorLayout": "layout.manifest",
-    "Replicate": "layout.placement",
-    "Shard": "layout.placement",
-    "Plan": "planning.plan",
-    "Topology": "planning.topology",
-    "plan": "planning.plan",
-    "Publisher": "publish.publisher",
-    "published_specs": "pull.sources",
-    "Subscriber": "pull.subscriber",
-    "ReplicaMember": "pull.two_phase",
-    "ReplicaSubscriber": "pull.two_phase",
+_HOMES = {
+    "errors": (
+        "AuthenticationError",
+        "LayoutError",
+        "PeerLost",
+        "TransferError",
+        "WeightMismatch",
+    ),
+    "layout.box": (
+        "Box",
+        "whole_box",
+    ),
+    "layout.manifest": (
+        "Manifest",
+        "TensorLayout",
+    ),
+    "layout.placement": (
+        "Replicate",
+        "Shard",
+    ),
+    "planning.plan": (
+        "Plan",
+        "plan",
+    ),
+    "planning.topology": ("Topology",),
+    "publish.publisher": ("Publisher",),
+    "pull.sources": ("published_specs",),
+    "pull.subscriber": ("Subscriber",),
+    "pull.two_phase": (
+        "ReplicaMember",
+        "ReplicaSubscriber",
+    ),
 }
+"""Public names by the module that defines them."""
 
 __all__ = [
     "AuthenticationError",
@@ -78,15 +92,5 @@ __all__ = [
     "whole_box",
 ]
 
-
-if not TYPE_CHECKING:  # a type checker takes the imports above, and so sees a misspelt name
-
-    def __getattr__(name: str) -> Any:
-        """Import a public name when it is first used, so that a bare import does not import torch."""
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+if not TYPE_CHECKING:  # a type checker uses the imports above, and so reports a misspelt name
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

@@ -6,8 +6,9 @@ torch and no simulator.
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from cosmos_rl_core.exports import lazy_exports
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.data.recording.record import Manner, record
@@ -24,7 +25,6 @@ _HOMES = {
     "data.recording.writer": ("DemoWriter", "Demonstration"),
 }
 """Public names by the module that defines them."""
-_HOME = {name: home for home, names in _HOMES.items() for name in names}
 
 __all__ = [
     "BatchSimulator",
@@ -43,15 +43,5 @@ __all__ = [
     "record",
 ]
 
-
-if not TYPE_CHECKING:  # a type checker takes the imports above, and so sees a misspelt name
-
-    def __getattr__(name: str) -> Any:
-        """Import a public name when it is first used."""
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
-
-
-def __dir__() -> list[str]:
-    return [*globals(), *__all__]
+if not TYPE_CHECKING:  # a type checker uses the imports above, and so reports a misspelt name
+    __getattr__, __dir__ = lazy_exports(__name__, _HOMES)

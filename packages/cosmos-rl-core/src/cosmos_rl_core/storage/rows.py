@@ -31,8 +31,10 @@ def rows_of(name: str) -> Iterator[Located]:
     except Exception as error:  # the user's own code may raise anything
         raise UserError(f"[data] rows = {name!r} raised {type(error).__name__}: {error}") from error
     if not isinstance(rows, Iterable):
-        raise UserError(f"[data] rows = {name!r} is {shown(rows)}; it must be a list of rows, or a function without "
-                        "arguments that returns one")  # fmt: skip
+        raise UserError(
+            f"[data] rows = {name!r} is {shown(rows)}; it must be a list of rows, or a function without arguments that "
+            "returns one"
+        )
     return located(rows, name=name)
 
 
