@@ -5,9 +5,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cosmos_rl_transfer.content.delta import BLOCK, Change, Extent, decode, encode, encoded_bytes, widen
+from cosmos_rl_transfer.content.delta import (
+    BLOCK,
+    Change,
+    Extent,
+    decode,
+    encode,
+    encoded_bytes,
+    inward,
+    outward,
+    row_strides,
+    widen,
+)
 from cosmos_rl_transfer.content.digest import add, sum_change, tensor_sum
-from cosmos_rl_transfer.content.positions import inward, outward, row_strides
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.layout.box import Box
 from cosmos_rl_transfer.layout.manifest import whole_box

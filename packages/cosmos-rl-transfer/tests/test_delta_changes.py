@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosmos_rl_transfer.content.raw import same_width
-from cosmos_rl_transfer.publish.changes import CHUNK_BYTES, Comparison, chunks
+from cosmos_rl_transfer.publish.outgoing import CHUNK_BYTES, Comparison, chunks
 
 DTYPES = ["uint8", "bfloat16", "float32", "int64"]
 

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout.text import Side, parse_side
+from cosmos_rl_transfer.layout.spread import Side, parse_side
 
 
 @pytest.mark.parametrize(

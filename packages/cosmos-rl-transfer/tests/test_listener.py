@@ -14,8 +14,7 @@ from transfer_samples import TOKEN, blank, weights_at
 from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_transfer import PeerLost, Publisher, ReplicaSubscriber, Subscriber, TransferError
-from cosmos_rl_transfer.wire.link import Link
-from cosmos_rl_transfer.wire.listener import MOST_STRANGERS, Listener
+from cosmos_rl_transfer.wire.link import MOST_STRANGERS, Link, Listener
 from cosmos_rl_transfer.wire.messages import Hello, Register
 
 BROKEN_TEXT = b"\x82\xa4type\xa4Join\xa6target\xa2\xff\xfe"

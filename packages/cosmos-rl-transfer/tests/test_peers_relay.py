@@ -12,8 +12,7 @@ from cosmos_rl_transfer import Manifest, Publisher, Shard, Subscriber
 from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import plan
 from cosmos_rl_transfer.planning.relay import Relay
-from cosmos_rl_transfer.publish.holders import Directory
-from cosmos_rl_transfer.publish.partial import Partial
+from cosmos_rl_transfer.publish.holders import Directory, Partial
 from cosmos_rl_transfer.transports.shm import SharedMemory
 from cosmos_rl_transfer.transports.tcp import Tcp
 from cosmos_rl_transfer.wire.messages import Holder

@@ -12,7 +12,7 @@ from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_transfer import LayoutError, Manifest
 from cosmos_rl_transfer.backend import TransferSync
 from cosmos_rl_transfer.layout.manifest import Shard
-from cosmos_rl_transfer.publish.replica import own_part
+from cosmos_rl_transfer.publish.publisher import own_part
 
 TOKEN = b"the run's token of 32 bytes....."
 SHAPES = {"embed": (7, 6), "proj": (8, 10), "norm": (5,), "scalar": (1,), "first": (4, 3), "last": (3, 4)}

@@ -7,8 +7,7 @@ import torch
 from safetensors.torch import save_file
 
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout.decoder import PRESETS, decoder_of
-from cosmos_rl_transfer.layout.shapes import read_shapes
+from cosmos_rl_transfer.layout.shapes import PRESETS, decoder_of, read_shapes
 
 PARAMETERS = {
     "smollm2-135m": 134_515_008,

@@ -16,7 +16,7 @@ from cosmos_rl_transfer.content.digest import bucket_hash, tensor_sum
 from cosmos_rl_transfer.content.proof import Form
 from cosmos_rl_transfer.layout.box import Box
 from cosmos_rl_transfer.planning.bucket import Bucket, Piece
-from cosmos_rl_transfer.publish.slots import Slots
+from cosmos_rl_transfer.publish.supply import Slots
 from cosmos_rl_transfer.pull.landing import InPlace
 from cosmos_rl_transfer.pull.puller import Pulled, Puller
 from cosmos_rl_transfer.transports.shm import SharedMemory

@@ -8,10 +8,10 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.weight_sync import SyncSettings
+from cosmos_rl_transfer.__main__ import main
 from cosmos_rl_transfer.backend import TransferSync
-from cosmos_rl_transfer.cli import main
 from cosmos_rl_transfer.layout.shapes import read_shapes
-from cosmos_rl_transfer.layout.text import parse_side
+from cosmos_rl_transfer.layout.spread import parse_side
 from cosmos_rl_transfer.planning.forecast import forecast, manifest_of
 
 LLAMA_BYTES = 2 * 8_030_261_248
@@ -107,7 +107,7 @@ import sys
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_transfer.backend import TransferSync
-from cosmos_rl_transfer.cli import main
+from cosmos_rl_transfer.__main__ import main
 try:
     main(["plan", "--help"])
 except SystemExit as ended:
@@ -124,7 +124,7 @@ import sys
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_transfer.backend import TransferSync
-from cosmos_rl_transfer.cli import main
+from cosmos_rl_transfer.__main__ import main
 try:
     main(["plan", "--from", "fsdp2", "--to", "tp2", "--shapes", "smollm2-135m"])
 except SystemExit as ended:

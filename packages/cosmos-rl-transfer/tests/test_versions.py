@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from cosmos_rl_transfer.errors import Superseded
-from cosmos_rl_transfer.publish.slots import Slots
+from cosmos_rl_transfer.publish.supply import Slots
 from cosmos_rl_transfer.publish.versions import Versions
 
 

@@ -10,8 +10,7 @@ if TYPE_CHECKING:
 
     from cosmos_rl_core.types import WeightSpec
     from cosmos_rl_core.weight_sync import RankExchange, SyncCost, SyncSettings
-    from cosmos_rl_transfer.publish.publisher import Publisher
-    from cosmos_rl_transfer.publish.replica import RankPublisher
+    from cosmos_rl_transfer.publish.publisher import Publisher, RankPublisher
     from cosmos_rl_transfer.pull.subscriber import Subscriber
 
 
@@ -27,8 +26,7 @@ class TransferSync:
         ranks: RankExchange | None = None,
     ) -> Publisher | RankPublisher:
         """Allocate the publisher of these weights, or of this rank's parts, and start to listen on `bind`."""
-        from cosmos_rl_transfer.publish.publisher import Publisher
-        from cosmos_rl_transfer.publish.replica import RankPublisher
+        from cosmos_rl_transfer.publish.publisher import Publisher, RankPublisher
 
         options: dict[str, Any] = {
             "token": settings.token,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 import xxhash
 
+from cosmos_rl_transfer.content.delta import outward, row_strides
 from cosmos_rl_transfer.content.digest import sum_change, tensor_sum
-from cosmos_rl_transfer.content.positions import outward, row_strides
 from cosmos_rl_transfer.content.raw import Raw, raw_view
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece

@@ -21,8 +21,7 @@ import msgspec
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout.box import Box, whole_box
-from cosmos_rl_transfer.layout.overlay import Overlay
+from cosmos_rl_transfer.layout.box import Box, Overlay, whole_box
 from cosmos_rl_transfer.layout.placement import Placement, Replicate, Shard, StridedShard, shard_box
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""The manifests of common ways to spread a model, from plain specs: no process, no tensor, no GPU.
+"""The manifests of common shardings of a model, from plain specs: no process, no tensor, no GPU.
 
     pp            layers are cut into stages                          ranks count with pp outermost ...
     dp_replicate  copies (DDP, HSDP)
@@ -6,16 +6,25 @@
     tp            matrices are cut by `Rules`                         ... and tp innermost
     ep            experts go to neighbours among the dp_shard x cp x tp ranks; the other ranks cut them (FSDP2)
 
-A tensor is an expert's if its name holds "experts.N."; one that holds all experts, "experts.", has them in dim 0 and is
-cut by ep alone: fused gate and up projections would give a tp rank two boxes.
+A tensor is an expert's if its name has "experts.N."; one of all experts, "experts.", has them in dim 0 and is cut by
+ep alone: fused gate and up projections would give a tp rank two boxes.
+
+`parse_side` reads a sharding as text:
+
+    fsdp8                 8 ranks, every parameter cut among them          (also dp_shard8)
+    hsdp4x8               4 copies of that                                 (also dp_replicate4 dp_shard8)
+    pp2 fsdp4 cp2 tp2     axes in any order; ranks count as in a recipe, pp outermost, tp innermost
+    tp8 ep8 x 3           3 replicas of 8 ranks, experts spread over all of them
 """
 
 from __future__ import annotations
 
+import difflib
+import math
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
 
 from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError
@@ -209,3 +218,88 @@ def _in_order(specs: Sequence[WeightSpec], parts: Iterable[Manifest]) -> Manifes
     found = {layout.spec.name: layout for part in parts for layout in part.layouts}
     assert len(found) == len(specs), "names are unique, and every tensor is in one stage"
     return Manifest(tuple(found[spec.name] for spec in specs))
+
+
+AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
+"""In the order of ranks, outermost first. `ep` borrows ranks of dp_shard x cp x tp and is no axis of its own."""
+
+_MEANING = {
+    **{axis: (axis,) for axis in (*AXES, "ep")},
+    "fsdp": ("dp_shard",),
+    "ddp": ("dp_replicate",),
+    "hsdp": ("dp_replicate", "dp_shard"),
+}
+"""Names that may be written, and the axes they set."""
+
+_KNOWN = "fsdpN (or dp_shardN), ddpN (or dp_replicateN), hsdpNxM, ppN, cpN, tpN, epN, and 'x N' for N replicas"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Side:
+    """The axes of one replica, and how many replicas there are."""
+
+    pp: int = 1
+    dp_replicate: int = 1
+    dp_shard: int = 1
+    cp: int = 1
+    tp: int = 1
+    ep: int = 1
+    replicas: int = 1
+
+    def __post_init__(self) -> None:
+        if zero := [name for name, size in asdict(self).items() if size < 1]:
+            raise LayoutError(f"{zero[0]} = {getattr(self, zero[0])}: must be at least 1")
+        around = self.dp_shard * self.cp * self.tp
+        if around % self.ep:
+            raise LayoutError(
+                f"ep = {self.ep} does not divide dp_shard x cp x tp = {self.dp_shard} x {self.cp} x {self.tp} = "
+                f"{around}: experts are spread over those ranks"
+            )
+
+    @property
+    def ranks(self) -> int:
+        """Ranks of one replica."""
+        return math.prod(size for _, size in self)
+
+    def __iter__(self) -> Iterator[tuple[str, int]]:
+        """Yield (axis, size) in the order of ranks."""
+        return ((axis, getattr(self, axis)) for axis in AXES)
+
+    def __str__(self) -> str:
+        """Return the text that parses to this."""
+        used = [f"{axis}{size}" for axis, size in (*self, ("ep", self.ep)) if size > 1]
+        times = [f"x {self.replicas}"] if self.replicas > 1 else []
+        return " ".join([*(used or ["tp1"]), *times])
+
+
+def parse_side(text: str) -> Side:
+    """Read "pp2 fsdp4 tp2 x 3". Raises LayoutError that says what is known."""
+    found = re.fullmatch(r"\s*(.*?)(?:\s+x\s*(\d+))?\s*", text.lower())
+    assert found is not None  # the first group takes anything
+    sizes: dict[str, int] = {}
+    for word in found[1].split():
+        for axis, size in _read(word, text):
+            if axis in sizes:
+                raise LayoutError(f"{text!r}: {axis} is given twice")
+            sizes[axis] = size
+    if not sizes:
+        raise LayoutError(f"{text!r} names no axis; known: {_KNOWN}")
+    try:
+        return Side(**sizes, replicas=int(found[2] or 1))
+    except LayoutError as error:
+        raise LayoutError(f"{text!r}: {error}") from error
+
+
+def _read(word: str, text: str) -> Iterator[tuple[str, int]]:
+    """Yield the axes that one word sets."""
+    found = re.fullmatch(r"([a-z_]+)(\d+(?:x\d+)?)", word)
+    name, numbers = (found[1], found[2].split("x")) if found else (word.rstrip("0123456789x") or word, [])
+    axes = _MEANING.get(name)
+    if axes is None:
+        close = difflib.get_close_matches(name, _MEANING, n=1)
+        hint = f" (did you mean {close[0]}?)" if close else ""
+        raise LayoutError(f"{text!r}: {word!r} is no axis{hint}; known: {_KNOWN}")
+    if len(numbers) != len(axes):
+        wanted = name + "x".join("NM"[: len(axes)])
+        raise LayoutError(f"{text!r}: write {word!r} as {wanted}, and replicas as 'x N' after a space")
+    return zip(axes, map(int, numbers))

@@ -11,7 +11,7 @@ from cosmos_rl_core.observe.tables import table
 from cosmos_rl_transfer.layout import spread
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.layout.shapes import Shapes
-from cosmos_rl_transfer.layout.text import Side
+from cosmos_rl_transfer.layout.spread import Side
 from cosmos_rl_transfer.planning.plan import Plan, plan, readable
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.planning.topology import Topology

@@ -19,8 +19,8 @@ from functools import cached_property
 from math import ceil
 
 from cosmos_rl_transfer.errors import LayoutError
+from cosmos_rl_transfer.layout.box import Owners
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
-from cosmos_rl_transfer.layout.overlay import Owners
 from cosmos_rl_transfer.planning.bucket import ALIGN, Bucket, Piece, aligned
 from cosmos_rl_transfer.planning.match import Match, check_match, wire_dtype_of
 from cosmos_rl_transfer.planning.relay import Relay, pays, rings, successor

@@ -21,8 +21,7 @@ from functools import cached_property
 import msgspec
 import numpy as np
 
-from cosmos_rl_transfer.layout.box import Box
-from cosmos_rl_transfer.layout.overlay import Owners
+from cosmos_rl_transfer.layout.box import Box, Owners
 from cosmos_rl_transfer.planning.bucket import Bucket, pack, split
 from cosmos_rl_transfer.planning.match import Ints, Match, TensorClass
 from cosmos_rl_transfer.planning.sharing import (

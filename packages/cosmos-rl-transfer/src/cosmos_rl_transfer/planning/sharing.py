@@ -24,8 +24,7 @@ import msgspec
 import numpy as np
 
 from cosmos_rl_transfer.errors import LayoutError
-from cosmos_rl_transfer.layout.box import Box
-from cosmos_rl_transfer.layout.overlay import Owners
+from cosmos_rl_transfer.layout.box import Box, Owners
 from cosmos_rl_transfer.planning.bucket import split
 from cosmos_rl_transfer.planning.match import Match, TensorClass
 

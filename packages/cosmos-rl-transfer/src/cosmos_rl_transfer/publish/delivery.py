@@ -23,10 +23,9 @@ from cosmos_rl_transfer.content.proof import Proof, packed_pieces, run_pieces
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.publish.holders import PASS_ON_S, Partial
 from cosmos_rl_transfer.publish.outgoing import Delta
-from cosmos_rl_transfer.publish.partial import PASS_ON_S, Partial
-from cosmos_rl_transfer.publish.slots import Hold
-from cosmos_rl_transfer.publish.supply import Supply
+from cosmos_rl_transfer.publish.supply import Hold, Supply
 from cosmos_rl_transfer.publish.versions import Lease
 from cosmos_rl_transfer.transports.base import Outlet, Run
 from cosmos_rl_transfer.wire import messages as m

@@ -1,41 +1,166 @@
-"""A publisher's copy of its parts as they travel, for deltas. Versions are read out of it, not out of live memory.
+"""A publisher's copy of its parts in their wire dtypes, for deltas. Versions are read from it, not from live memory.
 
-owner     begin(version)       what was read until now may change: a fence of the readers comes before
-          refresh(weights)     tensor by tensor: compare, bring up to date, remember what changed
+owner     begin(version)       earlier reads end: a fence of the readers comes before
+          refresh(weights)     tensor by tensor: compare, update the copy, store the changes
           ... the live tensors may change: nobody reads them any more ...
 reader    runs, pack, delta    wait until the bucket's tensors are up to date
 
-Where most of the bytes changed too much to be listed, twice in a row, the next versions are read out of live memory
-as without deltas (`bypass`): for 1, 2, 4 ... 32 versions, until a comparison finds less.
+`Comparison` does one tensor chunk by chunk, in the cache: cast to the wire dtype, compare eight bytes at a time, then
+single elements where they differ.
 
-The copy costs the rank's parts once in memory; what changed, at most once more.
+Where more than half of the bytes changed too much to be listed, twice in a row, the next versions are read from live
+memory as without deltas (`bypass`): for 1, 2, 4 ... 32 versions, until a comparison finds less.
+
+The copy costs the rank's parts once in memory; the stored changes, at most once more.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from cosmos_rl_transfer.content.arena import Arena
-from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, widen
+from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, inward, outward, row_strides, widen
 from cosmos_rl_transfer.content.digest import add
-from cosmos_rl_transfer.content.positions import inward, outward, row_strides
 from cosmos_rl_transfer.content.proof import Form, gain
-from cosmos_rl_transfer.content.raw import Raw, raw_view
+from cosmos_rl_transfer.content.raw import Raw, raw_view, same_width, torch_view
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout.dtensor import local
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
-from cosmos_rl_transfer.publish.changes import Comparison, Found
 from cosmos_rl_transfer.publish.live import LiveWeights, runs_in
 from cosmos_rl_transfer.transports.base import Run
 
 if TYPE_CHECKING:
     from torch import Tensor
+
+CHUNK_BYTES = 512 << 10
+"""Of the copy, for one comparison: with its counterpart and the mask, what a core's own cache holds."""
+MOST_CHANGED = 1 / 3
+"""Of a tensor's elements; beyond it nobody wants a list. So lists take at most as much memory as the copy."""
+_PROBE_CHUNKS, _PROBE_PARTS = 8, 4
+"""A fourth of every eighth chunk is looked at first, to see whether comparing all is worth it."""
+_MANY = 1 / 8
+"""Of the words in a chunk; beyond it elements are compared at once."""
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """Elements of one rank's part of a tensor that changed."""
+
+    positions: Raw
+    """int32 [k], or int64 where the part is too large for it; ascending, row-major in the part."""
+    old: Raw
+    """Their former bits: unsigned integers [k]."""
+
+
+class Comparison:
+    """The pass. Holds the scratch memory of one thread."""
+
+    def __init__(self) -> None:
+        self._scratch = np.zeros(CHUNK_BYTES, np.uint8)
+        self._mask = np.zeros(CHUNK_BYTES, np.bool_)
+
+    def refresh(self, live: Tensor, copy: Raw, *, dtype: str) -> Found | None:
+        """Bring `copy` up to date and return what changed in it; None if that is too much to list.
+
+        live: this rank's part of a tensor, any strides, device and dtype. copy: unsigned integers [live.numel()] of
+        the width of `dtype`, the one it travels in.
+        """
+        most = int(len(copy) * MOST_CHANGED)
+        if self._probe(live, copy, dtype) > MOST_CHANGED:
+            self.renew(live, copy, dtype=dtype)
+            return None
+        wide = np.int32 if len(copy) <= np.iinfo(np.int32).max else np.int64
+        positions, old, found = [np.zeros(0, wide)], [np.zeros(0, copy.dtype)], 0
+        for first, part in chunks(live, CHUNK_BYTES // copy.itemsize):
+            new = self._raw(part, dtype)
+            known = copy[first : first + len(new)]
+            if found > most:
+                np.copyto(known, new)
+                continue
+            at = self._differing(new, known)
+            found += len(at)
+            positions.append((at + first).astype(wide))
+            old.append(known[at])
+            if len(at) * 16 > len(new):
+                np.copyto(known, new)
+            elif len(at):
+                known[at] = new[at]
+        return None if found > most else Found(np.concatenate(positions), np.concatenate(old))
+
+    def renew(self, live: Tensor, copy: Raw, *, dtype: str) -> None:
+        """Bring `copy` up to date without a comparison."""
+        for first, part in chunks(live, CHUNK_BYTES // copy.itemsize):
+            new = self._raw(part, dtype)
+            np.copyto(copy[first : first + len(new)], new)
+
+    def _probe(self, live: Tensor, copy: Raw, dtype: str) -> float:
+        """Return which part of a few elements changed; 0 where the tensor is small."""
+        seen = changed = 0
+        most = CHUNK_BYTES // copy.itemsize
+        if len(copy) < most:
+            return 0.0
+        for first, part in islice(chunks(live, most), 0, None, _PROBE_CHUNKS):
+            _, few = next(chunks(part, most // _PROBE_PARTS))
+            new = self._raw(few, dtype)
+            seen += len(new)
+            changed += int(np.count_nonzero(self._unequal(new, copy[first : first + len(new)])))
+        return changed / seen
+
+    def _raw(self, part: Tensor, dtype: str) -> Raw:
+        """Return a chunk as it is sent: a view if possible, else cast into the scratch buffer."""
+        kind: torch.dtype = getattr(torch, dtype)
+        if part.device.type == "cpu" and part.dtype == kind and part.is_contiguous():
+            return same_width(part).reshape(-1)
+        cast = torch_view(self._scratch, 0, tuple(part.shape), dtype)
+        cast.copy_(part)
+        return same_width(cast).reshape(-1)
+
+    def _unequal(self, new: Raw, old: Raw) -> Raw:
+        """Compare: bool [len(new)], good until the next call."""
+        return np.not_equal(new, old, out=self._mask[: len(new)])
+
+    def _differing(self, new: Raw, old: Raw) -> Raw:
+        """Return where two chunks differ: int64 [k]."""
+        lanes = 8 // new.itemsize
+        if lanes == 1 or len(new) % lanes:
+            return np.flatnonzero(self._unequal(new, old))
+        new_words, old_words = new.view(np.uint64), old.view(np.uint64)
+        words = np.flatnonzero(self._unequal(new_words, old_words))
+        if len(words) > len(new_words) * _MANY:
+            return np.flatnonzero(self._unequal(new, old))
+        differs = (new_words[words] ^ old_words[words]).view(new.dtype) != 0
+        lane = np.flatnonzero(differs)
+        return (words * lanes)[lane // lanes] + lane % lanes
+
+
+def chunks(tensor: Tensor, most: int) -> Iterator[tuple[int, Tensor]]:
+    """Cut a tensor into parts of at most `most` elements that follow each other in row-major order.
+
+    Yields (row-major position of the first element, the part).
+    """
+    if tensor.is_contiguous():
+        flat = tensor.view(-1)
+        yield from ((low, flat[low : low + most]) for low in range(0, len(flat), most))
+        return
+    if tensor.numel() <= most:
+        yield 0, tensor
+        return
+    dim = next(d for d, size in enumerate(tensor.shape) if size > 1)
+    row = tensor.numel() // tensor.shape[dim]
+    step = max(1, most // row)
+    for low in range(0, tensor.shape[dim], step):
+        part = tensor.narrow(dim, low, min(step, tensor.shape[dim] - low))
+        yield from ((low * row + at, inner) for at, inner in chunks(part, most))
+
 
 MOST_BYTES = 1 / 2
 """Of a bucket's bytes; a delta that takes more is not worth its coding."""

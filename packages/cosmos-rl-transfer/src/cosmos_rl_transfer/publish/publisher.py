@@ -2,8 +2,16 @@
 
 publish(version, weights)     the version can be read, in place; returns at once
 ... forward, backward ...     subscribers pull it meanwhile, bucket by bucket
-fence()                       waits for who still reads, at most `patience_s`, then copies what they have not read
+fence()                       waits for readers, at most `patience_s`, then copies the buckets they have not read
 ... the optimizer writes ...
+
+A replica of several ranks has a publisher per rank (`RankPublisher`), each of the parts that its rank holds:
+
+each rank    its own boxes  --exchange-->  one manifest of all ranks, the same everywhere
+address      "host:port,host:port,..."    of all of them; a subscriber pulls from each according to the plan
+
+Copies (dp_replicate, parameters that tp or cp leave whole) are listed with every rank that holds them, so that the plan
+spreads the load. Stages of a pipeline hold different tensors.
 """
 
 from __future__ import annotations
@@ -12,11 +20,12 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, RankExchange
 from cosmos_rl_transfer.content import digest
-from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import wire_dtype_of
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.publish.live import LiveWeights
@@ -158,3 +167,67 @@ class Publisher:
     def _close(self) -> None:
         self._copier.shutdown()
         self._server.close()
+
+
+SEPARATOR = ","
+"""Between the addresses of ranks."""
+
+
+class RankPublisher:
+    """One rank's part of a version. Implements WeightPublisher; all ranks publish the same versions in order."""
+
+    def __init__(
+        self, weights: Mapping[str, Tensor], *, ranks: RankExchange, wire_dtype: str | None, **options: Any
+    ) -> None:
+        """Agree with the other ranks on who holds what and start to listen; all ranks call this together.
+
+        `options` are those of `Publisher`. Raises LayoutError, in all ranks, where two describe a tensor differently.
+        """
+        manifest = Manifest.merge(
+            [Manifest.decode(data) for data in ranks.gather(own_part(weights, rank=ranks.rank).encode())]
+        )
+        self._publisher: Publisher | None = None
+        if ranks.rank in manifest.ranks:
+            self._publisher = Publisher(weights, wire_dtype=wire_dtype, manifest=manifest, rank=ranks.rank, **options)
+        own = self._publisher.address if self._publisher else ""
+        addresses = [data.decode() for data in ranks.gather(own.encode()) if data]
+        self._address = SEPARATOR.join(addresses)
+        if self._publisher is not None:
+            self._publisher.publishes_from(len({address.rpartition(":")[0] for address in addresses}))
+        self._num_bytes = sum(_num_bytes(spec, wire_dtype) for spec in manifest.specs.values())
+
+    @property
+    def address(self) -> str:
+        """Where subscribers connect: the addresses of all ranks that hold anything."""
+        return self._address
+
+    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+        """Make this rank's part of `version` available; `sync_bytes` are those of all ranks, copies counted once."""
+        if self._publisher is None:
+            return {}
+        metrics = await self._publisher.publish(version, weights)
+        return {**metrics, "sync_bytes": float(self._num_bytes)}
+
+    async def fence(self) -> Mapping[str, float]:
+        """As `Publisher.fence`: this rank's parts may change afterwards."""
+        return {} if self._publisher is None else await self._publisher.fence()
+
+    async def close(self) -> None:
+        """As `Publisher.close`."""
+        if self._publisher is not None:
+            await self._publisher.close()
+
+
+def own_part(weights: Mapping[str, Tensor], *, rank: int) -> Manifest:
+    """Describe what this rank itself holds."""
+    whole = Manifest.from_tensors(weights, rank=rank)
+    held = (TensorLayout(x.spec, {rank: x.boxes[rank]} if rank in x.boxes else {}) for x in whole.layouts)
+    return Manifest(tuple(held), whole.tied)
+
+
+def _num_bytes(spec: WeightSpec, wire_dtype: str | None) -> int:
+    """Bytes of the whole tensor as it travels."""
+    num_elements = 1
+    for size in spec.shape:
+        num_elements *= size
+    return num_elements * ITEM_BYTES[wire_dtype_of(spec, wire_dtype)]

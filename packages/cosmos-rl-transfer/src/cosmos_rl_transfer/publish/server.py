@@ -11,11 +11,10 @@ from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.planning.plan import Bucket
 from cosmos_rl_transfer.planning.relay import predecessor
 from cosmos_rl_transfer.publish.delivery import Delivery
-from cosmos_rl_transfer.publish.partial import PASS_ON_S
+from cosmos_rl_transfer.publish.holders import PASS_ON_S
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.wire import messages as m
-from cosmos_rl_transfer.wire.link import Link
-from cosmos_rl_transfer.wire.listener import Listener
+from cosmos_rl_transfer.wire.link import Link, Listener
 
 HEARTBEAT_S = 0.5
 

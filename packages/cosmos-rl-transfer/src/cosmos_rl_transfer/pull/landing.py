@@ -19,9 +19,8 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_transfer.content.arena import Arena
-from cosmos_rl_transfer.content.delta import Change
+from cosmos_rl_transfer.content.delta import Change, outward, row_strides
 from cosmos_rl_transfer.content.digest import add, copy_sum, tensor_sum
-from cosmos_rl_transfer.content.positions import outward, row_strides
 from cosmos_rl_transfer.content.proof import Form, gain
 from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width, torch_view
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local

@@ -2,15 +2,16 @@
 
     holder                                        publisher                        joiner
     staged and verified v
-    Holds(v, address)                    ------>  remembers
+    Holds(v, address)                    ------>  stores it
                                          <------  Registered
                                                   <------  WhoHolds
                                                   ------>  Holders: addresses, least asked first
          <------------------------------------------------  Borrow(v), ReadBucket ...   as from a publisher
-    about to pull v + 1: disconnects
+    before it pulls v + 1: disconnects
     readers of v after PATIENCE_S        ------------------------------------------->  tries another, then the publisher
 
-The trainers send nothing to a joiner, which can read even while they write.
+The trainers send nothing to a joiner, which can read even while they write. `choices`, `open_peers` and `RingPlace` are
+the joiner's side, `Offer` and `PeerServer` the holder's.
 """
 
 from __future__ import annotations
@@ -18,17 +19,23 @@ from __future__ import annotations
 import logging
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass, replace
 
+from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.raw import Raw
-from cosmos_rl_transfer.errors import LayoutError, TransferError
-from cosmos_rl_transfer.layout.manifest import Manifest
+from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
+from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
 from cosmos_rl_transfer.planning.relay import predecessor
+from cosmos_rl_transfer.publish.holders import Partial
+from cosmos_rl_transfer.publish.live import runs_in
+from cosmos_rl_transfer.publish.server import Server
+from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.pull.feed import Feed
+from cosmos_rl_transfer.pull.landing import Shadow
 from cosmos_rl_transfer.pull.sources import Sources, planned
-from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
+from cosmos_rl_transfer.transports.base import Run, Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.messages import Holders
 
 log = logging.getLogger(__name__)
@@ -140,3 +147,180 @@ class RingPlace:
                 raise
             log.info("version %d is not relayed by %s: %s", version, self.before, error)
         return passed
+
+
+PATIENCE_S = 0.2
+"""Time that a pull waits for readers of the previous version."""
+
+
+class PeerServer:
+    """Serves a rank's staged version from its shadow."""
+
+    def __init__(
+        self,
+        shadow: Shadow,
+        manifest: Manifest,
+        *,
+        rank: int,
+        wire_dtypes: Mapping[str, str],
+        token: bytes,
+        transport: str,
+        bucket_bytes: int,
+        bind: str,
+        timeout_s: float,
+        partial: Partial,
+    ) -> None:
+        """Allocate two slots of a bucket each and listen on `bind`; nothing is readable before `open`.
+
+        manifest, rank: layout of all ranks of this replica, and this rank. wire_dtypes: dtypes in the shadow, by
+        tensor. partial: landed buckets of an incomplete version. Raises TransportUnavailable if `transport` cannot
+        serve, OSError if `bind` is not an address of this host.
+        """
+        served = _as_held(manifest, wire_dtypes)
+        self._supply = Supply(
+            _Held(shadow, served),
+            served,
+            rank=rank,
+            wire_dtypes={name: spec.dtype for name, spec in served.specs.items()},
+            wire_dtype=None,
+            bucket_bytes=bucket_bytes,
+            transport=transport,
+            patience_s=PATIENCE_S,
+            partial=partial,
+        )
+        self._supply.outlet.expose([shadow.memory])
+        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s)
+        self._versions, self._partial = self._supply.versions, partial
+
+    @property
+    def address(self) -> str:
+        """Address for joiners: "host:port"."""
+        return self._server.address
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes of buckets sent so far."""
+        return self._supply.sent_bytes
+
+    def begin(self, version: int) -> None:
+        """Allow reading of the incoming version, bucket by bucket as they land. Call `fence` before."""
+        self._partial.begin(version)
+        self._versions.publish(version)
+
+    def open(self, version: int) -> None:
+        """Allow reading of the version in the shadow. Versions may decrease after a restart of the publishers."""
+        if not self._partial.complete(version):
+            self._versions.publish(version)
+
+    def fence(self) -> None:
+        """Return when the shadow may be written: readers get PATIENCE_S to finish, then are disconnected."""
+        self._partial.end()
+        self._versions.fence(patience_s=PATIENCE_S, copy=False)
+        self._supply.proofs.forget()
+
+    def close(self) -> None:
+        """Disconnect all joiners and free the slots. Idempotent."""
+        self._server.close()
+
+
+class Offer:
+    """A subscriber's service to others: a server created with its first version, and announced to publishers."""
+
+    def __init__(
+        self,
+        manifest: Manifest,
+        *,
+        rank: int,
+        token: bytes,
+        transport: str | Transport,
+        bind: str | None,
+        timeout_s: float,
+    ) -> None:
+        """Arguments as for `PeerServer`. bind: None for the address from which publishers are reached."""
+        self._manifest, self._rank, self._token = manifest, rank, token
+        # an instance, or a process group, reaches one peer only
+        self._transport = transport if isinstance(transport, str) and transport != "collective" else "auto"
+        self._bind, self._timeout_s = bind, timeout_s
+        self._server: PeerServer | None = None
+        self._works = True
+        self._version: int | None = None
+        self.partial = Partial()
+        """Buckets that can be read here."""
+
+    @property
+    def address(self) -> str | None:
+        """Address for joiners; None before the first version."""
+        return None if self._server is None else self._server.address
+
+    def begin(self, version: int) -> None:
+        """Serve landed buckets of a version, after `fence`."""
+        if self._server is not None:
+            self._server.begin(version)
+
+    def open(self, version: int, shadow: Shadow, feeds: Sequence[Feed]) -> None:
+        """Serve the version in the shadow and announce it to the publishers. Log one warning if that fails."""
+        if not self._works or not feeds:
+            return
+        if self._server is None:
+            try:
+                self._server = PeerServer(
+                    shadow,
+                    self._manifest,
+                    rank=self._rank,
+                    wire_dtypes=self.partial.wire_dtypes,
+                    token=self._token,
+                    transport=self._transport,
+                    bucket_bytes=feeds[0].welcome.bucket_bytes,
+                    bind=self._bind or feeds[0].link.local_host,
+                    timeout_s=self._timeout_s,
+                    partial=self.partial,
+                )
+            except (TransportUnavailable, OSError) as error:
+                self._works = False
+                log.warning("other rollouts cannot read from this one: %s", error)
+                return
+        self._version = version
+        self._server.open(version)
+        with suppress(PeerLost):  # the next `stage` raises it
+            self.announce(feeds)
+
+    def announce(self, feeds: Sequence[Feed]) -> None:
+        """Announce the served version, if any, to publishers."""
+        if self._server is not None and self._version is not None:
+            for feed in feeds:
+                feed.holds(self._version, self._server.address)
+
+    def fence(self) -> None:
+        """Return when the shadow may be written."""
+        self._version = None
+        if self._server is not None:
+            self._server.fence()
+
+    def close(self) -> None:
+        """Stop serving. Idempotent."""
+        if self._server is not None:
+            self._server.close()
+
+
+class _Held:
+    """A shadow as a `Memory`."""
+
+    def __init__(self, shadow: Shadow, manifest: Manifest) -> None:
+        places = shadow.arena.places
+        aliases = {alias: places[name] for alias, name in manifest.tied.items() if name in places}
+        self._arena = Arena({**places, **aliases}, shadow.arena.num_bytes)
+        self._memory = shadow.memory
+
+    def runs(self, bucket: Bucket) -> list[Run] | None:
+        """Return the bucket's bytes in place, or None if they must be packed."""
+        return runs_in(self._arena, self._memory, bucket)
+
+    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
+        return self._arena.gather(self._memory, bucket, out)
+
+
+def _as_held(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> Manifest:
+    """Return a replica's manifest with the dtypes of its shadows."""
+    layouts = (TensorLayout(replace(x.spec, dtype=wire_dtypes[x.spec.name]), x.boxes) for x in manifest.layouts)
+    return Manifest(tuple(layouts), manifest.tied, manifest.replicas)

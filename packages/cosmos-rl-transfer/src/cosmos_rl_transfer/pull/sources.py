@@ -15,7 +15,7 @@ from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Plan, plan
-from cosmos_rl_transfer.publish.replica import SEPARATOR
+from cosmos_rl_transfer.publish.publisher import SEPARATOR
 from cosmos_rl_transfer.pull.feed import Feed
 
 T = TypeVar("T")

@@ -28,8 +28,7 @@ from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Plan
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.landing import Shadow
-from cosmos_rl_transfer.pull.peer_server import Offer
-from cosmos_rl_transfer.pull.peers import MOST_TRIES, RingPlace, choices, open_peers
+from cosmos_rl_transfer.pull.peers import MOST_TRIES, Offer, RingPlace, choices, open_peers
 from cosmos_rl_transfer.pull.puller import Pulled, Puller, Staging, make_puller
 from cosmos_rl_transfer.pull.sources import Sources, agree
 from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable

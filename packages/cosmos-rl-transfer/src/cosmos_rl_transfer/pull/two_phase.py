@@ -28,8 +28,7 @@ from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.pull.sources import Sources, agree
 from cosmos_rl_transfer.pull.subscriber import Subscriber
 from cosmos_rl_transfer.wire import messages as m
-from cosmos_rl_transfer.wire.link import Link
-from cosmos_rl_transfer.wire.listener import Listener
+from cosmos_rl_transfer.wire.link import Link, Listener
 
 log = logging.getLogger(__name__)
 
