@@ -1,6 +1,6 @@
 """rows_dropped.jsonl, and what the closing table says of it."""
 
-from cosmos_rl_core.launch.result import RunObserver
+from cosmos_rl_core.launch.observer import RunObserver
 from cosmos_rl_core.observe.dropped_rows import FILE, first_reasons, write_dropped
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.workers.directory import FILES, LOGS

@@ -4,8 +4,8 @@ import pytest
 
 from cosmos_rl_core import UserError, load_config, run
 from cosmos_rl_core.assemble import build_engine
+from cosmos_rl_core.imports import add_folders
 from cosmos_rl_core.launch.check import check
-from cosmos_rl_core.python_path import add_folders
 from cosmos_rl_core.testing.tiny import TINY
 
 ENGINE = '''

@@ -1,7 +1,7 @@
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.workers.gpus import allot, machine_gpus
+from cosmos_rl_core.processes import allot, machine_gpus
 
 
 def test_the_devices_of_the_machine_in_order(tmp_path):

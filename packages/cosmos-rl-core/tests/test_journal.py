@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from cosmos_rl_core.control.journal.files import JournalError
 from cosmos_rl_core.control.journal.journal import DiskFile, Journal
-from cosmos_rl_core.control.journal.segment import JournalError
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.errors import UserError
 

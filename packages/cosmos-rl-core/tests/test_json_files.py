@@ -11,8 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.recipe.load import read_toml
-from cosmos_rl_core.recipe.overrides import apply_overrides
+from cosmos_rl_core.recipe.load import apply_overrides, read_toml
 from cosmos_rl_core.storage.json_files import (
     MAX_FILE_BYTES,
     MAX_LINE_BYTES,

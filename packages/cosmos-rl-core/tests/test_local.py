@@ -7,7 +7,7 @@ import pytest
 
 from cosmos_rl_core.launch.local import LocalWorkers, share_threads
 from cosmos_rl_core.processes import LAST_LINES, last_lines
-from cosmos_rl_core.wire.token import make_token, read_token
+from cosmos_rl_core.wire.handshake import make_token, read_token
 
 
 def test_the_end_of_a_log_is_shown(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from cosmos_rl_core import plugins, run
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.python_path import PYTHON, VARIABLE, add_folders, child_environment, import_from
+from cosmos_rl_core.imports import PYTHON, VARIABLE, add_folders, child_environment, import_from
 
 HIDING = "raise RuntimeError('this is not the token of the standard library')"
 

@@ -9,11 +9,10 @@ import msgspec
 import pytest
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.job import Job
 from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.server import Controller
+from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.rollout.spool.store import Spooled

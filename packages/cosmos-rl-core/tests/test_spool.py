@@ -11,11 +11,20 @@ import pytest
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
-from cosmos_rl_core.rollout.spool.server import PIECE_BYTES, Answer, Piece, Pull, serve_spool
-from cosmos_rl_core.rollout.spool.store import Spool, Spooled, clear_spools, spool_root
+from cosmos_rl_core.rollout.spool.store import (
+    PIECE_BYTES,
+    Answer,
+    Piece,
+    Pull,
+    Spool,
+    Spooled,
+    clear_spools,
+    serve_spool,
+    spool_root,
+)
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_core.wire.channel import serve
-from cosmos_rl_core.wire.token import make_token
+from cosmos_rl_core.wire.handshake import make_token
 
 TOKEN = b"t" * 32
 

@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.token import keep_token, make_token, read_token
+from cosmos_rl_core.wire.handshake import keep_token, make_token, read_token
 
 
 def test_a_made_token_is_read_back_and_private(tmp_path):

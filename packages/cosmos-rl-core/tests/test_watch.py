@@ -10,7 +10,7 @@ from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.checkpoint.manifest import list_steps, write_manifest
 from cosmos_rl_core.checkpoint.resume import roll_back
 from cosmos_rl_core.checkpoint.retention import surplus
-from cosmos_rl_core.launch.watch import Watch
+from cosmos_rl_core.launch.observer import Watch
 from cosmos_rl_core.monitor.history import History, read_healthy
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.settings.base import ConfigError

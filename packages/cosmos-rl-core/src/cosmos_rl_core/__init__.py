@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.exports import lazy_exports
+from cosmos_rl_core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.config import AlgorithmConfig
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.inference.layout import Instances
     from cosmos_rl_core.inference.request import Request
     from cosmos_rl_core.interfaces import Domain, Objective, Policy, Recorder, RewardFn, RolloutEngine
-    from cosmos_rl_core.launch.result import RunResult
+    from cosmos_rl_core.launch.observer import RunResult
     from cosmos_rl_core.launch.run import run
     from cosmos_rl_core.parallel.gradients import accumulate
     from cosmos_rl_core.parallel.setup import ModelSetup
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 _HOMES = {
     "launch.run": ("run",),
-    "launch.result": ("RunResult",),
+    "launch.observer": ("RunResult",),
     "inference.generate": ("Generated", "generate"),
     "inference.evaluate": ("Evaluated", "evaluate"),
     "inference.request": ("Request",),

@@ -11,7 +11,7 @@ from importlib import metadata
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.python_path import add_folders
+from cosmos_rl_core.imports import add_folders
 
 _SHIPPED: dict[str, dict[str, str]] = {
     "cosmos_rl.domains": {

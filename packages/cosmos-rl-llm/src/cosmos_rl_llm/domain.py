@@ -13,8 +13,8 @@ import numpy as np
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
-from cosmos_rl_core.quiet import quiet_torchao
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec

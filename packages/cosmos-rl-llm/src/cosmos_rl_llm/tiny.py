@@ -10,7 +10,7 @@ import json
 import random
 from pathlib import Path
 
-from cosmos_rl_core.quiet import quiet_torchao
+from cosmos_rl_core.imports import quiet_torchao
 
 CHARACTERS = "0123456789+="
 """The tokenizer's characters, one token each, in addition to <pad>, <eos> and <unk>."""

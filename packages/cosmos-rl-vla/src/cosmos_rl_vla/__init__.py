@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.exports import lazy_exports
+from cosmos_rl_core.imports import lazy_exports
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.data.recording.record import Manner, record

@@ -10,7 +10,7 @@ import typer
 
 from cosmos_rl_core.cli import inference
 from cosmos_rl_core.cli.inference import Overrides, Recipe
-from cosmos_rl_core.python_path import add_folders, import_from
+from cosmos_rl_core.imports import add_folders, import_from
 
 app = typer.Typer(
     name="cosmos-rl",

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from cosmos_rl_core.python_path import import_from
+from cosmos_rl_core.imports import import_from
 
 Recipe = Annotated[Path, typer.Argument(metavar="FILE", help="A TOML recipe.")]
 Overrides = Annotated[

@@ -9,23 +9,66 @@ groups in flight and runs the evaluations.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.evaluation import Evaluation, Evaluator, with_row
 from cosmos_rl_core.control.inflight import Batches
-from cosmos_rl_core.control.job import Job
 from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
-from cosmos_rl_core.control.observer import Observer
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """The parts of a recipe that the controller uses."""
+
+    config_toml: str
+    run_dir: Path
+    resume_from: str
+    supervised: bool
+    """True: rows are sent directly to the policy; there are no rollout replicas."""
+    max_steps: int | None
+    eval_every_steps: int
+    eval_by: tuple[str, ...]
+    """Columns of the held-out rows to group rewards by."""
+    group_size: int
+
+    def welcome(self, message: p.Welcome, *, kept: list[str]) -> p.Welcome:
+        """Return the ledger's welcome completed with the recipe. `kept`: files of the replica's spool still needed."""
+        return msgspec.structs.replace(
+            message,
+            config=self.config_toml,
+            run_dir=str(self.run_dir),
+            resume_from=self.resume_from,
+            last_step=self.max_steps or 0,
+            kept=kept,
+        )
+
+
+class Observer(Protocol):
+    """Receiver of a run's progress and metrics. Called from the controller's event loop: it must return quickly."""
+
+    def phase(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None: ...
 
 
 class Controller:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from cosmos_rl_core.control.ledger import explain
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.tables import table
 
@@ -40,7 +39,7 @@ def write_status(path: Path, controller: Controller, *, phase: str) -> None:
             for peer in controller.peers.by_name.values()
         ],
         "samples": ledger.counts(),
-        "waits": explain.lines(ledger) + controller.waits(),
+        "waits": ledger.waits() + controller.waits(),
     }
     temporary = path.with_suffix(".tmp")
     temporary.write_text(json.dumps(status))

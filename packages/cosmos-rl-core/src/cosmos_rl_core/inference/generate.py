@@ -30,11 +30,11 @@ from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.given import Given, Recipe, Rows, open_recipe
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.optional import SpreadsEngines
+from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import Sampling
 from cosmos_rl_core.workers.directory import NO_ROOM
-from cosmos_rl_core.workers.gpus import machine_gpus
 
 PROGRESS_S = 5.0
 """Seconds between progress messages."""

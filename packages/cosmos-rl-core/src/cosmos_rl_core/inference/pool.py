@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.inference.messages import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Task
 from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
-from cosmos_rl_core.python_path import PYTHON
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
 
 LEAVE_S = 10.0

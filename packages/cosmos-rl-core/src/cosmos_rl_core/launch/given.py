@@ -20,10 +20,9 @@ from typing import Any
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import add_folders
 from cosmos_rl_core.optional import TakesRows
-from cosmos_rl_core.python_path import add_folders
-from cosmos_rl_core.recipe.load import load_config, load_domain, read_toml, tables_of
-from cosmos_rl_core.recipe.overrides import apply_overrides
+from cosmos_rl_core.recipe.load import apply_overrides, load_config, load_domain, read_toml, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.rows import keep_rows
 

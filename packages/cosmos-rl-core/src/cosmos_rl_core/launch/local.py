@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
-from cosmos_rl_core.python_path import PYTHON
-from cosmos_rl_core.wire.token import keep_token
+from cosmos_rl_core.wire.handshake import keep_token
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
 

@@ -19,12 +19,12 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
-from cosmos_rl_core.launch.result import RunObserver
+from cosmos_rl_core.launch.observer import RunObserver
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.processes import allot, machine_gpus
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
-from cosmos_rl_core.workers.gpus import allot, machine_gpus
 from cosmos_rl_core.workers.node import Node
 
 STOP_GRACE_S = 60.0

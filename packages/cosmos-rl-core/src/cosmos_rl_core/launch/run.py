@@ -18,29 +18,27 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
 from cosmos_rl_core.checkpoint.resume import Resumption, checkpoint_root, claim_root, find_resumption, roll_back
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.job import Job
 from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
-from cosmos_rl_core.control.server import Controller
+from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import warnings_for
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
+from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_processes, start_tasks
-from cosmos_rl_core.launch.result import RunObserver, RunResult, evaluated_from
-from cosmos_rl_core.launch.watch import Watch
 from cosmos_rl_core.monitor.history import History
 from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.channel import Connection, Server, serve
+from cosmos_rl_core.wire.handshake import make_token
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
-from cosmos_rl_core.wire.token import make_token
 from cosmos_rl_core.workers.directory import Removals, RunDirectory, explain_no_room
 from cosmos_rl_core.workers.failure import AGENT, receive_report
 from cosmos_rl_core.workers.node import is_loopback, policy_node

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.token import read_secret, write_secret
+from cosmos_rl_core.wire.handshake import read_secret, write_secret
 
 VARIABLES = ("WFM_REWARD_TOKEN", "REMOTE_REWARD_TOKEN")
 

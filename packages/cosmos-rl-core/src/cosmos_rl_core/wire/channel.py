@@ -22,11 +22,18 @@ from typing import Any
 import msgspec
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.address import Address, bound_address, listen, parse_address
 from cosmos_rl_core.wire.connection import Connection, WireProtocol
 from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES, ConnectionClosed
 from cosmos_rl_core.wire.handshake import HANDSHAKE_S, PROTOCOL_VERSION, TOKEN_BYTES, Hello, WrongTag
-from cosmos_rl_core.wire.listening import SeldomLog, Strangers, accept_forever
+from cosmos_rl_core.wire.listening import (
+    Address,
+    SeldomLog,
+    Strangers,
+    accept_forever,
+    bound_address,
+    listen,
+    parse_address,
+)
 
 __all__ = [
     "PROTOCOL_VERSION",

@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from cosmos_rl_core.wire.token import read_token
+from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 

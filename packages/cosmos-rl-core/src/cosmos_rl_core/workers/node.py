@@ -18,7 +18,7 @@ from typing import Any
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.wire.address import Address, listen
+from cosmos_rl_core.wire.listening import Address, listen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -35,7 +35,7 @@ WORK = ("forward_backward", "optim_step")
 
 
 class PolicyRole:
-    """Implements `workers.roles.Role`."""
+    """Implements `workers.main.Role`."""
 
     def __init__(self, assignment: Assignment, link: ControllerLink) -> None:
         self._at = assignment

@@ -13,13 +13,12 @@ import traceback
 from pathlib import Path
 
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.wire.token import read_token
+from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.workers.context import WorkerContext
 from cosmos_rl_core.workers.failure import Failure
-from cosmos_rl_core.workers.main import connect_to
+from cosmos_rl_core.workers.main import connect_to, follow, run_role
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 from cosmos_rl_core.workers.ranks import Ranks
-from cosmos_rl_core.workers.roles import follow, run_role
 
 
 def main() -> None:

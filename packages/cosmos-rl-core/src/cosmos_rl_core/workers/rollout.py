@@ -13,8 +13,7 @@ from cosmos_rl_core.monitor.data_rewards import score_real_rows
 from cosmos_rl_core.optional import ShowsRows
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.rollouter import Rollouter
-from cosmos_rl_core.rollout.spool.server import serve_spool
-from cosmos_rl_core.rollout.spool.store import Spool, spool_root
+from cosmos_rl_core.rollout.spool.store import Spool, serve_spool, spool_root
 from cosmos_rl_core.rollout.worker import RolloutWorker
 from cosmos_rl_core.weight_sync import OwnsSubscriber, WeightSubscriber
 from cosmos_rl_core.wire.channel import Server
@@ -26,7 +25,7 @@ FIRST = "rollout-0"
 
 
 class RolloutRole:
-    """Implements `workers.roles.Role`."""
+    """Implements `workers.main.Role`."""
 
     def __init__(self, assignment: Assignment, client: ControllerClient) -> None:
         self._at = assignment

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.lora import add_adapters, pick_layers
-from cosmos_rl_core.quiet import quiet_torchao
 from cosmos_rl_wfm.models.captions.cached import CachedCaptions, WordEncoder
 from cosmos_rl_wfm.models.captions.encoder import CaptionEncoder, EncodeImages, load_captions, load_images
 from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class

@@ -26,16 +26,18 @@ from typing import Protocol
 
 import msgspec
 
-from cosmos_rl_core.control.journal.segment import (
+from cosmos_rl_core.control.journal.files import (
     JournalError,
     cut_off,
     encode_frame,
+    latest_snapshot,
     read_segment,
+    remove_superseded,
     segment_firsts,
     segment_path,
     sync_directory,
+    write_snapshot,
 )
-from cosmos_rl_core.control.journal.snapshot import latest_snapshot, remove_superseded, write_snapshot
 from cosmos_rl_core.control.ledger.events import Event, Output, Tick
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import AnyRecord, Record

@@ -11,7 +11,7 @@ replaying the records gives an equal ledger. The rules are in the modules of thi
     leasing    RequestLeases Deliver Failed              PENDING -> LEASED -> READY or DROPPED
     stepping   RequestBatch PayloadsLost Vote CheckpointDone Rollback  READY -> ASSIGNED -> COMMITTED -> CHECKPOINTED
 
-`state` contains the state and applies records to it, `explain` lists the current waits and their reasons.
+`state` contains the state and applies records to it.
 
 Exactly-once holds per weight lineage: a step is committed once all members of the mesh voted for it in the same
 epoch; then all members apply it. The loss of a member before that starts a new epoch with the same samples; the loss
@@ -24,7 +24,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
-from cosmos_rl_core.control.ledger import events, explain, leasing, liveness, records, stepping
+from cosmos_rl_core.control.ledger import events, leasing, liveness, records, stepping
+from cosmos_rl_core.control.ledger.leasing import is_generated
+from cosmos_rl_core.control.ledger.membership import MemberState
+from cosmos_rl_core.control.ledger.samples import PENDING, READY
 from cosmos_rl_core.control.ledger.state import LedgerState
 
 
@@ -49,5 +52,57 @@ class Ledger(LedgerState):
         return self._records, self._outputs
 
     def waits(self) -> list[str]:
-        """Return one readable line per wait: the waiting component and the reason."""
-        return explain.lines(self)
+        """Return one line per wait: "policy-0 waits for batch 7: 3 of 8 groups ready, 5 leased to rollout-0"."""
+        found = [f"the run has halted: {self.halted}"] if self.halted is not None else []
+        return [*found, *_mesh(self), *_batches(self), *_votes(self), *_leases(self), *_suspects(self)]
+
+
+def _mesh(ledger: LedgerState) -> list[str]:
+    members = ledger.members
+    if ledger.is_orphaned:
+        version = ledger.checkpoint_version
+        return [f"the run waits for a rollback to version {version}: all policy replicas were lost"]
+    if members.mesh:
+        return []
+    wanted, ready = ledger.config.policy_members, members.ready_policies()
+    return [f"the run waits for policy replicas: {len(ready)} of {wanted} ready"]
+
+
+def _batches(ledger: LedgerState) -> list[str]:
+    samples = ledger.samples
+    why = f"{samples.count(READY)} of {ledger.config.groups_per_step} groups ready"
+    for name, held in sorted(samples.held.items()):
+        why += f", {len(held)} leased to {name}"
+    if samples.count(PENDING):
+        why += f", {samples.count(PENDING)} to be leased again"
+    return [f"{name} waits for batch {ledger.version}: {why}" for name in ledger.sessions.batch_requests]
+
+
+def _votes(ledger: LedgerState) -> list[str]:
+    missing = [name for name in ledger.members.mesh if name not in ledger.votes]
+    if ledger.assignment is None or not ledger.votes or not missing:
+        return []
+    return [f"{name} waits for the votes of {', '.join(missing)} on step {ledger.version}" for name in ledger.votes]
+
+
+def _leases(ledger: LedgerState) -> list[str]:
+    found = []
+    for (lineage, version), capacities in ledger.sessions.lease_requests.items():
+        if lineage != ledger.lineage:
+            why = f"it holds weights of lineage {lineage}, the run is on {ledger.lineage}"
+        elif ledger.window.deadline(version) < ledger.next_step:
+            why = f"its weights, version {version}, are too old for step {ledger.next_step}"
+        elif is_generated(ledger):
+            why = "every group the run needs is generated"
+        else:
+            why = f"{ledger.samples.num_outstanding} of {ledger.window.capacity} groups are in flight"
+        found += [f"{name} waits for leases: {why}" for name in capacities]
+    return found
+
+
+def _suspects(ledger: LedgerState) -> list[str]:
+    return [
+        f"the run waits for {name} to reconnect: {'connection closed' if session.is_closed else 'silent'}"
+        for name, session in ledger.sessions.by_name.items()
+        if ledger.members.by_name[name].state is MemberState.SUSPECT
+    ]

@@ -14,9 +14,8 @@ import msgspec
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.membership import Members, MemberTable
+from cosmos_rl_core.control.ledger.membership import Members, MemberTable, Sessions
 from cosmos_rl_core.control.ledger.samples import LEASED, PENDING, READY, Samples, SampleTable
-from cosmos_rl_core.control.ledger.sessions import Sessions
 from cosmos_rl_core.rollout.staleness import StalenessWindow
 
 UNBOUNDED = 2**62

@@ -12,8 +12,7 @@ import mmap
 import os
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.rollout.spool.server import Absent, Answer, Pull
-from cosmos_rl_core.rollout.spool.store import Spooled
+from cosmos_rl_core.rollout.spool.store import Absent, Answer, Pull, Spooled
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 
 RETRY_S = 0.5

@@ -4,6 +4,8 @@
 
     put -> the controller holds the reference -> every policy rank reads the file -> step committed -> release
 
+`serve_spool` serves the files to consumers that cannot open them: Pull(path, offset) -> Piece, or Absent.
+
 A file outlives its process: a killed replica loses no delivered group. Its successor keeps the files that the
 controller still references and removes the rest.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 import msgspec
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.wire.channel import Connection, Hello, Server, serve
 
 _PARTIAL = ".part"
 
@@ -159,3 +162,45 @@ def _write(path: Path, payload: bytes) -> bytes:
         partial.unlink(missing_ok=True)
         raise OSError(error.errno, error.strerror, str(path)) from error  # the error of a full disk names no file
     return hashlib.sha256(payload).digest()
+
+
+PIECE_BYTES = 4 * 2**20
+"""Maximum bytes of one reply."""
+
+
+class Pull(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """Request for the bytes of a file from `offset` on."""
+
+    path: str
+    offset: int
+
+
+class Piece(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    data: memoryview
+    """At least one byte, at most PIECE_BYTES."""
+
+
+class Absent(msgspec.Struct, frozen=True, tag=True, array_like=True):
+    """The file does not exist, or has no byte at this offset."""
+
+
+Answer = Piece | Absent
+
+
+async def serve_spool(spool: Spool, *, bind: str, token: bytes, name: str, allow_remote: bool) -> Server:
+    """Listen on a free port of `bind` and serve clients that have the run's token. Raises like `wire.serve`."""
+
+    async def answer(connection: Connection) -> None:
+        while True:
+            pull: Pull = await connection.receive()
+            data = await asyncio.to_thread(spool.read, pull.path, offset=max(0, pull.offset), num_bytes=PIECE_BYTES)
+            await connection.send(Piece(memoryview(data)) if data else Absent())
+
+    return await serve(
+        f"tcp://{bind}:0",
+        token=token,
+        decode=Pull,
+        on_connect=answer,
+        hello=Hello(name=name, role="spool"),
+        allow_remote=allow_remote,
+    )

@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 
 import cosmos_rl_core
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.processes import GRACE_S, ChildProcess, last_lines
-from cosmos_rl_core.python_path import PYTHON
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
 from cosmos_rl_vla.sims.base import SimSpec

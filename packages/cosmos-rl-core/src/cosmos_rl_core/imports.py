@@ -1,4 +1,4 @@
-"""The import path of a recipe's "module:attribute" names: its own folder, after everything that is installed.
+"""Imports of modules: the path of a recipe's "module:attribute" names, lazy exports of a package, silent libraries.
 
 A recipe's folder comes last: token.py or types.py beside a recipe must not hide Python's own modules. PYTHONPATH would
 put it first, so child processes get it in a variable of ours, which `plugins.load` reads.
@@ -6,10 +6,13 @@ put it first, so child processes get it in a variable of ours, which `plugins.lo
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 VARIABLE = "COSMOS_RL_PYTHON_PATH"
 """Folders for child processes, as PYTHONPATH lists them."""
@@ -34,3 +37,29 @@ def child_environment(folders: Sequence[str]) -> dict[str, str]:
     """Return the variables that let a child process import from folders, then from the current directory."""
     inherited = filter(None, os.environ.get(VARIABLE, "").split(os.pathsep))
     return {VARIABLE: os.pathsep.join(dict.fromkeys([*filter(None, folders), *inherited, str(Path.cwd())]))}
+
+
+def lazy_exports(
+    package: str, homes: Mapping[str, Sequence[str]]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Return `__getattr__` and `__dir__` for the `__init__` of `package`.
+
+    homes: public names by the module that defines them, relative to the package.
+    """
+    home_of = {name: home for home, names in homes.items() for name in names}
+
+    def get(name: str) -> Any:
+        if name not in home_of:
+            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+        return getattr(import_module(f"{package}.{home_of[name]}"), name)
+
+    def names() -> list[str]:
+        return [*vars(sys.modules[package]), *home_of]
+
+    return get, names
+
+
+def quiet_torchao() -> None:
+    """Keep torchao's log lines at import out of the log: CUDA kernels that it cannot load here."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).setLevel(logging.ERROR)

@@ -1,10 +1,12 @@
-"""The journal's files: a sequence of frames.
+"""The journal's files: segments, which are sequences of frames, and snapshots, one frame each.
 
     frame = length u32 | crc of the body u32 | crc of these 8 bytes u32 | body        (little endian)
 
 The body's checksum is seeded with the frame's sequence number, which detects moved, repeated and missing frames as
 well as flipped bits. The header's is not, so that frames after a damaged one can be recognised. Both are zlib's
 CRC-32: the standard library has no CRC-32C.
+
+A snapshot is the state after the first n records, in a file named by n.
 """
 
 from __future__ import annotations
@@ -13,10 +15,13 @@ import os
 import struct
 import zlib
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import Path
 
 _HEADER = struct.Struct("<III")
 _CHECKED = struct.Struct("<II")
+KEPT = 2
+"""Number of snapshots kept: if the newest is damaged, the one before and the records since are used."""
 
 
 class JournalError(Exception):
@@ -91,3 +96,46 @@ def sync_directory(directory: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def write_snapshot(directory: Path, number: int, state: bytes) -> None:
+    """Write the state after `number` records atomically."""
+    path = _path(directory, number)
+    unfinished = path.with_suffix(".tmp")
+    with unfinished.open("wb") as file:
+        file.write(encode_frame(state, number))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+    sync_directory(directory)
+
+
+def latest_snapshot(directory: Path) -> tuple[int, bytes | None]:
+    """Return the newest intact snapshot's number of records and state; (0, None) if there is none."""
+    for number in reversed(_numbers(directory)):
+        state = decode_frame(memoryview(_path(directory, number).read_bytes()), 0, number)
+        if state is not None:
+            return number, bytes(state)
+    return 0, None
+
+
+def remove_superseded(directory: Path) -> None:
+    """Remove snapshots beyond the newest two, and segments that end before the older of these."""
+    numbers = _numbers(directory)
+    for number in numbers[:-KEPT]:
+        _path(directory, number).unlink()
+    if len(numbers) < KEPT:
+        return
+    firsts = segment_firsts(directory)
+    for first, following in pairwise(firsts):
+        if following <= numbers[-KEPT]:
+            segment_path(directory, first).unlink()
+    sync_directory(directory)
+
+
+def _path(directory: Path, number: int) -> Path:
+    return directory / f"{number:016d}.snapshot"
+
+
+def _numbers(directory: Path) -> list[int]:
+    return sorted(int(path.stem) for path in directory.glob("*.snapshot"))
