@@ -40,7 +40,7 @@ class LightMetaWorld(_Drawn):
     """Our scene, stepped and drawn as vector environments do it."""
 
     def __init__(self, task: str) -> None:
-        from cosmos_rl_vla.sims.metaworld.scene import Kind, Scene, import_metaworld
+        from cosmos_rl_vla.sims.metaworld import Kind, Scene, import_metaworld
 
         import_metaworld()
         self._scene = Scene(Kind(task, SIZE, 42.0))
@@ -58,7 +58,7 @@ class StockMetaWorld(_Drawn):
     """MetaWorld's own environment and renderer."""
 
     def __init__(self, task: str) -> None:
-        from cosmos_rl_vla.sims.metaworld.scene import import_metaworld
+        from cosmos_rl_vla.sims.metaworld import import_metaworld
 
         import_metaworld()
         from metaworld.env_dict import ALL_V3_ENVIRONMENTS

@@ -43,7 +43,7 @@ def main() -> None:
     overlap = measure_overlap(TASKS, slots=PHASE_SLOTS, episodes=3 * PHASE_SLOTS, rounds=rounds)
     tasks = [TASKS[slot % len(TASKS)] for slot in range(slots)]
     ours = SimulatorPool(
-        "cosmos_rl_vla.sims.metaworld.simulator:MetaWorld",
+        "cosmos_rl_vla.sims.metaworld:MetaWorld",
         options={"image_size": SIZE, "max_steps": 500},
         groups=2,
         slots_per_group=slots // 2,

@@ -20,7 +20,7 @@ SEAMS = {
     "cosmos_rl_core.cli.init",  # a command
     "cosmos_rl_core.reward.service.start",  # names the extra that is missing
     "cosmos_rl_vla.engines.steady",
-    "cosmos_rl_vla.export",
+    "cosmos_rl_vla.models.pi.export",
     "cosmos_rl_wfm.shape",
 }
 """Short files with one importer that stand for themselves."""

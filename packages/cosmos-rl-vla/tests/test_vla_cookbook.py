@@ -14,10 +14,10 @@ from cosmos_rl_core import Request, evaluate, run
 from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
+from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
-from cosmos_rl_vla.sims.libero.tasks import find_task
+from cosmos_rl_vla.sims.libero import find_task
 
 COOKBOOK = Path(__file__).parents[3] / "cookbook"
 pytestmark = [pytest.mark.ci, pytest.mark.skipif(not COOKBOOK.is_dir(), reason="the wheel comes without the cookbook")]
@@ -28,7 +28,7 @@ SIMULATOR = '''
 import numpy as np
 from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.inits import stored_state
-from cosmos_rl_vla.sims.libero.tasks import find_task
+from cosmos_rl_vla.sims.libero import find_task
 
 
 class Table(Worded):

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.data.config import VLADataConfig
+from cosmos_rl_vla.config import VLADataConfig
 from cosmos_rl_vla.data.demos import Demonstrations, demonstrated_rows
 from cosmos_rl_vla.data.lerobot import read_dataset
 from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.data.config import VLADataConfig
+from cosmos_rl_vla.config import VLADataConfig
 from cosmos_rl_vla.data.demos import Demonstrations, demonstrated_rows
 from cosmos_rl_vla.data.recording.expert import Expert
-from cosmos_rl_vla.data.recording.record import LOOKS, Manner, record
-from cosmos_rl_vla.data.recording.recordings import Series
+from cosmos_rl_vla.data.recording.record import LOOKS, Manner, Series, record
 from cosmos_rl_vla.sims.reach import Reach
 
 TASKS = ("red", "blue")
@@ -101,7 +100,7 @@ def test_noise_is_executed_but_not_imitated(tmp_path):
         ({"tasks": ("mauve",)}, r"simulator reach has no task 'mauve'"),
         ({"options": {"colour": 2}}, r"simulator 'reach': .*unexpected keyword argument 'colour'"),
         (
-            {"simulator": "cosmos_rl_vla.sims.faulty:Faulty"},
+            {"simulator": "vla_faulty:Faulty"},
             r"has no expert: it needs expert_action\(\) and privileged",
         ),
         ({"options": {"max_steps": 2}}, r"the expert failed in \d+ of 15 episodes of 'red': give it more time"),

@@ -6,9 +6,9 @@ import pytest
 
 from cosmos_rl_core.data.video import VideoFile
 from cosmos_rl_core.errors import MediaError, UserError
-from cosmos_rl_vla.data.config import VLADataConfig
+from cosmos_rl_vla.config import VLADataConfig
 from cosmos_rl_vla.data.demos import Demonstrations
-from cosmos_rl_vla.data.pictures import check_video
+from cosmos_rl_vla.data.images import check_video
 from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
 
 FPS = 10

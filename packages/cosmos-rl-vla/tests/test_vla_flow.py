@@ -10,7 +10,7 @@ from torch.distributions import Beta, Normal
 
 from cosmos_rl_vla.models import flow
 from cosmos_rl_vla.models.flow import Gaussian
-from cosmos_rl_vla.models.noise import Noise
+from cosmos_rl_vla.models.pi.config import Noise
 
 X = torch.tensor([[[0.8, -0.4]]])
 V = torch.tensor([[[0.5, 1.0]]])

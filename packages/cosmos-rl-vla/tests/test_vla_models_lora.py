@@ -11,11 +11,9 @@ from cosmos_rl_core.parallel.lora import without_adapters
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.build import build_policy
-from cosmos_rl_vla.data.config import VLADataConfig
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.base import Inputs, Randomness
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
-from cosmos_rl_vla.sampling import VLASampling
 
 pytest.importorskip("peft", reason="an extra of the package")
 

@@ -8,7 +8,7 @@ import torch
 
 from cosmos_rl_vla.models.base import Inputs, Randomness
 from cosmos_rl_vla.models.openvla.config import Critic, tiny
-from cosmos_rl_vla.models.openvla.folder import random_openvla
+from cosmos_rl_vla.models.openvla.family import random_openvla
 from cosmos_rl_vla.models.openvla.model import ActionBins
 from cosmos_rl_vla.models.openvla.prismatic import stretched
 

@@ -13,13 +13,13 @@ from tokenizers.pre_tokenizers import Whitespace
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats, Gripper
+from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.base import Inputs, Randomness
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.models.instructions import Instructions
 from cosmos_rl_vla.models.openvla.checkpoint import OpenVLANames
 from cosmos_rl_vla.models.openvla.config import TOWERS, tiny
-from cosmos_rl_vla.models.openvla.folder import random_openvla, read_config
+from cosmos_rl_vla.models.openvla.family import random_openvla, read_config
 from cosmos_rl_vla.models.openvla.stats import published_stats, to_published
 from cosmos_rl_vla.normalise import Spread
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.config import VLAModelConfig
+from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
 
 pytestmark = [pytest.mark.ci, pytest.mark.xdist_group("openvla_run")]  # one process makes what they share

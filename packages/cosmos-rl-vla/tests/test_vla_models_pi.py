@@ -9,11 +9,10 @@ from torch.utils.checkpoint import checkpoint
 from vla_fixtures import small_pi
 
 from cosmos_rl_vla.models.base import Inputs, Randomness
-from cosmos_rl_vla.models.noise import Noise
 from cosmos_rl_vla.models.pi.backbone import to_pixels
-from cosmos_rl_vla.models.pi.config import ValueSize, tiny
+from cosmos_rl_vla.models.pi.config import Noise, ValueSize, tiny
 from cosmos_rl_vla.models.pi.expert import AdaptiveRMSNorm
-from cosmos_rl_vla.models.pi.folder import random_pi
+from cosmos_rl_vla.models.pi.family import random_pi
 from cosmos_rl_vla.models.pi.model import PiModel
 
 CONFIG = small_pi()

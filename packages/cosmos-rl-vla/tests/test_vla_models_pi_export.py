@@ -13,15 +13,12 @@ from vla_fixtures import small_pi
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats, Gripper, Spread
-from cosmos_rl_vla.data.config import VLADataConfig
-from cosmos_rl_vla.export import camera_names
-from cosmos_rl_vla.models.config import VLAModelConfig
-from cosmos_rl_vla.models.noise import Noise
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
 from cosmos_rl_vla.models.pi.checkpoint import HEADS, public_name
-from cosmos_rl_vla.models.pi.config import ValueSize, full
-from cosmos_rl_vla.models.pi.folder import load_pi, random_pi, read_config, save_config
+from cosmos_rl_vla.models.pi.config import Noise, ValueSize, full
+from cosmos_rl_vla.models.pi.export import camera_names, export_pi, public_tensors, write_lerobot, write_openpi
+from cosmos_rl_vla.models.pi.family import load_pi, random_pi, read_config, save_config
 from cosmos_rl_vla.models.pi.model import PiModel
-from cosmos_rl_vla.models.pi_export import export_pi, public_tensors, write_lerobot, write_openpi
 
 PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))
 PI05 = replace(PI0, family="pi05", state="text", prompt="pi05", value=ValueSize(hidden=(16,)))

@@ -8,8 +8,8 @@ import torch
 from vla_fixtures import small_pi
 
 from cosmos_rl_vla.models.base import Inputs, Randomness
-from cosmos_rl_vla.models.noise import Noise
-from cosmos_rl_vla.models.pi.folder import random_pi
+from cosmos_rl_vla.models.pi.config import Noise
+from cosmos_rl_vla.models.pi.family import random_pi
 
 LESS = Noise(kind="fixed", level=0.4, level_end=0.1, level_steps=10)
 

@@ -26,12 +26,10 @@ from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, TrainBatch
 from cosmos_rl_vla.build import build_policy
-from cosmos_rl_vla.data.config import VLADataConfig
-from cosmos_rl_vla.models.config import VLAModelConfig
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.families import load
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
-from cosmos_rl_vla.sampling import VLASampling
 
 ranks.preload(*MODULES)
 

@@ -190,7 +190,7 @@ def test_a_policy_that_is_killed_goes_on_as_if_it_had_not_been(tmp_path, stats):
     assert sorted(samples_of(cut, steps)) == list(range(steps * PROMPTS))
 
 
-FAULTY = "cosmos_rl_vla.sims.faulty:Faulty"
+FAULTY = "vla_faulty:Faulty"
 
 
 @pytest.mark.parametrize("fault", ["exit", "hang", "nan_state"])

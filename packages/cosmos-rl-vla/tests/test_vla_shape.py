@@ -11,10 +11,9 @@ from cosmos_rl_core.launch.memory import estimate_of
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
+from cosmos_rl_vla.config import VLAModelConfig, VLASampling
 from cosmos_rl_vla.domain import VLA
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
-from cosmos_rl_vla.sampling import VLASampling
 from cosmos_rl_vla.shape import read_shape
 
 SIZES = {"action_dim": 2, "state_dim": 2, "words": ("reach the red square",)}

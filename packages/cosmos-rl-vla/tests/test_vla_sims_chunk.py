@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 import pytest
+from vla_fixtures import run_chunk
 
 from cosmos_rl_vla.sims.base import SimulatorError, Stepped
-from cosmos_rl_vla.sims.pool.chunk import run_chunk, run_chunks
+from cosmos_rl_vla.sims.pool.worker import run_chunks
 
 
 class Script:

@@ -31,8 +31,8 @@ def test_what_plays_is_shown_and_timed(tmp_path):
     ("where", "probe", "advice"),
     [
         (f"{SIMS}.reach:Reach", Probe("mauve"), "no task 'mauve'"),
-        (f"{SIMS}.faulty:Faulty", Probe("red", {"at_start": "user"}), "the simulator needs another machine"),
-        (f"{SIMS}.faulty:Faulty", Probe("red", {"at_start": "exit"}), "about to exit"),
+        ("vla_faulty:Faulty", Probe("red", {"at_start": "user"}), "the simulator needs another machine"),
+        ("vla_faulty:Faulty", Probe("red", {"at_start": "exit"}), "about to exit"),
     ],
 )
 def test_what_does_not_play_says_why(where, probe, advice, tmp_path):

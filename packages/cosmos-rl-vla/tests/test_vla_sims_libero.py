@@ -18,9 +18,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.rows import describe
 from cosmos_rl_vla.sims.base import HELD_OUT
 from cosmos_rl_vla.sims.inits import stored_state
-from cosmos_rl_vla.sims.libero.scene import MAX_BYTES, Scenes, read_states
-from cosmos_rl_vla.sims.libero.simulator import Libero, axis_angle
-from cosmos_rl_vla.sims.libero.tasks import MAX_STEPS, find_task, suites
+from cosmos_rl_vla.sims.libero import MAX_BYTES, MAX_STEPS, Libero, Scenes, axis_angle, find_task, read_states, suites
 
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "libero_object_0.json").read_text())
 TASK = "libero_object/0"
@@ -120,7 +118,7 @@ def libero(monkeypatch, tmp_path):
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path / "config"))
     monkeypatch.setitem(sys.modules, "libero.libero.envs.env_wrapper", wrapper)
     one = Scenes()
-    monkeypatch.setattr("cosmos_rl_vla.sims.libero.simulator.scenes", lambda: one)
+    monkeypatch.setattr("cosmos_rl_vla.sims.libero.scenes", lambda: one)
     yield types.SimpleNamespace(made=made, states=states, package=package)
     for name in ("libero", "libero.libero"):
         sys.modules.pop(name, None)
@@ -230,7 +228,7 @@ def test_the_suites():
     ],
 )
 def test_the_name_of_a_task_is_its_sentence(task, sentence):
-    assert describe("cosmos_rl_vla.sims.libero.simulator:Libero", [task], options={}) == {task: sentence}
+    assert describe("cosmos_rl_vla.sims.libero:Libero", [task], options={}) == {task: sentence}
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,7 @@ import torch
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.rows import describe
-from cosmos_rl_vla.sims.maniskill.scene import SceneOptions
-from cosmos_rl_vla.sims.maniskill.simulator import ManiSkill, ManiSkillBatch
+from cosmos_rl_vla.sims.maniskill import ManiSkill, ManiSkillBatch, SceneOptions
 
 TASK = "PickCube-v1"
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "maniskill_pick_cube.json").read_text())
@@ -196,7 +195,7 @@ def test_what_a_gpu_batch_cannot_do(maniskill):
 
 def test_instructions_are_known_where_maniskill_is_not():
     for name in ("ManiSkill", "ManiSkillBatch"):
-        told = describe(f"cosmos_rl_vla.sims.maniskill.simulator:{name}", [TASK], options={})
+        told = describe(f"cosmos_rl_vla.sims.maniskill:{name}", [TASK], options={})
         assert told == {TASK: "pick up the red cube and hold it at the green ball"}
     with pytest.raises(UserError, match="no task 'PickCub-v1'; did you mean 'PickCube-v1'"):
         ManiSkill.instruction("PickCub-v1")

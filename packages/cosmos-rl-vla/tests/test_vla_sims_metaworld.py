@@ -5,8 +5,8 @@ import pytest
 from vla_fixtures import why_not_drawn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.sims.gl import choose_gl
-from cosmos_rl_vla.sims.metaworld.tasks import INSTRUCTIONS, instruction
+from cosmos_rl_vla.sims.metaworld import INSTRUCTIONS, instruction
+from cosmos_rl_vla.sims.rendering import choose_gl
 
 WHY_NOT = why_not_drawn("metaworld")
 needs_metaworld = pytest.mark.skipif(bool(WHY_NOT), reason=WHY_NOT)
@@ -15,7 +15,7 @@ CAMERA = "corner2"
 
 @pytest.fixture
 def make():
-    from cosmos_rl_vla.sims.metaworld.simulator import MetaWorld
+    from cosmos_rl_vla.sims.metaworld import MetaWorld
 
     made = []
 

@@ -9,16 +9,16 @@ import sys
 
 import numpy as np
 import pytest
+from vla_faulty import Faulty
+from vla_fixtures import run_chunk
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_vla.sims.faulty import Faulty
-from cosmos_rl_vla.sims.pool.chunk import run_chunk
 from cosmos_rl_vla.sims.pool.group import Lost, Ready
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 from cosmos_rl_vla.sims.reach import Reach
 
 REACH = "cosmos_rl_vla.sims.reach:Reach"
-FAULTY = "cosmos_rl_vla.sims.faulty:Faulty"
+FAULTY = "vla_faulty:Faulty"
 
 
 def events(pool, number):
@@ -283,7 +283,7 @@ def test_a_simulator_of_many_slots_steps_them_at_once(tmp_path, monkeypatch):
 ORPHAN = """
 import sys
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
-pool = SimulatorPool("cosmos_rl_vla.sims.faulty:Faulty", options={"faults": {"13": "hang"}, "when": "reset"})
+pool = SimulatorPool("vla_faulty:Faulty", options={"faults": {"13": "hang"}, "when": "reset"})
 pool.start(0, task="red", init=13)
 print(pool.process_ids[0], flush=True)
 sys.stdin.read()

@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 from vla_fixtures import why_not_drawn
 
-from cosmos_rl_vla.sims.gl import choose_gl
-from cosmos_rl_vla.sims.rendering import fit, lighten, renderer
+from cosmos_rl_vla.sims.rendering import choose_gl, fit, lighten, renderer
 
 SIZE = 64
 SCENE = """

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from cosmos_rl_vla.actions import ActionStats
+from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.engines import steady
 from cosmos_rl_vla.models.base import Inputs, Randomness
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import load
 
 COUNT, ROWS, LENGTH = 11, 4, 7

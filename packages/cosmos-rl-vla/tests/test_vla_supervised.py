@@ -15,11 +15,10 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_vla.build import build_policy
-from cosmos_rl_vla.data.config import VLADataConfig
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
 from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter
 from cosmos_rl_vla.data.rows import load_rows
 from cosmos_rl_vla.domain import VLA
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.sims.reach import Reach
 
 MODEL = {"family": "pi05", "action_dim": 2, "state_dim": 2, "horizon": 3, "num_steps": 2}

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share
+from cosmos_rl_vla.config import VLASampling
 from cosmos_rl_vla.policy.collate import collate
-from cosmos_rl_vla.sampling import VLASampling
-from cosmos_rl_vla.sims.pool.chunk import ChunkResult
+from cosmos_rl_vla.sims.pool.messages import ChunkResult
 from cosmos_rl_vla.trajectory import Decision, Trajectory, padded_result
 
 H, D = 2, 3

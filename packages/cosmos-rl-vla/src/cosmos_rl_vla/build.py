@@ -9,14 +9,12 @@ import torch
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.setup import ModelSetup
-from cosmos_rl_vla.data.config import VLADataConfig
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.engines.torch import SimulationEngine, TorchEngineOptions
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import make
 from cosmos_rl_vla.observations import Observer
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
-from cosmos_rl_vla.sampling import VLASampling
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
 
 if TYPE_CHECKING:

@@ -7,9 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.settings.problems import engine_options
-from cosmos_rl_vla.data.config import VLADataConfig
-from cosmos_rl_vla.models.config import VLAModelConfig
-from cosmos_rl_vla.sampling import VLASampling
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -78,7 +76,7 @@ class VLADomain(DomainBase):
         self, prompts: Sequence[Prompt], *, data: VLADataConfig, policy: VLAPolicy, microbatch_terms: int, share: Share
     ) -> TrainBatch:
         """Collate frames of demonstrations with the chunks of actions that follow."""
-        from cosmos_rl_vla.policy.supervised import collate_sft
+        from cosmos_rl_vla.policy.collate import collate_sft
 
         return collate_sft(prompts, data=data, policy=policy, microbatch_terms=microbatch_terms, share=share)
 
@@ -92,7 +90,7 @@ class VLADomain(DomainBase):
 
     @property
     def export_formats(self) -> Sequence[str]:
-        from cosmos_rl_vla.models.pi_export import FORMATS
+        from cosmos_rl_vla.models.pi.export import FORMATS
 
         return FORMATS
 
@@ -100,9 +98,9 @@ class VLADomain(DomainBase):
         self, format: str, directory: Path, tensors: Iterable[tuple[str, Tensor]], *, model: Any, data: Any
     ) -> Iterable[tuple[str, Tensor]]:
         """Write pi0 and pi0.5 in the format of lerobot or openpi. Raises UserError for another model."""
-        from cosmos_rl_vla.export import export_as
+        from cosmos_rl_vla.models.pi.export import camera_names, export_pi
 
-        return export_as(format, directory, tensors, model=model, data=data)
+        return export_pi(format, directory, tensors, cameras=camera_names(model, data))
 
 
 VLA = VLADomain()

@@ -17,9 +17,8 @@ from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_vla.models.config import VLAModelConfig
+from cosmos_rl_vla.config import VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.pi.config import full
-from cosmos_rl_vla.sampling import VLASampling
 
 _TYPES = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
 _CHUNK = {"horizon": 8, "action_dim": 7}

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 if TYPE_CHECKING:
-    from cosmos_rl_vla.sampling import StepName, TermName
+    from cosmos_rl_vla.config import StepName, TermName
 
 
 def terms_of(components: Any, valid: Any, *, terms: TermName) -> Any:

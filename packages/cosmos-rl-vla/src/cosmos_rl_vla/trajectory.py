@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cosmos_rl_core.types import Episode, Rollout
-from cosmos_rl_vla.sampling import VLASampling
-from cosmos_rl_vla.sims.pool.chunk import ChunkResult
+from cosmos_rl_vla.config import VLASampling
+from cosmos_rl_vla.sims.pool.messages import ChunkResult
 from cosmos_rl_vla.terms import rewards_of, term_mask, term_steps, terms_of, values_of
 
 if TYPE_CHECKING:

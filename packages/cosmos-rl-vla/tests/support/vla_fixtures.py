@@ -7,9 +7,13 @@ import os
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.models.pi.config import GemmaSize, PiConfig, ValueSize, VisionSize
-from cosmos_rl_vla.sims.gl import choose_gl
+from cosmos_rl_vla.sims.pool.messages import ChunkResult
+from cosmos_rl_vla.sims.pool.worker import run_chunks
+from cosmos_rl_vla.sims.rendering import choose_gl
 
 
 def small_pi(**changes: Any) -> PiConfig:
@@ -32,6 +36,14 @@ def small_pi(**changes: Any) -> PiConfig:
         value=ValueSize(hidden=(16,)),
     )
     return replace(base, **changes)
+
+
+def run_chunk(step: Any, actions: np.ndarray) -> ChunkResult:
+    """Execute actions [H, D] in one slot. Raises the slot's SimulatorError."""
+    (result,) = run_chunks(lambda _, first: [step(first[0])], [0], actions[None])
+    if not isinstance(result, ChunkResult):
+        raise result
+    return result
 
 
 def why_not_drawn(package: str) -> str:

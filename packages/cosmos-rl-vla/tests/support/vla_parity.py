@@ -28,13 +28,12 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import largest_difference
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, Share, TermBatch
+from cosmos_rl_vla.config import VLAModelConfig, VLASampling
 from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.families import export_weights, load
 from cosmos_rl_vla.models.loaded import Loaded
 from cosmos_rl_vla.policy.parallel import parallelize
 from cosmos_rl_vla.policy.policy import VLAPolicy
-from cosmos_rl_vla.sampling import VLASampling
 
 SAMPLES = 8
 """Decisions of a batch; ranks take them in turn, two microbatches each."""

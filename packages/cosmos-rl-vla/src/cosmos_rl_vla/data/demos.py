@@ -21,10 +21,9 @@ import numpy as np
 from cosmos_rl_core.data.faults import Faults
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.data.columns import Frames, read_frames
-from cosmos_rl_vla.data.config import VLADataConfig
-from cosmos_rl_vla.data.lerobot import EpisodeAt, LeRobotDataset, read_dataset
-from cosmos_rl_vla.data.pictures import Pictures
+from cosmos_rl_vla.config import VLADataConfig
+from cosmos_rl_vla.data.images import Pictures
+from cosmos_rl_vla.data.lerobot import EpisodeAt, Frames, LeRobotDataset, read_dataset, read_frames
 from cosmos_rl_vla.normalise import Spread
 
 HAS_ACTION = "has_action"

@@ -7,7 +7,7 @@ from typing import Any
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.data.config import VLADataConfig
+from cosmos_rl_vla.config import VLADataConfig
 from cosmos_rl_vla.sims.base import GROUP, HELD_OUT, BatchSimulator, Worded
 
 

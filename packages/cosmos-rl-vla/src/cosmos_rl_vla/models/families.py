@@ -12,8 +12,8 @@ from cosmos_rl_core.parallel import lora
 from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
+from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.checkpoint import Names, SameNames, read, weight_files
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.loaded import Loaded
 from cosmos_rl_vla.models.openvla.checkpoint import joined
 from cosmos_rl_vla.models.openvla.stats import published_stats
@@ -105,12 +105,12 @@ def _add_adapters(module: nn.Module, section: LoraSection, *, base: str, seed: i
 def _names_in(directory: Path) -> Names:
     family = _family_of(directory)
     if family in _OPENVLA:
-        from cosmos_rl_vla.models.openvla.folder import names_of
+        from cosmos_rl_vla.models.openvla.family import names_of
 
         return names_of(directory)
     if family == "mlp":
         return SameNames()
-    from cosmos_rl_vla.models.pi.folder import read_config
+    from cosmos_rl_vla.models.pi.family import read_config
 
     return PiNames(read_config(directory).family)
 
@@ -123,7 +123,7 @@ def _stats(config: VLAModelConfig, *, family: str) -> ActionStats | None:
         return ActionStats.unit(config.action_dim)
     place = Path(config.stats or config.path).expanduser()
     if family == "pi":
-        from cosmos_rl_vla.models.pi.folder import read_config
+        from cosmos_rl_vla.models.pi.family import read_config
 
         family = read_config(Path(config.path).expanduser()).family
     found = ActionStats.beside(place, family=family) if place.is_dir() else None

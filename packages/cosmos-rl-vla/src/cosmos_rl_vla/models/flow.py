@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_rl_vla.models.noise import Noise
+from cosmos_rl_vla.models.pi.config import Noise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,7 +7,7 @@ loaded.fill()            reads those shards
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -19,10 +19,17 @@ from cosmos_rl_core.parallel.config import LoraSection
 from cosmos_rl_core.parallel.lora import adapter_weights, base_name, write_adapter_config
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.models.instructions import Instructions
-from cosmos_rl_vla.models.parameter_dtype import cast_parameters
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.models.base import ActionModel
+
+
+def cast_parameters(model: nn.Module, dtype: torch.dtype, *, exact: Iterable[Iterable[nn.Module]]) -> None:
+    """Cast the parameters of `model` to `dtype`, in place, except for those of the modules in `exact`."""
+    kept = {id(parameter) for group in exact for module in group for parameter in module.parameters()}
+    for parameter in model.parameters():
+        if id(parameter) not in kept:
+            parameter.data = parameter.data.to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,9 +23,9 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
+from cosmos_rl_vla.config import VLAModelConfig
 from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.checkpoint import SameNames, fill, weight_files
-from cosmos_rl_vla.models.config import VLAModelConfig
 from cosmos_rl_vla.models.instructions import word_instructions
 from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
 

@@ -23,11 +23,10 @@ from cosmos_rl_vla.trajectory import REPLAY
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.actions import ActionStats
-    from cosmos_rl_vla.data.config import VLADataConfig
+    from cosmos_rl_vla.config import VLADataConfig, VLASampling
     from cosmos_rl_vla.data.demos import Demonstrations
     from cosmos_rl_vla.models.instructions import Instructions
     from cosmos_rl_vla.models.loaded import Loaded
-    from cosmos_rl_vla.sampling import VLASampling
 
 
 class VLAPolicy(PolicyBase[nn.Module]):

@@ -1,1 +1,1 @@
-"""Simulators behind one protocol (`base.Simulator`); a folder for each that takes several files."""
+"""Simulators behind one protocol (`base.Simulator`); the pool that runs them in processes."""

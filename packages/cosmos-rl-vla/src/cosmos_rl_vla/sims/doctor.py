@@ -17,9 +17,9 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.observe.tables import table
 from cosmos_rl_vla.sims.base import GROUP
-from cosmos_rl_vla.sims.gl import choose_gl
 from cosmos_rl_vla.sims.pool.group import Lost
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool
+from cosmos_rl_vla.sims.rendering import choose_gl
 
 
 @dataclass(frozen=True)

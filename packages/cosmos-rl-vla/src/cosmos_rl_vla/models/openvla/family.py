@@ -1,26 +1,151 @@
-"""Builds OpenVLA and OpenVLA-OFT from a [model] section."""
+"""Builds OpenVLA and OpenVLA-OFT from a [model] section, and reads and writes their directories.
+
+A directory has config.json and safetensors in OpenVLA's format, tokenizer.json and action_stats.json. Fields that the
+public format lacks (family, chunks, sizes of small towers, critic) are in the key "cosmos_rl" of config.json.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import forked_rng
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.config import VLAModelConfig
+from cosmos_rl_vla.config import VLAModelConfig
+from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
 from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
-from cosmos_rl_vla.models.openvla.checkpoint import OpenVLANames
-from cosmos_rl_vla.models.openvla.config import Critic, Family, OpenVLAConfig, tiny
-from cosmos_rl_vla.models.openvla.folder import (
-    empty_openvla,
-    fill_openvla,
-    random_openvla,
-    read_config,
-    save_config,
-)
+from cosmos_rl_vla.models.openvla.checkpoint import HEADS, HINT, OpenVLANames
+from cosmos_rl_vla.models.openvla.config import TOWERS, Critic, Family, OpenVLAConfig, TowerSize, tiny
+from cosmos_rl_vla.models.openvla.model import OpenVLAModel
+from cosmos_rl_vla.models.openvla.stats import to_published
+
+_OURS = "cosmos_rl"
+_DATASET = "cosmos_rl"
+"""Dataset name of the statistics we write."""
+OFT_HORIZON = 8
+"""Actions of a chunk of OpenVLA-OFT in LIBERO."""
+_LEFT_OUT = ("torch_dtype", "dtype")
+"""Ignored keys of text_config: the recipe sets the dtype."""
+_PROPRIO = "proprio_projector.fc1.weight"
+
+
+def random_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
+    """Build a randomly initialised model, determined by the seed."""
+    with forked_rng(seed=seed):
+        return OpenVLAModel(config)
+
+
+def empty_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
+    """Build a model with uninitialised parameters, except for its critic, initialised by `seed`."""
+    return empty(lambda: OpenVLAModel(config), seed=seed)
+
+
+def fill_openvla(model: OpenVLAModel, directory: Path) -> None:
+    """Fill a model, or this rank's shards, with the weights of a directory, which may lack a critic.
+
+    Raises UserError.
+    """
+    fill(model, weight_files(directory), names=OpenVLANames(model.config.towers), may_lack=HEADS, hint=HINT)
+
+
+def save_config(config: OpenVLAConfig, stats: ActionStats, directory: Path) -> None:
+    """Write config.json."""
+    held = {
+        "model_type": "openvla",
+        "architectures": ["OpenVLAForActionPrediction"],
+        "use_fused_vision_backbone": True,
+        "timm_model_ids": [size.timm_id for size in config.towers],
+        "timm_override_act_layers": [None, None],
+        "image_sizes": [size.image_size for size in config.towers],
+        "image_resize_strategy": "resize-naive",
+        "text_config": {"model_type": "llama", **config.language},
+        "pad_to_multiple_of": config.vocab_padding,
+        "n_action_bins": config.bins,
+        "norm_stats": {_DATASET: to_published(stats)},
+        _OURS: msgspec.to_builtins(config),
+    }
+    (directory / "config.json").write_text(json.dumps(held, indent=2) + "\n")
+
+
+def read_config(directory: Path, *, family: Family | None, action_dim: int) -> OpenVLAConfig:
+    """Read config.json, ours or a public one.
+
+    Args:
+        family: of a public directory, whose config.json does not contain it.
+        action_dim: of its statistics.
+
+    Raises UserError that names the key.
+    """
+    path, held = directory / "config.json", _read(directory)
+    if _OURS not in held:
+        return _from_public(held, directory, family=family, action_dim=action_dim)
+    try:
+        config = msgspec.convert(held[_OURS], OpenVLAConfig)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}, {_OURS}: {error}") from None
+    if family not in (None, config.family):
+        raise UserError(f"[model] family: {path} is of {config.family}, not of {family}; remove the key")
+    return config
+
+
+def names_of(directory: Path) -> OpenVLANames:
+    """Return the name mapping of a directory's weights. Raises UserError."""
+    held = _read(directory)
+    if _OURS in held:
+        return OpenVLANames(read_config(directory, family=None, action_dim=1).towers)
+    return OpenVLANames(_public_towers(held, directory))
+
+
+def _read(directory: Path) -> dict[str, Any]:
+    return read_json_object(directory / "config.json")
+
+
+def _from_public(held: Mapping[str, Any], directory: Path, *, family: Family | None, action_dim: int) -> OpenVLAConfig:
+    path = directory / "config.json"
+    if family is None:
+        raise UserError(
+            f"{path} does not contain whether actions are decoded one by one or at once: set [model] family to "
+            '"openvla" or "openvla_oft"'
+        )
+    language = {"vocab_size": 32_064, **held.get("text_config", {})}
+    kind = language.pop("model_type", "llama")
+    if kind != "llama":
+        raise UserError(f"{path}: a language model of type {kind!r}; supported is llama")
+    return OpenVLAConfig(
+        family=family,
+        prompt="openvla",
+        towers=_public_towers(held, directory),
+        language={name: value for name, value in language.items() if name not in _LEFT_OUT},
+        vocab_padding=held.get("pad_to_multiple_of", 64),
+        bins=held.get("n_action_bins", 256),
+        horizon=OFT_HORIZON if family == "openvla_oft" else 1,
+        action_dim=action_dim,
+        state_dim=_state_dim(directory),
+    )
+
+
+def _public_towers(held: Mapping[str, Any], directory: Path) -> tuple[TowerSize, TowerSize]:
+    ids = held.get("timm_model_ids") or []
+    if len(ids) != 2 or any(timm_id not in TOWERS for timm_id in ids):
+        found = " with ".join(map(str, ids)) or "none"
+        raise UserError(f"{directory / 'config.json'}: vision towers {found}; supported are {' with '.join(TOWERS)}")
+    return TOWERS[ids[0]], TOWERS[ids[1]]
+
+
+def _state_dim(directory: Path) -> int:
+    """Return the weights' dimensions of proprioception; 0 without a projector for it."""
+    shapes = shapes_in(weight_files(directory))
+    return shapes[_PROPRIO][1] if _PROPRIO in shapes else 0
+
 
 MAX_TOKENS = {"words": 24, "openvla": 128}
 """Maximum prompt tokens by template."""

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from cosmos_rl_vla.models.base import Inputs
 from cosmos_rl_vla.models.pi.config import PiConfig
-from cosmos_rl_vla.models.pi.expert import Prefix
+from cosmos_rl_vla.models.pi.expert import Prefix, pad_last
 
 if TYPE_CHECKING:
     from transformers import PaliGemmaConfig
@@ -100,11 +100,6 @@ def to_pixels(images: Tensor, *, size: int) -> Tensor:
         top, left = (size - inner[0]) // 2, (size - inner[1]) // 2
         pixels = F.pad(pixels, (left, size - inner[1] - left, top, size - inner[0] - top))
     return pixels / 127.5 - 1
-
-
-def pad_last(x: Tensor, size: int) -> Tensor:
-    """Pad the last dimension of x with zeros to `size`."""
-    return F.pad(x, (0, size - x.shape[-1]))
 
 
 def _paligemma_config(config: PiConfig) -> PaliGemmaConfig:

@@ -1,21 +1,139 @@
-"""Builds pi0 and pi0.5 from a [model] section."""
+"""Builds pi0 and pi0.5 from a [model] section, and reads and writes their directories.
+
+A directory has config.json, model.safetensors, tokenizer.json and action_stats.json. Directories saved by lerobot
+(policies pi0 and pi05) and by openpi's conversion to PyTorch are read too.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
+
+import msgspec
+from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import forked_rng
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import ActionStats
-from cosmos_rl_vla.models.config import VLAModelConfig
+from cosmos_rl_vla.config import VLAModelConfig
+from cosmos_rl_vla.models.checkpoint import empty, fill, shapes_in, weight_files
 from cosmos_rl_vla.models.instructions import Instructions, word_instructions
 from cosmos_rl_vla.models.loaded import Loaded, nothing_to_fill
-from cosmos_rl_vla.models.noise import Noise
-from cosmos_rl_vla.models.pi.checkpoint import public_name
-from cosmos_rl_vla.models.pi.config import PiConfig, ValueSize, tiny
-from cosmos_rl_vla.models.pi.folder import empty_pi, fill_pi, random_pi, read_config, save_config
+from cosmos_rl_vla.models.pi.checkpoint import HEADS, HINT, PiNames, family_of, public_name
+from cosmos_rl_vla.models.pi.config import Family, Noise, PiConfig, ValueSize, full, tiny
+from cosmos_rl_vla.models.pi.model import PiModel
+
+MODEL_TYPE = "cosmos_rl_pi"
+VARIANTS = ("gemma_2b", "gemma_300m")
+"""Names of the two supported sizes in lerobot and openpi."""
+
+
+def random_pi(config: PiConfig, *, seed: int) -> PiModel:
+    """Build a randomly initialised model, determined by the seed."""
+    with forked_rng(seed=seed):
+        return PiModel(config)
+
+
+def empty_pi(config: PiConfig, *, seed: int) -> PiModel:
+    """Build a model with uninitialised parameters, except for its heads, initialised by `seed`."""
+    return empty(lambda: PiModel(config), seed=seed)
+
+
+def fill_pi(model: PiModel, directory: Path) -> list[str]:
+    """Fill a model, or this rank's shards, with the weights of a directory. Returns the heads that it lacks."""
+    names = PiNames(model.config.family)
+    return fill(model, weight_files(directory), names=names, may_lack=HEADS, hint=HINT)
+
+
+def load_pi(directory: Path, *, config: PiConfig | None = None, seed: int = 0) -> tuple[PiModel, list[str]]:
+    """Return the model of a directory and the names of heads that it lacks, initialised by `seed`.
+
+    config: replaces the directory's own; may differ from `read_config` in noise, critic or action sizes.
+    """
+    model = empty_pi(config or read_config(directory), seed=seed)
+    return model, fill_pi(model, directory)
+
+
+def save_pi(model: PiModel, directory: Path) -> None:
+    """Write config.json and model.safetensors, with the names of the public checkpoints."""
+    save_config(model.config, directory)
+    tensors = {public_name(name): tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_config(config: PiConfig, directory: Path) -> None:
+    """Write config.json."""
+    held = {"model_type": MODEL_TYPE, **msgspec.to_builtins(config)}
+    (directory / "config.json").write_text(json.dumps(held, indent=2) + "\n")
+
+
+def read_config(directory: Path) -> PiConfig:
+    """Read config.json, ours, lerobot's or openpi's. Raises UserError that names the key."""
+    path = directory / "config.json"
+    held = read_json_object(path, hint="a model's directory holds config.json and model.safetensors")
+    if held.get("type") in ("pi0", "pi05"):
+        return _from_lerobot(held, path)
+    if "action_horizon" in held:
+        return _from_openpi(held, directory)
+    return _from_ours(held, path)
+
+
+def _from_ours(held: dict[str, Any], path: Path) -> PiConfig:
+    held.pop("dtype", None)  # of the weights, written by `cosmos-rl export --dtype`
+    if held.pop("model_type", None) != MODEL_TYPE:
+        raise UserError(f'{path} is not of a pi model: needs "type": "pi0" or "pi05", or a config.json written by SFT')
+    try:
+        config = msgspec.convert(held, PiConfig)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{path}: {error}") from None
+    if unknown := _unknown(held, msgspec.to_builtins(config)):
+        raise UserError(f"{path}: unknown {', '.join(unknown)}")
+    return config
+
+
+def _unknown(held: Mapping[str, Any], known: Mapping[str, Any], at: str = "") -> list[str]:
+    extra = [f"{at}{name}" for name in held if name not in known]
+    inside = [(name, value) for name, value in held.items() if isinstance(value, dict) and name in known]
+    return [*extra, *(name for key, value in inside for name in _unknown(value, known[key], f"{at}{key}."))]
+
+
+def _from_lerobot(held: Mapping[str, Any], path: Path) -> PiConfig:
+    _check_variants(held, path)
+    family: Family = held["type"]
+    outputs = held.get("output_features") or {}
+    shape = (outputs.get("action") or {}).get("shape") or [held.get("max_action_dim", 32)]
+    model_horizon = held.get("chunk_size", 50)
+    size = full(family, horizon=held.get("n_action_steps", model_horizon), action_dim=shape[0])
+    return replace(
+        size,
+        model_horizon=model_horizon,
+        model_action_dim=held.get("max_action_dim", 32),
+        max_state_dim=held.get("max_state_dim", 32),
+        num_steps=held.get("num_inference_steps", 10),
+        vision=replace(size.vision, image_size=held.get("image_resolution", (size.vision.image_size,))[0]),
+    )
+
+
+def _from_openpi(held: Mapping[str, Any], directory: Path) -> PiConfig:
+    _check_variants(held, directory / "config.json")
+    names = shapes_in(weight_files(directory)).keys()
+    horizon, dim = held["action_horizon"], held["action_dim"]
+    size = full(family_of(names), horizon=horizon, action_dim=dim)
+    if size.family == "pi05" and held.get("discrete_state_input") is False:  # as openpi trained pi05_libero
+        size = replace(size, state="none", prompt="pi0")
+    return replace(size, model_horizon=horizon, model_action_dim=dim, max_state_dim=dim)
+
+
+def _check_variants(held: Mapping[str, Any], path: Path) -> None:
+    found = (held.get("paligemma_variant", VARIANTS[0]), held.get("action_expert_variant", VARIANTS[1]))
+    if found != VARIANTS:
+        raise UserError(f"{path}: variants {found[0]} and {found[1]}; supported are {VARIANTS[0]} and {VARIANTS[1]}")
+
 
 MAX_TOKENS = {"words": 24, "pi0": 48, "pi05": 200}
 """Maximum prompt tokens by template, as in openpi."""

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 from cosmos_rl_vla.models import flow
 from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.flow import Gaussian
-from cosmos_rl_vla.models.parameter_dtype import cast_parameters
-from cosmos_rl_vla.models.pi.backbone import Backbone, pad_last
+from cosmos_rl_vla.models.loaded import cast_parameters
+from cosmos_rl_vla.models.pi.backbone import Backbone
 from cosmos_rl_vla.models.pi.config import PiConfig
-from cosmos_rl_vla.models.pi.denoiser import Denoised, Denoiser
-from cosmos_rl_vla.models.pi.expert import Prefix
+from cosmos_rl_vla.models.pi.expert import Denoised, Denoiser, Prefix, pad_last
 from cosmos_rl_vla.models.value import Readout
 
 

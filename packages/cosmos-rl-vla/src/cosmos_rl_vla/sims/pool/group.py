@@ -23,18 +23,19 @@ from cosmos_rl_core.processes import GRACE_S, ChildProcess, last_lines
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
 from cosmos_rl_vla.sims.base import SimSpec
-from cosmos_rl_vla.sims.pool.chunk import ChunkResult
-from cosmos_rl_vla.sims.pool.memory import ObservationMemory, Phase
 from cosmos_rl_vla.sims.pool.messages import (
     Attach,
     Began,
     Broke,
     Chunked,
+    ChunkResult,
     Command,
     Failed,
     Made,
     Make,
+    ObservationMemory,
     Outcomes,
+    Phase,
     Refused,
     Reply,
     Run,

@@ -29,8 +29,7 @@ from cosmos_rl_core.errors import WorkerFailed
 from cosmos_rl_core.processes import GRACE_S, unnamed_memory
 from cosmos_rl_vla.sims.base import GROUP, SimSpec
 from cosmos_rl_vla.sims.pool.group import Dead, Group, Limits, Lost, Ready
-from cosmos_rl_vla.sims.pool.memory import ObservationMemory
-from cosmos_rl_vla.sims.pool.messages import Make
+from cosmos_rl_vla.sims.pool.messages import Make, ObservationMemory
 
 
 class SimulatorPool:

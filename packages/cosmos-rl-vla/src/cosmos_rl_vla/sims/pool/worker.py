@@ -2,41 +2,150 @@
 
 pool --Make--> build --Made--> pool --Attach, then Start and Run in any order--> here --Outcomes, one for each--> pool
 
-It ends when the pool closes its end, or dies.
-"""
+It ends when the pool closes its end, or dies."""
 
 from __future__ import annotations
 
+import math
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.processes import end_with, inherited_socket
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.frames import ConnectionClosed
-from cosmos_rl_vla.sims.base import BatchSimulator, SimulatorError, Stepped
-from cosmos_rl_vla.sims.pool.chunk import ChunkResult, run_chunks
-from cosmos_rl_vla.sims.pool.memory import ObservationMemory, Phase
+from cosmos_rl_vla.sims.base import GROUP, BatchSimulator, Observation, Simulator, SimulatorError, Stepped
 from cosmos_rl_vla.sims.pool.messages import (
     Attach,
     Began,
     Broke,
     Chunked,
+    ChunkResult,
     Command,
     Failed,
     Made,
     Make,
+    ObservationMemory,
     Outcomes,
+    Phase,
     Refused,
     Run,
     Start,
 )
-from cosmos_rl_vla.sims.pool.separate import build
+
+
+def run_chunks(
+    step: Callable[[Sequence[int], NDArray[np.float32]], Sequence[Stepped | SimulatorError]],
+    slots: Sequence[int],
+    actions: NDArray[np.float32],
+) -> list[ChunkResult | SimulatorError]:
+    """Execute actions [n, H, D] in n slots side by side; a slot whose episode is over is not stepped further.
+
+    The result of a slot that broke, or returned a reward that is not finite, is the error.
+    """
+    tallies = [_Tally(actions.shape[1]) for _ in slots]
+    broken: dict[int, SimulatorError] = {}
+    running = list(range(len(slots)))
+    for substep in range(actions.shape[1]):
+        if not running:
+            break
+        steps = step([slots[row] for row in running], actions[running, substep])
+        running = [row for row, stepped in zip(running, steps, strict=True) if _goes_on(row, stepped, tallies, broken)]
+    return [broken[row] if row in broken else tally.result() for row, tally in enumerate(tallies)]
+
+
+def _goes_on(
+    row: int, stepped: Stepped | SimulatorError, tallies: Sequence[_Tally], broken: dict[int, SimulatorError]
+) -> bool:
+    try:
+        if isinstance(stepped, SimulatorError):
+            raise stepped
+        return not tallies[row].add(stepped)
+    except SimulatorError as error:
+        broken[row] = error
+        return False
+
+
+class _Tally:
+    def __init__(self, horizon: int) -> None:
+        self._rewards = np.zeros(horizon, np.float32)
+        self._valid = np.zeros(horizon, np.bool_)
+        self._steps = 0
+        self._terminated = self._truncated = self._success = False
+
+    def add(self, stepped: Stepped) -> bool:
+        """Count one step. Returns whether the episode is over."""
+        if not math.isfinite(stepped.reward):
+            raise SimulatorError(f"the reward is {stepped.reward}")
+        self._rewards[self._steps] = stepped.reward
+        self._valid[self._steps] = True
+        self._steps += 1
+        self._terminated, self._truncated = stepped.terminated, stepped.truncated and not stepped.terminated
+        self._success |= stepped.success
+        return stepped.terminated or stepped.truncated
+
+    def result(self) -> ChunkResult:
+        return ChunkResult(
+            rewards=self._rewards,
+            valid=self._valid,
+            terminated=self._terminated,
+            truncated=self._truncated,
+            success=self._success,
+        )
+
+
+class Separate(BatchSimulator):
+    """Independent simulators, stepped in turn."""
+
+    def __init__(self, simulators: Sequence[Simulator]) -> None:
+        self._simulators = simulators
+        self.spec = simulators[0].spec
+
+    def reset(self, slot: int, *, task: str, init: int) -> None:
+        """See BatchSimulator."""
+        self._simulators[slot].reset(task, init)
+
+    def step(self, slots: Sequence[int], actions: NDArray[np.float32]) -> list[Stepped | SimulatorError]:
+        """See BatchSimulator."""
+        return [self._step(slot, action) for slot, action in zip(slots, actions, strict=True)]
+
+    def _step(self, slot: int, action: NDArray[np.float32]) -> Stepped | SimulatorError:
+        try:
+            return self._simulators[slot].step(action)
+        except SimulatorError as error:
+            return error
+
+    def observe(self, slot: int) -> Observation:
+        """See BatchSimulator."""
+        return self._simulators[slot].observe()
+
+    def close(self) -> None:
+        """See BatchSimulator."""
+        for simulator in self._simulators:
+            simulator.close()
+
+
+def build(simulator: str, *, options: Mapping[str, Any], slots: int) -> BatchSimulator:
+    """Build the simulators of a process from the name of a plug-in.
+
+    Raises UserError for an unknown name, options that the factory does not accept, and errors of the factory itself.
+    """
+    factory = plugins.load(GROUP, simulator)
+    try:
+        if isinstance(factory, type) and issubclass(factory, BatchSimulator):
+            return factory(slots=slots, **options)  # pyright: ignore[reportCallIssue]  # parameters of the subclass
+        return Separate([factory(**options) for _ in range(slots)])
+    except TypeError as error:
+        if "argument" not in str(error):
+            raise
+        raise UserError(f"simulator {simulator!r}: {error}") from error
 
 
 def main() -> None:

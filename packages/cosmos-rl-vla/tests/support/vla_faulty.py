@@ -77,7 +77,7 @@ class Faulty:
             return False
         if self._once is not None:
             self._once.touch()
-        print(f"about to {fault}", flush=True)  # noqa: T201  # the last words, which an error shows
+        print(f"about to {fault}", flush=True)  # the last words, which an error shows
         if fault == "exit":
             os._exit(3)
         if fault == "hang":

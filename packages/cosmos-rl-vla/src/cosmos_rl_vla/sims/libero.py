@@ -1,28 +1,85 @@
-"""A scene of LIBERO: robosuite's physics of one task, rendered with the OpenGL context of this process."""
+"""LIBERO: 130 tasks of a Panda arm on robosuite (`pip install hf-libero`), with images and instructions.
+
+Libero, one episode at a time -- Scene, one task's physics -- robosuite; idle scenes are reused"""
 
 from __future__ import annotations
 
+import difflib
 import functools
 import importlib
 import importlib.util
 import json
 import os
+import re
 import tempfile
 import zipfile
 import zlib
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.pickles import read_array
-from cosmos_rl_vla.sims.base import SimulatorError
-from cosmos_rl_vla.sims.gl import choose_gl
-from cosmos_rl_vla.sims.libero.tasks import LiberoTask
-from cosmos_rl_vla.sims.rendering import fit, lighten, renderer
+from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError, Stepped, Worded
+from cosmos_rl_vla.sims.inits import stored_state
+from cosmos_rl_vla.sims.rendering import choose_gl, fit, lighten, renderer
+
+MAX_STEPS = {
+    "libero_spatial": 220,
+    "libero_object": 280,
+    "libero_goal": 300,
+    "libero_10": 520,
+    "libero_90": 400,
+}
+"""Step limits of openvla-oft by suite: somewhat more than the longest demonstration."""
+
+_SCENE = re.compile(r"^[A-Z_]+SCENE\d+_")
+"""Prefix of the task names of libero_10 and libero_90."""
+
+
+class LiberoTask(NamedTuple):
+    """A task: its suite and its name in it."""
+
+    suite: str
+    name: str
+
+    @property
+    def sentence(self) -> str:
+        """Return the instruction."""
+        return _SCENE.sub("", self.name).replace("_", " ")
+
+
+@functools.cache
+def suites() -> Mapping[str, Sequence[str]]:
+    """Return the names of the tasks of each suite, in LIBERO's order."""
+    return json.loads((files("cosmos_rl_vla.sims") / "libero_tasks.json").read_text())
+
+
+def find_task(task: str) -> LiberoTask:
+    """Return the task written as "suite/name" or "suite/number", the number in LIBERO's order.
+
+    Raises UserError for one that LIBERO does not have.
+    """
+    suite, _, name = task.partition("/")
+    if suite not in suites():
+        raise UserError(
+            f"LIBERO has no suite {suite!r}: write a task as libero_goal/open_the_middle_drawer_of_the_cabinet or "
+            f"libero_goal/0; suites: {', '.join(suites())}"
+        )
+    names = suites()[suite]
+    if name.isdecimal() and int(name) < len(names):
+        return LiberoTask(suite, names[int(name)])
+    if name in names:
+        return LiberoTask(suite, name)
+    near = difflib.get_close_matches(name, names, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"it has {len(names)}, from {suite}/0 to {suite}/{len(names) - 1}"
+    raise UserError(f"{suite} has no task {name!r}; {hint}")
+
 
 Rendering = Literal["fast", "robosuite"]
 
@@ -186,3 +243,109 @@ def read_states(path: Path) -> NDArray[np.float64]:
     if states.ndim != 2 or states.dtype != np.float64:
         raise UserError(f"{path}: initial states of shape {states.shape} and type {states.dtype}, not float64 [50, n]")
     return states
+
+
+CAMERAS = ("agentview", "robot0_eye_in_hand", "frontview", "birdview", "sideview")
+
+HELD_OUT_STATES = 10
+"""Number of a task's last stored initial states, of 50, that training never uses."""
+
+_ACTION_DIM, _STATE_DIM = 7, 8
+_NO_MOTION = np.array([0, 0, 0, 0, 0, 0, -1], np.float64)
+"""The action that keeps the arm where it is, gripper open."""
+
+
+class Libero(Worded):
+    """The tasks of LIBERO, such as "libero_goal/open_the_middle_drawer_of_the_cabinet"; see Simulator.
+
+    Actions [7] in [-1, 1]: translation of the hand along and rotation about x, y and z, and the gripper (-1 opens).
+    State [8]: the hand's position [3], its rotation as axis times angle [3], and the positions of the two fingers.
+    The reward is 1 at the step that completes the task and ends the episode. `init` chooses one of 50 stored states.
+    """
+
+    def __init__(
+        self,
+        *,
+        cameras: Sequence[str] = ("agentview", "robot0_eye_in_hand"),
+        image_size: int = 256,
+        max_steps: int | None = None,
+        settle_steps: int = 10,
+        drawing: Rendering = "fast",
+    ) -> None:
+        """`max_steps` replaces the suites' limits. Objects settle during the first `settle_steps`.
+
+        `drawing`: "robosuite" renders as robosuite does, "fast" without shadows, reflections and multisampling.
+        Raises UserError for an unknown camera or `drawing`, and if LIBERO cannot be imported.
+        """
+        for camera in cameras:
+            if camera not in CAMERAS:
+                raise UserError(f"simulator libero has no camera {camera!r}; cameras: {', '.join(CAMERAS)}")
+        if drawing not in ("fast", "robosuite"):
+            raise UserError(f"simulator libero: drawing is fast or robosuite, not {drawing!r}")
+        import_libero()
+        self._rendering: Rendering = drawing
+        self._cameras, self._size, self._settle, self._limit = tuple(cameras), image_size, settle_steps, max_steps
+        self._scene: Scene | None = None
+        self._seen: Mapping[str, Any] = {}
+        self._steps = 0
+        self.spec = SimSpec(
+            cameras=dict.fromkeys(cameras, (image_size, image_size)),
+            state_dim=_STATE_DIM,
+            action_dim=_ACTION_DIM,
+            action_low=(-1.0,) * _ACTION_DIM,
+            action_high=(1.0,) * _ACTION_DIM,
+            max_steps=max_steps or max(MAX_STEPS.values()),
+            control_hz=20.0,
+        )
+
+    @classmethod
+    def instruction(cls, task: str) -> str:
+        """Return the instruction of a task, taken from its name. Raises UserError for one that LIBERO does not have."""
+        return find_task(task).sentence
+
+    def reset(self, task: str, init: int) -> None:
+        """Begin at the stored state of `init`; see Simulator and `inits.stored_state`."""
+        found = find_task(task)
+        if self._scene is None or self._scene.task != found:
+            self.close()
+            self._scene = scenes().take(found, image_size=self._size, rendering=self._rendering)
+        states = self._scene.states
+        self._seen = self._scene.reset(states[stored_state(init, states=len(states), held_out=HELD_OUT_STATES)])
+        for _ in range(self._settle):
+            self._seen, _, _ = self._scene.step(_NO_MOTION)
+        self._steps = 0
+
+    def step(self, action: NDArray[np.float32]) -> Stepped:
+        """Move the arm; see Simulator."""
+        assert self._scene is not None, "reset comes first"
+        self._seen, reward, success = self._scene.step(np.clip(action, -1, 1).astype(np.float64))
+        self._steps += 1
+        limit = self._limit or MAX_STEPS[self._scene.task.suite]
+        truncated = not success and self._steps >= limit
+        return Stepped(reward=reward, terminated=success, truncated=truncated, success=success)
+
+    def observe(self) -> Observation:
+        """Render the cameras; see Simulator."""
+        assert self._scene is not None, "reset comes first"
+        images = {camera: self._scene.render(camera) for camera in self._cameras}
+        parts = (
+            self._seen["robot0_eef_pos"],
+            axis_angle(self._seen["robot0_eef_quat"]),
+            self._seen["robot0_gripper_qpos"],
+        )
+        return Observation(images=images, state=np.concatenate(parts).astype(np.float32))
+
+    def close(self) -> None:
+        """Return the scene to this process's idle ones, for the next episode of its task."""
+        if self._scene is not None:
+            scenes().give_back(self._scene)
+            self._scene = None
+
+
+def axis_angle(quaternion: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the rotation [3], axis times angle in [0, 2 pi], of a unit quaternion (x, y, z, w); zeros for none."""
+    w = float(np.clip(quaternion[3], -1.0, 1.0))
+    length = np.sqrt(1.0 - w * w)
+    if np.isclose(length, 0.0):
+        return np.zeros(3)
+    return quaternion[:3] * (2.0 * np.arccos(w) / length)

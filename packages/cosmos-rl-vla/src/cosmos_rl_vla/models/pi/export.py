@@ -25,15 +25,17 @@ from torch import Tensor
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_vla.actions import FILE, ActionStats
+from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
+from cosmos_rl_vla.data.lerobot import read_dataset
 from cosmos_rl_vla.models.pi.checkpoint import EXPERT_OUTPUT, LANGUAGE_OUTPUT, OURS_ALONE
 from cosmos_rl_vla.models.pi.config import PiConfig, full
-from cosmos_rl_vla.models.pi.family import MAX_TOKENS
-from cosmos_rl_vla.models.pi.folder import MODEL_TYPE, VARIANTS, read_config
+from cosmos_rl_vla.models.pi.family import MAX_TOKENS, MODEL_TYPE, VARIANTS, read_config
 from cosmos_rl_vla.normalise import Spread, narrowest
 from cosmos_rl_vla.published import LEROBOT_FILE, OPENPI_EPSILON, OPENPI_FILE
 
 FORMATS = ("lerobot", "openpi")
 
+_CAMERA = "observation.images."
 _ASSET = "cosmos_rl"
 _TOKENIZER = "google/paligemma-3b-pt-224"
 _SIZES = ("vocab_size", "vision", "language", "expert")
@@ -65,6 +67,23 @@ def export_pi(
     else:
         write_openpi(config, stats, directory, dtype=dtype)
     return public_tensors(tensors, prefix="model." if format == "lerobot" else "")
+
+
+def camera_names(model: VLAModelConfig, data: VLADataConfig) -> Sequence[str]:
+    """Return lerobot's names of the model's cameras, in order; () if the recipe has none.
+
+    Sources, in order: the demonstrations, the lerobot model that training began with, the simulator's options.
+    """
+    if data.cameras:
+        return data.cameras
+    if data.demos and Path(data.demos).expanduser().is_dir():
+        return read_dataset(Path(data.demos).expanduser()).cameras
+    config = Path(model.path).expanduser() / "config.json"
+    if model.path and config.is_file():
+        features = read_json_object(config).get("input_features") or {}
+        if pictures := [name for name, feature in features.items() if feature.get("type") == "VISUAL"]:
+            return pictures
+    return tuple(f"{_CAMERA}{name}" for name in data.options.get("cameras", ()))
 
 
 def public_tensors(tensors: Iterable[tuple[str, Tensor]], *, prefix: str = "") -> Iterator[tuple[str, Tensor]]:

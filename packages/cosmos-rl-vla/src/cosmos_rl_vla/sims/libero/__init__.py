@@ -1,1 +1,0 @@
-"""LIBERO: tasks, scenes, the simulator."""

@@ -1,1 +1,0 @@
-"""ManiSkill: tasks, scenes, the simulator."""

@@ -1,1 +1,0 @@
-"""MetaWorld: tasks, scenes, the simulator."""
