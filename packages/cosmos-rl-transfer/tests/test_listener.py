@@ -22,7 +22,7 @@ BROKEN_TEXT = b"\x82\xa4type\xa4Join\xa6target\xa2\xff\xfe"
 
 
 @contextlib.contextmanager
-def listening(talk=lambda link, peer: link.close()):
+def listening(talk=Link.close):
     listener = Listener("127.0.0.1", token=TOKEN, name="test", talk=talk)
     try:
         yield listener
@@ -57,8 +57,7 @@ def until(condition):
 
 def test_a_listener_that_ran_out_of_descriptors_accepts_again_and_says_so_once(caplog):
     with listening() as listener:
-        # One for this end of the connection, one for the other, which a thread that waits in accept() has reserved.
-        with descriptors_left(2), idle_connections(listener.address, 1):
+        with descriptors_left(1), idle_connections(listener.address, 1):  # for this end of the connection
             until(lambda: caplog.messages)
             time.sleep(0.3)  # several more attempts
         knows_the_token(listener.address)
@@ -141,7 +140,7 @@ def test_a_stranger_who_says_nothing_does_not_keep_the_ranks_of_a_replica_away()
 def test_text_that_is_none_is_a_clear_error_and_ends_the_connection(caplog):
     caplog.set_level(logging.INFO)
 
-    def talk(link, peer):
+    def talk(link):
         while True:
             link.receive()
 

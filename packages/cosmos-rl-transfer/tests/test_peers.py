@@ -128,10 +128,10 @@ def test_a_connection_to_a_peer_is_forgotten_once_it_is_dropped():
             del dropped
             gc.collect()
             assert gone() is None
-            assert kept.who_holds(-1).version == -1
+            assert kept.find_holders(-1).version == -1
             sources.close()
             with pytest.raises(PeerLost):
-                kept.who_holds(-1)
+                kept.find_holders(-1)
 
     asyncio.run(main())
 
@@ -188,7 +188,7 @@ def test_a_holder_that_is_gone_is_passed_over():
             made = plan(liar.source, liar.source, bucket_bytes=2048)
             liar.join(made, target=liar.source, rank=0, position=0, transport="tcp", memory=[])
             liar.holds(7, "127.0.0.1:1")
-            assert liar.who_holds(-1).version == 7  # it is in the directory
+            assert liar.find_holders(-1).version == 7  # it is in the directory
             async with joiner(pair) as (late, live):
                 assert await late.stage(after=-1) == 0
                 late.apply()

@@ -158,10 +158,7 @@ class SeldomFilter(logging.Filter):
 
 
 class Strangers:
-    """Connections that have proved nothing yet. At most `most`: then a newcomer takes the place of the oldest.
-
-    Event loops await `make_room`; threads hold a lock of their own and ask `room_in_s`.
-    """
+    """Unauthenticated connections. At most `most`: then a newcomer takes the place of the oldest. Used in one loop."""
 
     def __init__(self, most: int, *, complain: Callable[[str], None], grace_s: float = GRACE_S) -> None:
         self._most, self._complain, self._grace_s = most, complain, grace_s
@@ -192,22 +189,16 @@ class Strangers:
         if self._since.pop(key, None) is not None:
             self._fewer.set()
 
-    def room_in_s(self) -> float:
-        """Return 0 where one more has room, the oldest being dropped for it after its time; else when to ask again."""
-        if len(self._since) < self._most:
-            return 0.0
-        key, (since, drop) = next(iter(self._since.items()))
-        left_s = since + self._grace_s - time.monotonic()
-        if left_s > 0:
-            return left_s
-        self._complain(f"more than {self._most} idle connections: the oldest are closed")
-        del self._since[key]
-        drop()
-        return 0.0
-
     async def make_room(self) -> None:
-        """Return once there is room for one more."""
-        while left_s := self.room_in_s():
+        """Return once there is room for one more; the oldest is dropped for it after its grace."""
+        while len(self._since) >= self._most:
+            key, (since, drop) = next(iter(self._since.items()))
+            left_s = since + self._grace_s - time.monotonic()
+            if left_s <= 0:
+                self._complain(f"more than {self._most} idle connections: the oldest are closed")
+                del self._since[key]
+                drop()
+                return
             self._fewer.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(left_s):

@@ -40,7 +40,7 @@ class Server:
         self._listener.join()
         self._supply.close()
 
-    def _serve(self, link: Link, _: object) -> None:
+    def _serve(self, link: Link) -> None:
         # a subscriber may be silent for long; its death closes the socket
         link.set_deadlines(timeout_s=self._timeout_s, idle_s=None)
         Session(self._supply, link).run()
@@ -80,7 +80,7 @@ class Session:
             case m.Holds(version, address) if self._joined is not None:
                 self._supply.holders.enter(self, version, m.Holder.of(self._joined, address))
                 self._link.send(m.Registered())
-            case m.WhoHolds(after):
+            case m.FindHolders(after):
                 self._link.send(self._supply.holders.find(after))
             case m.Borrow():
                 self._link.send(self._lend(request))

@@ -104,9 +104,9 @@ class Feed:
         self.link.send(m.Holds(version, address))
         _expect(self.link.receive(), m.Registered)
 
-    def who_holds(self, after: int) -> m.Holders:
+    def find_holders(self, after: int) -> m.Holders:
         """Request the subscribers that serve a version newer than `after`."""
-        self.link.send(m.WhoHolds(after))
+        self.link.send(m.FindHolders(after))
         return _expect(self.link.receive(), m.Holders)
 
     def borrow(self, version: int, *, keep: bool, held: int, share: tuple[int, int] = (0, 1)) -> int:

@@ -4,7 +4,7 @@
     staged and verified v
     Holds(v, address)                    ------>  stores it
                                          <------  Registered
-                                                  <------  WhoHolds
+                                                  <------  FindHolders
                                                   ------>  Holders: addresses, least asked first
          <------------------------------------------------  Borrow(v), ReadBucket ...   as from a publisher
     before it pulls v + 1: disconnects

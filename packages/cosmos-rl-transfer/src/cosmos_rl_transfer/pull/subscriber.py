@@ -138,7 +138,7 @@ class Subscriber:
         """Stage a version from other subscribers; None if there is none."""
         if self._staged is not None or self._staging != "shadow":
             return None
-        found = self._sources.feeds()[0].who_holds(after)
+        found = self._sources.feeds()[0].find_holders(after)
         for addresses in islice(choices(found, layout=self._target.digest, rank=self._rank), MOST_TRIES):
             try:
                 with ExitStack() as opened:

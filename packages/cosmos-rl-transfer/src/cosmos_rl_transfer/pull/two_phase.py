@@ -103,7 +103,7 @@ class ReplicaSubscriber:
 
     def _newest(self, after: int) -> int:
         feeds = self._sources.feeds()
-        held = feeds[0].who_holds(after).version if self._is_new else -1
+        held = feeds[0].find_holders(after).version if self._is_new else -1
         return held if held > after else agree(feeds, after)
 
     def _wait_for_members(self) -> None:
@@ -122,7 +122,7 @@ class ReplicaSubscriber:
         if gone:
             raise TransferError(f"ranks {gone} of the replica have ended")
 
-    def _register(self, link: Link, _: object) -> None:
+    def _register(self, link: Link) -> None:
         """Register a rank; runs in a thread."""
         word = link.receive()
         if not isinstance(word, m.Register) or not 0 <= word.rank < self._num_ranks:

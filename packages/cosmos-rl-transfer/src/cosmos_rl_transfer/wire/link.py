@@ -8,7 +8,7 @@ more.
 
 from __future__ import annotations
 
-import errno
+import asyncio
 import logging
 import select
 import socket
@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from contextlib import ExitStack
+from contextlib import ExitStack, closing, suppress
 from typing import Any, Literal
 
 import msgspec
@@ -25,10 +25,15 @@ import numpy as np
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.handshake import Hello, Violation, WrongTag
-from cosmos_rl_core.wire.listening import RETRY_S, SeldomLog, Strangers
+from cosmos_rl_core.wire.listening import RETRY_S, SeldomLog, Strangers, accept_forever
 from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
 from cosmos_rl_transfer.wire.messages import Reply, Request
 
+log = logging.getLogger(__name__)
+
+HANDSHAKE_S = 5.0
+MOST_STRANGERS = 64
+"""Maximum unauthenticated connections of a listener at a time."""
 _MAX_FRAME_BYTES = 1 << 30
 _MAX_PARTS = 1024
 """IOV_MAX: parts of one sendmsg."""
@@ -146,110 +151,85 @@ class Link(BlockingConnection):
         return PeerLost(f"the {self._other} is gone: {why}")
 
 
-log = logging.getLogger(__name__)
-
-HANDSHAKE_S = 5.0
-MOST_STRANGERS = 64
-
-
 class Listener:
-    """Listens until closed. `talk(link, peer)` runs in the peer's thread; the link is closed if it raises."""
+    """Listens until closed. `talk(link)` runs in the peer's thread; the link is closed if it raises."""
 
-    def __init__(self, bind: str, *, token: bytes, name: str, talk: Callable[[Link, object], None]) -> None:
+    def __init__(self, bind: str, *, token: bytes, name: str, talk: Callable[[Link], None]) -> None:
         """Listen on a free port of `bind`; `name` prefixes the threads' names. Raises OSError."""
         self._token, self._name, self._talk = token, name, talk
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         self._socket = socket.create_server((bind, 0), family=family)
+        self._socket.setblocking(False)
         host = f"[{bind}]" if ":" in bind else bind
         self.address = f"{host}:{self._socket.getsockname()[1]}"
         """Address for peers: "host:port"."""
-        self._complain = SeldomLog(log.warning)
-        self._closed = threading.Event()
-        self._changed = threading.Condition()
-        """Guards the two below."""
-        self._strangers = Strangers(MOST_STRANGERS, complain=lambda text: self._complain(f"{name}: {text}"))
+        seldom = SeldomLog(log.warning)
+        self._complain: Callable[[str], None] = lambda text: seldom(f"{name}: {text}")
+        self._strangers = Strangers(MOST_STRANGERS, complain=self._complain)
+        """Used in the accepting thread alone."""
         self._talking: dict[Link, threading.Thread] = {}
         """Connections with a thread."""
+        self._loop = asyncio.new_event_loop()
+        self._accepted = self._loop.create_task(accept_forever(self._socket, self._admit, complain=self._complain))
         self._accepting = threading.Thread(target=self._accept, name=f"{name}-accept", daemon=True)
         self._accepting.start()
 
     def close(self) -> None:
         """Stop listening and close the connections that have a thread. Idempotent."""
-        with self._changed:
-            if self._closed.is_set():
-                return
-            self._closed.set()
-            self._changed.notify_all()
-            talking = list(self._talking)
-        self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        for link in talking:
+        self._in_loop(self._accepted.cancel)
+        self._accepting.join()
+        for link in list(self._talking):
             link.close()
 
     def join(self) -> None:
-        """Wait for the threads, after `close`, each at most for the duration of a handshake."""
-        with self._changed:
-            threads = [self._accepting, *self._talking.values()]
-        for thread in threads:
+        """Wait for the connections' threads, after `close`, each at most for the duration of a handshake."""
+        for thread in list(self._talking.values()):
             thread.join(timeout=HANDSHAKE_S)
 
     def _accept(self) -> None:
-        while not self._closed.is_set():
-            try:
-                connection, peer = self._socket.accept()
-            except OSError as error:
-                if self._closed.is_set():
-                    return
-                self._complain(f"{self._name}: a connection cannot be accepted: {error.strerror}")
-                if error.errno != errno.ECONNABORTED:
-                    self._closed.wait(RETRY_S)
-                continue
-            try:
-                self._admit(Link(connection, timeout_s=HANDSHAKE_S, side="publisher"), peer)
-            except OSError as error:  # it was gone before its options were set
-                connection.close()
-                log.info("%s: %s left: %s", self._name, peer, error)
+        with closing(self._loop), self._socket, suppress(asyncio.CancelledError):
+            self._loop.run_until_complete(self._accepted)
 
-    def _admit(self, link: Link, peer: object) -> None:
+    async def _admit(self, connection: socket.socket) -> None:
         """Start a connection's thread."""
+        await self._strangers.make_room()
+        try:
+            link, peer = Link(connection, timeout_s=HANDSHAKE_S, side="publisher"), connection.getpeername()
+        except (OSError, PeerLost) as error:  # it was gone before its options were set
+            connection.close()
+            log.info("%s: a peer left: %s", self._name, error)
+            return
         thread = threading.Thread(target=self._serve, args=(link, peer), name=f"{self._name}-serve", daemon=True)
-        with self._changed:
-            while not self._closed.is_set() and (left_s := self._strangers.room_in_s()):
-                self._changed.wait(left_s)
-            if self._closed.is_set():
-                link.close()
-                return
-            self._strangers.enter(link, drop=link.close)
-            self._talking[link] = thread
+        self._strangers.enter(link, drop=link.close)
+        self._talking[link] = thread
         try:
             thread.start()
         except RuntimeError as error:  # no memory or no process number is left for it
             self._forget(link)
             link.close()
-            self._complain(f"{self._name}: a connection cannot be served: {error}")
-            self._closed.wait(RETRY_S)
+            self._complain(f"a connection cannot be served: {error}")
+            await asyncio.sleep(RETRY_S)
 
     def _serve(self, link: Link, peer: object) -> None:
         try:
             with ExitStack() as on_error:
                 on_error.callback(link.close)
                 link.authenticate(self._token)
-                self._leave_strangers(link)
-                self._talk(link, peer)
+                self._in_loop(self._strangers.leave, link)
+                self._talk(link)
                 on_error.pop_all()
         except AuthenticationError as error:
-            self._complain(f"{self._name}: {error}")
+            self._complain(str(error))
         except TransferError as error:
             log.info("%s: %s left: %s", self._name, peer, error)
         finally:
             self._forget(link)
 
-    def _leave_strangers(self, link: Link) -> None:
-        with self._changed:
-            self._strangers.leave(link)
-            self._changed.notify_all()
-
     def _forget(self, link: Link) -> None:
-        self._leave_strangers(link)
-        with self._changed:
-            self._talking.pop(link, None)
+        self._talking.pop(link, None)
+        self._in_loop(self._strangers.leave, link)
+
+    def _in_loop(self, call: Callable[..., object], *arguments: object) -> None:
+        """Run a call in the accepting thread, unless that has ended."""
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(call, *arguments)

@@ -12,7 +12,7 @@ Taken(bucket)                                releases its slot; no reply
 WasRevoked(bucket)                        -> Revoked          its hash was wrong: was its memory written meanwhile?
 Return(lease)                             -> Returned         was the lease valid throughout?
 Holds(version, address)                   -> Registered       it serves this version itself (peers.py)
-WhoHolds(after)                           -> Holders          of the newest version, if newer than `after`
+FindHolders(after)                        -> Holders          of the newest version, if newer than `after`
 JoinRing(plan digest, source)             -> Joined           instead of Join, to a relaying subscriber (relay.py)
 """
 
@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 6
+PROTOCOL = 7
 
 
 Want = Literal["any", "dense", "delta", "link"]
@@ -178,7 +178,7 @@ class Registered(msgspec.Struct, tag=True, frozen=True):
     pass
 
 
-class WhoHolds(msgspec.Struct, tag=True, frozen=True):
+class FindHolders(msgspec.Struct, tag=True, frozen=True):
     after: int
 
 
@@ -231,7 +231,7 @@ Request = (
     | WasRevoked
     | Return
     | Holds
-    | WhoHolds
+    | FindHolders
     | Register
     | Staged
     | Committed
