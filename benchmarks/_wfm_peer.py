@@ -24,7 +24,7 @@ from torch import Tensor
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.model import DiffusersModel
-from cosmos_rl_wfm.rewards.statistics import brightness
+from cosmos_rl_wfm.rewards.pixels import brightness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

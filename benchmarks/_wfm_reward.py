@@ -8,7 +8,7 @@ from pydantic import Field
 
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import RolloutGroup
-from cosmos_rl_wfm.rewards.statistics import brightness
+from cosmos_rl_wfm.rewards.pixels import brightness
 
 
 class Remote(Strict):

@@ -21,7 +21,6 @@ SEAMS = {
     "cosmos_rl_core.reward.service.start",  # names the extra that is missing
     "cosmos_rl_vla.engines.steady",
     "cosmos_rl_vla.models.pi.export",
-    "cosmos_rl_wfm.shape",
 }
 """Short files with one importer that stand for themselves."""
 BANNED_CALLS = {

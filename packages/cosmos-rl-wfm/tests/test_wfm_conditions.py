@@ -14,7 +14,7 @@ from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.conditions import CaptionCache, Conditions, bytes_of
 from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.models.base import Condition
-from cosmos_rl_wfm.models.captions.cached import pad_text
+from cosmos_rl_wfm.models.captions import pad_text
 from cosmos_rl_wfm.models.config import GivenSection
 from cosmos_rl_wfm.models.model import Traits
 

@@ -9,7 +9,7 @@ import torch
 from safetensors.numpy import load_file, save, save_file
 from safetensors.torch import save_file as save_torch
 
-from cosmos_rl_wfm.data.embeddings import EmbeddingError, convert, read_embedding
+from cosmos_rl_wfm.data.clips import EmbeddingError, convert, read_embedding
 
 
 def test_convert_writes_safetensors_beside_a_pickle(tmp_path):

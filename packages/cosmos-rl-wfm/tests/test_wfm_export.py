@@ -12,10 +12,9 @@ from cosmos_rl_core import run
 from cosmos_rl_core.checkpoint.export import export
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.build import build_engine
-from cosmos_rl_wfm.engines.requests import Request
-from cosmos_rl_wfm.engines.torch import TorchEngineOptions
+from cosmos_rl_wfm.engines.torch import Request, TorchEngineOptions
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.samplers.noise import sample_noise
+from cosmos_rl_wfm.samplers.sampler import sample_noise
 from cosmos_rl_wfm.sampling import FlowSampling
 
 pytestmark = pytest.mark.xdist_group("wfm_export")  # one process makes what they share

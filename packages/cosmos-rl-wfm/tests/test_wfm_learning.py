@@ -20,8 +20,7 @@ from cosmos_rl_wfm.objectives.formulas import (
     nft_preference,
     noisy,
 )
-from cosmos_rl_wfm.samplers.noise import sample_noise
-from cosmos_rl_wfm.samplers.sampler import Plan, replay, sample
+from cosmos_rl_wfm.samplers.sampler import Plan, replay, sample, sample_noise
 from cosmos_rl_wfm.samplers.times import flow_times, sample_times
 from cosmos_rl_wfm.samplers.window import Window
 

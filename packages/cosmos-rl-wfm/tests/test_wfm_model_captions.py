@@ -5,7 +5,7 @@ import torch
 from wfm_fixtures import VOCABULARY, tiny_t5, tiny_tokenizer
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.captions.encoder import load_captions, load_images
+from cosmos_rl_wfm.models.captions import load_captions, load_images
 from cosmos_rl_wfm.models.folder import ModelFolder
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae

@@ -9,8 +9,8 @@ from wfm_fixtures import FAMILIES, clips, image_to_video_model, noise, size_of, 
 
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.models.networks.cosmos import without_torchvision
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
-from cosmos_rl_wfm.models.torchvision_free import without_torchvision
 from cosmos_rl_wfm.policy import guided_velocity
 
 CAPTIONS = ["a red square moves left", "two discs"]

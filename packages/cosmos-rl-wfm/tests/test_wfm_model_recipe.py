@@ -8,11 +8,10 @@ import torch
 from wfm_fixtures import tiny_model
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.models.base import Size
+from cosmos_rl_wfm.models.base import Grid, Size
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import GivenSection, TextSection, WFMModelConfig
 from cosmos_rl_wfm.models.networks.families import make_family
-from cosmos_rl_wfm.models.networks.grid import Grid
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
 
 PARTS = ("network", "codec", "text")

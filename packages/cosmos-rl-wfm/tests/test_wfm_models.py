@@ -12,7 +12,7 @@ from wfm_fixtures import FAMILIES, clips, image_to_video_model, noise, size_of, 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import TextSection, WFMModelConfig
-from cosmos_rl_wfm.models.torchvision_free import without_torchvision
+from cosmos_rl_wfm.models.networks.cosmos import without_torchvision
 
 CAPTIONS = ["a red square moves left", "two discs"]
 model = functools.cache(tiny_model)

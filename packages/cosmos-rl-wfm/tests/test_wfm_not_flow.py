@@ -15,8 +15,8 @@ from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.classes import NETWORKS, REFUSED, check_network, check_scheduler
 from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.models.dry_run import try_forward
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
-from cosmos_rl_wfm.models.try_forward import try_forward
 
 FLOW = {"_class_name": "FlowMatchEulerDiscreteScheduler", "shift": 3.0}
 UNIPC = {"_class_name": "UniPCMultistepScheduler", "prediction_type": "flow_prediction", "use_flow_sigmas": True}

@@ -11,9 +11,8 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing import ranks
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_wfm.parallel.axes import check_axes, check_heads
-from cosmos_rl_wfm.parallel.parallelize import parallelize, transformer_blocks
-from cosmos_rl_wfm.parallel.tokens import plan_of
+from cosmos_rl_wfm.parallel.context import check_heads, plan_of
+from cosmos_rl_wfm.parallel.parallelize import check_axes, parallelize, transformer_blocks
 
 ranks.preload(*(f"diffusers.models.transformers.transformer_{name}" for name in FAMILIES), "peft")
 

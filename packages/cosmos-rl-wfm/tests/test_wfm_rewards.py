@@ -16,7 +16,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.conformance import check_reward
 from cosmos_rl_wfm.rewards import REWARDS
 from cosmos_rl_wfm.rewards.ocr import edit_distance, match, quoted
-from cosmos_rl_wfm.rewards.speed import direction
+from cosmos_rl_wfm.rewards.pixels import direction
 from cosmos_rl_wfm.rewards.video import luma, sample_frames
 
 PIXELS = ["brightness", "contrast", "saturation", "sharpness", "motion", "flicker", "speed"]

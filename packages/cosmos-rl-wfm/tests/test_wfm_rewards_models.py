@@ -15,10 +15,9 @@ from wfm_fixtures import shown
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_wfm.rewards import REWARDS
-from cosmos_rl_wfm.rewards.aesthetic.head import Head, load_head
-from cosmos_rl_wfm.rewards.aesthetic.train import train_aesthetic
-from cosmos_rl_wfm.rewards.exclusive import Exclusive
-from cosmos_rl_wfm.rewards.pretrained import Pretrained
+from cosmos_rl_wfm.rewards.aesthetic import Head, load_head
+from cosmos_rl_wfm.rewards.aesthetic_train import train_aesthetic
+from cosmos_rl_wfm.rewards.pretrained import Exclusive, Pretrained
 
 WORDS = ["<s>", "</s>", "<unk>", "<image>", "a", "disc", "square", "moving", "left", "yes", "no", "Yes", "one", "two"]
 VISION = {

@@ -4,9 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from cosmos_rl_wfm.samplers.guidance import guided
-from cosmos_rl_wfm.samplers.noise import sample_noise
-from cosmos_rl_wfm.samplers.sampler import Plan, replay, sample
+from cosmos_rl_wfm.samplers.sampler import Plan, guided, replay, sample, sample_noise
 from cosmos_rl_wfm.samplers.steps import RULES
 from cosmos_rl_wfm.samplers.times import edm_times, flow_times
 from cosmos_rl_wfm.samplers.window import Window

@@ -15,7 +15,7 @@ from cosmos_rl_wfm.domain import WFM
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMLoraSection, WFMModelConfig
 from cosmos_rl_wfm.models.networks.tiny import tiny_network
-from cosmos_rl_wfm.shape import read_shape
+from cosmos_rl_wfm.parallel.shape import read_shape
 
 
 @pytest.fixture(scope="module")

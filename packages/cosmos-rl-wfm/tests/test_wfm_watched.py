@@ -10,7 +10,7 @@ from wfm_fixtures import lines_of, mock_data, recipe, shown
 
 from cosmos_rl_core import run
 from cosmos_rl_core.recipe.load import load_config
-from cosmos_rl_wfm.rewards.diversity import DiversityReward, shrink
+from cosmos_rl_wfm.rewards.pixels import DiversityReward, shrink
 
 SINKS = ["jsonl", "tensorboard"] if find_spec("tensorboard") else ["jsonl"]
 DATA = mock_data().model_dump(mode="json", exclude_none=True)
@@ -69,7 +69,7 @@ def test_diversity_goes_from_training_groups_to_metrics_and_to_the_monitor(watch
 
 def test_rewards_are_compared_with_what_real_clips_earn(watched):
     from cosmos_rl_core.recipe.load import load_domain
-    from cosmos_rl_wfm.rewards.statistics import brightness
+    from cosmos_rl_wfm.rewards.pixels import brightness
 
     domain, config = load_domain("wfm"), load_config(RECIPE)
     rows, _ = domain.load_rows(config.eval.loss_data)

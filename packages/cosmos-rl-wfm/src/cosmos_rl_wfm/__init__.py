@@ -13,20 +13,18 @@ from cosmos_rl_core.imports import lazy_exports
 if TYPE_CHECKING:
     from cosmos_rl_wfm.data.video import read_clip
     from cosmos_rl_wfm.domain import WFM, WFMDomain
-    from cosmos_rl_wfm.rewards.aesthetic.train import train_aesthetic
+    from cosmos_rl_wfm.rewards.aesthetic_train import train_aesthetic
+    from cosmos_rl_wfm.rewards.pixels import DIRECTIONS, brightness, direction, speed
     from cosmos_rl_wfm.rewards.pretrained import Pretrained
-    from cosmos_rl_wfm.rewards.speed import DIRECTIONS, direction, speed
-    from cosmos_rl_wfm.rewards.statistics import brightness
     from cosmos_rl_wfm.rewards.video import group_videos, luma, row_text, sample_frames
 
 _HOMES = {
     "domain": ("WFM", "WFMDomain"),
     "data.video": ("read_clip",),
-    "rewards.speed": ("DIRECTIONS", "direction", "speed"),
-    "rewards.statistics": ("brightness",),
+    "rewards.pixels": ("DIRECTIONS", "brightness", "direction", "speed"),
     "rewards.video": ("group_videos", "luma", "row_text", "sample_frames"),
     "rewards.pretrained": ("Pretrained",),
-    "rewards.aesthetic.train": ("train_aesthetic",),
+    "rewards.aesthetic_train": ("train_aesthetic",),
 }
 """Public names by the module that defines them."""
 

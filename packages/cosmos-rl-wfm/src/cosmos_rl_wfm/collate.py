@@ -18,7 +18,7 @@ import torch
 
 from cosmos_rl_core.train.balance import deal
 from cosmos_rl_core.types import Microbatch, Rollout, RolloutGroup, Share, TermBatch, TrainBatch
-from cosmos_rl_wfm.samplers.noise import sample_noise
+from cosmos_rl_wfm.samplers.sampler import sample_noise
 
 if TYPE_CHECKING:
     from torch import Tensor

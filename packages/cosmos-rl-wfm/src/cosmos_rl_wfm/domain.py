@@ -50,13 +50,13 @@ class WFMDomain(DomainBase):
     def check_model(self, model: WFMModelConfig) -> None:
         """Call a network of an unlisted class once on the meta device. Implements `core.abilities.ChecksModels`."""
         from cosmos_rl_wfm.models.classes import network_class
-        from cosmos_rl_wfm.models.source import is_here, network_of, open_source
+        from cosmos_rl_wfm.models.folder import is_here, network_of, open_source
 
         if not is_here(model):
             return
         class_name, config = network_of(model, open_source(model))
         if network_class(class_name) is None:  # torch and diffusers take seconds to load, needed in this case only
-            from cosmos_rl_wfm.models.try_forward import try_forward
+            from cosmos_rl_wfm.models.dry_run import try_forward
 
             try_forward(class_name, config)
 
@@ -70,7 +70,7 @@ class WFMDomain(DomainBase):
         self, data: WFMDataConfig, given: str | Mapping[str, Any], *, where: str, folder: Path
     ) -> Mapping[str, Any]:
         """A caption alone, or with other columns. Implements `cosmos_rl_core.optional.ReadsPrompts`."""
-        from cosmos_rl_wfm.data.prompts import prompt_row
+        from cosmos_rl_wfm.data.rows import prompt_row
 
         columns = {data.caption_column: given} if isinstance(given, str) else given
         return prompt_row(data, columns, where=where, folder=str(folder))
@@ -102,7 +102,7 @@ class WFMDomain(DomainBase):
 
     def model_shape(self, model: WFMModelConfig, *, data: WFMDataConfig, sampling: Any) -> ModelShape | None:
         """The sizes of a local network or one from scratch; None for one on a hub."""
-        from cosmos_rl_wfm.shape import read_shape
+        from cosmos_rl_wfm.parallel.shape import read_shape
 
         return read_shape(model, data)
 

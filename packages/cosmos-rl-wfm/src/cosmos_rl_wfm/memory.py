@@ -29,12 +29,11 @@ from cosmos_rl_wfm.models.build import WORDS, quiet
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMModelConfig
 from cosmos_rl_wfm.models.dry_run import CodecBytes, codec_bytes, network_bytes
-from cosmos_rl_wfm.models.folder import ModelFolder
+from cosmos_rl_wfm.models.folder import ModelFolder, network_of, open_source, vae_of
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.family import Family
-from cosmos_rl_wfm.models.source import network_of, open_source, vae_of
 from cosmos_rl_wfm.models.weights import with_defaults
-from cosmos_rl_wfm.parallel.weights import parameter_shapes
+from cosmos_rl_wfm.parallel.shape import parameter_shapes
 
 CAPTIONS = "captions are embedded"
 CLIPS = "real clips are encoded"

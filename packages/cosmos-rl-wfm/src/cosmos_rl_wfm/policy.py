@@ -25,8 +25,7 @@ from cosmos_rl_wfm.ema import Follower, FollowerReference
 from cosmos_rl_wfm.models.base import Condition
 from cosmos_rl_wfm.models.weights import named_weights
 from cosmos_rl_wfm.objectives.formulas import flow_matching_loss, noisy
-from cosmos_rl_wfm.samplers.guidance import Velocity, guided
-from cosmos_rl_wfm.samplers.sampler import replay
+from cosmos_rl_wfm.samplers.sampler import Velocity, guided, replay
 from cosmos_rl_wfm.sampling import FlowSampling
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from pydantic import Field, model_validator
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
-from cosmos_rl_wfm.samplers.names import DensityName, RuleName, ScheduleName, WindowName
+from cosmos_rl_wfm.samplers import DensityName, RuleName, ScheduleName, WindowName
 from cosmos_rl_wfm.samplers.window import Window
 
 if TYPE_CHECKING:

@@ -8,7 +8,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cosmos_rl_core.settings.base import Strict
-from cosmos_rl_wfm.samplers.names import DensityName
+from cosmos_rl_wfm.samplers import DensityName
 
 Start = Literal["random", "centre", "first"]
 """Start of a clip in a longer video."""

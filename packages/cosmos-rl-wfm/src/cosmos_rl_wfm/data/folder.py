@@ -1,4 +1,4 @@
-"""A folder of clips with one caption each, on a disk or in an object store.
+"""A folder of clips with one caption each, in .txt or .json files, on a disk or in an object store.
 
 videos/NAME.mp4  metas/NAME.txt  [text_embedding/NAME.safetensors | .pickle]      images/NAME.jpg likewise
 NAME.mp4  NAME.json | NAME.txt                                                    side by side
@@ -13,7 +13,7 @@ from pathlib import PurePosixPath
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.data.captions import read_caption
+from cosmos_rl_core.storage.json_files import parse_json
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.storage import is_remote, open_store, reaching
 
@@ -133,3 +133,43 @@ def _no_clips(config: WFMDataConfig, there: Mapping[str, str]) -> str:
         f"data.path = {config.path!r}: no clips. A folder holds videos/NAME.mp4 (or images/NAME.jpg) and "
         f"metas/NAME.txt, or NAME.mp4 and NAME.json side by side; it has {', '.join(sorted(there)[:8]) or 'no files'}"
     )
+
+
+def read_caption(data: bytes, *, is_json: bool, column: str) -> dict[str, Any]:
+    """Return the columns of a caption file, `caption` among them: a JSON object's own, or only the text.
+
+    Raises:
+        ValueError: it has no caption, or is no JSON object; the message is a phrase.
+    """
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError:
+        raise ValueError("its caption is not UTF-8") from None
+    if not is_json:
+        return {"caption": checked(text, what="its caption")}
+    columns = parse_json(text, where="its JSON")
+    if not isinstance(columns, dict):
+        raise ValueError(f"its JSON is a {type(columns).__name__}, not an object")
+    return {**columns, "caption": caption_of(columns, column=column)}
+
+
+def caption_of(columns: dict[str, Any], *, column: str) -> str:
+    """Return the caption of a row.
+
+    Raises:
+        ValueError: no text in that column.
+    """
+    if column not in columns:
+        raise ValueError(
+            f"no column {column!r} (data.caption_column); there are {', '.join(map(repr, columns)) or 'none'}"
+        )
+    return checked(columns[column], what=f"column {column!r}")
+
+
+def checked(text: object, *, what: str) -> str:
+    """Return a caption without surrounding white space. Raises ValueError if it is empty or no text."""
+    if not isinstance(text, str):
+        raise ValueError(f"{what} holds a {type(text).__name__}, not text")
+    if not text.strip():
+        raise ValueError(f"{what} is empty")
+    return text.strip()

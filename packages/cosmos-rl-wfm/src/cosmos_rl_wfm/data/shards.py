@@ -23,9 +23,8 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.data.captions import read_caption
 from cosmos_rl_wfm.data.config import WFMDataConfig
-from cosmos_rl_wfm.data.folder import CAPTIONS, EMBEDDINGS, IMAGES, VIDEOS
+from cosmos_rl_wfm.data.folder import CAPTIONS, EMBEDDINGS, IMAGES, VIDEOS, read_caption
 from cosmos_rl_wfm.data.storage import cache_folder, is_remote, open_store, reaching, write_atomic
 
 log = logging.getLogger(__name__)

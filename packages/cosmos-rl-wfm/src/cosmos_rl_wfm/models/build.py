@@ -16,18 +16,23 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.lora import add_adapters, pick_layers
-from cosmos_rl_wfm.models.captions.cached import CachedCaptions, WordEncoder
-from cosmos_rl_wfm.models.captions.encoder import CaptionEncoder, EncodeImages, load_captions, load_images
+from cosmos_rl_wfm.models.base import Grid
+from cosmos_rl_wfm.models.captions import (
+    CachedCaptions,
+    CaptionEncoder,
+    EncodeImages,
+    WordEncoder,
+    load_captions,
+    load_images,
+)
 from cosmos_rl_wfm.models.classes import ATTENTION, compression, network_class
 from cosmos_rl_wfm.models.codec import Codec, PixelCodec, make_codec
 from cosmos_rl_wfm.models.config import WFMLoraSection, WFMModelConfig
-from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
+from cosmos_rl_wfm.models.dry_run import try_forward
+from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder, network_of, open_source, vae_of
 from cosmos_rl_wfm.models.model import DiffusersModel, Traits
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.family import Family
-from cosmos_rl_wfm.models.networks.grid import Grid
-from cosmos_rl_wfm.models.source import network_of, open_source, vae_of
-from cosmos_rl_wfm.models.try_forward import try_forward
 from cosmos_rl_wfm.models.weights import empty_network, fill, random_network
 
 Part = Literal["network", "codec", "text"]

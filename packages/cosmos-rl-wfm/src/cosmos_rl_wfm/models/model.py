@@ -21,14 +21,12 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.parallel.lora import adapter_weights, write_adapter_config
-from cosmos_rl_wfm.models.base import Condition, Size
-from cosmos_rl_wfm.models.captions.cached import pad_text
-from cosmos_rl_wfm.models.captions.encoder import CaptionEncoder, EncodeImages
+from cosmos_rl_wfm.models.base import Condition, Grid, Size
+from cosmos_rl_wfm.models.captions import CaptionEncoder, EncodeImages, pad_text
 from cosmos_rl_wfm.models.codec import Codec, to_clips, to_video
 from cosmos_rl_wfm.models.config import Guidance
 from cosmos_rl_wfm.models.folder import NETWORK, ModelFolder
 from cosmos_rl_wfm.models.networks.family import Family, held_dtype
-from cosmos_rl_wfm.models.networks.grid import Grid
 from cosmos_rl_wfm.models.weights import named_weights
 
 if TYPE_CHECKING:

@@ -58,7 +58,7 @@ def ddrl_shaping(advantages: np.ndarray, config: AlgorithmConfig) -> np.ndarray:
 
 def nft_objective(config: AlgorithmConfig, *, aggregation: Aggregation) -> Objective:
     """Make nft's objective."""
-    from cosmos_rl_wfm.objectives.nft import NFTObjective
+    from cosmos_rl_wfm.objectives.formulas import NFTObjective
 
     return NFTObjective(config, aggregation=aggregation)
 

@@ -7,6 +7,7 @@ One process takes only the steps that need no other rank.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -15,11 +16,11 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.memory.float8 import use_float8
 from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_wfm.models.eager import speed_up
-from cosmos_rl_wfm.parallel.axes import check_axes
 from cosmos_rl_wfm.parallel.context import cut_tokens
 
 _TIMES = "timestep"
@@ -64,6 +65,26 @@ def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.d
     )
     if compute_dtype is not None:
         network.register_forward_pre_hook(partial(_cast_all_but_times, compute_dtype), with_kwargs=True)
+
+
+def check_axes(parallel: ParallelSection, memory: MemorySection | None = None) -> None:
+    """Raise one UserError with every option of [policy.parallel] that diffusers' transformers do not support."""
+    if found := list(_refused(parallel, memory or MemorySection())):
+        raise UserError("; ".join(found))
+
+
+def _refused(parallel: ParallelSection, memory: MemorySection) -> Iterator[str]:
+    others = "use dp_shard for parameters that do not fit, and cp for activations that do not"
+    for axis in ("tp", "pp", "ep"):
+        if (size := getattr(parallel, axis)) > 1:
+            yield f"[policy.parallel] {axis} = {size}: world foundation models support only dp and cp; {others}"
+    if parallel.sequence_parallel:
+        yield "[policy.parallel] sequence_parallel = true goes with tp, which world foundation models do not have"
+    if parallel.cp > 1 and memory.compile:
+        yield (
+            f"[policy.memory] compile = true does not go together with [policy.parallel] cp = {parallel.cp}, whose "
+            "exchanges it would cut the compiled code at; set one of them off"
+        )
 
 
 def _kept_whole(network: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:

@@ -12,19 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from cosmos_rl_core.interfaces import RewardFn
-from cosmos_rl_wfm.rewards.aesthetic.reward import AestheticReward
-from cosmos_rl_wfm.rewards.clip_score import ClipScoreReward
-from cosmos_rl_wfm.rewards.diversity import DiversityReward
-from cosmos_rl_wfm.rewards.judge_vlm import VlmJudgeReward
+from cosmos_rl_wfm.rewards.aesthetic import AestheticReward
+from cosmos_rl_wfm.rewards.judges import ClipScoreReward, VlmJudgeReward
 from cosmos_rl_wfm.rewards.ocr import OcrReward
-from cosmos_rl_wfm.rewards.speed import SpeedReward
-from cosmos_rl_wfm.rewards.statistics import (
+from cosmos_rl_wfm.rewards.pixels import (
     BrightnessReward,
     ContrastReward,
+    DiversityReward,
     FlickerReward,
     MotionReward,
     SaturationReward,
     SharpnessReward,
+    SpeedReward,
 )
 
 REWARDS: Mapping[str, Callable[..., RewardFn]] = {

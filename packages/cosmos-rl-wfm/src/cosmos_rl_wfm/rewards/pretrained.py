@@ -1,10 +1,12 @@
-"""Base of rewards with a transformers model: its name, device and dtype, and an error if it cannot be loaded."""
+"""Base of rewards with a transformers model: its name, device and dtype, errors of loading, and use by threads."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from threading import Lock
+from typing import TYPE_CHECKING, Generic, Literal, TypeVar
 
 from pydantic import Field, field_validator
 
@@ -13,6 +15,7 @@ from cosmos_rl_core.settings.base import Strict
 
 if TYPE_CHECKING:
     import torch
+
 
 T = TypeVar("T")
 
@@ -65,3 +68,24 @@ class Pretrained(Strict):
             ImportError,
         ) as error:  # unknown names and kinds, missing parts
             raise UserError(f"model = {self.model!r} cannot be loaded: {str(error).strip()[:500]}") from error
+
+
+class Exclusive(Generic[T]):
+    """Makes a value at its first use, and gives one thread at a time access to it. Retries `make` after a failure.
+
+    model = Exclusive(load)         # nothing is loaded
+    with model.use() as loaded:     # loads; others wait: tokenizers and readers are not safe for two threads at once
+        ...
+    """
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        self._make = make
+        self._turn = Lock()
+        self._made: tuple[T] | None = None
+
+    @contextmanager
+    def use(self) -> Iterator[T]:
+        with self._turn:
+            if self._made is None:
+                self._made = (self._make(),)
+            yield self._made[0]

@@ -12,16 +12,70 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from hashlib import blake2b
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from cosmos_rl_wfm.samplers.guidance import Velocity
-from cosmos_rl_wfm.samplers.names import RuleName
-from cosmos_rl_wfm.samplers.noise import sample_noise
+from cosmos_rl_wfm.samplers import RuleName
 from cosmos_rl_wfm.samplers.steps import Gaussian, step
 from cosmos_rl_wfm.samplers.window import Steps
+
+
+def sample_noise(
+    seeds: Sequence[int], shape: Sequence[int], *, stream: str = "start", device: torch.device | None = None
+) -> Tensor:
+    """Sample standard normal noise float32 [B, *shape], one sample per seed.
+
+    A sample's noise depends neither on the batch nor on other noise. `stream` names its purpose, such as "start" or
+    "step 3": streams of one seed are independent. Sampled on the CPU, so that it is the same on every device. A group
+    with shared start noise passes one seed for it, and many for its steps.
+    """
+    noise = [torch.randn(*shape, generator=_generator(seed, stream)) for seed in seeds]
+    return torch.stack(noise).to(device) if noise else torch.empty(0, *shape, device=device)
+
+
+def _generator(seed: int, stream: str) -> torch.Generator:
+    digest = blake2b(f"{seed}/{stream}".encode(), digest_size=8).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "little", signed=True))
+
+
+class Velocity(Protocol):
+    """A network with its condition bound: v = velocity(x, times)."""
+
+    def __call__(self, x: Tensor, times: Tensor, /) -> Tensor:
+        """Return v [B, ...] at states x of that shape and times [B]."""
+        ...
+
+
+def guided(
+    velocity: Velocity, unconditional: Velocity | None, *, scale: float, unconditional_gradient: bool = True
+) -> Velocity:
+    """Return v + scale (v - v_unconditional); with scale 0 `velocity` itself, with no unconditional pass.
+
+    Classifier-free guidance (arXiv 2207.12598). Scale 0 is no guidance, as in Cosmos; diffusers' `guidance_scale` is
+    scale + 1. Training must use the guidance of the rollout: the ratio of a guided policy to an unguided one is
+    meaningless.
+
+    Without `unconditional_gradient` the second pass keeps no graph: same values, half the activations, and a gradient
+    only through the conditional pass.
+
+    Raises:
+        ValueError: guidance is on and there is no unconditional velocity.
+    """
+    if scale == 0:
+        return velocity
+    if unconditional is None:
+        raise ValueError(f"guidance = {scale} needs an unconditional velocity; set guidance = 0 without one")
+
+    def both(x: Tensor, times: Tensor, /) -> Tensor:
+        towards = velocity(x, times)
+        with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
+            away = unconditional(x, times)
+        return towards + scale * (towards - away)
+
+    return both
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

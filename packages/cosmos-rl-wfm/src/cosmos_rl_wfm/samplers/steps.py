@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cosmos_rl_wfm.samplers.names import RuleName
+from cosmos_rl_wfm.samplers import RuleName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from cosmos_rl_wfm.samplers.names import DensityName
+from cosmos_rl_wfm.samplers import DensityName
 
 
 def shifted(times: Tensor, *, shift: float) -> Tensor:

@@ -15,7 +15,7 @@ import random
 from dataclasses import dataclass
 from typing import Literal
 
-from cosmos_rl_wfm.samplers.names import WindowName
+from cosmos_rl_wfm.samplers import WindowName
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,9 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_wfm.rewards.aesthetic.features import pixel_features
-from cosmos_rl_wfm.rewards.aesthetic.head import Head
-from cosmos_rl_wfm.rewards.aesthetic.reward import clip_describe
+from cosmos_rl_wfm.rewards.aesthetic import Head, clip_describe, pixel_features
 from cosmos_rl_wfm.rewards.pretrained import Pretrained
 
 

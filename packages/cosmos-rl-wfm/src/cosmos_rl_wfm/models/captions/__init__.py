@@ -1,1 +1,0 @@
-"""Text encoders: from a folder, from cached embeddings, from words."""

@@ -1,1 +1,0 @@
-"""An aesthetic score: CLIP features, a head, and its training."""
