@@ -5,7 +5,8 @@ import socket
 
 import pytest
 
-from cosmos_rl_core.launch.local import LocalWorkers, share_threads
+from cosmos_rl_core.launch.local import LocalWorkers
+from cosmos_rl_core.launch.placement import share_threads
 from cosmos_rl_core.processes import LAST_LINES, last_lines
 from cosmos_rl_core.wire.handshake import make_token, read_token
 
@@ -80,7 +81,7 @@ def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=Tru
             seen = [await asyncio.wait_for(deaths.get(), 60.0) for _ in range(deaths_expected)]
         finally:
             workers.kill()
-            await workers.stop(grace_s=10.0)
+            await workers.leave(grace_s=10.0)
         return seen + [deaths.get_nowait() for _ in range(deaths.qsize())]
 
     return asyncio.run(go())
@@ -88,7 +89,7 @@ def start_workers(tmp_path, *, role, restart_workers, deaths_expected, token=Tru
 
 def test_a_rollout_worker_that_cannot_connect_is_told_and_started_again(tmp_path):
     first, second = start_workers(tmp_path, role="rollout", restart_workers=1, deaths_expected=2)
-    assert (first.name, first.role, first.status, first.restarting) == ("rollout-0", "rollout", "exit code 1", True)
+    assert (first.name, first.status, first.restarting) == ("rollout-0", "exit code 1", True)
     assert first.last_lines.startswith("rollout-0: cannot connect to tcp://127.0.0.1:")
     assert not second.restarting
 
@@ -131,7 +132,7 @@ def test_workers_that_are_killed_at_the_end_are_no_deaths(tmp_path):
         )
         workers.start("rollout", threads=1, gpus=[[], []])
         assert len({workers.pid("rollout-0"), workers.pid("rollout-1")}) == 2
-        await workers.stop(grace_s=0.05)
+        await workers.leave(grace_s=0.05)
         server.close()
         await server.wait_closed()
 

@@ -1,15 +1,22 @@
-"""Worker processes on this machine: start, watch, restart, stop. Each death is reported with the end of its log."""
+"""[run] placement = "local": worker processes on this machine, watched, restarted and stopped.
+
+Each death is reported with the end of its log.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cosmos_rl_core.errors import WorkerFailed
 from cosmos_rl_core.imports import PYTHON
-from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
+from cosmos_rl_core.launch.placement import STOP_GRACE_S, Launch, threads
+from cosmos_rl_core.processes import ChildProcess, all_ended, allot, environment, last_lines, machine_gpus
+from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.wire.handshake import keep_token
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
@@ -32,7 +39,6 @@ class Death:
     """A worker that ended before it was stopped."""
 
     name: str
-    role: str
     status: str
     """"exit code 1" or "signal SIGKILL"."""
     last_lines: str
@@ -41,7 +47,7 @@ class Death:
 
 @dataclass(slots=True)
 class LocalWorkers:
-    """The workers of one run. `on_death` is called for each one that ends before `stop`."""
+    """Implements `placement.Workers`. `on_death` is called for each worker that ends before `leave`."""
 
     controller: str
     token_file: Path
@@ -55,14 +61,16 @@ class LocalWorkers:
     """Content of `token_file`; a removed file is written again before a worker starts."""
     policy_keeps: tuple[int, ...] = ()
     """Descriptors inherited by a policy process, so that a lock is held until it ends."""
+    spools: Path | None = None
+    """Folder of this machine's spools, removed when the workers have left."""
     _workers: dict[str, WorkerProcess] = field(default_factory=dict)
     _watchers: set[asyncio.Task[None]] = field(default_factory=set)
     _stopping: bool = False
 
     def start(self, role: str, *, threads: int | None, gpus: Sequence[Sequence[str]], node: Node | None = None) -> None:
-        """Start a replica of a role for each entry of `gpus`, which it sees.
+        """Start a replica of a role for each entry of `gpus`, the GPUs that are visible to it.
 
-        `threads` are for each process, `node` says what this machine holds of each.
+        threads: CPU threads of each process. node: this machine's part of each replica; default: all of it.
         """
         for i, visible in enumerate(gpus):
             address = self.address(role, f"{role}-{i}", threads=threads)
@@ -78,14 +86,16 @@ class LocalWorkers:
             controller=self.controller, role=role, name=name, token_file=self.token_file, threads=threads
         )
 
-    async def stop(self, *, grace_s: float) -> None:
-        """Wait for all workers to leave; kill the remaining ones after `grace_s`."""
+    async def leave(self, *, grace_s: float = STOP_GRACE_S) -> None:
+        """Wait until all workers have left; kill the remaining ones after `grace_s`."""
         self._stopping = True
         running = [worker.process for worker in self._workers.values() if worker.process is not None]
         if not await all_ended(running, timeout_s=grace_s):
             self.kill()
             await all_ended(running)
         await asyncio.gather(*self._watchers)
+        if self.spools is not None:
+            clear_spools(self.spools)
 
     def kill(self) -> None:
         """End every worker now; the agent of several ranks ends those first."""
@@ -123,29 +133,48 @@ class LocalWorkers:
         status = await process.ended()
         if self._stopping or process.exit_code == 0:
             return
-        role = worker.address.role
-        restarting = role == "rollout" and worker.starts <= self.restart_workers and process.exit_code != 2
-        self.on_death(
-            Death(
-                name=worker.address.name,
-                role=role,
-                status=status,
-                last_lines=last_lines(worker.log),
-                restarting=restarting,
-            )
+        restarting = (
+            worker.address.role == "rollout" and worker.starts <= self.restart_workers and process.exit_code != 2
         )
+        name, end = worker.address.name, last_lines(worker.log)
+        self.on_death(Death(name=name, status=status, last_lines=end, restarting=restarting))
         if restarting:
             self._spawn(worker)
 
 
-def share_threads(
-    *, cores: int, policy: int | None, rollout: int | None, rollout_replicas: int, overlap: bool
-) -> tuple[int, int]:
-    """Return the CPU threads of a policy and of a rollout replica, by default from the number of cores.
+async def start_processes(launch: Launch) -> LocalWorkers:
+    """Start every worker of this machine; print the commands for the other machines."""
+    config, controller, observer = launch.config, launch.controller, launch.observer
 
-    Roles that work at the same time share the cores; roles that alternate (max_staleness = 0) each get all of them.
-    """
-    if not overlap:
-        return policy or cores, rollout or max(1, cores // rollout_replicas)
-    half = max(1, cores // 2)
-    return policy or half, rollout or max(1, (cores - half) // rollout_replicas)
+    def on_death(death: Death) -> None:
+        then = "starting it again" if death.restarting else "the run cannot continue without it"
+        report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
+        if death.restarting:
+            observer.note(report)
+        else:
+            controller.fail(WorkerFailed(report))
+
+    spools = spool_root(config.rollout.spool.directory, launch.directory)
+    clear_spools(spools)  # left over by a killed run
+    workers = LocalWorkers(
+        controller=launch.address,
+        token_file=launch.directory / "token",
+        token=launch.token,
+        log_dir=launch.directory / "logs",
+        restart_workers=config.elastic.restart_workers,
+        on_death=on_death,
+        python_path=launch.python_path,
+        policy_keeps=(launch.lock,),
+        spools=spools,
+    )
+    node = launch.policy_node
+    policy, rollout = threads(config)
+    a_rank = max(1, policy // node.ranks_per_node)
+    replicas = 0 if config.is_sft else config.rollout.replicas
+    gpus = allot(machine_gpus(os.environ), [node.ranks_per_node, *[1] * replicas])
+    workers.start("policy", threads=a_rank, gpus=gpus[:1], node=node)
+    address = workers.address("policy", "policy-0", threads=config.policy.threads and a_rank)
+    for index, command in enumerate(node.commands_for_others(address, python_path=launch.python_path), 1):
+        observer.note(f"machine {index} of policy-0 joins by: {command}")
+    workers.start("rollout", threads=rollout, gpus=gpus[1:])
+    return workers

@@ -1,6 +1,6 @@
-"""Starts the workers of a run: processes on this machine (`local`), or tasks in the controller's process (`inline`).
+"""The interface of a [run] placement, and the placement "inline": workers as tasks in the controller's process.
 
-workers = await start_processes(launch)
+workers = await start(launch)  `start_tasks`, `local.start_processes`; `run.PLACEMENTS` has all of them
 ...
 await workers.leave()          once the controller has sent them Stop
 """
@@ -18,12 +18,9 @@ from typing import Any, Protocol
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.launch.local import Death, LocalWorkers, share_threads
 from cosmos_rl_core.launch.observer import RunObserver
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.processes import allot, machine_gpus
 from cosmos_rl_core.recipe.run import RunConfig
-from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
 from cosmos_rl_core.workers.node import Node
 
@@ -63,77 +60,24 @@ class Workers(Protocol):
         ...
 
 
-class Processes:
-    """Workers in separate processes."""
-
-    def __init__(self, workers: LocalWorkers, spools: Path) -> None:
-        """spools: folder of this machine's spools, removed when the workers have left."""
-        self._workers = workers
-        self._spools = spools
-
-    async def leave(self) -> None:
-        await self._workers.stop(grace_s=STOP_GRACE_S)
-        clear_spools(self._spools)
-
-    def kill(self) -> None:
-        self._workers.kill()
-
-
 class Tasks:
-    """Workers in the controller's own process."""
+    """Implements `Workers` in the controller's own process."""
 
     def __init__(self, tasks: list[asyncio.Task[None]]) -> None:
         self._tasks = tasks
 
     async def leave(self) -> None:
         _, late = await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
-        for task in late:  # the run's own error, if there is one, must not give way to a TimeoutError
+        for task in late:  # a TimeoutError here would replace the run's own error
             task.cancel()
 
     def kill(self) -> None:
         """Do nothing: tasks end with the process."""
 
 
-async def start_processes(launch: Launch) -> Workers:
-    """Start every worker of this machine; print the commands for the other machines."""
-    config, controller, observer = launch.config, launch.controller, launch.observer
-
-    def on_death(death: Death) -> None:
-        then = "starting it again" if death.restarting else "the run cannot continue without it"
-        report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
-        if death.restarting:
-            observer.note(report)
-        else:
-            controller.fail(WorkerFailed(report))
-
-    workers = LocalWorkers(
-        controller=launch.address,
-        token_file=launch.directory / "token",
-        token=launch.token,
-        log_dir=launch.directory / "logs",
-        restart_workers=config.elastic.restart_workers,
-        on_death=on_death,
-        python_path=launch.python_path,
-        policy_keeps=(launch.lock,),
-    )
-    spools = spool_root(config.rollout.spool.directory, launch.directory)
-    clear_spools(spools)  # left over by a killed run
-    node = launch.policy_node
-    policy, rollout = threads(config)
-    a_rank = max(1, policy // node.ranks_per_node)
-    replicas = 0 if config.is_sft else config.rollout.replicas
-    gpus = allot(machine_gpus(os.environ), [node.ranks_per_node, *[1] * replicas])
-    workers.start("policy", threads=a_rank, gpus=gpus[:1], node=node)
-    address = workers.address("policy", "policy-0", threads=config.policy.threads and a_rank)
-    for index, command in enumerate(node.commands_for_others(address, python_path=launch.python_path), 1):
-        observer.note(f"machine {index} of policy-0 joins by: {command}")
-    workers.start("rollout", threads=rollout, gpus=gpus[1:])
-    return Processes(workers, spools)
-
-
 async def start_tasks(launch: Launch) -> Workers:
     """Run every worker beside the controller. Raises UserError for a policy replica of several ranks."""
-    # Imports take seconds in which the loop answers nobody: before there is a connection with a deadline.
+    # Imports block the loop for seconds, so they come before any connection with a deadline.
     import torch
 
     from cosmos_rl_core.workers import policy, rollout, steps  # noqa: F401
@@ -184,3 +128,16 @@ def threads(config: RunConfig) -> tuple[int, int]:
         rollout_replicas=config.rollout.replicas,
         overlap=config.sync.max_staleness > 0,
     )
+
+
+def share_threads(
+    *, cores: int, policy: int | None, rollout: int | None, rollout_replicas: int, overlap: bool
+) -> tuple[int, int]:
+    """Return the CPU threads of a policy and of a rollout replica, by default from the number of cores.
+
+    Roles that work at the same time share the cores; roles that alternate (max_staleness = 0) each get all of them.
+    """
+    if not overlap:
+        return policy or cores, rollout or max(1, cores // rollout_replicas)
+    half = max(1, cores // 2)
+    return policy or half, rollout or max(1, (cores - half) // rollout_replicas)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
 
 from cosmos_rl_core import assemble
@@ -29,8 +29,9 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import warnings_for
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
+from cosmos_rl_core.launch.local import start_processes
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
-from cosmos_rl_core.launch.placement import Launch, Workers, start_processes, start_tasks
+from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.monitor.history import History
 from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
@@ -44,6 +45,8 @@ from cosmos_rl_core.workers.failure import AGENT, receive_report
 from cosmos_rl_core.workers.node import is_loopback, policy_node
 
 STATUS_S = 1.0
+PLACEMENTS: Mapping[str, Callable[[Launch], Awaitable[Workers]]] = {"local": start_processes, "inline": start_tasks}
+"""The function that starts the workers, by [run] placement."""
 
 
 def run(
@@ -252,9 +255,8 @@ class _Run:
     @contextlib.asynccontextmanager
     async def _placed(self, controller: Controller, address: str, token: bytes):  # noqa: ANN202
         """Start the workers according to [run] placement; on exit, send Stop and wait until they have left."""
-        place = {"local": start_processes, "inline": start_tasks}[self._config.run.placement]
         self._observer.phase("starting workers")
-        self._workers = await place(
+        self._workers = await PLACEMENTS[self._config.run.placement](
             Launch(
                 config=self._config,
                 directory=self._directory,
