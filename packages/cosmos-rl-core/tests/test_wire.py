@@ -361,7 +361,7 @@ def test_another_token_is_refused_on_both_sides():
     async def scenario():
         collector = Collector()
         server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=collector)
-        with pytest.raises(UserError, match="does not hold this run's token"):
+        with pytest.raises(UserError, match="does not have this run's token"):
             await connect(server.address, token=OTHER_TOKEN, hello=HELLO, decode=Message)
         await server.close()
         assert collector.connections == []
@@ -431,7 +431,7 @@ def test_another_protocol_version_is_named_on_the_client():
 
         server = await asyncio.start_server(newer, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        with pytest.raises(UserError, match="version 1, the peer speaks version 2"):
+        with pytest.raises(UserError, match="version 1, the peer has version 2"):
             await connect(f"tcp://127.0.0.1:{port}", token=TOKEN, hello=HELLO, decode=Message)
         server.close()
         await server.wait_closed()
@@ -446,7 +446,7 @@ def test_a_client_of_another_version_is_told_the_servers_and_gets_nothing_else()
         ours = make_preamble(version=2)
         raw.writer.write(ours)
         theirs = await raw.until_closed()
-        with pytest.raises(UserError, match="version 2, the peer speaks version 1"):
+        with pytest.raises(UserError, match="version 2, the peer has version 1"):
             session_keys(TOKEN, ours=ours, theirs=theirs, client=True)
         await server.close()
 

@@ -1,4 +1,4 @@
-"""Config -> wired parts. The only file that imports every component; each role calls one function here."""
+"""Builds the parts of a run from its config. The only file that imports every component."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def build_source(config: RunConfig) -> PromptSource:
 
 
 def build_eval_source(config: RunConfig) -> PromptSource | None:
-    """The held-out prompts, in file order; None without any, and where the policy measures the loss on them itself."""
+    """The held-out prompts, in file order; None without any, and in supervised runs, whose policy evaluates them."""
     if config.eval.data is None or config.is_sft:
         return None
     rows, origin = load_domain(config.run.domain).load_rows(config.eval.data)
@@ -166,7 +166,7 @@ def build_rollouter(
     name: str = "",
     rewards: Mapping[str, Any] | None = None,
 ) -> Rollouter:
-    """The rollouter of a replica; samples are kept in `run_dir`, if there is one, under the replica's name.
+    """The rollouter of a replica; samples are saved in `run_dir`, if given, under the replica's name.
 
     rewards: functions by label, for those of [reward] that are not looked up.
     """
@@ -256,7 +256,7 @@ def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None) -
 
 
 def build_collate(config: RunConfig, domain: Domain, share: Share) -> Callable[[Sequence[RolloutGroup]], TrainBatch]:
-    """A function of all groups of a batch that returns this rank's share."""
+    """Return the function from all groups of a batch to this rank's share of it."""
     return partial(domain.collate, microbatch_terms=config.policy.microbatch_terms, share=share)
 
 
@@ -280,7 +280,7 @@ def build_validation(
 
 
 def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Share) -> DataTerm | None:
-    """The rows of [data_regularization], this rank's share of each step; None without."""
+    """The rows of [data_regularization], this rank's share of each step; None if the coefficient is 0."""
     from cosmos_rl_core.data.mixing import DataTerm
 
     section = config.data_regularization
@@ -296,7 +296,7 @@ def build_data_term(config: RunConfig, domain: Domain, policy: Policy, share: Sh
 def build_collate_sft(
     config: RunConfig, domain: Domain, policy: Policy, share: Share, *, data: Any = None
 ) -> Callable[[Sequence[Prompt]], TrainBatch]:
-    """A function of supervised rows that returns this rank's share; `data`: their section, by default [data]."""
+    """Return the function from supervised rows to this rank's share; `data`: their section, by default [data]."""
     return partial(
         domain.collate_sft,
         data=config.data if data is None else data,

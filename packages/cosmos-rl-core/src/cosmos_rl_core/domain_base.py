@@ -1,4 +1,4 @@
-"""DomainBase: the parts of `interfaces.Domain` that most domains implement alike. Imports no torch.
+"""DomainBase: defaults for the methods of `interfaces.Domain` that most domains share. Imports no torch.
 
     class MyDomain(DomainBase):
         name = "mine"

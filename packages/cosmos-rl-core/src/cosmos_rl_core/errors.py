@@ -1,4 +1,4 @@
-"""Exceptions, by the reaction they need: retry or drop a sample, a fix by the user, the end of the run."""
+"""Exceptions, by their consequence: a sample is retried or dropped, the user corrects an input, the run ends."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ class SampleError(Exception):
         super().__init__(reason)
         self.reason = reason
         self.final = final
-        """True: trying again cannot help (a prompt too long); False: worth another attempt."""
+        """True: a retry cannot succeed (a prompt too long); False: it may."""
 
 
 class PromptError(SampleError):
@@ -21,7 +21,7 @@ class PromptError(SampleError):
 
 
 class MediaError(SampleError):
-    """A picture or a video that cannot be read or decoded. Names the file; trying again cannot help."""
+    """A picture or a video that cannot be read or decoded. Names the file; a retry cannot succeed."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, final=True)
@@ -32,4 +32,4 @@ class UserError(ValueError):
 
 
 class WorkerFailed(Exception):
-    """A worker died or raised; the run cannot go on without it. Names the worker, with its error or last log lines."""
+    """A worker died or raised, and the run cannot continue. Names the worker and its error or last log lines."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class RolloutEngine(Protocol):
-    """Generates rollouts with the newest weights it has. One asyncio loop calls it; the work runs elsewhere.
+    """Generates rollouts with its current weights. One asyncio loop calls it; the work runs in a thread or process.
 
     rollouts = await engine.generate(prompt, num_samples=8, sampling=sampling, seed=7)   # many at a time
     await engine.switch(version, apply)     # `apply` writes into `engine.weights()` between two terms
@@ -65,7 +65,7 @@ class RolloutEngine(Protocol):
         ...
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
-        """Run `apply` between two terms; running sequences go on with the new weights. Returns when done."""
+        """Run `apply` between two terms; running sequences continue with the new weights. Returns when done."""
         ...
 
     async def close(self) -> None: ...
@@ -82,7 +82,7 @@ class PromptStream(Protocol):
 
 
 class RewardFn(Protocol):
-    """Scores a whole group at once, so that relative rewards are no special case.
+    """Scores a whole group at once, which includes relative rewards.
 
     May be a plain function or `async def`; returns one finite float per rollout or, for rollouts that are episodes, an
     array [S] with one per step. Any other value is an error of the sample, never a reward. A single float for an
@@ -222,7 +222,7 @@ class SamplingConfig(Protocol):
 
 @runtime_checkable
 class Domain(Protocol):
-    """The interface of a domain package. `assemble` builds a run's parts by it; nothing else branches on the domain.
+    """The interface of a domain package. `assemble` builds a run's parts with it; no other code depends on the domain.
 
     Importing the module that defines it must not import torch: the controller loads it for the configs and the rows.
     """

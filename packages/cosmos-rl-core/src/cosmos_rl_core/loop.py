@@ -1,4 +1,4 @@
-"""The loop.
+"""The training loop of a policy replica.
 
     controller ----- batch of step v (no group older than max_staleness) -----> forward_backward, each microbatch
         ^                                                                           |
@@ -8,10 +8,10 @@
 
 consumes   batches of step v, in order
 produces   weights of version v + 1, one set of metrics a step
-waits for  a batch (the controller holds it back until enough groups are ready), then the commit
+waits for  a batch (sent once enough groups are ready), then the commit
 unblocks   rollout replicas that may only generate with newer weights
 
-With max_staleness = 0 no replica generates during a step: that is the synchronous loop, from this same file.
+With max_staleness = 0 no replica generates during a step, which makes the loop synchronous.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Steps(Protocol):
         ...
 
     async def commit(self, step: int) -> None:
-        """Vote for the step and return once every member has and the decision is durable."""
+        """Vote for the step; return once every member has voted and the commit is durable."""
         ...
 
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:

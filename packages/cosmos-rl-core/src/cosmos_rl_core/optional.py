@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @runtime_checkable
 class ReadsPrompts(Protocol):
-    """A domain that takes prompts as people write them, for `cosmos-rl generate`; others take rows as they are."""
+    """A domain that accepts prompts as plain text, for `cosmos-rl generate`; others accept only rows."""
 
     def prompt_row(self, data: Any, given: str | Mapping[str, Any], *, where: str, folder: Path) -> Mapping[str, Any]:
         """Return the row of a text, or of an object with columns, as `Domain.load_rows` would.
@@ -60,14 +60,14 @@ class ChecksModels(Protocol):
 
 @runtime_checkable
 class CountsMemory(Protocol):
-    """A domain whose processes hold more than the network, such as encoders and averages of the weights."""
+    """A domain whose processes store more than the network, such as encoders and averages of the weights."""
 
     def is_own_reference(self, config: RunConfig) -> bool:
         """Whether the policy provides the reference of a KL term, so that no second model is loaded."""
         ...
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """Return the memory of a policy rank beyond `rank`; `held.STEP` is the time at which it computes a step."""
+        """Return the memory of a policy rank beyond `rank`; `held.STEP` marks memory needed only during a step."""
         ...
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
@@ -102,7 +102,7 @@ class HasCapacity(Protocol):
 
     @property
     def rows_at_once(self) -> int:
-        """Concurrent rows, of one rollout each, that keep all of it busy."""
+        """Number of concurrent rows, of one rollout each, at full capacity."""
         ...
 
 
@@ -113,7 +113,7 @@ class CompletesExports(Protocol):
     def complete_export(self, model: Any, directory: Path) -> None:
         """Write the parts that are not trained into `directory`, which holds a checkpoint's configurations.
 
-        model: the [model] section. Raises UserError where they are not found any more.
+        model: the [model] section. Raises UserError if they cannot be found.
         """
         ...
 

@@ -55,7 +55,7 @@ GROUPS = (
     "cosmos_rl.algorithms",
     "cosmos_rl.simulators",
 )
-"""The entry point groups a package may offer plug-ins in."""
+"""The entry point groups for plug-ins of packages."""
 
 _importing: ContextVar[str] = ContextVar("_importing", default="")
 
@@ -96,7 +96,7 @@ def importing() -> str:
 
 
 def _targets(group: str) -> dict[str, str]:
-    """Plug-ins by name: entry points first, then siblings that are importable without an install."""
+    """Plug-ins by name: entry points first, then those of our packages that are importable without an installation."""
     found: dict[str, str] = {}
     for point in metadata.entry_points(group=group):
         other = found.setdefault(point.name, point.value)

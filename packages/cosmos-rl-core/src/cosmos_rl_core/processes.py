@@ -33,9 +33,9 @@ from cosmos_rl_core.imports import child_environment
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
 GRACE_S = 2.0
-"""Longest that a process may run on after its connection to the other was closed."""
+"""Maximum seconds that a process runs after its connection to the parent was closed."""
 LAST_LINES = 12
-"""Lines of a dead process's log that are shown."""
+"""Number of lines shown of a dead process's log."""
 _LAST_BYTES = 16384
 
 
@@ -50,7 +50,7 @@ class ChildProcess:
         output: IO[bytes] | int,
         keeps: Sequence[int] = (),
     ) -> None:
-        """Start it; `output` gets its stdout and stderr, `keeps` are descriptors it inherits. Raises OSError."""
+        """Start the process; `output` gets stdout and stderr, `keeps` are inherited descriptors. Raises OSError."""
         self._process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -71,7 +71,7 @@ class ChildProcess:
         output: IO[bytes] | int,
         keeps: Sequence[int] = (),
     ) -> tuple[ChildProcess, socket.socket]:
-        """Start one with a socket to it; return both. The descriptor of the child's end follows the command."""
+        """Start a process with a socket to it and return both. The child's descriptor is its last argument."""
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -92,14 +92,14 @@ class ChildProcess:
 
     @property
     def status(self) -> str:
-        """The way it ended: "exit code 1" or "signal SIGKILL"; empty while it runs."""
+        """The cause of its end: "exit code 1" or "signal SIGKILL"; empty while it runs."""
         code = self._process.poll()
         if code is None:
             return ""
         return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
     def wait(self, timeout_s: float | None = None) -> str:
-        """Wait for its end and return `status`, empty where it still runs after `timeout_s`."""
+        """Wait for its end and return `status`; empty if it still runs after `timeout_s`."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(timeout_s)
         return self.status
@@ -119,17 +119,17 @@ class ChildProcess:
             loop.call_soon_threadsafe(ended.set_result, status)
 
     def terminate(self) -> None:
-        """Send SIGTERM to it alone, for a process that ends its own children."""
+        """Send SIGTERM to this process only, which ends its own children."""
         self._process.terminate()
 
     def kill(self) -> None:
-        """Kill its whole session, with all processes it has started, if any is left. Does not wait."""
+        """Kill its whole session, with all processes it has started. Does not wait."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 async def all_ended(children: Iterable[ChildProcess], *, timeout_s: float | None = None) -> bool:
-    """Wait for all of them; return whether they have ended within `timeout_s`."""
+    """Wait for all children; return whether they have ended within `timeout_s`."""
     try:
         async with asyncio.timeout(timeout_s):
             await asyncio.gather(*(child.ended() for child in children))
@@ -139,7 +139,7 @@ async def all_ended(children: Iterable[ChildProcess], *, timeout_s: float | None
 
 
 def environment(folders: Sequence[str] = (), *, threads: int | None = None, gpus: Sequence[str] = ()) -> dict[str, str]:
-    """Return the variables of a child process: this one's, with its own CPU threads and GPUs where they are given.
+    """Return the variables of a child process: this one's, with CPU threads and GPUs if given.
 
     `folders`: the import path of "module:attribute" names.
     """
@@ -162,12 +162,12 @@ def last_lines(log: Path | IO[bytes], *, count: int = LAST_LINES) -> str:
 
 
 def inherited_socket() -> socket.socket:
-    """Return this process's end of the socket that it was started with."""
+    """Return the child's end of the socket of `ChildProcess.connected`."""
     return socket.socket(fileno=int(sys.argv[-1]))
 
 
 def end_with(inherited: socket.socket, *, grace_s: float = GRACE_S) -> None:
-    """End this process, whatever it is doing, `grace_s` after its parent has closed the socket or has ended."""
+    """End this process `grace_s` after its parent has closed the socket or has ended."""
 
     def watch() -> None:
         polled = select.poll()

@@ -53,8 +53,8 @@ class Episode:
     term_steps: np.ndarray
     """[T] int32: the step each term belongs to, 0 .. S - 1, non-decreasing."""
     values: np.ndarray
-    """[S + 1] float32: the critic's estimate before each step and after the last. The last is 0 where the episode came
-    to its end, and the estimate of the remaining return where a limit cut it off. Zeros without a critic."""
+    """[S + 1] float32: the critic's estimate before each step and after the last. The last is 0 if the episode ended,
+    and the estimate of the remaining return if it was truncated. Zeros without a critic."""
     rewards: np.ndarray
     """[S] float32, weighted and summed over the reward functions."""
     advantages: np.ndarray | None = None
@@ -89,7 +89,7 @@ class Rollout:
     """Weighted sum of `reward_breakdown`, after shaping."""
     reward_breakdown: Mapping[str, float] = field(default_factory=dict)
     advantage: float = 0.0
-    """Of the rollout as a whole; where an episode has advantages for its steps, training uses those instead."""
+    """Advantage of the whole rollout; if an episode has advantages for its steps, training uses those instead."""
     episode: Episode | None = None
     """Steps with rewards of their own; None where only the whole rollout has a reward."""
 
@@ -129,7 +129,7 @@ class RolloutGroup:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TermBatch:
-    """The inputs of every loss, over the T terms of a microbatch laid end to end."""
+    """The inputs of every loss, over the concatenated T terms of a microbatch."""
 
     rollout_logprobs: Tensor
     """[T] float32."""

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 BUCKET_BYTES = 4 << 20
 """Default bytes of a transfer bucket: small enough to be hashed in a processor's cache after the copy."""
 FULL_EVERY = 100
-"""With deltas: versions from one that is sent whole to the next."""
+"""With deltas: interval of versions that are sent in full."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,23 +45,23 @@ class SyncCost:
     received_bytes: int
     """By all engines."""
     lower_bound_bytes: int
-    """Fewest bytes that they can receive."""
+    """Lower bound of `received_bytes`."""
     busiest_bytes: int
     """Sent by the busiest rank of the policy."""
     busiest_bound_bytes: int
-    """Fewest bytes that the busiest rank can send."""
+    """Lower bound of `busiest_bytes`."""
     extra_bytes: int
     """Memory in flight at a rank, beside its weights and the staged weights of engines."""
     relay: str = ""
-    """Whether engines feed each other, and why."""
+    """Whether engines forward weights to each other, with the reason."""
 
 
 class WeightPublisher(Protocol):
     """The trainer's side of a weight sync.
 
-    await publisher.publish(version, weights)   # engines read them from here on, while the next batch is computed
+    await publisher.publish(version, weights)   # engines read them while the next batch is computed
     ...
-    await publisher.fence()                     # the trainer may change them now
+    await publisher.fence()                     # now the trainer may change them
     """
 
     async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
@@ -72,12 +72,12 @@ class WeightPublisher(Protocol):
         ...
 
     async def fence(self) -> Mapping[str, float]:
-        """Wait until the published tensors may change, briefly whatever readers do; return metrics (`sync_stall_s`)."""
+        """Wait, for a bounded time, until the published tensors may change; return metrics (`sync_stall_s`)."""
         ...
 
     @property
     def address(self) -> str:
-        """Where subscribers connect."""
+        """The address to which subscribers connect."""
         ...
 
     async def close(self) -> None: ...
@@ -93,8 +93,8 @@ class WeightSubscriber(Protocol):
     async def stage(self, *, after: int) -> int:
         """Wait for a version newer than `after`, pull it beside the live weights, verify its digest, return it.
 
-        Raises ConnectionError when the publisher is gone, and an error that names tensor, version and ranks for
-        weights that do not match their digest.
+        Raises ConnectionError if the publisher is gone, and an error with tensor, version and ranks if weights do not
+        match their digest.
         """
         ...
 

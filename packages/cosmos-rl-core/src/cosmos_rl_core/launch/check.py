@@ -38,7 +38,7 @@ class Checked:
     data: Dataset
     evaluation: Dataset | None
     warnings: Sequence[str] = ()
-    """Keys that are valid and do not do all that one may expect, a sentence each."""
+    """Warnings about valid keys, a sentence each."""
 
     def __str__(self) -> str:
         """Five lines on what the run will do, and one for each warning."""

@@ -1,4 +1,4 @@
 """Authenticated, length-prefixed msgspec frames over TCP or a Unix socket, in asyncio.
 
-Used by the control channel and the spool; imports errors alone.
+Used by the control channel, the spool, generation and simulator processes, and the weight sync. Imports only `errors`.
 """

@@ -1,7 +1,7 @@
-"""The blocking face of a connection: messages for threads, and between a process and its child.
+"""Blocking connections: for threads, and between a process and its child.
 
-The frames are those of `connection`. Between processes that share a socket pair there is no stranger to keep out, so
-their frames have no tag: 16 zeros are in its place. Any thread may send; one may receive meanwhile.
+The frames are those of `connection`. Processes that share a socket pair need no authentication: 16 zeros are in
+place of the tag. Any thread may send; one may receive meanwhile.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from cosmos_rl_core.wire.handshake import (
 )
 
 _SHORTEST_S = 1e-3
-"""Least time-out of a receive before a deadline: 0 would mean not to wait at all."""
+"""Minimum timeout of a receive before a deadline; 0 would make the socket non-blocking."""
 _PIECE_BYTES = 2**20
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
@@ -41,8 +41,8 @@ _hello_decoder = msgspec.msgpack.Decoder(Hello)
 class BlockingConnection:
     """Messages over a connected socket.
 
-    `send` and `receive` raise `ConnectionClosed` at the end of the connection, and after the socket's own time-out;
-    `receive` raises `Violation` for anything but a whole frame with a message of `decode`, a union of structs.
+    `send` and `receive` raise `ConnectionClosed` at the end of the connection, and after the socket's own timeout;
+    `receive` raises `Violation` for anything but an intact frame with a message of `decode`, a union of structs.
     """
 
     def __init__(self, connection: socket.socket, *, decode: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
@@ -55,7 +55,7 @@ class BlockingConnection:
         """Frames leave in the order of their tags."""
 
     def open(self, token: bytes, *, hello: Hello, client: bool, deadline: float) -> Hello:
-        """Prove the token to each other by the monotonic clock's `deadline` and return the peer's name.
+        """Authenticate both sides before `deadline` (monotonic clock) and return the peer's name.
 
         Raises as `receive`, `WrongTag` for another token, `UserError` for another version.
         """
@@ -82,7 +82,7 @@ class BlockingConnection:
         return self._decoded(self._decoder, self._receive_body(max_bytes=self._max_frame_bytes))
 
     def fileno(self) -> int:
-        """Return the descriptor, for `select` and its like."""
+        """Return the descriptor, for `select`."""
         return self._socket.fileno()
 
     def close(self) -> None:
@@ -96,7 +96,7 @@ class BlockingConnection:
         return ConnectionClosed(str(why))
 
     def _poll(self, events: int, timeout_s: float | None) -> bool:
-        """Wait for events of the socket, or a hang-up, without the socket's own time-out; return whether one came."""
+        """Wait for events of the socket, or a hang-up, for at most `timeout_s`; return whether one occurred."""
         try:
             polled = select.poll()
             polled.register(self._socket, events)
@@ -111,7 +111,7 @@ class BlockingConnection:
             raise self._closed(error) from error
 
     def _read_into(self, view: memoryview, *, deadline: float | None = None) -> None:
-        """Receive exactly the bytes that fill `view`; `deadline`: when all have to be here."""
+        """Receive exactly the bytes that fill `view`, all before `deadline`."""
         done = 0
         while done < len(view):
             try:
@@ -125,7 +125,7 @@ class BlockingConnection:
             done += count
 
     def _exactly(self, num_bytes: int, *, deadline: float | None = None) -> bytearray:
-        """Receive bytes; memory is set aside piece by piece as they come, whatever was announced."""
+        """Receive bytes; memory is allocated piece by piece as they arrive, not by the announced length."""
         data = bytearray()
         while len(data) < num_bytes:
             piece = bytearray(min(num_bytes - len(data), _PIECE_BYTES))

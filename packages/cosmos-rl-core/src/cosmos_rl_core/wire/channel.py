@@ -7,8 +7,8 @@
     reply = await connection.receive()
 
 Messages are `msgspec.Struct`s; `decode` is the (tagged) union this side accepts. `bytes` fields travel raw
-and are copied once on arrival; `memoryview` fields are not copied. Tags authenticate, they do not hide:
-cross an untrusted network through an encrypted tunnel.
+and are copied once on arrival; `memoryview` fields are not copied. Messages are authenticated, not encrypted: use an
+encrypted tunnel across an untrusted network.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 _CLOSE_GRACE_S = 1.0
 MOST_STRANGERS = 256
-"""Connections of a server that have not proved the token, at a time; each has HANDSHAKE_S in all."""
+"""Maximum unauthenticated connections of a server at a time, each for at most HANDSHAKE_S."""
 
 OnConnect = Callable[[Connection], Awaitable[None]]
 
@@ -59,7 +59,7 @@ class Server:
     """A listening socket and its connections. Made by `serve`."""
 
     address: str
-    """Where it listens, with the port the system chose."""
+    """The address at which it listens, with the port chosen by the system."""
 
     def __init__(self, address: Address, *, on_connect: OnConnect) -> None:
         self.address = str(address)
@@ -124,7 +124,7 @@ class Server:
         try:
             await self._on_connect(connection)
         except ConnectionClosed:
-            return  # how a handler's receive loop ends
+            return  # the usual end of a handler's receive loop
         except Exception as error:
             loop = asyncio.get_running_loop()
             loop.call_exception_handler(
@@ -142,12 +142,11 @@ async def serve(
     on_connect: OnConnect,
     hello: Hello | None = None,
     allow_remote: bool = False,
-    max_frame_bytes: int = MAX_FRAME_BYTES,
     handshake_s: float = HANDSHAKE_S,
 ) -> Server:
-    """Listen, and run `on_connect(connection)` for each peer that holds the token.
+    """Listen, and run `on_connect(connection)` for each peer that has the token.
 
-    When it returns, the connection ends. `decode` is a union of structs or a msgspec Decoder of one.
+    The connection ends when `on_connect` returns. `decode` is a union of structs or a msgspec Decoder of one.
     `hello` is what peers see (default: the controller). Raises `UserError` for an address that is busy,
     unusable, or reachable by other machines without `allow_remote`.
     """
@@ -163,7 +162,6 @@ async def serve(
             hello=hello or Hello(name="controller", role="controller"),
             decoder=decoder,
             client=False,
-            max_frame_bytes=max_frame_bytes,
             handshake_s=handshake_s,
             on_open=server._opened,
             on_lost=server._lost,
@@ -182,11 +180,10 @@ async def connect(
     timeout_s: float = 10.0,
     max_frame_bytes: int = MAX_FRAME_BYTES,
 ) -> Connection:
-    """Connect once and prove who both sides are.
+    """Connect once and authenticate both sides.
 
-    Raises `ConnectionClosed` where nobody listens, the peer hangs up or the time is over (worth another
-    attempt), and `UserError` where the peer holds another token or speaks another protocol version (not
-    worth one).
+    Raises `ConnectionClosed` if there is no listener, the peer hangs up or the time is over (a retry may succeed), and
+    `UserError` if the peer has another token or protocol version (a retry cannot).
     """
     target = parse_address(address)
     _check_token(token)
@@ -245,7 +242,7 @@ def _opening_error(target: Address, protocol: WireProtocol) -> Exception:
     if isinstance(failure, UserError):
         return UserError(f"{target}: {failure}")
     if isinstance(failure, WrongTag):
-        return UserError(f"{target} does not hold this run's token: give both sides the same token file")
+        return UserError(f"{target} does not have this run's token: give both sides the same token file")
     return ConnectionClosed(f"{target}: {protocol.reason}")
 
 

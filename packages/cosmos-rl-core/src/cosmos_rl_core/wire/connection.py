@@ -30,22 +30,22 @@ from cosmos_rl_core.wire.handshake import (
 
 _WRITE_HIGH_BYTES = 2**20
 _INBOX_HIGH_BYTES = 8 * 2**20
-_MESSAGE_COST_BYTES = 1024  # what a small message costs at least while it waits in the inbox
+_MESSAGE_COST_BYTES = 1024  # minimum cost of a message in the inbox
 
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 
 class Connection:
-    """A peer that proved it holds the run's token, or a process of the same family. Made by `channel`."""
+    """The connection to an authenticated peer, or to a parent or child process. Made by `channel`."""
 
     peer: Hello
     """The peer's name and role."""
     closed: asyncio.Event
-    """Set once the connection has ended, for whatever reason."""
+    """Set once the connection has ended."""
     reason: str
-    """Why it ended; empty while it is open."""
+    """The reason of its end; empty while it is open."""
     protocol: WireProtocol
-    """The callbacks of the event loop for it."""
+    """Its callbacks for the event loop."""
 
     def __init__(self, protocol: WireProtocol, *, peer: Hello) -> None:
         self.peer = peer
@@ -57,13 +57,13 @@ class Connection:
         self._reader: asyncio.Future[None] | None = None
 
     def post(self, message: Any) -> None:
-        """Send without waiting. Raises `ConnectionClosed`, also where the peer has long stopped reading."""
+        """Send without waiting. Raises `ConnectionClosed`, also if the peer does not read."""
         if self.closed.is_set():
             raise ConnectionClosed(self.reason)
         self.protocol.write(message)
 
     async def send(self, message: Any) -> None:
-        """Send, and wait while more is unsent than should be buffered. Raises `ConnectionClosed`."""
+        """Send, and wait while the send buffer is full. Raises `ConnectionClosed`."""
         self.post(message)
         if not self.protocol.writable.is_set():
             await self.protocol.writable.wait()
@@ -71,7 +71,7 @@ class Connection:
             raise ConnectionClosed(self.reason)
 
     async def receive(self) -> Any:
-        """Return the next message, also one that came before the end. Raises `ConnectionClosed`."""
+        """Return the next message, also one received before the end. Raises `ConnectionClosed`."""
         while not self._inbox:
             if self.closed.is_set():
                 raise ConnectionClosed(self.reason)
@@ -88,11 +88,11 @@ class Connection:
         return message
 
     def close(self) -> None:
-        """Send what is still unsent, then end the connection. `closed` is set then."""
+        """Send the buffered bytes, then end the connection and set `closed`."""
         self.protocol.close("closed by this side")
 
     def deliver(self, message: Any, *, num_bytes: int) -> None:
-        """Take a message from the protocol."""
+        """Queue a received message; called by the protocol."""
         cost = max(num_bytes, _MESSAGE_COST_BYTES)
         self._inbox.append((message, cost))
         self._inbox_bytes += cost
@@ -101,7 +101,7 @@ class Connection:
         self._wake()
 
     def end(self, reason: str) -> None:
-        """Take the end from the protocol."""
+        """Note the end of the connection; called by the protocol."""
         self.reason = reason
         self.closed.set()
         self._wake()
@@ -129,9 +129,9 @@ class WireProtocol(asyncio.BufferedProtocol):
 
     def __post_init__(self) -> None:
         self.failure: Exception | None = None
-        """Why the protocol gave up, where it did."""
+        """The error that ended the connection, if any."""
         self.reason = ""
-        """Why it ended; empty while it is open."""
+        """The reason of its end; empty while it is open."""
         self.writable = asyncio.Event()
         """Set while the write buffer is below its high-water mark, and after the end."""
         self.writable.set()
@@ -204,7 +204,7 @@ class WireProtocol(asyncio.BufferedProtocol):
             self._transport.resume_reading()
 
     def close(self, reason: str) -> None:
-        """End after the unsent bytes have gone."""
+        """End after the unsent bytes were sent."""
         self.reason = self.reason or reason
         self._transport.close()
 

@@ -31,7 +31,7 @@ _encode_into = msgspec.msgpack.Encoder().encode_into
 
 
 class ConnectionClosed(Exception):
-    """The connection has ended; the text says why."""
+    """The connection has ended; the message is the reason."""
 
 
 class FrameSealer:
@@ -78,7 +78,7 @@ class FrameOpener:
         return length, tag
 
     def verify(self, tag: bytes, body: bytearray | memoryview) -> None:
-        """Raise `WrongTag` unless `body` is the next one of whoever holds the key."""
+        """Raise `WrongTag` unless `body` is the next one of the key's owner."""
         if self._mac is None:
             return
         mac = self._mac.copy()
@@ -103,7 +103,7 @@ class FrameReader:
         self._end = 0
 
     def use_key(self, key: bytes | None) -> None:
-        """Verify what follows with this key."""
+        """Verify all later frames with this key."""
         self._opener = FrameOpener(key)
 
     def writable(self) -> memoryview:
@@ -126,9 +126,9 @@ class FrameReader:
         return bytes(self._view[self._start - num_bytes : self._start])
 
     def next_body(self) -> memoryview | bytes | None:
-        """Return the next body, which nobody else writes to, or None while it is incomplete.
+        """Return the next body, in memory that is not reused, or None while it is incomplete.
 
-        Raises `Violation` for a frame above the limit (before any memory is set aside) or with a wrong tag.
+        Raises `Violation` for a frame above the limit (before memory is allocated) or with a wrong tag.
         """
         start = self._start
         available = self._end - start
@@ -147,7 +147,7 @@ class FrameReader:
         return bytes(self._view[start + HEADER_BYTES : self._start])
 
     def _make_room(self, size: int) -> None:
-        """Let `size` bytes fit from `_start` on. A frame above the buffer gets memory of its own size."""
+        """Make room for `size` bytes from `_start` on. A frame larger than the buffer gets memory of its own size."""
         if self._start + size <= len(self._view):
             return
         pending = self._view[self._start : self._end]

@@ -31,7 +31,7 @@ from cosmos_rl_core.errors import UserError
 PROTOCOL_VERSION = 1
 TOKEN_BYTES = 32
 HANDSHAKE_BYTES = 4096
-"""Most bytes a peer may send before it has proved that it holds the token."""
+"""Maximum bytes that a peer may send before it is authenticated."""
 HANDSHAKE_S = 5.0
 
 _MAGIC = b"CRLW"
@@ -49,7 +49,7 @@ class Hello(msgspec.Struct, frozen=True, tag="hello"):
     role: Name
     """"controller", "policy", "rollout", "reward", ..."""
     incarnation: int = 0
-    """Grows each time a process of this name starts, so that a late message of a dead one is known."""
+    """Rises with each process of this name, which identifies late messages of a dead one."""
 
 
 class Violation(Exception):
@@ -57,12 +57,12 @@ class Violation(Exception):
 
 
 class WrongTag(Violation):
-    """A frame that was not sealed with this connection's key and in this place."""
+    """A frame that was not sealed with this connection's key and sequence number."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionKeys:
-    """The two keys of one connection, as one side sees them."""
+    """The two keys of one connection, from one side's view."""
 
     send: bytes
     """[32]"""
@@ -78,15 +78,15 @@ def make_preamble(*, version: int = PROTOCOL_VERSION) -> bytes:
 def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> SessionKeys:
     """Derive both keys from the token and the two preambles.
 
-    Raises `Violation` where the peer speaks something else, `UserError` where it speaks another version.
+    Raises `Violation` for another protocol, `UserError` for another version.
     """
     magic, version, _ = _PREAMBLE.unpack(theirs)
     our_version = _PREAMBLE.unpack(ours)[1]
     if magic != _MAGIC:
-        raise Violation("the peer does not speak the Cosmos-RL protocol")
+        raise Violation("the peer does not use the Cosmos-RL protocol")
     if version != our_version:
         raise UserError(
-            f"this process speaks protocol version {our_version}, the peer speaks version {version}: "
+            f"this process has protocol version {our_version}, the peer has version {version}: "
             "install the same cosmos-rl-core on both sides"
         )
     if hmac.compare_digest(ours, theirs):
@@ -114,7 +114,7 @@ def make_token(path: Path) -> bytes:
 
 
 def keep_token(path: Path, token: bytes) -> None:
-    """Write the token again where its file was removed or changed. Raises OSError where that cannot be done."""
+    """Write the token again if its file was removed or changed. Raises OSError."""
     with contextlib.suppress(UserError):
         if read_token(path) == token:
             return

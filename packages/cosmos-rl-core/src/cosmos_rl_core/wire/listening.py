@@ -3,8 +3,8 @@
 raise_descriptor_limit()                          at the start of a process that listens
 listener = listen(parse_address("tcp://127.0.0.1:0"), allow_remote=False)
 complain = SeldomLog(log.warning)                 the same complaint once a minute
-strangers = Strangers(256, complain=complain)     connections that have proved nothing yet, a bounded number
-await accept_forever(listener, admit, ...)        survives whatever accept() fails with
+strangers = Strangers(256, complain=complain)     a bounded number of unauthenticated connections
+await accept_forever(listener, admit, ...)        continues after errors of accept()
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ log = logging.getLogger(__name__)
 
 COMPLAIN_EVERY_S = 60.0
 RETRY_S = 0.1
-"""Pause after an accept() that found no descriptor or no memory."""
+"""Pause after an accept() without a free descriptor or memory."""
 GRACE_S = 0.25
-"""Least time that a stranger stays while others wait for room: a handshake takes milliseconds."""
+"""Minimum time that a stranger stays while others wait for room: a handshake takes milliseconds."""
 _FEW_DESCRIPTORS = 1024
 _BACKLOG = 4096
 
@@ -99,7 +99,7 @@ def bound_address(listener: socket.socket, *, asked: Address) -> Address:
 
 
 def raise_descriptor_limit() -> int:
-    """Raise this process's soft limit of open files to the hard one; return what is allowed. Warns if that is few."""
+    """Raise this process's soft limit of open files to the hard one and return it. Warns if it is low."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:
         try:
@@ -115,7 +115,7 @@ def raise_descriptor_limit() -> int:
 
 
 class SeldomLog:
-    """Passes the same complaint on at most once a minute, with how often it came meanwhile. Any thread may call."""
+    """Logs the same complaint at most once a minute, with the number of repetitions. Thread-safe."""
 
     def __init__(
         self,
@@ -127,16 +127,16 @@ class SeldomLog:
         self._log, self._every_s, self._clock = log, every_s, clock
         self._guard = threading.Lock()
         self._passed: dict[str, tuple[float, int]] = {}
-        """By complaint: when it was passed on, and how often it came since."""
+        """By complaint: time of its last line, and number of repetitions since."""
 
     def __call__(self, complaint: str) -> None:
-        """Pass a complaint on, or count it. It is kept, so it must not name the peer."""
+        """Log a complaint, or count it. It is stored, so it must not name the peer."""
         missed = self.due(complaint)
         if missed is not None:
             self._log(f"{complaint} ({missed} times more since it was last reported)" if missed else complaint)
 
     def due(self, complaint: str) -> int | None:
-        """Return how often a complaint came since it was passed on, if it may be passed on now; else count it: None."""
+        """Return the number of repetitions since the last line, if a line is due; otherwise None, and count it."""
         with self._guard:
             now = self._clock()
             passed_at, missed = self._passed.get(complaint, (-math.inf, 0))
@@ -153,7 +153,7 @@ class SeldomFilter(logging.Filter):
         self._seldom = SeldomLog(log.warning)
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Say whether a record is due."""
+        """Return whether a record is due."""
         return self._seldom.due(record.getMessage()) is not None
 
 
@@ -163,7 +163,7 @@ class Strangers:
     def __init__(self, most: int, *, complain: Callable[[str], None], grace_s: float = GRACE_S) -> None:
         self._most, self._complain, self._grace_s = most, complain, grace_s
         self._since: dict[object, tuple[float, Callable[[], None]]] = {}
-        """Oldest first: when it came, and what ends it."""
+        """Oldest first: time of its arrival, and the function that ends it."""
         self._fewer = asyncio.Event()
 
     def __contains__(self, key: object) -> bool:
@@ -177,15 +177,15 @@ class Strangers:
         return self._since.keys()
 
     def age(self, key: object) -> float:
-        """Return since how many seconds a connection is counted."""
+        """Return the seconds since a connection was counted."""
         return time.monotonic() - self._since[key][0]
 
     def enter(self, key: object, *, drop: Callable[[], None]) -> None:
-        """Count a connection, from now on; `drop` ends it."""
+        """Count a connection; `drop` ends it."""
         self._since[key] = (time.monotonic(), drop)
 
     def leave(self, key: object) -> None:
-        """Count it no more: it has proved itself, or it is gone."""
+        """Stop counting a connection: it is authenticated, or gone."""
         if self._since.pop(key, None) is not None:
             self._fewer.set()
 
@@ -213,7 +213,7 @@ async def accept_forever(
 ) -> None:
     """Await `admit` for each connection to a non-blocking listening socket, until cancelled.
 
-    asyncio's own servers log every failed accept() some hundred times and multiply their attempts.
+    asyncio's own servers log every failed accept() about a hundred times and multiply their attempts.
     """
     loop = asyncio.get_running_loop()
     while True:

@@ -68,12 +68,12 @@ def _grant_in_turns(ledger: LedgerState, waiting: dict[str, int], deadline: int,
     The share prevents the first requester from taking a whole small window; a replica that finishes requests again.
     """
     share = -(-ledger.window.capacity // max(ledger.members.num_ready_rollouts, 1))
-    wants = {name: min(capacity, share - len(ledger.samples.held.get(name, ()))) for name, capacity in waiting.items()}
+    wanted = {name: min(capacity, share - len(ledger.samples.held.get(name, ()))) for name, capacity in waiting.items()}
     grants: dict[str, list[p.LeasedPrompt]] = {}
-    while room > 0 and (takers := [name for name, wanted in wants.items() if wanted > 0]):
+    while room > 0 and (takers := [name for name, count in wanted.items() if count > 0]):
         for name in takers[:room]:
             grants.setdefault(name, []).append(_lease(ledger, name, deadline))
-            wants[name] -= 1
+            wanted[name] -= 1
         room -= len(takers[:room])
     for name, leases in grants.items():
         ledger.sessions.withdraw(name)
