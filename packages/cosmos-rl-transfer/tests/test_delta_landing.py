@@ -53,8 +53,8 @@ class Wire:
         return decode(delta.data, [Extent(p.box.numel, places[p.name].item_bytes) for p in bucket.pieces])
 
     def sums(self, bucket):
-        arena, memory = self.outgoing.arena, self.outgoing.memory
-        return tuple(tensor_sum(arena.piece(memory, p), p.box, arena.places[p.name].shape) for p in bucket.pieces)
+        arena = self.outgoing.arena
+        return tuple(tensor_sum(arena.piece(p), p.box, arena.places[p.name].shape) for p in bucket.pieces)
 
     def apply(self):
         self.landing.apply(pool=self.pool)

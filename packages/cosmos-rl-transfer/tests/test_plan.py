@@ -45,29 +45,25 @@ def sharded(draw, specs):
 
 
 def arenas(manifest, made):
-    found = {r: Arena.of(manifest, rank=r, wire_dtypes=made.wire_dtypes) for r in manifest.ranks}
-    return {r: (arena, np.zeros(arena.num_bytes, np.uint8)) for r, arena in found.items()}
+    return {r: Arena(manifest, rank=r, wire_dtypes=made.wire_dtypes) for r in manifest.ranks}
 
 
 def execute(made, source, target):
     for (sender, receiver), buckets in made.streams.items():
         for bucket in buckets:
             out = np.full(bucket.num_bytes, 0xEE, np.uint8)
-            arena, memory = source[sender]
-            arena.gather(memory, bucket, out)
-            arena, memory = target[receiver]
-            start = arena.flat_start(bucket)
-            if start is None:
-                arena.scatter(out, bucket, memory)
+            source[sender].pack(bucket, out)
+            run = target[receiver].run(bucket)
+            if run is None:
+                target[receiver].scatter(out, bucket)
             else:
-                memory[start : start + bucket.num_bytes] = out
+                run[:] = out
 
 
 def fill(manifest, held, whole):
     for s in manifest.specs.values():
         for rank, box in next(t for t in manifest.layouts if t.spec == s).boxes.items():
-            arena, memory = held[rank]
-            arena.tensor(memory, s.name)[...] = whole[s.name][box.slices()]
+            held[rank].tensor(s.name)[...] = whole[s.name][box.slices()]
 
 
 def whole_tensors(manifest, seed=0):
@@ -87,8 +83,8 @@ def test_executing_a_plan_gives_what_cutting_the_whole_tensors_gives(pair, bucke
     execute(made, sending, receiving)
     for layout in target.layouts:
         for rank, box in layout.boxes.items():
-            arena, memory = receiving[rank]
-            np.testing.assert_array_equal(arena.tensor(memory, layout.spec.name), whole[layout.spec.name][box.slices()])
+            landed = receiving[rank].tensor(layout.spec.name)
+            np.testing.assert_array_equal(landed, whole[layout.spec.name][box.slices()])
 
 
 @settings(max_examples=100, deadline=None)
@@ -171,8 +167,8 @@ def test_whole_tensors_travel_as_one_run_of_the_arena():
     specs = [spec("a", (5, 7)), spec("b", (3,)), spec("c", (64, 64))]
     manifest = Manifest.whole(specs)
     made = plan(manifest, manifest, bucket_bytes=4096)
-    arena = Arena.of(manifest, rank=0, wire_dtypes=made.wire_dtypes)
-    assert all(arena.flat_start(bucket) is not None for bucket in made.streams[0, 0])
+    arena = Arena(manifest, rank=0, wire_dtypes=made.wire_dtypes)
+    assert all(arena.run(bucket) is not None for bucket in made.streams[0, 0])
 
 
 def test_a_bucket_never_takes_the_rest_of_a_tensor_for_padding():
@@ -184,8 +180,8 @@ def test_a_bucket_never_takes_the_rest_of_a_tensor_for_padding():
         )
     )
     made = plan(source, Manifest.whole([short, wide]), bucket_bytes=1024)
-    arena = Arena.of(Manifest.whole([short, wide]), rank=0, wire_dtypes=made.wire_dtypes)
-    assert arena.flat_start(made.streams[0, 0][0]) is None
+    arena = Arena(Manifest.whole([short, wide]), rank=0, wire_dtypes=made.wire_dtypes)
+    assert arena.run(made.streams[0, 0][0]) is None
 
 
 def test_a_bucket_never_takes_the_start_of_the_next_tensor_for_padding():
@@ -197,8 +193,8 @@ def test_a_bucket_never_takes_the_start_of_the_next_tensor_for_padding():
         )
     )
     made = plan(source, Manifest.whole([first, second]), bucket_bytes=1024)
-    arena = Arena.of(Manifest.whole([first, second]), rank=0, wire_dtypes=made.wire_dtypes)
-    assert arena.flat_start(made.streams[0, 0][0]) is None  # both pieces are as far apart here as in the bucket
+    arena = Arena(Manifest.whole([first, second]), rank=0, wire_dtypes=made.wire_dtypes)
+    assert arena.run(made.streams[0, 0][0]) is None  # both pieces are as far apart here as in the bucket
 
 
 def test_missing_names_are_listed():

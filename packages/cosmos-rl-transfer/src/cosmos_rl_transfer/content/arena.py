@@ -1,6 +1,6 @@
-"""One rank's tensors laid end to end in one block of bytes, in the dtypes they travel in.
+"""One rank's tensors end to end in one block of host memory, in their wire dtypes.
 
-A publisher's snapshot slot and a subscriber's staging are both arenas. Elements are handled as unsigned
+A publisher's copy (publish/outgoing.py) and a subscriber's shadow (pull/landing.py) are arenas. Elements are unsigned
 integers of their width: nothing here casts.
 """
 
@@ -10,9 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cosmos_rl_transfer.content.digest import copy_sum, tensor_sum
-from cosmos_rl_transfer.content.raw import Raw, raw_view
+from cosmos_rl_transfer.content.raw import Raw, Run, raw_view
+from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece, aligned
+
+DIRECT_BYTES = 128 << 10
+"""Contiguous pieces of at least this size are sent in place, without a copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,38 +40,51 @@ class Place:
         return self.box.numel * self.item_bytes
 
 
-@dataclass(frozen=True, slots=True)
 class Arena:
-    """The places of all tensors one rank holds."""
+    """All tensors of one rank."""
 
-    places: Mapping[str, Place]
-    num_bytes: int
-
-    @classmethod
-    def of(cls, manifest: Manifest, *, rank: int, wire_dtypes: Mapping[str, str]) -> Arena:
-        """Lay out what `rank` holds, in the manifest's order."""
-        places, end = {}, 0
+    def __init__(self, manifest: Manifest, *, rank: int, wire_dtypes: Mapping[str, str]) -> None:
+        """Allocate the parts of `rank`, in the manifest's order. A tied name has the place of its tensor."""
+        places, end = dict[str, Place](), 0
         for spec, box in manifest.held_by(rank):
             places[spec.name] = place = Place(aligned(end), box, wire_dtypes[spec.name], spec.shape)
             end = place.at + place.num_bytes
-        return cls(places, end)
+        self.names = tuple(places)
+        """Tensors, without tied names."""
+        self.places = places | {alias: places[name] for alias, name in manifest.tied.items() if name in places}
+        self.memory = host_memory(end)
+        """uint8 [n]."""
 
-    def tensor(self, memory: Raw, name: str) -> Raw:
-        """View the part of a tensor that is in the arena."""
+    def tensor(self, name: str) -> Raw:
+        """View a tensor's part [*box.shape]."""
         place = self.places[name]
-        return raw_view(memory, place.at, place.box.shape, place.item_bytes)
+        return raw_view(self.memory, place.at, place.box.shape, place.item_bytes)
 
-    def piece(self, memory: Raw, piece: Piece) -> Raw:
+    def flat(self, name: str) -> Raw:
+        """View a tensor's part [n]."""
+        place = self.places[name]
+        return raw_view(self.memory, place.at, (place.box.numel,), place.item_bytes)
+
+    def piece(self, piece: Piece) -> Raw:
         """View the elements of a piece; strided where the arena holds more of the tensor."""
         inside = piece.box.within(self.places[piece.name].box)
-        return self.tensor(memory, piece.name)[(*inside.slices(), ...)]
+        return self.tensor(piece.name)[(*inside.slices(), ...)]
 
-    def packed(self, data: Raw, piece: Piece) -> Raw:
-        """View the elements of a piece in its bucket's packed bytes."""
-        return raw_view(data, piece.at, piece.box.shape, self.places[piece.name].item_bytes)
+    def runs(self, bucket: Bucket) -> list[Run] | None:
+        """Return the bucket's bytes in place, or None where they have to be packed."""
+        found = []
+        for piece in bucket.pieces:
+            place = self.places[piece.name]
+            inside = piece.box.within(place.box)
+            num_bytes = piece.box.numel * place.item_bytes
+            if num_bytes < DIRECT_BYTES or not inside.is_contiguous(place.box.shape):
+                return None
+            first = place.at + inside.start(place.box.shape) * place.item_bytes
+            found.append(Run(self.memory[first : first + num_bytes], piece.at))
+        return found
 
-    def flat_start(self, bucket: Bucket) -> int | None:
-        """Return where the bucket's packed bytes already lie as one run, with padding; None if nowhere."""
+    def run(self, bucket: Bucket) -> Raw | None:
+        """View the bucket's packed bytes where the arena has them as one run, with padding; None if nowhere."""
         base, end, padded = None, 0, True
         for piece in bucket.pieces:
             place = self.places[piece.name]
@@ -79,22 +96,25 @@ class Arena:
                 return None  # the bytes between are not padding here but more of either tensor
             base, end = place.at + first - piece.at, piece.at + piece.box.numel * place.item_bytes
             padded = first + piece.box.numel * place.item_bytes == place.num_bytes
-        return base
+        return None if base is None else self.memory[base : base + bucket.num_bytes]
 
-    def gather(self, memory: Raw, bucket: Bucket, out: Raw) -> tuple[int, ...]:
-        """Pack a bucket's bytes from the arena into `out` uint8 [bucket.num_bytes] and return its pieces' sums.
+    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash.
 
         Padding stays as it is.
         """
-        return tuple(self._copied(self.piece(memory, p), self.packed(out, p), p) for p in bucket.pieces)
+        return tuple(self._copied(self.piece(p), self._packed(out, p), p) for p in bucket.pieces)
 
-    def scatter(self, data: Raw, bucket: Bucket, memory: Raw) -> tuple[int, ...]:
-        """Write a bucket's packed bytes to their places in the arena and return its pieces' sums."""
-        return tuple(self._copied(self.packed(data, p), self.piece(memory, p), p) for p in bucket.pieces)
+    def scatter(self, data: Raw, bucket: Bucket) -> tuple[int, ...]:
+        """Write a bucket's packed bytes to their places in the arena and return each piece's additive hash."""
+        return tuple(self._copied(self._packed(data, p), self.piece(p), p) for p in bucket.pieces)
 
-    def sums(self, memory: Raw, bucket: Bucket) -> tuple[int, ...]:
+    def sums(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the additive hash of each piece as stored in the arena."""
-        return tuple(tensor_sum(self.piece(memory, p), p.box, self.places[p.name].shape) for p in bucket.pieces)
+        return tuple(tensor_sum(self.piece(p), p.box, self.places[p.name].shape) for p in bucket.pieces)
+
+    def _packed(self, data: Raw, piece: Piece) -> Raw:
+        return raw_view(data, piece.at, piece.box.shape, self.places[piece.name].item_bytes)
 
     def _copied(self, source: Raw, target: Raw, piece: Piece) -> int:
         return copy_sum(source, target, piece.box, self.places[piece.name].shape)

@@ -42,6 +42,16 @@ def raw_view(memory: Raw, at: int, shape: tuple[int, ...], item_bytes: int) -> R
 
 
 @dataclass(frozen=True, slots=True)
+class Run:
+    """Contiguous bytes, and their position in a packed bucket."""
+
+    data: Raw
+    """uint8 [n], contiguous."""
+    at: int
+    """First byte in the packed bucket."""
+
+
+@dataclass(frozen=True, slots=True)
 class Rows:
     """A box's rows in the whole row-major tensor, in words, equally far apart: what the compiled passes read."""
 
@@ -58,6 +68,9 @@ class Rows:
     def of(cls, box: Box, shape: tuple[int, ...], item_bytes: int) -> Rows | None:
         """Return None where rows do not start and end on a word, or are not equally far apart."""
         run, outer = box.run_length(shape), len(shape)
+        if run == box.numel:  # one row
+            sizes = run * item_bytes, box.start(shape) * item_bytes
+            return None if sizes[0] % 8 or sizes[1] % 8 else cls(1, sizes[0] // 8, sizes[1] // 8, 0, 0)
         while outer and math.prod(box.shape[outer - 1 :]) <= run:
             outer -= 1
         stride = _apart(zip(box.shape[:outer], (math.prod(shape[dim + 1 :]) for dim in range(outer))))
@@ -72,6 +85,9 @@ class Rows:
 
         None where a row is not one run of aligned words there, or rows are not equally far apart.
         """
+        if self.outer == 0 and array.flags.c_contiguous:
+            words = array.reshape(-1).view(np.uint64)
+            return (words, 0) if words.flags.aligned else None
         step = _apart(zip(array.shape[: self.outer], array.strides[: self.outer]))
         address, read_only = array.__array_interface__["data"]
         aligned = step is not None and step % 8 == 0 and address % 8 == 0

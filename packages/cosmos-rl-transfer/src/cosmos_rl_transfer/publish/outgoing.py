@@ -30,12 +30,12 @@ from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, inward, outward, row_strides, widen
 from cosmos_rl_transfer.content.digest import add
 from cosmos_rl_transfer.content.proof import Form, gain
-from cosmos_rl_transfer.content.raw import Raw, raw_view, same_width, torch_view
+from cosmos_rl_transfer.content.raw import Raw, same_width, torch_view
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout.dtensor import local
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
-from cosmos_rl_transfer.publish.live import LiveWeights, runs_in
+from cosmos_rl_transfer.publish.live import LiveWeights
 from cosmos_rl_transfer.transports.base import Run
 
 if TYPE_CHECKING:
@@ -202,12 +202,7 @@ class Outgoing:
         full_every: int,
     ) -> None:
         """Allocate the copy. Every `full_every`-th version is copied without a comparison and sent whole."""
-        arena = Arena.of(manifest, rank=rank, wire_dtypes=wire_dtypes)
-        self._names = tuple(arena.places)
-        aliases = {alias: arena.places[name] for alias, name in manifest.tied.items() if name in arena.places}
-        self.arena = Arena({**arena.places, **aliases}, arena.num_bytes)
-        self.memory: Raw = np.empty(arena.num_bytes, np.uint8)
-        self.memory.fill(0)  # takes the page faults now
+        self.arena = Arena(manifest, rank=rank, wire_dtypes=wire_dtypes)
         self.version = self.base = -1
         """The version it holds, and the one that deltas start from: -1 for none."""
         self.bypass = False
@@ -244,15 +239,15 @@ class Outgoing:
             self.bypass = False
             self._since_full = 0 if full else self._since_full + 1
             self.version, self.base = version, -1 if full else self.version
-            self._behind, self._broken = set(self._names), False
+            self._behind, self._broken = set(self.arena.names), False
             self._sums = {pieces: known for pieces, known in self._sums.items() if known[0] == self.base}
 
     def refresh(self, weights: Mapping[str, Tensor]) -> None:
         """Bring the copy up to date; `weights` must not change until this returns."""
         try:
-            for name in self._names:
+            for name in self.arena.names:
                 place = self.arena.places[name]
-                copy = self._flat(name)
+                copy = self.arena.flat(name)
                 found = None
                 if self.base < 0:
                     self._comparison.renew(local(weights[name]), copy, dtype=place.dtype)
@@ -271,8 +266,8 @@ class Outgoing:
 
     def _consider_bypass(self) -> None:
         """After a comparison."""
-        dense = sum(self.arena.places[name].num_bytes for name in self._names if self._found[name] is None)
-        if dense > self.arena.num_bytes / 2:
+        dense = sum(self.arena.places[name].num_bytes for name in self.arena.names if self._found[name] is None)
+        if dense > self.arena.memory.nbytes / 2:
             self._bypass_left, self._next_bypass = self._next_bypass, min(2 * self._next_bypass or 1, MOST_BYPASSED)
         else:
             self._next_bypass = 0
@@ -280,12 +275,12 @@ class Outgoing:
     def runs(self, bucket: Bucket) -> list[Run] | None:
         """Return the bucket's bytes where they lie, or None where they have to be packed."""
         self._wait(bucket)
-        return self._live.runs(bucket) if self.bypass else runs_in(self.arena, self.memory, bucket)
+        return self._live.runs(bucket) if self.bypass else self.arena.runs(bucket)
 
     def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
         """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
         self._wait(bucket)
-        return self._live.pack(bucket, out) if self.bypass else self.arena.gather(self.memory, bucket, out)
+        return self._live.pack(bucket, out) if self.bypass else self.arena.pack(bucket, out)
 
     def delta(self, bucket: Bucket, *, base: int, version: int) -> Delta | None:
         """Return what `version` changed in a bucket since `base`; None if that is not known or the bucket is shorter.
@@ -343,7 +338,7 @@ class Outgoing:
             place = self.arena.places[piece.name]
             start = piece.box.within(place.box).start(place.box.shape)
             at = outward(wide, piece.box.shape, row_strides(place.box.shape), start)
-        return self._flat(piece.name)[at]
+        return self.arena.flat(piece.name)[at]
 
     def _sums_now(self, version: int, bucket: Bucket, selected: list[_Selected]) -> tuple[int, ...]:
         with self._changed:
@@ -352,16 +347,11 @@ class Outgoing:
             if known == self.base:
                 sums = tuple(add(*pair) for pair in zip(sums, map(self._gain, bucket.pieces, selected)))
             else:
-                sums = self.arena.sums(self.memory, bucket)
+                sums = self.arena.sums(bucket)
             self.keep_sums(version, bucket, sums)
         return sums
 
     def _gain(self, piece: Piece, found: _Selected) -> int:
         place = self.arena.places[piece.name]
-        new = self._flat(piece.name)[found.at]
+        new = self.arena.flat(piece.name)[found.at]
         return gain(piece, Form(place.shape, place.item_bytes), found.positions, old=found.old, new=new)
-
-    def _flat(self, name: str) -> Raw:
-        """View a tensor's part as unsigned integers [n]."""
-        place = self.arena.places[name]
-        return raw_view(self.memory, place.at, (place.box.numel,), place.item_bytes)

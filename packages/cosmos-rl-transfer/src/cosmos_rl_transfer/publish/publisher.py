@@ -94,7 +94,7 @@ class Publisher:
             outgoing=copy,
         )
         self._versions, self._outlet = self._supply.versions, self._supply.outlet
-        self._outlet.expose([copy.memory] if copy else [])
+        self._outlet.expose([copy.arena.memory] if copy else [])
         self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s)
 
     def publishes_from(self, num_hosts: int) -> None:
@@ -154,7 +154,7 @@ class Publisher:
         """In a thread: copy a version, while it is read as far as it is copied."""
         done = self._versions.fence(patience_s=self._patience_s)
         if outgoing.bypass:
-            self._outlet.expose([outgoing.memory])
+            self._outlet.expose([outgoing.arena.memory])
         outgoing.begin(version)
         self._versions.publish(version)
         outgoing.refresh(weights)

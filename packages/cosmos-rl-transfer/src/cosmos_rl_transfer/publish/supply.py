@@ -23,6 +23,7 @@ import numpy as np
 
 from cosmos_rl_transfer.content.proof import Proof, Proofs, forms_of, pieces_hash, prove
 from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece, Plan, plan
 from cosmos_rl_transfer.planning.relay import Relay
@@ -117,7 +118,7 @@ class Spare:
         """Return uint8 [num_bytes] with any content; at most a block."""
         with self._guard:
             block = self._blocks.pop() if self._blocks else None
-        return (np.empty(self._block_bytes, np.uint8) if block is None else block)[:num_bytes]
+        return (host_memory(self._block_bytes, lazy=True) if block is None else block)[:num_bytes]
 
     def give(self, taken: Raw) -> None:
         """Return what `take` returned, for the next `take`."""

@@ -3,16 +3,18 @@
 Shadow     an arena of this rank's parts in their wire dtype; `apply` copies changed buckets into the live tensors
 InPlace    the live tensors themselves, which must not be used meanwhile
 
+    begin(base)                          a version; deltas start from version `base`
+    write, write_delta                   verified buckets, from several threads
+    apply                                the rest into the live tensors, between two tokens
+
 Deltas are written once their hashes are verified to lead to those of the new version.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -20,73 +22,32 @@ from torch import Tensor
 
 from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, outward, row_strides
-from cosmos_rl_transfer.content.digest import add, copy_sum, tensor_sum
+from cosmos_rl_transfer.content.digest import add, tensor_sum
 from cosmos_rl_transfer.content.proof import Form, gain
-from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width, torch_view
-from cosmos_rl_transfer.layout.dtensor import dtype_name, local
-from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
+from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width
+from cosmos_rl_transfer.content.staging import LivePart
+from cosmos_rl_transfer.layout.dtensor import local
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 _TASK_BYTES = 4 << 20
 """Bytes per copy task of a thread."""
 
 
-class Landing(Protocol):
-    """Destination of verified buckets. Several threads write different buckets."""
-
-    memory: Raw
-    """Memory that `place` returns views of; empty if buckets cannot be received directly."""
-    keeps_deltas: bool
-    """Whether deltas are written by `apply` alone: they may be received before the live tensors may be written."""
-
-    @property
-    def takes_deltas(self) -> bool:
-        """Whether it has the exact bits that deltas change."""
-        ...
-
-    def begin(self, base: int) -> None:
-        """Prepare for a version; deltas start from `base`, a complete earlier version. -1: no deltas."""
-        ...
-
-    def has(self, bucket: Bucket) -> bool:
-        """Return whether a delta of the bucket is kept."""
-        ...
-
-    def apply(self, *, pool: Executor) -> None:
-        """Write landed buckets that are not in the live tensors yet, casting where dtypes differ. Idempotent."""
-        ...
-
-    def place(self, bucket: Bucket) -> Raw | None:
-        """Return where the bucket's packed bytes may be received directly, padding included, or None."""
-        ...
-
-    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
-        """Write packed bytes uint8 [bucket.num_bytes] to their pieces; false if the written pieces have other hashes.
-
-        The bucket must then be written again before the weights are used.
-        """
-        ...
-
-    def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
-        """Change some elements if the pieces then have these hashes; else write nothing and return false."""
-        ...
-
-
 class Shadow:
     """A copy of one rank's parts in host memory."""
 
-    takes_deltas = True
     keeps_deltas = False
+    """Whether deltas are written by `apply` alone: they may be received before the live tensors may be written."""
+    takes_deltas = True
+    """Whether it has the exact bits that deltas change."""
 
     def __init__(
         self, manifest: Manifest, weights: Mapping[str, Tensor], *, rank: int, wire_dtypes: Mapping[str, str]
     ) -> None:
-        self.arena = Arena.of(manifest, rank=rank, wire_dtypes=wire_dtypes)
-        self.memory: Raw = np.empty(self.arena.num_bytes, np.uint8)
-        self.memory.fill(0)  # page faults happen now
+        self.arena = Arena(manifest, rank=rank, wire_dtypes=wire_dtypes)
+        self.memory = self.arena.memory
+        """Memory that `place` returns views of; empty if buckets cannot be received directly."""
         self._weights = weights
         self._sums = KnownSums()
         self._pending: Pending | None = None
@@ -94,6 +55,7 @@ class Shadow:
         self._applied = False
 
     def begin(self, base: int) -> None:
+        """Prepare for a version; deltas start from `base`, a complete earlier version. -1: no deltas."""
         if base < 0:
             self._pending = None
             self._sums.clear()
@@ -102,30 +64,36 @@ class Shadow:
         self._applied = False
 
     def has(self, bucket: Bucket) -> bool:
+        """Return whether a delta of the bucket is kept for `apply`."""
         return False
 
     def place(self, bucket: Bucket) -> Raw | None:
-        start = self.arena.flat_start(bucket)
-        return None if start is None else self.memory[start : start + bucket.num_bytes]
+        """Return where the bucket's packed bytes may be received directly, padding included, or None."""
+        return self.arena.run(bucket)
 
     def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
-        place = self.place(bucket)
-        is_there = place is not None and place.ctypes.data == data.ctypes.data
-        found = self.arena.sums(self.memory, bucket) if is_there else self.arena.scatter(data, bucket, self.memory)
+        """Write packed bytes uint8 [bucket.num_bytes] to their pieces; false if the written pieces have other hashes.
+
+        The bucket must then be written again before the weights are used.
+        """
+        is_there = np.may_share_memory(self.memory, data)  # received at `place`
+        found = self.arena.sums(bucket) if is_there else self.arena.scatter(data, bucket)
         if self._pending is not None:
             self._pending.add_whole(bucket)
         return self._sums.confirm(bucket, found, sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
+        """Change some elements if the pieces then have these hashes; else write nothing and return false."""
         located = [self._located(piece, change) for piece, change in zip(bucket.pieces, changes)]
+        flat = [self.arena.flat(piece.name) for piece in bucket.pieces]
         gains = [
-            gain(piece, self._form(piece), change.positions, old=self._flat(piece)[there.positions], new=change.values)
-            for piece, change, there in zip(bucket.pieces, changes, located)
+            gain(piece, self._form(piece), change.positions, old=whole[there.positions], new=change.values)
+            for piece, change, there, whole in zip(bucket.pieces, changes, located, flat)
         ]
-        if not self._sums.follow(bucket, gains, sums, now=lambda: self.arena.sums(self.memory, bucket)):
+        if not self._sums.follow(bucket, gains, sums, now=lambda: self.arena.sums(bucket)):
             return False
-        for piece, there in zip(bucket.pieces, located):
-            self._flat(piece)[there.positions] = there.values
+        for whole, there in zip(flat, located):
+            whole[there.positions] = there.values
         if self._pending is not None:
             self._pending.add(
                 bucket,
@@ -135,6 +103,7 @@ class Shadow:
         return True
 
     def apply(self, *, pool: Executor) -> None:
+        """Write landed buckets that are not in the live tensors yet, casting where dtypes differ. Idempotent."""
         if self._pending is None:
             self._copy_all(pool)
         else:
@@ -142,27 +111,24 @@ class Shadow:
         self._applied = True
 
     def _copy_all(self, pool: Executor) -> None:
-        runs: list[tuple[Tensor, Tensor]] = []
-        for name, place in self.arena.places.items():
-            source = torch_view(self.memory, place.at, place.box.shape, place.dtype)
-            target = local(self._weights[name])
-            if target.device.type != "cpu" or not target.is_contiguous() or target.dtype != source.dtype:
-                target.copy_(source)
+        runs: list[tuple[Raw, Raw]] = []
+        for name in self.arena.names:
+            target, source = self._live(name), self.arena.flat(name).view(np.uint8)
+            if target.flat is None:
+                target.store(target.box, self.arena.tensor(name))
                 continue
-            step = _TASK_BYTES // place.item_bytes
-            runs += zip(source.view(-1).split(step), target.view(-1).split(step))
+            cuts = range(_TASK_BYTES, source.nbytes, _TASK_BYTES)
+            runs += zip(np.split(target.flat, cuts), np.split(source, cuts))
         # not torch's threads: they wait for each other, ten times slower on a busy machine
-        list(pool.map(lambda run: np.copyto(same_width(run[1]), same_width(run[0])), runs))
+        list(pool.map(lambda run: np.copyto(*run), runs))
 
     def _copy(self, bucket: Bucket) -> None:
         for piece in bucket.pieces:
-            place = self.arena.places[piece.name]
-            inside = piece.box.within(place.box).slices()
-            target = local(self._weights[piece.name])[inside]
-            if target.device.type == "cpu" and dtype_name(target) == place.dtype:
-                np.copyto(same_width(target), self.arena.piece(self.memory, piece))
-            else:
-                target.copy_(torch_view(self.memory, place.at, place.box.shape, place.dtype)[inside])
+            self._live(piece.name).store(piece.box, self.arena.piece(piece))
+
+    def _live(self, name: str) -> LivePart:
+        place = self.arena.places[name]
+        return LivePart(self._weights[name], place.box, shape=place.shape, dtype=place.dtype)
 
     def _located(self, piece: Piece, change: Change) -> Change:
         """Return the change with positions in this rank's part."""
@@ -170,10 +136,6 @@ class Shadow:
         start = piece.box.within(place.box).start(place.box.shape)
         strides = row_strides(place.box.shape)
         return Change(outward(change.positions, piece.box.shape, strides, start), change.values)
-
-    def _flat(self, piece: Piece) -> Raw:
-        place = self.arena.places[piece.name]
-        return raw_view(self.memory, place.at, (place.box.numel,), place.item_bytes)
 
     def _form(self, piece: Piece) -> Form:
         place = self.arena.places[piece.name]
@@ -184,7 +146,7 @@ class Shadow:
 
 
 class InPlace:
-    """One rank's live tensors."""
+    """One rank's live tensors. Methods as in `Shadow`."""
 
     keeps_deltas = True
 
@@ -192,17 +154,15 @@ class InPlace:
         self, manifest: Manifest, weights: Mapping[str, Tensor], *, rank: int, wire_dtypes: Mapping[str, str]
     ) -> None:
         self.memory: Raw = np.empty(0, np.uint8)
-        self._boxes: dict[str, Box] = {spec.name: box for spec, box in manifest.held_by(rank)}
+        self._held = {spec.name: (spec.shape, box) for spec, box in manifest.held_by(rank)}
         self._weights = weights
         self._wire = wire_dtypes
-        self._forms = {name: Form(spec.shape, ITEM_BYTES[wire_dtypes[name]]) for name, spec in manifest.specs.items()}
-        self._scratch = threading.local()
         self._sums = KnownSums()
         self._patches: dict[tuple[Piece, ...], list[Patch]] = {}
         """Deltas that `apply` writes, by the bucket's pieces."""
         self._written = True
         """Whether they are in the live tensors."""
-        self._exact = all(_holds(local(weights[name]).dtype, wire_dtypes[name]) for name in self._boxes)
+        self._exact = all(_holds(local(weights[name]).dtype, wire_dtypes[name]) for name in self._held)
 
     @property
     def takes_deltas(self) -> bool:
@@ -223,24 +183,19 @@ class InPlace:
     def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
         found = []
         for piece in bucket.pieces:
-            target, dtype, form = self._part(piece), self._wire[piece.name], self._forms[piece.name]
-            if target.device.type == "cpu" and dtype_name(target) == dtype:
-                packed = raw_view(data, piece.at, piece.box.shape, form.item_bytes)
-                found.append(copy_sum(packed, same_width(target), piece.box, form.shape))
-            else:
-                data = self._writable(data)  # before hashing: a slot may be reused between two reads of it
-                packed = raw_view(data, piece.at, piece.box.shape, form.item_bytes)
-                found.append(tensor_sum(packed, piece.box, form.shape))
-                target.copy_(torch_view(data, piece.at, piece.box.shape, dtype))
+            part = self._live(piece)
+            packed = raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[part.dtype])
+            found.append(part.write(piece.box, packed))
         return self._sums.confirm(bucket, found, sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
         patches, gains = [], []
         for piece, change in zip(bucket.pieces, changes):
-            live, dtype = self._part(piece), self._wire[piece.name]
-            patches.append(patch := Patch.of(live, change, dtype=dtype))
-            old = same_width(patch.before(live.dtype).to(getattr(torch, dtype)))
-            gains.append(gain(piece, self._forms[piece.name], change.positions, old=old, new=change.values))
+            part = self._live(piece)
+            live, form = part.at(piece.box), Form(part.shape, ITEM_BYTES[part.dtype])
+            patches.append(patch := Patch.of(live, change, dtype=part.dtype))
+            old = same_width(patch.before(live.dtype).to(getattr(torch, part.dtype)))
+            gains.append(gain(piece, form, change.positions, old=old, new=change.values))
         if not self._sums.follow(bucket, gains, sums, now=lambda: [self._sum(piece) for piece in bucket.pieces]):
             return False
         self._patches[bucket.pieces] = patches
@@ -252,22 +207,16 @@ class InPlace:
         self._written = True
 
     def _sum(self, piece: Piece) -> int:
-        live = self._part(piece).to(device="cpu", dtype=getattr(torch, self._wire[piece.name]))
-        return tensor_sum(same_width(live), piece.box, self._forms[piece.name].shape)
+        part = self._live(piece)
+        packed = same_width(part.at(piece.box).to(device="cpu", dtype=getattr(torch, part.dtype)))
+        return tensor_sum(packed, piece.box, part.shape)
 
-    def _part(self, piece: Piece) -> Tensor:
-        inside = piece.box.within(self._boxes[piece.name])
-        return local(self._weights[piece.name])[inside.slices()]
+    def _live(self, piece: Piece) -> LivePart:
+        shape, box = self._held[piece.name]
+        return LivePart(self._weights[piece.name], box, shape=shape, dtype=self._wire[piece.name])
 
-    def _writable(self, data: Raw) -> Raw:
-        """Return a copy of read-only memory, which torch does not accept. One buffer per thread."""
-        if data.flags.writeable:
-            return data
-        held: Raw | None = getattr(self._scratch, "data", None)
-        if held is None or held.size < data.size:
-            held = self._scratch.data = np.zeros(data.size, np.uint8)
-        np.copyto(held[: data.size], data)
-        return held[: data.size]
+
+Landing = Shadow | InPlace
 
 
 def _holds(live: torch.dtype, wire: str) -> bool:

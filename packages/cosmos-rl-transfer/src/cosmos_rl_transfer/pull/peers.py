@@ -22,20 +22,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
-from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
 from cosmos_rl_transfer.planning.relay import predecessor
 from cosmos_rl_transfer.publish.holders import Partial
-from cosmos_rl_transfer.publish.live import runs_in
 from cosmos_rl_transfer.publish.server import Server
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.landing import Shadow
 from cosmos_rl_transfer.pull.sources import Sources, planned
-from cosmos_rl_transfer.transports.base import Run, Transport, TransportUnavailable
+from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.messages import Holders
 
 log = logging.getLogger(__name__)
@@ -178,7 +176,7 @@ class PeerServer:
         """
         served = _as_held(manifest, wire_dtypes)
         self._supply = Supply(
-            _Held(shadow, served),
+            shadow.arena,
             served,
             rank=rank,
             wire_dtypes={name: spec.dtype for name, spec in served.specs.items()},
@@ -188,7 +186,7 @@ class PeerServer:
             patience_s=PATIENCE_S,
             partial=partial,
         )
-        self._supply.outlet.expose([shadow.memory])
+        self._supply.outlet.expose([shadow.arena.memory])
         self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s)
         self._versions, self._partial = self._supply.versions, partial
 
@@ -300,24 +298,6 @@ class Offer:
         """Stop serving. Idempotent."""
         if self._server is not None:
             self._server.close()
-
-
-class _Held:
-    """A shadow as a `Memory`."""
-
-    def __init__(self, shadow: Shadow, manifest: Manifest) -> None:
-        places = shadow.arena.places
-        aliases = {alias: places[name] for alias, name in manifest.tied.items() if name in places}
-        self._arena = Arena({**places, **aliases}, shadow.arena.num_bytes)
-        self._memory = shadow.memory
-
-    def runs(self, bucket: Bucket) -> list[Run] | None:
-        """Return the bucket's bytes in place, or None if they must be packed."""
-        return runs_in(self._arena, self._memory, bucket)
-
-    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
-        return self._arena.gather(self._memory, bucket, out)
 
 
 def _as_held(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> Manifest:

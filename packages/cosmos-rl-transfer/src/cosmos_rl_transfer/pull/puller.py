@@ -23,6 +23,7 @@ from cosmos_rl_transfer.content.delta import Extent, decode
 from cosmos_rl_transfer.content.digest import bucket_hash
 from cosmos_rl_transfer.content.proof import Form, packed_pieces, pieces_hash
 from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Plan
@@ -68,7 +69,7 @@ class Puller:
         self.landing = landing
         self.held = -1
         """The version in the landing, -1 for none. The caller of `pull` sets it."""
-        self.buffers = [np.zeros(bucket_bytes, np.uint8) for _ in range(NUM_BUFFERS)]
+        self.buffers = [host_memory(bucket_bytes, lazy=True) for _ in range(NUM_BUFFERS)]
         self._rank = rank
         self._forms = forms
         self._landed: set[tuple[int, int]] = set()

@@ -19,22 +19,11 @@ or when the peer's death is detected.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
-from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.raw import Raw, Run
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
-
-
-@dataclass(frozen=True, slots=True)
-class Run:
-    """Contiguous bytes, and their position in the packed bucket."""
-
-    data: Raw
-    """uint8 [n], contiguous."""
-    at: int
-    """First byte in the packed bucket."""
 
 
 class Outlet(Protocol):

@@ -13,11 +13,11 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
 from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
@@ -122,7 +122,7 @@ class _Outlet:
         self._pair = pair
         self.offer: Mapping[str, str] = {"group": pair.key(pair.rank, pair.peer)}
         # full takes the page faults now
-        self.slots: Sequence[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(num_slots)]
+        self.slots: Sequence[Raw] = [host_memory(bucket_bytes) for _ in range(num_slots)]
 
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: the group reads any memory."""

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-import numpy as np
-
 from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.transports.base import Run
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
@@ -38,8 +37,7 @@ class _Outlet:
 
     def __init__(self, bucket_bytes: int, num_slots: int) -> None:
         self.offer: Mapping[str, str] = {}
-        # full takes the page faults now
-        self.slots: Sequence[Raw] = [np.full(bucket_bytes, 0, np.uint8) for _ in range(num_slots)]
+        self.slots: Sequence[Raw] = [host_memory(bucket_bytes) for _ in range(num_slots)]
 
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: the kernel reads any memory."""
