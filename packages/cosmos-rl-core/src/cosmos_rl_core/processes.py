@@ -179,6 +179,17 @@ def end_with(inherited: socket.socket, *, grace_s: float = GRACE_S) -> None:
     threading.Thread(target=watch, name="end with parent", daemon=True).start()
 
 
+def is_alive(pid: int) -> bool:
+    """Return whether a process of this machine has this id."""
+    try:
+        os.kill(pid, 0)  # signal 0 only checks that the process exists
+    except PermissionError:
+        return True  # it belongs to another user
+    except (ProcessLookupError, OverflowError):
+        return False
+    return True
+
+
 def unnamed_memory() -> int:
     """Return a descriptor of anonymous memory to share with child processes: of size 0, freed with its last user."""
     if sys.platform == "linux":

@@ -40,7 +40,7 @@ class Message(msgspec.Struct, frozen=True, tag=True, array_like=True):
     """Base of all messages: an array on the wire whose first element is the message's name."""
 
 
-class Welcome(Message, frozen=True, tag=True, array_like=True):
+class Welcome(Message, frozen=True):
     """First frame to every worker."""
 
     incarnation: int
@@ -61,7 +61,7 @@ class Welcome(Message, frozen=True, tag=True, array_like=True):
     """Rollout: spooled files of an earlier process of this replica that are still needed."""
 
 
-class Ready(Message, frozen=True, tag=True, array_like=True):
+class Ready(Message, frozen=True):
     """The worker is built and can work."""
 
     address: str = ""
@@ -69,7 +69,7 @@ class Ready(Message, frozen=True, tag=True, array_like=True):
     version: int = 0
 
 
-class Heartbeat(Message, frozen=True, tag=True, array_like=True):
+class Heartbeat(Message, frozen=True):
     progress: int = 0
     """Counter of finished work; constant in a worker that is alive but stuck."""
     busy_s: float = 0.0
@@ -78,7 +78,7 @@ class Heartbeat(Message, frozen=True, tag=True, array_like=True):
     """Rollout: samples in work or not yet delivered; their leases are renewed."""
 
 
-class RequestLeases(Message, frozen=True, tag=True, array_like=True):
+class RequestLeases(Message, frozen=True):
     version: int
     """Version of the oldest weights from which a term of the new groups may be sampled."""
     capacity: int
@@ -100,25 +100,25 @@ class LeasedPrompt(msgspec.Struct, frozen=True, array_like=True):
     evaluation: bool = False
 
 
-class Grant(Message, frozen=True, tag=True, array_like=True):
+class Grant(Message, frozen=True):
     """Reply to RequestLeases: at least one prompt, at most the requested capacity."""
 
     prompts: tuple[LeasedPrompt, ...]
 
 
-class NoMore(Message, frozen=True, tag=True, array_like=True):
+class NoMore(Message, frozen=True):
     """Reply to RequestLeases or RequestBatch: the run needs nothing more from this replica."""
 
     reason: str
 
 
-class Cancel(Message, frozen=True, tag=True, array_like=True):
+class Cancel(Message, frozen=True):
     """The lease was withdrawn; the replica may stop working on it."""
 
     sample: int
 
 
-class Deliver(Message, frozen=True, tag=True, array_like=True):
+class Deliver(Message, frozen=True):
     """A complete group. Repeated until the reply, Ack or Reject."""
 
     sample: int
@@ -130,13 +130,13 @@ class Deliver(Message, frozen=True, tag=True, array_like=True):
     evaluation: bool = False
 
 
-class Ack(Message, frozen=True, tag=True, array_like=True):
+class Ack(Message, frozen=True):
     """A Deliver or Failed was processed; the replica may delete the group."""
 
     sample: int
 
 
-class Reject(Message, frozen=True, tag=True, array_like=True):
+class Reject(Message, frozen=True):
     """A message was refused. Repeating it does not help."""
 
     incarnation: int
@@ -148,12 +148,12 @@ class Reject(Message, frozen=True, tag=True, array_like=True):
     """True: the sender was replaced by a newer process or removed; it must rejoin or exit."""
 
 
-class Release(Message, frozen=True, tag=True, array_like=True):
+class Release(Message, frozen=True):
     paths: list[str]
     """Files of the replica's spool, by the paths in its references."""
 
 
-class Failed(Message, frozen=True, tag=True, array_like=True):
+class Failed(Message, frozen=True):
     """A group could not be completed."""
 
     sample: int
@@ -165,11 +165,11 @@ class Failed(Message, frozen=True, tag=True, array_like=True):
     evaluation: bool = False
 
 
-class SyncFrom(Message, frozen=True, tag=True, array_like=True):
+class SyncFrom(Message, frozen=True):
     address: str
 
 
-class Remesh(Message, frozen=True, tag=True, array_like=True):
+class Remesh(Message, frozen=True):
     """The set of policy replicas that train together changed: rebuild the process groups and repeat the request."""
 
     epoch: int
@@ -178,7 +178,7 @@ class Remesh(Message, frozen=True, tag=True, array_like=True):
     lineage: int
 
 
-class RequestBatch(Message, frozen=True, tag=True, array_like=True):
+class RequestBatch(Message, frozen=True):
     """Request for the batch of a step. A repeated request before the commit returns the same batch."""
 
     step: int
@@ -186,7 +186,7 @@ class RequestBatch(Message, frozen=True, tag=True, array_like=True):
     """Mesh epoch of the replica; set by the server."""
 
 
-class Batch(Message, frozen=True, tag=True, array_like=True):
+class Batch(Message, frozen=True):
     step: int
     epoch: int
     samples: tuple[int, ...]
@@ -195,7 +195,7 @@ class Batch(Message, frozen=True, tag=True, array_like=True):
     """One per sample: its group, or its row (JSON) in a supervised run."""
 
 
-class PayloadsLost(Message, frozen=True, tag=True, array_like=True):
+class PayloadsLost(Message, frozen=True):
     """Groups of a batch cannot be read. The reply is another batch of the same step, in a later epoch."""
 
     step: int
@@ -204,14 +204,14 @@ class PayloadsLost(Message, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-class Vote(Message, frozen=True, tag=True, array_like=True):
+class Vote(Message, frozen=True):
     """A policy replica has the gradients of a step and can apply them."""
 
     step: int
     epoch: int
 
 
-class Committed(Message, frozen=True, tag=True, array_like=True):
+class Committed(Message, frozen=True):
     """All members voted: apply the gradients of `step`. Version `step + 1` exists."""
 
     step: int
@@ -221,27 +221,27 @@ class Committed(Message, frozen=True, tag=True, array_like=True):
     """Issued ids not trained on up to this step; a checkpoint stores them with `next_sample`."""
 
 
-class StepDone(Message, frozen=True, tag=True, array_like=True):
+class StepDone(Message, frozen=True):
     step: int
     version: int
     metrics: dict[str, float]
 
 
-class Validated(Message, frozen=True, tag=True, array_like=True):
+class Validated(Message, frozen=True):
     """Evaluation by a supervised replica."""
 
     version: int
     metrics: dict[str, float]
 
 
-class RolledBack(Message, frozen=True, tag=True, array_like=True):
+class RolledBack(Message, frozen=True):
     """Training continues from `version` on a new lineage; weights of other lineages are invalid."""
 
     lineage: int
     version: int
 
 
-class CheckpointDone(Message, frozen=True, tag=True, array_like=True):
+class CheckpointDone(Message, frozen=True):
     """A checkpoint of the weights after `step` steps is complete."""
 
     step: int
@@ -249,23 +249,23 @@ class CheckpointDone(Message, frozen=True, tag=True, array_like=True):
     lineage: int = 0
 
 
-class Alarm(Message, frozen=True, tag=True, array_like=True):
+class Alarm(Message, frozen=True):
     """A non-fatal error to report to the user, such as a failed write of a checkpoint."""
 
     message: str
 
 
-class Stop(Message, frozen=True, tag=True, array_like=True):
+class Stop(Message, frozen=True):
     """Exit cleanly; a policy replica saves a checkpoint first."""
 
     reason: str
 
 
-class Goodbye(Message, frozen=True, tag=True, array_like=True):
+class Goodbye(Message, frozen=True):
     pass
 
 
-class Fatal(Message, frozen=True, tag=True, array_like=True):
+class Fatal(Message, frozen=True):
     """The worker failed."""
 
     message: str

@@ -13,6 +13,7 @@ import msgspec
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.tables import table
+from cosmos_rl_core.processes import is_alive
 
 if TYPE_CHECKING:
     from cosmos_rl_core.control.server import Controller
@@ -96,15 +97,7 @@ def live_pid(run_dir: Path) -> int | None:
         found = re.search(r"\d+", (run_dir / "run.lock").read_text())
     except FileNotFoundError:
         return None
-    if found is None:
-        return None
-    try:
-        os.kill(int(found[0]), 0)  # signal 0 only checks that the process exists
-    except (ProcessLookupError, OverflowError):
-        return None
-    except PermissionError:
-        pass  # it exists and belongs to another user
-    return int(found[0])
+    return int(found[0]) if found is not None and is_alive(int(found[0])) else None
 
 
 def _life(status: RunStatus, *, pid: int | None, age_s: float) -> str:

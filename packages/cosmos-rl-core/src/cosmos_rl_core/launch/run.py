@@ -39,10 +39,10 @@ from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.channel import Connection, Server, serve
 from cosmos_rl_core.wire.handshake import make_token
-from cosmos_rl_core.wire.listening import raise_descriptor_limit
+from cosmos_rl_core.wire.listening import is_loopback, raise_descriptor_limit
 from cosmos_rl_core.workers.directory import Removals, RunDirectory, explain_no_room
 from cosmos_rl_core.workers.failure import AGENT, receive_report
-from cosmos_rl_core.workers.node import is_loopback, policy_node
+from cosmos_rl_core.workers.node import policy_node
 
 STATUS_S = 1.0
 PLACEMENTS: Mapping[str, Callable[[Launch], Awaitable[Workers]]] = {"local": start_processes, "inline": start_tasks}

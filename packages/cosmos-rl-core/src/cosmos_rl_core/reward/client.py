@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import random
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 
 from cosmos_rl_core.reward.request import Enqueued, Fetched, Header, encode_body
 from cosmos_rl_core.reward.retry import Retry, RewardServiceError
+from cosmos_rl_core.wire.listening import is_loopback
 
 Reply = TypeVar("Reply", Enqueued, Fetched)
 
@@ -34,7 +34,7 @@ class ServiceAddress:
     @property
     def is_loopback(self) -> bool:
         """Whether the service is on this machine."""
-        return all(_is_loopback(urlsplit(url).hostname or "") for url in (self.enqueue_url, self.fetch_url))
+        return all(is_loopback(urlsplit(url).hostname or "") for url in (self.enqueue_url, self.fetch_url))
 
     @property
     def is_secure(self) -> bool:
@@ -178,10 +178,3 @@ def _checked(reply: Fetched, header: Header) -> dict[str, list[float]]:
 
 def _listed(names: set[str]) -> str:
     return ", ".join(sorted(names)) or "nothing"
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return host == "localhost" or ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False

@@ -60,6 +60,14 @@ def parse_address(text: str) -> Address:
     raise UserError(f"address {text!r} is not tcp://host:port")
 
 
+def is_loopback(host: str) -> bool:
+    """Return whether a name or address is this machine's loopback interface; False for any other name."""
+    try:
+        return host == "localhost" or ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
 def listen(address: Address, *, allow_remote: bool) -> socket.socket:
     """Return a bound, listening, non-blocking socket.
 

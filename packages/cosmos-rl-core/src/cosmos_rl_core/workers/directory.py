@@ -14,6 +14,7 @@ from typing import IO
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.sinks import set_damage_aside
+from cosmos_rl_core.processes import is_alive
 
 LEAVING_S = 60.0
 """Maximum wait for the workers of a killed run, which save before they exit."""
@@ -103,7 +104,7 @@ class RunDirectory:
             except BlockingIOError as error:
                 self._lock.seek(0)
                 holder = self._lock.read().strip()
-                if _is_alive(holder) or time.monotonic() > deadline:
+                if (holder.isdecimal() and is_alive(int(holder))) or time.monotonic() > deadline:
                     raise UserError(
                         f"{self.path} is in use by a live run (process {holder}). Wait for it, stop it, "
                         "or choose another [run] output_dir."
@@ -166,14 +167,3 @@ class Removals:
 
 def _holds_anything(path: Path) -> bool:
     return any(path.iterdir()) if path.is_dir() else path.exists()
-
-
-def _is_alive(pid: str) -> bool:
-    """Whether a process of this machine has this id; False for an incompletely written id."""
-    try:
-        os.kill(int(pid), 0)
-    except PermissionError:
-        return True
-    except (ValueError, ProcessLookupError):
-        return False
-    return True

@@ -18,7 +18,7 @@ from typing import Any
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.wire.listening import Address, listen
+from cosmos_rl_core.wire.listening import Address, is_loopback, listen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,10 +135,6 @@ def policy_node(section: PolicySection, *, bind: str) -> Node:
         rendezvous=f"{bind}:{_free_port(bind)}" if section.num_nodes > 1 else "",
         collective_timeout_s=section.collective_timeout_s,
     )
-
-
-def is_loopback(host: str) -> bool:
-    return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
 
 
 def _free_port(bind: str) -> int:

@@ -17,9 +17,9 @@ from cosmos_rl_core.rollout.spool.store import Spool, serve_spool, spool_root
 from cosmos_rl_core.rollout.worker import RolloutWorker
 from cosmos_rl_core.weight_sync import OwnsSubscriber, WeightSubscriber
 from cosmos_rl_core.wire.channel import Server
+from cosmos_rl_core.wire.listening import is_loopback
 from cosmos_rl_core.workers.client import ControllerClient, RemoteLeases
 from cosmos_rl_core.workers.context import Assignment
-from cosmos_rl_core.workers.node import is_loopback
 
 FIRST = "rollout-0"
 

@@ -26,33 +26,33 @@ class Position(msgspec.Struct, frozen=True):
     """Issued sample ids that were neither trained on nor dropped, ascending."""
 
 
-class Resumed(Record, frozen=True, tag=True, array_like=True):
+class Resumed(Record, frozen=True):
     """The run starts from a checkpoint. Only ever the first record."""
 
     position: Position
 
 
-class Joined(Record, frozen=True, tag=True, array_like=True):
+class Joined(Record, frozen=True):
     replica: str
     role: Role
     incarnation: int
 
 
-class Moved(Record, frozen=True, tag=True, array_like=True):
+class Moved(Record, frozen=True):
     """A member changed its state."""
 
     replica: str
     state: MemberState
 
 
-class Meshed(Record, frozen=True, tag=True, array_like=True):
+class Meshed(Record, frozen=True):
     """A new mesh of policy replicas that train together; votes of earlier epochs are void."""
 
     epoch: int
     members: tuple[str, ...]
 
 
-class Leased(Record, frozen=True, tag=True, array_like=True):
+class Leased(Record, frozen=True):
     """A sample was leased to a replica; it is issued now if its id is the stream's next."""
 
     sample: int
@@ -61,7 +61,7 @@ class Leased(Record, frozen=True, tag=True, array_like=True):
     deadline: int
 
 
-class Returned(Record, frozen=True, tag=True, array_like=True):
+class Returned(Record, frozen=True):
     """A lease ended without a result; the sample is pending again."""
 
     sample: int
@@ -70,7 +70,7 @@ class Returned(Record, frozen=True, tag=True, array_like=True):
     """Whether this counts as an attempt of the sample."""
 
 
-class Delivered(Record, frozen=True, tag=True, array_like=True):
+class Delivered(Record, frozen=True):
     sample: int
     replica: str
     deadline: int
@@ -79,24 +79,24 @@ class Delivered(Record, frozen=True, tag=True, array_like=True):
     num_terms: int
 
 
-class Dropped(Record, frozen=True, tag=True, array_like=True):
+class Dropped(Record, frozen=True):
     sample: int
     reason: str
 
 
-class Supplied(Record, frozen=True, tag=True, array_like=True):
+class Supplied(Record, frozen=True):
     """Samples are ready without a lease (supervised); they are issued now if they continue the stream."""
 
     samples: tuple[int, ...]
 
 
-class Assigned(Record, frozen=True, tag=True, array_like=True):
+class Assigned(Record, frozen=True):
     step: int
     epoch: int
     samples: tuple[int, ...]
 
 
-class PayloadsLost(Record, frozen=True, tag=True, array_like=True):
+class PayloadsLost(Record, frozen=True):
     """Unreadable groups of the current batch are pending again, its other groups ready again.
 
     A new epoch of the same mesh begins: gradients of that batch are void.
@@ -107,26 +107,26 @@ class PayloadsLost(Record, frozen=True, tag=True, array_like=True):
     reason: str
 
 
-class Voted(Record, frozen=True, tag=True, array_like=True):
+class Voted(Record, frozen=True):
     replica: str
     step: int
     epoch: int
 
 
-class Commit(Record, frozen=True, tag=True, array_like=True):
+class Commit(Record, frozen=True):
     step: int
     epoch: int
     lineage: int
     voters: tuple[str, ...]
 
 
-class Covered(Record, frozen=True, tag=True, array_like=True):
+class Covered(Record, frozen=True):
     """A durable checkpoint contains all steps below `version`."""
 
     version: int
 
 
-class RolledBack(Record, frozen=True, tag=True, array_like=True):
+class RolledBack(Record, frozen=True):
     """Steps from `version` on are undone; a new lineage and a new epoch of the same mesh begin."""
 
     version: int
@@ -134,13 +134,13 @@ class RolledBack(Record, frozen=True, tag=True, array_like=True):
     payloads_kept: bool = True
 
 
-class Restarted(Record, frozen=True, tag=True, array_like=True):
+class Restarted(Record, frozen=True):
     """A controller took over from the journal."""
 
     generation: int
 
 
-class Halted(Record, frozen=True, tag=True, array_like=True):
+class Halted(Record, frozen=True):
     message: str
 
 

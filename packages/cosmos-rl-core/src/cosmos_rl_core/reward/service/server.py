@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import ipaddress
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -14,7 +13,7 @@ from cosmos_rl_core.reward.service.app import RewardApp
 from cosmos_rl_core.reward.service.backend import Backend
 from cosmos_rl_core.reward.service.http import HttpServer
 from cosmos_rl_core.reward.service.settings import ServerSettings
-from cosmos_rl_core.wire.listening import raise_descriptor_limit
+from cosmos_rl_core.wire.listening import is_loopback, raise_descriptor_limit
 
 _DESCRIPTORS_BESIDE = 512
 """Descriptors reserved for connections, workers and libraries; each unfinished body needs another one."""
@@ -85,7 +84,7 @@ async def serve(
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
         served = ", ".join(f"{one.called} x{one.workers}" for one in settings.rewards)
         say(f"reward server: {server.url} ({served})")
-        if not _is_loopback(settings.host):
+        if not is_loopback(settings.host):
             say("it can be reached from other machines, without TLS: use a TLS proxy on untrusted networks")
         await server.stopped()
     say("reward server: stopped")
@@ -102,12 +101,3 @@ def _listen(host: str, port: int) -> socket.socket:
     # asyncio does this only for its own sockets; without it the two parts of a response are 40 ms apart
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     return sock
-
-
-def _is_loopback(host: str) -> bool:
-    if host == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return False
