@@ -1,6 +1,7 @@
 """The controller between its workers: messages in, messages out, over connections that are lists."""
 
 import asyncio
+import contextlib
 import errno
 import functools
 from contextlib import asynccontextmanager, closing
@@ -36,7 +37,11 @@ class Worker:
         self.peer = Hello(name=name, role=role)
         self.closed = asyncio.Event()
         self._inbox, self._outbox = asyncio.Queue(), asyncio.Queue()
-        self.served = asyncio.create_task(controller.on_connect(self))
+        self.served = asyncio.create_task(self._serve(controller))
+
+    async def _serve(self, controller):
+        with contextlib.suppress(ConnectionClosed):  # as the wire's server does
+            await controller.on_connect(self)
 
     async def receive(self):
         message = await self._inbox.get()

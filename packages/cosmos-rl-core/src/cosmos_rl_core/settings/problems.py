@@ -15,6 +15,8 @@ from cosmos_rl_core.settings.base import ConfigError, Problem
 
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
+MOST_CHARACTERS = 60
+"""Maximum length of a value in a message."""
 Tables = Mapping[str, Sequence[str]]
 """Known keys by dotted table: {"rollout.sampling": ["max_tokens", ...]}; the whole config has the name ""."""
 
@@ -61,15 +63,15 @@ def in_file_order(found: Sequence[Problem], raw: Mapping[str, Any]) -> list[Prob
     return sorted(found, key=lambda problem: _position(problem.key, raw))
 
 
-def as_toml(value: Any, *, limit: int = 60) -> str:
-    """Return a value as (approximate) TOML, truncated to `limit` characters."""
+def as_toml(value: Any) -> str:
+    """Return a value as (approximate) TOML, truncated to MOST_CHARACTERS."""
     if isinstance(value, Mapping):
         text = "{" + ", ".join(f"{key} = {as_toml(item)}" for key, item in value.items()) + "}"
     elif isinstance(value, list | tuple):
         text = "[" + ", ".join(as_toml(item) for item in value) + "]"
     else:
         text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= limit else text[: limit - 3] + "..."
+    return text if len(text) <= MOST_CHARACTERS else text[: MOST_CHARACTERS - 3] + "..."
 
 
 def closest(word: str, known: Sequence[str], *, cutoff: float = 0.6) -> str | None:

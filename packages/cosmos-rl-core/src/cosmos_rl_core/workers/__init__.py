@@ -1,4 +1,4 @@
-"""Worker processes: entry point, roles (policy, rollout), ranks of a replica, clients of the controller.
+"""Worker processes: entry point (`main`), roles (`policy`, `rollout`), ranks of a replica, client of the controller.
 
-Started by `launch`, or manually with `cosmos-rl worker`.
+A role is a class with `run` and `pulse` (`main.Role`). Started by `launch`, or manually with `cosmos-rl worker`.
 """
