@@ -1,4 +1,4 @@
-"""The two channels that benchmarks/wire.py compares: a server and a client of each, for the same requests."""
+"""The two channels that benchmarks/wire.py compares: a server and a client for each, with the same requests."""
 
 from __future__ import annotations
 
@@ -156,7 +156,7 @@ def _header(head: bytes, name: bytes) -> bytes:
 
 
 def _plain(group: RolloutGroup) -> dict[str, Any]:
-    """The group as JSON holds it: lists of numbers."""
+    """The group as JSON: lists of numbers."""
     return {
         "sample": group.prompt.sample_id,
         "rollouts": [

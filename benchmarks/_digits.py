@@ -1,6 +1,6 @@
-"""The workload of llm_vs_trl.py, the same files and the same rule for both sides: answer "a+b=" with digits.
+"""The workload of llm_vs_trl.py, with the same files and reward for both sides: answer "a+b=" with digits.
 
-Imported in both environments: nothing of either framework at module level.
+Imported in both environments, so it imports neither framework at module level.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What every benchmark prints and writes: a table, and benchmarks/out/NAME.json."""
+"""The output of every benchmark: a table, and benchmarks/out/NAME.json."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Figure:
 
     @property
     def met(self) -> bool | None:
-        """Whether the target is met, None without one. A number that could not be measured meets none."""
+        """Whether the target is met; None without a target. A number that could not be measured misses it."""
         if not self.target:
             return None
         sign, bound = self.target.split()

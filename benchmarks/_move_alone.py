@@ -1,4 +1,4 @@
-"""Transports measured in turns, beside process_vm_readv, the system call by which UCX reads another process's memory.
+"""Measures transports in turns, beside process_vm_readv, the system call by which UCX reads another process's memory.
 
 python _move_alone.py hold MIB BUCKET_MIB               prints the addresses of two buckets, and waits
 python _move_alone.py process_vm_readv MIB BUCKET_MIB   what `doctor.Measurement` starts

@@ -1,4 +1,4 @@
-"""Figure 6: a receiver, a source or a coordinator is killed at a random bucket, many times."""
+"""Figure 6: a receiver, a source or a coordinator is killed at a random bucket, in many trials."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from transfer_faults.trials import MOST_WAIT_S, run_trials
 
 
 def metrics(count: int) -> list[Figure]:
-    """Run so many trials and sum them up."""
+    """Run the trials and summarise them."""
     found = run_trials(count)
     killed = ", ".join(f"{number} x {victim}" for victim, number in sorted(found.killed.items()))
     note = f"SIGKILL of {killed}; {found.committed} survivors had the new version then, {found.kept} the one before"

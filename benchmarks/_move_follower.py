@@ -5,7 +5,7 @@ Following as a line of JSON    ------->   makes live tensors
                                <-------   an empty line; it connects with the first stage
 an empty line                  ------->   stage, apply
                                <-------   Synced as a line of JSON
-end of input                   ------->   leaves
+end of input                   ------->   exits
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class SampleModel(msgspec.Struct, frozen=True):
         return Manifest.sharded(specs, mesh_shape=[self.column_ranks], placements=cuts)
 
     def landing(self, rank: int = 0) -> dict[str, Tensor]:
-        """Return ones where `rank` of that replica receives, page faults taken."""
+        """Return the receive buffers of `rank` of that replica, filled with ones: their pages are mapped."""
         import torch
 
         dtype = getattr(torch, self.dtype)
@@ -65,7 +65,7 @@ class SampleModel(msgspec.Struct, frozen=True):
 
 
 class Following(msgspec.Struct, frozen=True):
-    """What a follower does."""
+    """The task of a follower."""
 
     address: str
     token: bytes
@@ -85,36 +85,36 @@ class Synced(msgspec.Struct, frozen=True):
 
 
 class Follower:
-    """The leader's handle on the other process."""
+    """The leader's handle of the other process."""
 
     def __init__(self, following: Following) -> None:
         """Start the process and wait until it is ready to connect."""
         command = [sys.executable, __file__]
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self.pid = self._process.pid
-        self._tell(msgspec.json.encode(following))
-        self._hear()
+        self._send(msgspec.json.encode(following))
+        self._receive()
 
     def sync(self) -> Synced:
-        """Let it take the newest version over. Raises PeerLost if it died."""
-        self._tell(b"")
-        return msgspec.json.decode(self._hear(), type=Synced)
+        """Make it receive the newest version. Raises PeerLost if it died."""
+        self._send(b"")
+        return msgspec.json.decode(self._receive(), type=Synced)
 
     def close(self) -> None:
-        """Let it leave."""
+        """Close its input and wait for its exit."""
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
         self._process.wait(30)
         self._process.stdout.close()
 
-    def _hear(self) -> bytes:
+    def _receive(self) -> bytes:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
             raise PeerLost(f"the follower ended with code {self._process.wait()}; its reason stands above")
         return line
 
-    def _tell(self, line: bytes) -> None:
+    def _send(self, line: bytes) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(line + b"\n")
         self._process.stdin.flush()

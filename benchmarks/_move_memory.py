@@ -1,4 +1,4 @@
-"""Figure 4: the memory both sides take beside the weights, in buckets, for two sizes of a model."""
+"""Figure 4: the memory of both sides beside the weights, in buckets, for two sizes of a model."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ async def _peaks(mib: int, transport: str, bucket_bytes: int) -> tuple[int, int]
 
 
 class _Peak:
-    """How far a process's resident memory rises above what it is now."""
+    """The rise of a process's resident memory above its present value."""
 
     def __init__(self, pid: str) -> None:
         self._folder = Path("/proc") / pid

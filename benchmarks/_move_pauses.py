@@ -1,4 +1,4 @@
-"""Figure 7: how long the trainer and the rollout stand still for a sync, and what a delta saves."""
+"""Figure 7: the pauses of trainer and rollout for a sync, and the saving of a delta."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""Raw ways to move bytes between two processes of this machine, for transfer_move.py to stand beside.
+"""Raw ways to move bytes between two processes of this machine, the baselines of transfer_move.py.
 
     python _move_peer.py socket PORT NUM_BYTES     receives with recv_into
     python _move_peer.py gloo PORT NUM_BYTES       receives with torch.distributed
 
-Each answers a line when it is ready and after every reception.
+Each prints a line when it is ready and after every reception.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Peer:
 
 
 class RawSocket:
-    """One TCP stream over loopback: sendall here, recv_into there, nothing else."""
+    """One TCP stream over loopback: sendall here, recv_into there."""
 
     def __init__(self, num_bytes: int) -> None:
         self._data = np.ones(num_bytes, np.uint8)
@@ -51,7 +51,7 @@ class RawSocket:
         self._peer.wait()
 
     def seconds(self) -> float:
-        """Send everything once, until the other side has it."""
+        """Send all bytes once and wait for the receipt."""
         started = time.perf_counter()
         self._socket.sendall(self._data.data)
         self._peer.wait()
@@ -79,7 +79,7 @@ class Gloo:
         self._peer.wait()
 
     def seconds(self) -> float:
-        """Send everything once, until the other side has it."""
+        """Send all bytes once and wait for the receipt."""
         started = time.perf_counter()
         self._send(self._data, 1)
         self._peer.wait()

@@ -1,4 +1,4 @@
-"""Figure 5: every version arrives to the bit, and every flipped bit is found and mended by one bucket."""
+"""Figure 5: every version arrives bit for bit, and every flipped bit is found and repaired by resending one bucket."""
 
 from __future__ import annotations
 

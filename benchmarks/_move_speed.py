@@ -50,7 +50,7 @@ WAYS = (
 
 
 class Side(Protocol):
-    """Something to stand beside."""
+    """A baseline."""
 
     def seconds(self) -> float: ...
 
@@ -75,7 +75,7 @@ class Memcpy:
         return time.perf_counter() - started
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         self._to.clear()
 
 
@@ -96,7 +96,7 @@ class Sync:
         self.apply_s: list[float] = []
 
     def seconds(self) -> float:
-        """Publish, and let it be pulled, verified and, in place, landed; then fence."""
+        """Publish; the follower pulls, verifies and writes in place; then fence."""
         return asyncio.run(self._sync())
 
     async def _sync(self) -> float:
@@ -172,7 +172,7 @@ def _ratios(times: dict[str, list[float]]) -> list[Figure]:
 
 
 def _hashes() -> list[Figure]:
-    """The two hashes of 4 MiB, which both sides compute of every byte; "cut": rows of 2 KiB out of 4 KiB."""
+    """The two hashes of 4 MiB, which both sides compute over every byte; "cut": rows of 2 KiB out of 4 KiB."""
     data = np.random.default_rng(0).integers(0, 1 << 32, 1 << 20, dtype=np.uint32)
     rows = data.reshape(-1, 512)
     cut = Box((0, 512), rows.shape)
@@ -194,7 +194,7 @@ def _timed(work: Callable[[], object]) -> float:
 
 
 def _alone(mib: int, rounds: int) -> list[Figure]:
-    """The transports by themselves: the same buckets again and again, nothing hashed, nothing packed."""
+    """The transports alone: the same buckets repeatedly, without hashing and packing."""
     pairs = (
         ("tcp", RAW_STREAM, ">= 0.9"),
         ("tcp", NIXL_OVER_TCP, ">= 3"),

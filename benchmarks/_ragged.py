@@ -1,6 +1,6 @@
 """The workload of train_step.py: prompts in groups of eight with answers of ragged lengths, the same for all sides.
 
-Imported in both environments: nothing of either framework at module level.
+Imported in both environments, so it imports neither framework at module level.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def write_model(directory: Path) -> None:
 
 
 class StepFile:
-    """One JSON line a finished step: its seconds, its loss, and the process's peak memory so far."""
+    """One JSON line per finished step: its seconds, its loss, and the process's peak memory so far."""
 
     def __init__(self, path: Path) -> None:
         self._file = path.open("w")

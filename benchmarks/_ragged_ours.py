@@ -1,4 +1,4 @@
-"""Our side of train_step.py: what a recipe builds, and for "overhead" the same without the trainer beside it."""
+"""Our side of train_step.py: the objects that a recipe builds, and for "overhead" also a loop without the trainer."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def groups(work: list[Sample]) -> list[RolloutGroup]:
 
 
 def build(kind: str, model: Path, *, longest: int, microbatch_terms: int) -> tuple[Trainer, Callable[[], TrainBatch]]:
-    """A trainer as a recipe makes it, and what collates the step's batch."""
+    """A trainer as a recipe makes it, and the function that collates the step's batch."""
     algorithm = {
         "sft": {"name": "sft", "aggregation": "term_mean"},
         "grpo": {"name": "grpo", "old_logprobs": "policy", "correction": "none"},

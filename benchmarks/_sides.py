@@ -1,4 +1,4 @@
-"""The two sides of llm_vs_trl.py: one workload, one command each, one outcome."""
+"""The two sides of llm_vs_trl.py: one workload, one command per side, one kind of outcome."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TIMEOUT_S = 900.0
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """One model and how long to train it."""
+    """A model and the length of its training."""
 
     title: str
     model: Path
@@ -52,7 +52,7 @@ class Outcome:
 
 
 class Sides:
-    """The two sides and what both need."""
+    """The two sides and their common files."""
 
     def __init__(self, *, ours: Path, trl: Path, overrides: Sequence[str]) -> None:
         """Take the interpreters of both, and keys of our recipe."""

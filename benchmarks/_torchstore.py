@@ -2,8 +2,8 @@
 
     python _torchstore.py NUM_BYTES ROUNDS      there: put and get one tensor, seconds of each round on a line
 
-Its wheel pins torch 2.9.0 and torchmonarch 0.1.2, which wants CUDA's libcuda.so.1 even to be imported. So it is
-installed without its dependencies, beside our torch and a monarch that is content without a GPU.
+Its wheel pins torch 2.9.0 and torchmonarch 0.1.2, which requires CUDA's libcuda.so.1 even for its import. So it is
+installed without its dependencies, beside our torch and a monarch that runs without a GPU.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Stored:
-    """What came out of it."""
+    """The result."""
 
     seconds: float
     """Of a put and a get; NaN where there is none."""
@@ -36,7 +36,7 @@ class Stored:
 
 
 def torchstore_seconds(num_bytes: int, rounds: int, *, install: bool) -> Stored:
-    """Measure it where it is installed, or can be and `install` says so."""
+    """Measure it if it is installed, or if `install` is set and it can be."""
     if not (ROOT / ".installed").exists():
         if not install:
             return Stored(math.nan, f"torchstore is not installed in {ROOT.name}; run without --quick")

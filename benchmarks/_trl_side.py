@@ -1,4 +1,4 @@
-"""TRL's side of llm_vs_trl.py: GRPOTrainer on the CPU, one line a finished step. Runs in TRL's own environment."""
+"""TRL's side of llm_vs_trl.py: GRPOTrainer on the CPU, one line per finished step. Runs in TRL's own environment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 class StepLines(TrainerCallback):
-    """Writes what metrics.jsonl of a run of ours says: step, time_s, reward_mean, terms."""
+    """Writes the keys of our metrics.jsonl: step, time_s, reward_mean, terms."""
 
     def __init__(self, path: Path, *, rollouts: int) -> None:
         self._file = path.open("w")

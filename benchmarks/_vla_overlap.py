@@ -1,11 +1,11 @@
-"""What a rollout phase costs beside its two halves: episodes of MetaWorld decided by a tiny pi0.5.
+"""The time of a rollout phase compared with its two halves: episodes of MetaWorld decided by a tiny pi0.5.
 
-    both         the engine plays the episodes; what each slot and each pass did is noted
-    simulation   the slots do the same again, with no policy to wait for
-    inference    the passes are made again, with no simulator to wait for
+    both         the engine plays the episodes; the inputs of each slot and each pass are recorded
+    simulation   the slots repeat theirs without waiting for a policy
+    inference    the passes are repeated without waiting for simulators
 
-Perfect overlap is a phase as long as the longer half. Simulators and policy have cores of their own, so that what is
-measured is who waits for whom, and not a lack of cores.
+With perfect overlap a phase is as long as the longer half. Simulators and policy have separate cores, so that waiting
+is measured and not a lack of cores.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ STEPS = 40
 
 
 class NotingPool(SimulatorPool):
-    """Notes what each slot is told to do."""
+    """Records the commands of each slot."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -119,7 +119,7 @@ async def timed_episodes(engine: SimulationEngine, tasks: Sequence[str], *, epis
 
 
 def play(pool: NotingPool, script: dict[int, list[tuple[str, int] | np.ndarray]]) -> None:
-    """Let each slot do what its part of the script says, as soon as it stands."""
+    """Make each slot run its part of the script as soon as it is idle."""
     left = {slot: iter(done) for slot, done in script.items()}
     standing = list(left)
     while standing or left:
@@ -138,7 +138,7 @@ def play(pool: NotingPool, script: dict[int, list[tuple[str, int] | np.ndarray]]
 
 
 def note_passes(loaded: Loaded, passes: list[Callable[[], Acted]]) -> None:
-    """Let the model note each of its passes, to be made again."""
+    """Record each pass of the model, to repeat it."""
     act = loaded.model.act
 
     def noted(inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
@@ -165,7 +165,7 @@ def timed(work: Callable[[], object]) -> float:
 
 @contextmanager
 def on_cores(cores: Sequence[int]) -> Iterator[None]:
-    """Threads and processes that begin in here run on these cores, and this thread with them."""
+    """Run this thread, and the threads and processes started within the context, on these cores."""
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, cores)
     try:

@@ -1,4 +1,4 @@
-"""MetaWorld as an ordinary gymnasium environment, which draws its camera in every step."""
+"""MetaWorld as an ordinary gymnasium environment, which renders its camera in every step."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ CAMERA = "corner2"
 def vectorise(tasks: list[str], *, light: bool) -> AsyncVectorEnv:
     """Return gymnasium's processes, one for each task, with observations in shared memory.
 
-    `light`: drawn as ours are, without shadows and multisampling; else as MetaWorld comes.
+    `light`: rendered as ours are, without shadows and multisampling; else with MetaWorld's own settings.
     """
     made: Callable[[str], Any] = LightMetaWorld if light else StockMetaWorld
     return AsyncVectorEnv([partial(made, task) for task in tasks], shared_memory=True, copy=False, context="spawn")
@@ -37,7 +37,7 @@ class _Drawn(gymnasium.Env):
 
 
 class LightMetaWorld(_Drawn):
-    """Our scene, stepped and drawn as vector environments do it."""
+    """Our scene, stepped and rendered as vector environments do it."""
 
     def __init__(self, task: str) -> None:
         from cosmos_rl_vla.sims.metaworld import Kind, Scene, import_metaworld

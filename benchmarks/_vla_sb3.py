@@ -1,4 +1,4 @@
-"""The peer's side of vla_ppo.py, in an environment of its own: PPO of Stable-Baselines3 on a task of gymnasium.
+"""The peer's side of vla_ppo.py, in a separate environment: PPO of Stable-Baselines3 on a task of gymnasium.
 
 Reads {"task", "steps", "seed", "keys"} as JSON on standard input, writes the returns of the episodes, in order.
 """
@@ -15,7 +15,7 @@ from stable_baselines3.common.env_util import make_vec_env
 
 
 class Returns(BaseCallback):
-    """Notes the return of each episode as it ends."""
+    """Records the return of each episode when it ends."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What transfer_vllm.py adds to a vLLM worker: whole tensors into the model's own `load_weights`."""
+"""The extension of a vLLM worker by transfer_vllm.py: loads whole tensors by the model's own `load_weights`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a command and reads from /proc what its processes took: time to the first step, memory, CPU."""
+"""Runs a command and reads the use of its processes from /proc: time to the first step, memory, CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 @dataclass(frozen=True, kw_only=True)
 class Watched:
-    """What a command took, over all its processes."""
+    """Time and memory of a command, over all its processes."""
 
     first_step_s: float
     """From the command to the first line of its steps file."""
@@ -30,13 +30,13 @@ class Watched:
 
 
 class CommandFailed(Exception):
-    """The command did not end well; carries the end of what it wrote."""
+    """The command failed; has the end of its output."""
 
 
 def watch(
     command: Sequence[str], *, steps: Path, log: Path, environment: Mapping[str, str], timeout_s: float
 ) -> Watched:
-    """Run `command` to its end. It writes a line a finished step to `steps`, which must not exist yet."""
+    """Run `command` to its end. It writes a line per finished step to `steps`, which must not exist yet."""
     started = time.perf_counter()
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -60,7 +60,7 @@ def watch(
 
 @dataclass(slots=True)
 class _Tree:
-    """What was seen so far of a process and its descendants."""
+    """The peaks so far of a process and its descendants."""
 
     first_step_s: float = 0.0
     peak_pss: int = 0
@@ -102,7 +102,7 @@ def _follow(process: subprocess.Popen[bytes], *, steps: Path, started: float, ti
 
 
 def _descendants(pid: int) -> list[int]:
-    """The process and everything it started that still runs."""
+    """The process and its descendants that still run."""
     found = [pid]
     for parent in found:  # grows while it is read
         for children in Path(f"/proc/{parent}/task").glob("*/children"):

@@ -1,10 +1,10 @@
-"""Rollouts, rewards and training at the same time: a real run in processes, and what its own files say of it.
+"""Rollouts, rewards and training at the same time: a real run in processes, measured by its own files.
 
-    metrics.jsonl    step_s       from one step to the next
-    timeline.json    rollouts     a span of each group: denoising, then the reward
+    metrics.jsonl    step_s       time from one step to the next
+    timeline.json    rollouts     a span per group: denoising, then the reward
                      training     collate, forward_backward, optim_step of each step
 
-Rollouts and training have one core each; the reward is a wait, as for a remote service.
+Rollouts and training have one core each; the reward only waits, like the client of a remote service.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WARM = 4
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Seconds a step, medians of the steady part of a run."""
+    """Seconds per step, medians of the steady part of a run."""
 
     step: float
     rollout: float

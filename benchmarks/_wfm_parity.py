@@ -1,4 +1,4 @@
-"""Whether both sides of wfm_step.py have the same gradient: of our rollouts, by our trainer and by the plain loop."""
+"""Compares the gradients of both sides of wfm_step.py, on our rollouts: by our trainer and by the plain loop."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AWAY = 1e-2
 def plain_loop(
     model: Model, folder: Path, *, text: TextName, work: Work, checkpointing: bool = False, our_kernels: bool = False
 ) -> PlainLoop:
-    """The plain loop around the folder's model; with `our_kernels` its network computes as ours does."""
+    """The plain loop around the folder's model; with `our_kernels` its network has our kernels."""
     loaded = build_model(model.config(folder, text), parts=("network", "codec", "text"))
     if our_kernels:
         speed_up(loaded.network)
@@ -51,7 +51,7 @@ async def gradient_difference(model: Model, folder: Path, *, text: TextName, wor
 
 @torch.no_grad()
 def move_away(network: torch.nn.Module) -> None:
-    """Change every weight a little, always in the same way."""
+    """Change every weight a little, in the same way at each call."""
     generator = torch.Generator().manual_seed(0)
     for parameter in network.parameters():
         size = parameter.square().mean().sqrt()
@@ -59,7 +59,7 @@ def move_away(network: torch.nn.Module) -> None:
 
 
 def samples_of(groups: Sequence[RolloutGroup], plain: PlainLoop) -> Samples:
-    """Our rollouts as the plain loop keeps its own."""
+    """Our rollouts in the format of the plain loop."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     captions = [group.prompt.row["caption"] for group in groups for _ in group.rollouts]
     path = torch.stack([torch.tensor(rollout.arrays["path"]) for rollout in rollouts])
@@ -72,7 +72,7 @@ def samples_of(groups: Sequence[RolloutGroup], plain: PlainLoop) -> Samples:
 
 
 def gradient(network: torch.nn.Module) -> Tensor:
-    """All gradients, end to end."""
+    """All gradients, concatenated."""
     return torch.cat([parameter.grad.flatten() for parameter in network.parameters() if parameter.grad is not None])
 
 

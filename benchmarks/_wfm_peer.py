@@ -4,8 +4,8 @@
     for each batch of samples: for each trained step: forward, reference, loss, backward
     optimizer step
 
-As there: old log-probabilities and embeddings are kept from the rollout, guidance that is off costs nothing, and a
-batch is a number of samples at one and the same step.
+As in those scripts, old log-probabilities and embeddings are kept from the rollout, guidance that is off makes no pass,
+and a batch has samples at the same step.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from cosmos_rl_wfm.rewards.pixels import brightness
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Samples:
-    """Of N samples what training needs."""
+    """The inputs of training, for N samples."""
 
     embeds: Tensor
     """[N, L, E]."""
@@ -43,7 +43,7 @@ class Samples:
 
 
 class PlainLoop:
-    """Network, frozen reference, optimizer, and nothing between them."""
+    """Network, frozen reference and optimizer, without a framework."""
 
     def __init__(self, model: DiffusersModel, *, size: Size, work: Work, seed: int = 0) -> None:
         self.model, self.network, self.work = model, model.network, work

@@ -1,4 +1,4 @@
-"""A reward that stands for a remote service: it takes its time, and none of this machine's cores."""
+"""A reward in place of a remote service: it takes time, and none of this machine's cores."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""What both sides of wfm_step.py train: networks of Wan's class, a text encoder in proportion, captions, sizes.
+"""The models and data of both sides of wfm_step.py: networks of Wan's class, a text encoder, captions, sizes.
 
-A model is written once, as a folder of diffusers, so that both sides load the same weights.
+A model is written once, as a diffusers folder, so that both sides load the same weights.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MAX_GRAD_NORM = 1.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Model:
-    """A network and what surrounds it."""
+    """A network with its codec and text encoder."""
 
     name: str
     network: dict[str, Any]
@@ -150,7 +150,7 @@ def write_model(model: Model, root: Path, *, seed: int = 0) -> Path:
 
 
 def _tokenizer(model: Model) -> Any:
-    """A tokenizer that knows the captions' words."""
+    """A tokenizer with the captions' words as vocabulary."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

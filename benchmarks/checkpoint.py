@@ -1,10 +1,10 @@
-"""How long training stands still for a checkpoint: written beside training, and waited for, in alternating saves.
+"""The pause of training for a checkpoint, written in the background or waited for, in alternating saves.
 
 .venv/bin/python benchmarks/checkpoint.py [--quick]
 
 A policy of a few large matrices with AdamW, on a local disk, in one process. A round is a number of steps with one
-save of either kind; the stall is the time inside `CheckpointSaver.after_step`, and the slow-down what the steps of
-that round take longer than those of a round without a save.
+save of either kind; the stall is the time inside `CheckpointSaver.after_step`, and the slow-down the extra time of
+the steps of that round over those of a round without a save.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ STEPS_PER_SAVE = 3
 
 
 class MatrixPolicy:
-    """The part of a policy that a checkpoint sees."""
+    """The part of a policy that a checkpoint reads."""
 
     def __init__(self, *, width: int, layers: int) -> None:
         self.module = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
@@ -43,7 +43,7 @@ class MatrixPolicy:
 
 
 class MatrixTrainer:
-    """Steps of a regression that keeps the processor as busy as training does."""
+    """Steps of a regression that keep the processor busy, as training does."""
 
     def __init__(self, policy: MatrixPolicy, *, width: int) -> None:
         self.policy = policy

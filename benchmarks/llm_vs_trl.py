@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/llm_vs_trl.py [--quick] [--model DIR] [section.key=value ...]
 
 Workload A is a Qwen3 of 0.8 million random parameters, workload B is SmolLM2-135M; both answer "a+b=" (_digits.py)
-with 8 prompts x 8 samples x 16 tokens a step (SmolLM2 with --quick: 2 prompts), in float32. A round runs TRL, then us
-asynchronously (max_staleness = 1, the default) and, in workload A, us synchronously (0). Figures are medians over the
-rounds; a comparison is made of two medians. A side's memory is that of all its processes. CPU time a step says what a
-busy machine hides.
+with 8 prompts x 8 samples x 16 tokens per step (SmolLM2 with --quick: 2 prompts), in float32. A round runs TRL, then us
+asynchronously (max_staleness = 1, the default) and, in workload A, us synchronously (0). Metrics are medians over the
+rounds; comparisons are between two medians. A side's memory is that of all its processes. CPU time per step does not
+depend on other load of the machine.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ SIZE_NOTE = "installed size without bytecode, each in an environment with nothin
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One quantity of a run, and how the two sides are compared in it."""
+    """One quantity of a run, and the comparison of the two sides."""
 
     text: str
     unit: str
@@ -130,7 +130,7 @@ def table(title: str, outcomes: Mapping[str, Sequence[Outcome]], rows: Iterable[
 
 
 def unmeasured(title: str, why: str, rows: Iterable[Row]) -> list[Figure]:
-    """Return the rows with a target, as metrics that this machine cannot give."""
+    """Return the rows with a target as metrics that cannot be measured on this machine."""
     return [
         Figure(metric=f"{title}: {row.text}, {ASYNC} and {TRL}", value=math.nan, unit="", target=row.target, note=why)
         for row in rows
@@ -139,7 +139,7 @@ def unmeasured(title: str, why: str, rows: Iterable[Row]) -> list[Figure]:
 
 
 def sizes() -> list[Figure]:
-    """What an installation takes on disk."""
+    """Disk space of an installation."""
     roots = {"ours": OUR_ROOT, TRL: TRL_ROOT}
     return [
         Figure(metric=f"environment on disk, {side}", value=_size(root) / MIB, unit="MiB", note=SIZE_NOTE)

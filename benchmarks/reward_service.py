@@ -4,9 +4,9 @@
 
 8 clients each keep one request outstanding against `cosmos-rl reward-server`, a process with two workers: 1 MB of
 video in, its mean brightness out. 10,000 requests (500 with --quick), each with a brightness of its own, so that a
-score of another request would be seen. After a third and after two thirds of them the busiest worker is killed
-(SIGKILL). Latency runs from the start of the upload until the score is there, the new starts of workers included.
-The floor is the same upload and fetch by the same clients against routes that read the body and answer, in turn with
+score of another request would be detected. After a third and after two thirds of them the busiest worker is killed
+(SIGKILL). Latency is the time from the start of the upload to the score, restarts of workers included.
+The floor is the same upload and fetch by the same clients against routes that read the body and reply, in turn with
 slices of the run.
 """
 
@@ -51,7 +51,7 @@ NUM_SLICES = 5
 
 @dataclass(kw_only=True)
 class Tally:
-    """What came of the requests of one side."""
+    """The outcomes of the requests of one side."""
 
     latencies_s: list[float] = field(default_factory=list)
     wrong: int = 0
@@ -168,7 +168,7 @@ async def measure(folder: Path, *, num_requests: int) -> tuple[Tally, Tally, lis
 
 
 def serve_floor() -> None:
-    """Routes that read the body and answer what the clients want to hear, with nothing behind them."""
+    """Routes that read the body and return the expected reply, without workers."""
     import socket
 
     import msgspec

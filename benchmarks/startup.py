@@ -1,4 +1,4 @@
-"""How long the packages and the command take to answer, against a bare interpreter in alternating runs.
+"""Start-up time of the packages and the command, against a bare interpreter in alternating runs.
 
 .venv/bin/python benchmarks/startup.py [--quick]
 """

@@ -5,7 +5,7 @@
 The same 64 samples a step (_ragged.py), the same Qwen3 of 11 million parameters with a vocabulary of 32,000, float32,
 the same threads; each run is a process, runs alternate, and metrics are medians. The peers pad: SFT to the longest of 8
 rows, GRPO to the longest of the step, as TRL does. Ours packs as many tokens into a forward pass as 8 rows hold on
-average. Overhead compares the trainer with a hand-written loop over the same policy, step by step in one process.
+average. Overhead compares the trainer with a hand-written loop over the same policy, alternating steps in one process.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MEMORY_NOTE = "peak RSS of the process (VmHWM), libraries included"
 
 
 class SideFailed(Exception):
-    """A side did not end well; carries the end of what it wrote."""
+    """A side failed; has the end of its output."""
 
 
 def run(python: str, script: str, *arguments: object) -> list[dict[str, float]]:
@@ -56,7 +56,7 @@ def steady(steps: list[dict[str, float]], *, warm: int = 1) -> float:
 
 
 def compare(kind: str, trl: str, *, longest: int, steps: int, rounds: int) -> list[Figure]:
-    """Alternate the peer and us; tokens a second and memory, each with its ratio."""
+    """Alternate the peer and us; tokens per second and memory, each with its ratio."""
     work = _ragged.samples(longest=longest)
     tokens = _ragged.num_tokens(work)
     shared = ("--kind", kind, "--model", WORK / "model", "--longest", longest, "--steps", steps)

@@ -2,8 +2,8 @@
 
     python benchmarks/transfer_move.py [--quick]
 
-The numbers of the metrics are those of the issue; 1 and 2, the planner's, are in transfer_plan.py. Sides take turns in
-every round; medians.
+Metrics are numbered from 3; 1 and 2, the planner's, are in transfer_plan.py. Sides take turns in every round; values
+are medians.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PARTS = ("3", "4", "5", "6", "7")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run all parts, or those that are named."""
+    """Run all parts, or the named ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="smaller models and fewer rounds, within a minute")
     parser.add_argument("--only", nargs="*", choices=PARTS, help="metrics to measure")

@@ -1,10 +1,10 @@
-"""The planner of weight transfers: bytes and balance against their lower bounds, and how long it thinks.
+"""The planner of weight transfers: bytes and balance against their lower bounds, and planning time.
 
     .venv/bin/python benchmarks/transfer_plan.py [--quick]
 
-Bytes: layout pairs at random, each plan executed in numpy and compared byte for byte with cutting the whole tensors.
+Bytes: random pairs of layouts, each plan executed in numpy and compared byte for byte with cutting the whole tensors.
 Balance: the busiest trainer NIC over the bound that max-flow proves, on Llama-3-8B and on realistic clusters, beside
-the rules other systems choose owners by. Time: manifests as they come off the wire, planned with nothing cached.
+the rules other systems choose owners by. Time: manifests as received, planned without caches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ ROUNDS, JOIN_ROUNDS = 3, 7
 
 @dataclass(frozen=True, kw_only=True)
 class Pair:
-    """Trainers and rollouts: what `spread.mesh` takes, and how many replicas there are."""
+    """Trainers and rollouts: the arguments of `spread.mesh`, and the number of replicas."""
 
     source: dict[str, int]
     target: dict[str, int]
@@ -83,7 +83,7 @@ class Model:
         self.name, self.shapes = name, read_shapes(name)
 
     def source(self, pair: Pair) -> Manifest:
-        """Return the trainers' manifest, as it comes off the wire."""
+        """Return the trainers' manifest, as received."""
         return _received(spread.mesh(self.shapes.specs, **pair.source))  # type: ignore[arg-type]
 
     def replica(self, pair: Pair, *, first_rank: int = 0) -> Manifest:
@@ -200,7 +200,7 @@ def _planned(model: Model, pair: Pair) -> tuple[float, float]:
 
 
 def join_figures(model: Model, pairs: Sequence[Pair], *, rounds: int) -> Iterator[Figure]:
-    """Time what a plan of all replicas costs when one more joins, its digest included."""
+    """Time a plan of all replicas when one more joins, its digest included."""
     note = "join: of one replica, its manifest freshly decoded, into the plan of the others; median, CPU milliseconds"
     for pair in pairs:
         joins = []

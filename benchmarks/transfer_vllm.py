@@ -1,16 +1,16 @@
-"""New weights from a trainer into vLLM while it generates: seconds, and how long generation stands still.
+"""New weights from a trainer into vLLM while it generates: time of the sync, and pause of the generation.
 
     python benchmarks/transfer_vllm.py [--quick] [--model DIR]
 
-Three ways take turns in the same engine, with sequences running all the time:
+Three ways take turns in the same engine, while sequences run:
 
     ours           published, pulled and verified beside generation, written in the pause
     safetensors    saved to a file, and loaded again by vLLM's `reload_weights` in the pause
-    load_weights   gathered whole in shared memory, and taken by the model's `load_weights` in the pause
+    load_weights   gathered whole in shared memory, and loaded by the model's `load_weights` in the pause
 
-A sync lasts from the trainer's weights being ready until tokens are drawn with them, the pause from vLLM standing still
-until it goes on: the token in work before is part of the sync alone. The trainer holds float32, vLLM
-bfloat16. After each sync vLLM's checksums of its parameters are taken; all ways have to give the same.
+A sync is the time from the trainer's weights being ready until tokens are sampled with them; the pause, from the stop
+of vLLM until it resumes: the token in progress before counts for the sync only. The trainer has float32, vLLM bfloat16
+parameters. After each sync vLLM computes checksums of its parameters; they must be the same for all ways.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ Taken = tuple[float, float]
 
 
 class Engine:
-    """vLLM with the extension the other ways need, and sequences running in it."""
+    """vLLM with the extension for the other ways, and running sequences."""
 
     def __init__(self, model: Path) -> None:
         options = VllmEngineOptions(
@@ -187,7 +187,7 @@ def _tokens(prompt: Prompt) -> np.ndarray:
 
 
 def metrics(times: Mapping[str, Sequence[Taken]], *, differ: int, size: int) -> list[Figure]:
-    """Medians of every way, and how ours compares in the same round."""
+    """Medians of every way, and their ratios to ours in the same round."""
     found = [Figure(metric="model in bfloat16", value=size / 2**20, unit="MiB")]
     for way, taken in times.items():
         for name, part in zip(("sync", "pause"), zip(*taken)):

@@ -2,12 +2,12 @@
 
 .venv/bin/python benchmarks/vla_envs.py [--quick]
 
-A chunk-step is five environment steps that follow one decision, and what the policy sees after them: one camera of
-64x64 pixels and the hand's state. Both sides have the same tasks, actions and number of environments, and hand over
-observations in shared memory. The peer draws its camera in each step, as vector environments do: once with shadows
-and multisampling off as ours are (the ratio with a target), once as MetaWorld comes.
+A chunk-step is five environment steps that follow one decision, and the observation after them: one camera of 64x64
+pixels and the hand's state. Both sides have the same tasks, actions and number of environments, and pass observations
+in shared memory. The peer renders its camera in each step, as vector environments do: once with shadows and
+multisampling off as ours are (the ratio with a target), once with MetaWorld's own settings.
 
-Overlap is how long the longer of simulation and inference takes alone, over the time of both in the engine.
+Overlap is the time of the longer of simulation and inference alone, over the time of both in the engine.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def overlap_figures(overlap: dict[str, float], *, slots: int) -> list[Figure]:
 
 
 def measure(sides: dict[str, tuple[int, Callable[[int], float]]], *, rounds: int, slots: int) -> dict[str, list[float]]:
-    """Return chunk-steps a second of each round by side; the first round warms up and does not count."""
+    """Return chunk-steps per second of each round by side; the first round warms up and is not counted."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(rounds + 1):
         for name, (chunks, drive) in sides.items():
@@ -112,7 +112,7 @@ def measure(sides: dict[str, tuple[int, Callable[[int], float]]], *, rounds: int
 
 
 def drive_pool(pool: SimulatorPool, tasks: list[str], chunks: int) -> float:
-    """Begin an episode in each slot, then run chunks in all of them. Returns the seconds of the chunks."""
+    """Begin an episode in each slot, then run chunks in all of them. Returns the time of the chunks in seconds."""
     everywhere = range(len(tasks))
     for slot, task in enumerate(tasks):
         pool.start(slot, task=task, init=slot)

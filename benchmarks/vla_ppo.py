@@ -3,11 +3,11 @@
 .venv/bin/python benchmarks/vla_ppo.py [--quick] [--seeds N]
 
 Both train a Gaussian policy of two hidden layers of 64 on Pendulum, on-policy, from as many steps of the simulator.
-Ours runs as a recipe does: controller, policy and rollout processes, simulators in processes of their own. Compared is
-the mean return of the last fifth of the episodes, whose actions are drawn with noise on both sides.
+Ours runs as a recipe does: controller, policy and rollout processes, simulators in separate processes. The
+comparison is of the mean return of the last fifth of the episodes, whose actions are sampled with noise on both sides.
 
-Two things differ, and no more: episodes are trained on when they end, where Stable-Baselines3 cuts its batch out of
-them; and advantages are normalised over the batch, there over each minibatch.
+Only two things differ: ours trains on episodes when they end, where Stable-Baselines3 cuts its batch out of them; and
+ours normalises advantages over the batch, Stable-Baselines3 over each minibatch.
 """
 
 from __future__ import annotations

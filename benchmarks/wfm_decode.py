@@ -1,13 +1,12 @@
-"""Clips a second of a local dataset beside bare PyAV loops over the same files, in one process, clip by clip in turn.
+"""Clips per second of a local dataset and of bare PyAV loops over the same files, clip by clip in turn, in one process.
 
 .venv/bin/python benchmarks/wfm_decode.py [--quick]
 
 Each side cuts the same clip out of the middle of each video, scaled and cropped to one size. Ours is the loader that
-training reads from, with one thread that decodes: rows, the times of all frames, the search for the right ones and the
-naming of bad videos included. It is made anew each round, since it remembers clips that begin where they always do. The
-plain loop is what one writes first, with `to_ndarray` of each frame; the careful one keeps one scaler a clip and one
-thread, as ours does. Neither checks anything. The targets are on processor time, which other work on the machine does
-not change.
+training reads from, with one thread that decodes: with rows, the times of all frames, the choice of frames and the
+naming of bad videos. It is created for each round, since it caches clips with a fixed start. The plain loop is a first
+implementation, with `to_ndarray` of each frame; the careful one has one scaler per clip and one thread, as ours does.
+Neither checks anything. The targets are for processor time, which other work on the machine does not change.
 """
 
 from __future__ import annotations
@@ -81,7 +80,7 @@ def ratio(seconds: Mapping[str, Sequence[float]], ours: str, theirs: str, *, uni
 def measure(
     sides: Mapping[str, Iterator[object]], *, clips: int, warm: int
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
-    """Return the seconds of each clip by side, by the clock and of the processor; the first `warm` do not count."""
+    """Return the wall-clock and processor seconds of each clip by side; the first `warm` are not counted."""
     walls: dict[str, list[float]] = {name: [] for name in sides}
     processor: dict[str, list[float]] = {name: [] for name in sides}
     for number in range(warm + clips):
@@ -115,7 +114,7 @@ def our_clips(path: Path) -> Iterator[np.ndarray]:
 
 
 def plain_loop(files: Sequence[Path]) -> Iterator[np.ndarray]:
-    """Cut clips as one writes it first."""
+    """Cut clips with the simplest code."""
     for path in cycle(files):
         with av.open(str(path)) as container:
             stream, wanted = middle_of(container)
@@ -129,7 +128,7 @@ def plain_loop(files: Sequence[Path]) -> Iterator[np.ndarray]:
 
 
 def careful_loop(files: Sequence[Path]) -> Iterator[np.ndarray]:
-    """Cut clips with one scaler each, and its thread alone."""
+    """Cut clips with one scaler each, in one thread."""
     for path in cycle(files):
         scaler = VideoReformatter()
         with av.open(str(path)) as container:
@@ -157,7 +156,7 @@ def middle_of(container: av.container.InputContainer) -> tuple[av.VideoStream, i
 
 
 def make_dataset(root: Path, *, videos: int, frames: int, height: int, width: int) -> None:
-    """Write videos of a textured plane that moves, with a little noise, as cameras have it."""
+    """Write videos of a textured plane that moves, with a little noise, like that of a camera."""
     (root / "metas").mkdir(parents=True)
     (root / "videos").mkdir()
     for number in range(videos):

@@ -2,13 +2,13 @@
 
     .venv/bin/python benchmarks/wfm_step.py [--quick]
 
-The plain loop (_wfm_peer.py) is one process in the order of flow_grpo's scripts. Both sides draw as many rollouts, of
-the same prompts, with the same network, text encoder, codec and reward; train the same steps against the same
-reference; and take turns, on one thread. Ours copies the weights to its engine too. A metric is a median over rounds, a
-ratio the median of the rounds' ratios.
+The plain loop (_wfm_peer.py) is one process in the order of flow_grpo's scripts. Both sides sample the same number of
+rollouts, of the same prompts, with the same network, text encoder, codec and reward; train the same steps against the
+same reference; and take turns, on one thread. Ours copies the weights to its engine too. A metric is a median over
+rounds, a ratio the median of the rounds' ratios.
 
 The last metrics are of runs in processes (_wfm_overlap.py), one core each for rollouts and training: first beside the
-plain loop, with one thread or two, whichever is faster; then with a reward that takes as long as the rollouts.
+plain loop, with the faster of one and two threads; then with a reward that takes as long as the rollouts.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ async def in_turns(sides: Mapping[str, Step], prompts: Sequence[Prompt], *, work
 
 
 def run_figures(model: Model, *, quick: bool, waits: bool = False) -> list[Figure]:
-    """Runs in processes beside the plain loop; with `waits`, and with a reward that takes its time."""
+    """Runs in processes beside the plain loop; with `waits` also with a slow reward."""
     work = Work(group_size=8 if quick else 16, trained=(0, 2, 4))
     folder, steps, rounds = write_model(model, CACHE), 12 if quick else 60, 1 if quick else 4
     plain = plain_loop(model, folder, text="words", work=work)
@@ -162,7 +162,7 @@ def _overlap(phases: Phases) -> list[Figure]:
 
 
 def _seconds(plain: PlainLoop, model: Model, threads: int, rounds: int) -> list[float]:
-    """Of steps of the plain loop, after one that warms up."""
+    """Seconds of steps of the plain loop, after one that warms up."""
     torch.set_num_threads(threads)
     prompts = model.prompts[: plain.work.num_prompts]
     taken = [plain.step(prompts)["step_s"] for _ in range(rounds + 1)][1:]
@@ -185,7 +185,7 @@ def _awaited(plain: PlainLoop) -> Step:
 
 
 def _ratio(title: str, faster: str, slower: str, taken: Rounds, *, by: str = "step_s") -> Figure:
-    """How many times as many samples a second, or a second of the CPU, round by round."""
+    """Ratios of samples per second, or per second of the CPU, round by round."""
     ratios = [slow[by] / fast[by] for slow, fast in zip(taken[slower], taken[faster], strict=True)]
     plainest = (faster, slower) == ("ours", "plain loop")
     note = NOTE if plainest else CHECKPOINTED if "recomputed" in slower else ""

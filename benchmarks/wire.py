@@ -3,10 +3,10 @@
     .venv/bin/python benchmarks/wire.py [--quick]
 
 Each round starts a server process for one channel and opens 1,000 connections from this process. It sends
-2,000 heartbeats a second on a fixed timetable (open loop), then as many as will go (one outstanding a
+2,000 heartbeats a second on a fixed timetable (open loop), then as many as possible (one outstanding per
 connection), then rollout groups of 8 x 512 terms from 16 of the connections. The channels alternate;
-metrics are medians over the rounds. Latency counts from the moment a request was due, so a late client or a
-slow answer cannot hide; the event loop's timers, which have millisecond steps, are in it.
+metrics are medians over the rounds. Latency is measured from the time a request was due, so it includes delays
+of a late client or a slow reply, and the millisecond steps of the event loop's timers.
 """
 
 from __future__ import annotations

@@ -16,12 +16,16 @@ from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.codec import to_video
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.dry_run import PeakBytes, bytes_of, codec_bytes, network_bytes
+from cosmos_rl_wfm.models.dry_run import PeakBytes, codec_bytes, network_bytes
 from cosmos_rl_wfm.models.networks.tiny import tiny_network, tiny_vae
 from cosmos_rl_wfm.sampling import FlowSampling
 
 SIZE = {"frames": 5, "height": 32, "width": 32}
 MEBI = 2**20
+
+
+def bytes_of(module):
+    return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
 
 
 @pytest.fixture(scope="module")

@@ -41,13 +41,6 @@ def test_guidance_off_makes_no_unconditional_pass():
     assert (towards.calls, away.calls) == (1, 0)
 
 
-def test_the_unconditional_pass_can_do_without_a_gradient():
-    towards, away = Counted(2.0), Counted(0.5)
-    v = guided(towards, away, scale=3.0, unconditional_gradient=False)(torch.tensor([[1.0]]), torch.tensor([0.5]))
-    v.backward()
-    assert (v.item(), towards.slope.grad, away.slope.grad) == (6.5, 4.0, None)
-
-
 def test_guidance_without_an_unconditional_velocity_is_refused():
     with pytest.raises(ValueError, match=r"guidance = 2\.0 needs an unconditional velocity"):
         guided(Counted(1.0), None, scale=2.0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -115,8 +115,7 @@ class Conditions:
 
 def bytes_of(condition: Condition) -> int:
     """Return the bytes of a condition's tensors."""
-    tensors = (getattr(condition, field.name) for field in fields(condition))
-    return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+    return sum(tensor.nbytes for tensor in condition.tensors().values())
 
 
 def joined(conditions: Sequence[Condition], counts: Sequence[int]) -> Condition:
@@ -125,11 +124,9 @@ def joined(conditions: Sequence[Condition], counts: Sequence[int]) -> Condition:
     Each caption is stored once.
     """
     first, *others = conditions
-    held = {field.name: getattr(first, field.name) for field in fields(first)}
     each = {
         name: torch.cat([tensor, *(getattr(other, name) for other in others)])
-        for name, tensor in held.items()
-        if tensor is not None
+        for name, tensor in first.tensors().items()
     }
     rows = torch.arange(len(conditions))
     shared = replace(first, **each, text_rows=rows.to(first.text.device))
@@ -138,8 +135,7 @@ def joined(conditions: Sequence[Condition], counts: Sequence[int]) -> Condition:
 
 def arrays_of(condition: Condition) -> dict[str, np.ndarray]:
     """Return a condition [1] as the arrays of a rollout or a row."""
-    held = {field.name: getattr(condition, field.name) for field in fields(condition)}
     return {
-        name: tensor[0].float().numpy() if tensor.is_floating_point() else tensor[0].numpy()
-        for name, tensor in ((name, t.cpu()) for name, t in held.items() if t is not None)
+        name: (tensor[0].float() if tensor.is_floating_point() else tensor[0]).cpu().numpy()
+        for name, tensor in condition.tensors().items()
     }

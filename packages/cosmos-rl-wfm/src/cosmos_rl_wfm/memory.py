@@ -10,10 +10,9 @@ Loads torch and diffusers.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -125,7 +124,9 @@ class _Parts:
     @cached_property
     def numbers(self) -> Mapping[str, int]:
         """Parameters of the network, by name."""
-        return _numbers_of(*self.network)
+        class_name, config = self.network
+        shapes = parameter_shapes({**config, "_class_name": class_name})
+        return {name: math.prod(shape) for name, shape in shapes.items()}
 
     @property
     def kept_in_float32(self) -> int:
@@ -237,18 +238,13 @@ class _Parts:
         return found
 
 
-def _numbers_of(class_name: str, config: Mapping[str, Any]) -> dict[str, int]:
-    shapes = parameter_shapes({**config, "_class_name": class_name})
-    return {name: math.prod(shape) for name, shape in shapes.items()}
-
-
 def _first(config: Mapping[str, Any], *keys: str) -> int:
     return next((config[key] for key in keys if isinstance(config.get(key), int)), 0)
 
 
 def _weight_bytes(folder: ModelFolder, name: str, *, dtype: str) -> int | None:
     """Bytes of a part's weights in `dtype`; None where its files are not on this machine."""
-    files = _files(folder, name)
+    files = sorted(folder.part(name).glob("*.safetensors")) if folder.has(name) else []
     if not files:
         return None
     numbers = 0
@@ -256,7 +252,3 @@ def _weight_bytes(folder: ModelFolder, name: str, *, dtype: str) -> int | None:
         with path.open("rb") as file:
             numbers += sum(math.prod(place.shape) for place in read_header(file, name=str(path)).values())
     return BYTES[dtype] * numbers
-
-
-def _files(folder: ModelFolder, name: str) -> Sequence[Path]:
-    return sorted(folder.part(name).glob("*.safetensors")) if folder.has(name) else ()

@@ -1,7 +1,9 @@
 """A folder of bounded size that caches tensors in files, named by a hash of the inputs they were computed from.
 
     cache = TensorCache(folder, max_bytes=50 * 2**30)
-    latents = cache.get_or_make(key_of(identity, size, model), lambda: {"latents": model.encode(video)})
+    key = key_of(identity, size, model)
+    if (latents := cache.get(key)) is None:
+        cache.put(key, {"latents": model.encode(video)})
 
 Processes share the folder without locks: a file is written under another name and renamed, so that it is complete or
 absent; two processes that compute the same tensors write the same file. The least recently read files are evicted
@@ -13,7 +15,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from hashlib import sha256
 from pathlib import Path
 from threading import Lock
@@ -92,14 +94,6 @@ class TensorCache:
                 self._make_room(len(data))
                 self._added = 0
         write_atomic(self._path(key), data)
-
-    def get_or_make(self, key: str, make: Callable[[], Tensors]) -> Tensors:
-        """Return the tensors of a key, computed and kept if they are not cached."""
-        held = self.get(key)
-        if held is None:
-            held = make()
-            self.put(key, held)
-        return held
 
     def _path(self, key: str) -> Path:
         return self._folder / key[:2] / f"{key}{SUFFIX}"

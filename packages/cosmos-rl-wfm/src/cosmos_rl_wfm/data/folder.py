@@ -102,21 +102,17 @@ def read_layout(files: Any, root: str, config: WFMDataConfig) -> Layout:
             embeddings=_stems(there.values(), EMBEDDINGS),
         )
     else:
-        paths = [path for name in ("videos", "images") if name in there for path in _files(files, there[name])]
+        paths = [path for name in ("videos", "images") if name in there for path in files.ls(there[name], detail=False)]
         folders = [there[name] for name in EMBEDDING_FOLDERS if name in there]
         layout = Layout(
-            captions=_stems(_files(files, there["metas"]), (".txt",)),
+            captions=_stems(files.ls(there["metas"], detail=False), (".txt",)),
             clips=_stems(paths, suffixes) if {"videos", "images"} & there.keys() else None,
-            embeddings=_stems([path for folder in folders for path in _files(files, folder)], EMBEDDINGS),
+            embeddings=_stems([path for folder in folders for path in files.ls(folder, detail=False)], EMBEDDINGS),
         )
         there |= {PurePosixPath(path).name: path for path in paths}
     if layout.clips == {}:
         raise UserError(_no_clips(config, there))
     return layout
-
-
-def _files(files: Any, folder: str) -> list[str]:
-    return files.ls(folder, detail=False)
 
 
 def _stems(paths: Iterable[str], suffixes: Sequence[str]) -> Listing:

@@ -38,6 +38,11 @@ class Condition:
     image: Tensor | None = None
     """[B, N, I]: embedded first frame, for networks that take it beside the text (Wan2.1 image to video)."""
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Return the tensors that are not None, by field."""
+        held = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: tensor for name, tensor in held if tensor is not None}
+
     def to(self, device: torch.device) -> Condition:
         """Return the condition on another device."""
         return self._each(lambda tensor: tensor.to(device))
@@ -61,8 +66,7 @@ class Condition:
         return replace(self, text=other.text, text_mask=other.text_mask, text_rows=rows, pooled=pooled)
 
     def _each(self, change: Callable[[Tensor], Tensor], *, but: Sequence[str] = ()) -> Condition:
-        held = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in but}
-        return replace(self, **{name: change(tensor) for name, tensor in held.items() if tensor is not None})
+        return replace(self, **{name: change(tensor) for name, tensor in self.tensors().items() if name not in but})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

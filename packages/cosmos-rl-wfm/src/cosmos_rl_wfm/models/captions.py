@@ -129,8 +129,8 @@ class _Qwen:
         return Condition(text=text, text_mask=torch.ones_like(ids, dtype=torch.bool))
 
     def _chat(self, caption: str) -> Tensor:
-        said = [("system", _SYSTEM), ("user", caption)]
-        messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in said]
+        turns = [("system", _SYSTEM), ("user", caption)]
+        messages = [{"role": role, "content": [{"type": "text", "text": text}]} for role, text in turns]
         ids = self._tokenizer.apply_chat_template(
             messages,
             tokenize=True,

@@ -98,11 +98,12 @@ def _codec_bytes(
     with tensors_without_memory():
         vae = empty_network(class_name, json.loads(config), dtype=getattr(torch, dtype))
         codec = make_codec(vae)
+        weights = sum(tensor.nbytes for tensor in [*vae.parameters(), *vae.buffers()])
         with PeakBytes(beside=vae) as decoding:
             to_video(codec.decode(torch.zeros(1, *latents)))
         with PeakBytes(beside=vae) as encoding:
             codec.encode(to_clips(torch.zeros(1, size.frames, size.height, size.width, 3, dtype=torch.uint8)))
-    return CodecBytes(weights=bytes_of(vae), encode=encoding.peak, decode=decoding.peak)
+    return CodecBytes(weights=weights, encode=encoding.peak, decode=decoding.peak)
 
 
 def network_bytes(
@@ -128,11 +129,6 @@ def network_bytes(
             )
             family.velocity(network, torch.zeros(samples, *latents), torch.ones(samples), condition)
     return held.peak + sum(buffer.nbytes for buffer in network.buffers())  # such as tables of positions
-
-
-def bytes_of(module: nn.Module) -> int:
-    """Return the bytes of a module's parameters and buffers."""
-    return sum(tensor.nbytes for tensor in [*module.parameters(), *module.buffers()])
 
 
 _TOKENS = 8

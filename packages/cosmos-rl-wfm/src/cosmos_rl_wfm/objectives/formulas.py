@@ -19,6 +19,7 @@ from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import LossTerm, PolicyOutputs, TermBatch, TrainBatch
+from cosmos_rl_wfm.samplers.steps import spread
 
 if TYPE_CHECKING:
     from cosmos_rl_core.algorithms.aggregation import Aggregation
@@ -29,7 +30,7 @@ Weighting = Literal["uniform", "edm"]
 
 def noisy(clean: Tensor, noise: Tensor, *, t: Tensor) -> Tensor:
     """Return x_t = (1 - t) clean + t noise [B, ...], for times t [B]."""
-    t = _spread(t, clean)
+    t = spread(t, clean)
     return (1 - t) * clean + t * noise
 
 
@@ -113,16 +114,11 @@ SMALLEST_ERROR = 1e-5
 
 
 def _clean_error(v: Tensor, *, x: Tensor, t: Tensor, clean: Tensor, self_normalised: bool) -> Tensor:
-    error = (x - _spread(t, x) * v - clean).float().flatten(1)
+    error = (x - spread(t, x) * v - clean).float().flatten(1)
     squares = error.square().mean(1)
     if not self_normalised:
         return squares
     return squares / error.detach().abs().mean(1).clamp_min(SMALLEST_ERROR)
-
-
-def _spread(values: Tensor, like: Tensor) -> Tensor:
-    """[B] -> [B, 1, ...], to go with `like` [B, ...]."""
-    return values.view(-1, *[1] * (like.dim() - 1))
 
 
 class NFTObjective:

@@ -78,10 +78,10 @@ class JudgeModel:
         found: list[Mapping[str, float]] = []
         for start in range(0, len(clips), self._batch_size):
             inputs = self._inputs(clips[start : start + self._batch_size], question)
-            said = self._model.generate(
+            output = self._model.generate(
                 **inputs, max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True
             )
-            for row in said.logits[0].float().softmax(dim=-1):
+            for row in output.logits[0].float().softmax(dim=-1):
                 found.append({answer: float(row[tokens].sum()) for answer, tokens in self._tokens.items()})
         return found
 

@@ -49,17 +49,12 @@ class Velocity(Protocol):
         ...
 
 
-def guided(
-    velocity: Velocity, unconditional: Velocity | None, *, scale: float, unconditional_gradient: bool = True
-) -> Velocity:
+def guided(velocity: Velocity, unconditional: Velocity | None, *, scale: float) -> Velocity:
     """Return v + scale (v - v_unconditional); with scale 0 `velocity` itself, with no unconditional pass.
 
     Classifier-free guidance (arXiv 2207.12598). Scale 0 is no guidance, as in Cosmos; diffusers' `guidance_scale` is
     scale + 1. Training must use the guidance of the rollout: the ratio of a guided policy to an unguided one is
     meaningless.
-
-    Without `unconditional_gradient` the second pass keeps no graph: same values, half the activations, and a gradient
-    only through the conditional pass.
 
     Raises:
         ValueError: guidance is on and there is no unconditional velocity.
@@ -71,9 +66,7 @@ def guided(
 
     def both(x: Tensor, times: Tensor, /) -> Tensor:
         towards = velocity(x, times)
-        with torch.set_grad_enabled(torch.is_grad_enabled() and unconditional_gradient):
-            away = unconditional(x, times)
-        return towards + scale * (towards - away)
+        return towards + scale * (towards - unconditional(x, times))
 
     return both
 

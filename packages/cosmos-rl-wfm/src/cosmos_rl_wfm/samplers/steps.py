@@ -44,11 +44,11 @@ class Gaussian:
 
     def sample(self, noise: Tensor) -> Tensor:
         """Return the next state [B, ...] for standard normal `noise` of that shape."""
-        return self.mean + _spread(self.std, self.mean) * noise
+        return self.mean + spread(self.std, self.mean) * noise
 
     def logprob(self, next_state: Tensor) -> Tensor:
         """Return [B]: mean over elements of log N(next_state; mean, std^2), with gradient. `std` must be above 0."""
-        distance = (next_state.float() - self.mean) / _spread(self.std, self.mean)
+        distance = (next_state.float() - self.mean) / spread(self.std, self.mean)
         constant = (self.std.double().log() + 0.5 * math.log(2 * math.pi)).float()
         return -0.5 * distance.square().flatten(1).mean(1) - constant
 
@@ -89,7 +89,7 @@ def step(
         raise ValueError(f"{rule} does not accept noise_level = {noise_level}; use a value above 0 (cps: at most 1)")
     held = _Times(now=t.double(), then=t_next.double(), first=t_first)
     on_x, on_v, std = RULES[rule](held, noise_level)
-    mean = _spread(on_x.float(), x) * x.float() + _spread(on_v.float(), x) * v.float()
+    mean = spread(on_x.float(), x) * x.float() + spread(on_v.float(), x) * v.float()
     return Gaussian(mean=mean, std=std.float())
 
 
@@ -151,6 +151,6 @@ RULES: Mapping[RuleName, Callable[[_Times, float], tuple[Tensor, Tensor, Tensor]
 """Times and noise level -> coefficients of x and of v in the mean, and std; float64 [B]."""
 
 
-def _spread(values: Tensor, like: Tensor) -> Tensor:
+def spread(values: Tensor, like: Tensor) -> Tensor:
     """[B] -> [B, 1, ...], to go with `like` [B, ...]."""
     return values.view(-1, *[1] * (like.dim() - 1))
