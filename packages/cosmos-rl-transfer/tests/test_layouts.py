@@ -37,45 +37,45 @@ def boxes(manifest, name):
 
 
 def test_ddp_gives_every_rank_everything():
-    made = spread.ddp(MODEL, 3)
+    made = spread.mesh(MODEL, dp_replicate=3)
     assert all(layout.boxes.keys() == {0, 1, 2} for layout in made.layouts)
     assert boxes(made, "lm_head.weight")[2] == Box((0, 0), (100, 8))
 
 
 def test_fsdp_cuts_dim_0_unevenly():
-    assert [b.shape[0] for b in boxes(spread.fsdp(MODEL, 3), "lm_head.weight").values()] == [34, 34, 32]
+    assert [b.shape[0] for b in boxes(spread.mesh(MODEL, dp_shard=3), "lm_head.weight").values()] == [34, 34, 32]
 
 
 def test_hsdp_repeats_fsdp():
-    held = boxes(spread.hsdp(MODEL, 2, 3), "lm_head.weight")
+    held = boxes(spread.mesh(MODEL, dp_replicate=2, dp_shard=3), "lm_head.weight")
     assert [held[r] for r in (3, 4, 5)] == [held[r] for r in (0, 1, 2)]
 
 
 def test_tp_cuts_outputs_of_some_and_inputs_of_others():
-    made = spread.tp(MODEL, 4)
+    made = spread.mesh(MODEL, tp=4)
     assert boxes(made, "model.layers.0.self_attn.q_proj.weight")[1] == Box((4, 0), (4, 8))
     assert boxes(made, "model.layers.0.self_attn.o_proj.weight")[1] == Box((0, 4), (8, 4))
     assert boxes(made, "model.norm.weight")[1] == Box((0,), (8,))
 
 
 def test_kv_heads_are_copied_where_there_are_more_ranks():
-    held = boxes(spread.tp(MODEL, 8, kv_heads=2), "model.layers.0.self_attn.k_proj.weight")
+    held = boxes(spread.mesh(MODEL, tp=8, kv_heads=2), "model.layers.0.self_attn.k_proj.weight")
     assert [held[r].offset[0] for r in range(8)] == [0, 0, 0, 0, 2, 2, 2, 2]
     assert {b.shape for b in held.values()} == {(2, 8)}
 
 
 def test_ranks_that_are_no_multiple_of_the_kv_heads_are_refused():
     with pytest.raises(LayoutError, match="tp = 6 is no multiple of 4 KV heads"):
-        spread.tp(MODEL, 6, kv_heads=4)
+        spread.mesh(MODEL, tp=6, kv_heads=4)
 
 
 def test_a_vocabulary_is_cut_as_if_it_were_padded():
-    held = boxes(spread.tp(MODEL, 4, vocab_multiple=64), "lm_head.weight")
+    held = boxes(spread.mesh(MODEL, tp=4, vocab_multiple=64), "lm_head.weight")
     assert [b.shape[0] for b in held.values()] == [32, 32, 32, 4]
 
 
 def test_a_rank_of_nothing_but_padding_is_left_out():
-    assert boxes(spread.tp(MODEL, 8, vocab_multiple=256), "lm_head.weight").keys() == {0, 1, 2, 3}
+    assert boxes(spread.mesh(MODEL, tp=8, vocab_multiple=256), "lm_head.weight").keys() == {0, 1, 2, 3}
 
 
 def test_fsdp_over_tp_cuts_what_tp_left():
@@ -84,11 +84,11 @@ def test_fsdp_over_tp_cuts_what_tp_left():
 
 
 def test_context_ranks_cut_parameters_as_fsdp_ranks_do():
-    assert spread.mesh(MODEL, dp_shard=2, cp=2) == spread.fsdp(MODEL, 4)
+    assert spread.mesh(MODEL, dp_shard=2, cp=2) == spread.mesh(MODEL, dp_shard=4)
 
 
 def test_stages_hold_runs_of_layers_with_the_embedding_first_and_the_head_last():
-    made = spread.pp(MODEL, 2)
+    made = spread.mesh(MODEL, pp=2)
     first = {s.name for s, _ in made.held_by(0)}
     assert "model.embed_tokens.weight" in first and "model.layers.1.mlp.down_proj.weight" in first
     assert {s.name for s, _ in made.held_by(1)} == {s.name for s in MODEL} - first
@@ -97,7 +97,7 @@ def test_stages_hold_runs_of_layers_with_the_embedding_first_and_the_head_last()
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(LayoutError, match="4 layers cannot be cut into 5 stages"):
-        spread.pp(MODEL, 5)
+        spread.mesh(MODEL, pp=5)
 
 
 def test_experts_lie_whole_on_neighbours():
@@ -128,19 +128,19 @@ def test_stacked_experts_are_cut_along_dim_0():
 
 
 def test_replicas_count_on_and_are_known():
-    made = spread.replicas(spread.tp(MODEL, 2, first_rank=10), 3)
+    made = spread.replicas(spread.mesh(MODEL, tp=2, first_rank=10), 3)
     assert made.replicas == ((10, 11), (12, 13), (14, 15))
     held = boxes(made, "lm_head.weight")
     assert held[15] == held[11] and list(held) == sorted(held)
 
 
 def test_a_replica_alone_is_what_was_repeated():
-    one = spread.tp(MODEL, 2)
+    one = spread.mesh(MODEL, tp=2)
     assert spread.replicas(one, 3).only([0, 1]) == one
 
 
 def test_ranks_without_replicas_are_one_copy():
-    assert spread.tp(MODEL, 2).copies == ((0, 1),)
+    assert spread.mesh(MODEL, tp=2).copies == ((0, 1),)
 
 
 def test_scalars_are_copied():

@@ -102,14 +102,14 @@ def llama(num_layers=32, hidden=4096, inner=14336, kv=1024, vocab=128256):
 
 LLAMA = llama()
 CASES = {
-    "fsdp8 -> tp4 x 4": (spread.fsdp(LLAMA, 8), spread.tp(LLAMA, 4), 4),
-    "hsdp4x8 -> tp4 x 4": (spread.hsdp(LLAMA, 4, 8), spread.tp(LLAMA, 4), 4),
-    "hsdp4x8 -> tp4": (spread.hsdp(LLAMA, 4, 8), spread.tp(LLAMA, 4), 1),
-    "hsdp2x16 -> tp8 x 3": (spread.hsdp(LLAMA, 2, 16), spread.tp(LLAMA, 8), 3),
-    "ddp8 -> tp1": (spread.ddp(LLAMA, 8), spread.tp(LLAMA, 1), 1),
-    "ddp7 -> tp2 x 3": (spread.ddp(LLAMA, 7), spread.tp(LLAMA, 2), 3),
-    "pp4 ddp3 tp2 -> tp4 x 2": (spread.mesh(LLAMA, pp=4, dp_replicate=3, tp=2), spread.tp(LLAMA, 4), 2),
-    "hsdp3x5 -> pp2 tp2": (spread.hsdp(LLAMA, 3, 5), spread.mesh(LLAMA, pp=2, tp=2), 1),
+    "fsdp8 -> tp4 x 4": (spread.mesh(LLAMA, dp_shard=8), spread.mesh(LLAMA, tp=4), 4),
+    "hsdp4x8 -> tp4 x 4": (spread.mesh(LLAMA, dp_replicate=4, dp_shard=8), spread.mesh(LLAMA, tp=4), 4),
+    "hsdp4x8 -> tp4": (spread.mesh(LLAMA, dp_replicate=4, dp_shard=8), spread.mesh(LLAMA, tp=4), 1),
+    "hsdp2x16 -> tp8 x 3": (spread.mesh(LLAMA, dp_replicate=2, dp_shard=16), spread.mesh(LLAMA, tp=8), 3),
+    "ddp8 -> tp1": (spread.mesh(LLAMA, dp_replicate=8), spread.mesh(LLAMA, tp=1), 1),
+    "ddp7 -> tp2 x 3": (spread.mesh(LLAMA, dp_replicate=7), spread.mesh(LLAMA, tp=2), 3),
+    "pp4 ddp3 tp2 -> tp4 x 2": (spread.mesh(LLAMA, pp=4, dp_replicate=3, tp=2), spread.mesh(LLAMA, tp=4), 2),
+    "hsdp3x5 -> pp2 tp2": (spread.mesh(LLAMA, dp_replicate=3, dp_shard=5), spread.mesh(LLAMA, pp=2, tp=2), 1),
 }
 
 
@@ -138,8 +138,8 @@ def test_replicas_that_plan_alone_are_balanced_together(name):
 
 
 def test_replicas_of_different_kinds_are_balanced_together():
-    source = spread.hsdp(LLAMA, 3, 8)
-    kinds = [spread.tp(LLAMA, 4), spread.tp(LLAMA, 8), spread.mesh(LLAMA, pp=2, tp=2)]
+    source = spread.mesh(LLAMA, dp_replicate=3, dp_shard=8)
+    kinds = [spread.mesh(LLAMA, tp=4), spread.mesh(LLAMA, tp=8), spread.mesh(LLAMA, pp=2, tp=2)]
     plans = [plan(source, kind, bucket_bytes=8 << 20, relay="off", position=i) for i, kind in enumerate(kinds)]
     sent = {rank: sum(made.bytes_out[rank] for made in plans) for rank in source.ranks}
     assert max(sent.values()) <= LIMIT * sum(made.egress_bound for made in plans)
@@ -168,34 +168,39 @@ def test_every_quarter_of_the_layers_is_balanced_among_those_that_hold_it(name, 
 
 def test_the_rows_of_a_tensor_too_big_for_one_owner_are_shared():
     specs = [WeightSpec(name="embed", shape=(1000, 1024), dtype="bfloat16")]
-    made = plan(spread.ddp(specs, 4), Manifest.whole(specs), bucket_bytes=1 << 20)
+    made = plan(spread.mesh(specs, dp_replicate=4), Manifest.whole(specs), bucket_bytes=1 << 20)
     assert made.ratio <= LIMIT
     assert len(made.pairs) == 4
 
 
 def test_units_are_not_split_where_balance_is_good_anyway():
     specs = [WeightSpec(name=f"w{i}", shape=(512, 512), dtype="bfloat16") for i in range(40)]
-    made = plan(spread.ddp(specs, 4), Manifest.whole(specs), bucket_bytes=1 << 30)
+    made = plan(spread.mesh(specs, dp_replicate=4), Manifest.whole(specs), bucket_bytes=1 << 30)
     assert {p.box.shape for stream in made.streams.values() for b in stream for p in b.pieces} == {(512, 512)}
 
 
 def test_tiny_tensors_are_never_split():
     specs = [WeightSpec(name="norm", shape=(4096,), dtype="bfloat16")]
-    made = plan(spread.ddp(specs, 4), Manifest.whole(specs), bucket_bytes=1 << 20)
+    made = plan(spread.mesh(specs, dp_replicate=4), Manifest.whole(specs), bucket_bytes=1 << 20)
     assert [len(b.pieces) for stream in made.streams.values() for b in stream] == [1]
 
 
 def test_a_faster_nic_sends_more():
     specs = [WeightSpec(name=f"w{i}", shape=(64, 64), dtype="bfloat16") for i in range(300)]
     slow, fast = Port(egress=10), Port(egress=20)
-    made = plan(spread.ddp(specs, 2), Manifest.whole(specs), Topology(sources={0: slow, 1: fast}), bucket_bytes=1 << 20)
+    made = plan(
+        spread.mesh(specs, dp_replicate=2),
+        Manifest.whole(specs),
+        Topology(sources={0: slow, 1: fast}),
+        bucket_bytes=1 << 20,
+    )
     assert made.bytes_out[1] == 2 * made.bytes_out[0]
     assert made.ratio == pytest.approx(1.0)
 
 
 def test_owners_on_the_targets_host_are_preferred_at_no_cost_to_balance():
     specs = [WeightSpec(name=f"w{i}", shape=(64, 64), dtype="bfloat16") for i in range(40)]
-    source, fleet = spread.ddp(specs, 2), spread.replicas(Manifest.whole(specs), 1)
+    source, fleet = spread.mesh(specs, dp_replicate=2), spread.replicas(Manifest.whole(specs), 1)
     target = Manifest(tuple(TensorLayout(s, {0: Box((0, 0), (32, 64)), 1: Box((32, 0), (32, 64))}) for s in specs))
     made = plan(source, target, Topology.from_hosts(["a", "b"], ["b", "a"]), bucket_bytes=1 << 20)
     assert made.pairs == ((0, 1), (1, 0))

@@ -13,8 +13,8 @@ SPECS = [
     WeightSpec(name="embed_tokens.weight", shape=(100, 24), dtype="float32"),
     *(WeightSpec(name=f"layers.{i}.up_proj.weight", shape=(64, 24), dtype="bfloat16") for i in range(9)),
 ]
-TRAINERS = spread.hsdp(SPECS, 3, 2)
-FLEET = spread.replicas(spread.tp(SPECS, 2), 3)
+TRAINERS = spread.mesh(SPECS, dp_replicate=3, dp_shard=2)
+FLEET = spread.replicas(spread.mesh(SPECS, tp=2), 3)
 
 
 def fleet_plan():
@@ -24,7 +24,7 @@ def fleet_plan():
 def test_a_join_leaves_all_other_streams_the_same_objects():
     before = fleet_plan()
     streams = dict(before.streams)
-    newcomer = spread.tp(SPECS, 4, first_rank=100)
+    newcomer = spread.mesh(SPECS, tp=4, first_rank=100)
     after = before.join(newcomer)
     assert all(after.streams[pair] is stream for pair, stream in streams.items())
     assert {target for _, target in after.pairs} == {*FLEET.ranks, 100, 101, 102, 103}
@@ -75,4 +75,4 @@ def test_who_leaves_is_known():
 
 def test_who_joins_wants_the_same_tensors():
     with pytest.raises(LayoutError, match=r"the target lacks embed_tokens\.weight"):
-        fleet_plan().join(spread.tp(SPECS[1:], 2, first_rank=10))
+        fleet_plan().join(spread.mesh(SPECS[1:], tp=2, first_rank=10))

@@ -11,8 +11,8 @@ from cosmos_rl_transfer.planning.relay import predecessor, rings, successor
 from cosmos_rl_transfer.planning.topology import Port, Topology
 
 SPECS = [WeightSpec(name=f"layers.{i}.up_proj.weight", shape=(64, 48), dtype="bfloat16") for i in range(12)]
-TRAINERS = spread.fsdp(SPECS, 2)
-FLEET = spread.replicas(spread.tp(SPECS, 2), 3)
+TRAINERS = spread.mesh(SPECS, dp_shard=2)
+FLEET = spread.replicas(spread.mesh(SPECS, tp=2), 3)
 
 
 def made(source=TRAINERS, target=FLEET, relay="on", **options):
@@ -39,7 +39,7 @@ def test_ranks_that_share_only_some_boxes_are_not():
         WeightSpec(name="layers.0.k_proj.weight", shape=(8, 4), dtype="bfloat16"),
         WeightSpec(name="layers.0.q_proj.weight", shape=(8, 4), dtype="bfloat16"),
     ]
-    assert rings(spread.tp(specs, 4, kv_heads=2)) == [(0,), (1,), (2,), (3,)]
+    assert rings(spread.mesh(specs, tp=4, kv_heads=2)) == [(0,), (1,), (2,), (3,)]
 
 
 def test_the_trainers_send_each_byte_once():
@@ -73,9 +73,9 @@ def test_members_of_a_ring_have_the_same_buckets():
 
 @pytest.mark.parametrize(("trainers", "relays"), [(2, True), (5, True), (6, False), (8, False)])
 def test_ranks_relay_by_themselves_only_where_rollout_nics_outnumber_trainer_nics(trainers, relays):
-    found = made(spread.fsdp(SPECS, trainers), relay="auto")
+    found = made(spread.mesh(SPECS, dp_shard=trainers), relay="auto")
     assert found.relay is relays
-    assert ("would not be faster" in found.explain()) is not relays
+    assert ("would not be faster" in found.relay_reason) is not relays
 
 
 def test_slow_rollout_nics_count_for_less():
@@ -85,14 +85,14 @@ def test_slow_rollout_nics_count_for_less():
 
 
 def test_nothing_is_relayed_where_no_two_ranks_want_the_same():
-    found = made(target=spread.tp(SPECS, 4), relay="on")
+    found = made(target=spread.mesh(SPECS, tp=4), relay="on")
     assert not found.relay
-    assert found.bytes_out == made(target=spread.tp(SPECS, 4), relay="off").bytes_out
+    assert found.bytes_out == made(target=spread.mesh(SPECS, tp=4), relay="off").bytes_out
 
 
 def test_a_joining_replica_enters_the_rings():
     before = made()
-    newcomer = spread.tp(SPECS, 2, first_rank=6)
+    newcomer = spread.mesh(SPECS, tp=2, first_rank=6)
     after = before.join(newcomer)
     assert after.ring(6) == (0, 2, 4, 6) and after.ring(7) == (1, 3, 5, 7)
     assert after.bytes_out == before.bytes_out
@@ -102,7 +102,7 @@ def test_a_joining_replica_enters_the_rings():
 
 def test_a_joining_replica_of_another_kind_reads_from_the_trainers():
     before = made()
-    after = before.join(spread.tp(SPECS, 4, first_rank=6))
+    after = before.join(spread.mesh(SPECS, tp=4, first_rank=6))
     assert after.ring(6) == (6,)
     assert sum(after.bytes_out.values()) == 2 * sum(before.bytes_out.values())
 

@@ -106,41 +106,6 @@ def mesh(
     return _in_order(specs, parts)
 
 
-def ddp(specs: Sequence[WeightSpec], num_ranks: int, *, first_rank: int = 0) -> Manifest:
-    """Every rank holds everything."""
-    return mesh(specs, dp_replicate=num_ranks, first_rank=first_rank)
-
-
-def fsdp(specs: Sequence[WeightSpec], num_ranks: int, *, first_rank: int = 0) -> Manifest:
-    """Dim 0 of every tensor is cut over the ranks, unevenly where it must be."""
-    return mesh(specs, dp_shard=num_ranks, first_rank=first_rank)
-
-
-def hsdp(specs: Sequence[WeightSpec], replicate: int, shard: int, *, first_rank: int = 0) -> Manifest:
-    """As fsdp over `shard` ranks, `replicate` times."""
-    return mesh(specs, dp_replicate=replicate, dp_shard=shard, first_rank=first_rank)
-
-
-def tp(
-    specs: Sequence[WeightSpec],
-    num_ranks: int,
-    *,
-    kv_heads: int | None = None,
-    vocab_multiple: int = 1,
-    rules: Rules | None = None,
-    first_rank: int = 0,
-) -> Manifest:
-    """Matrices are cut over the ranks as an engine cuts them."""
-    return mesh(
-        specs, tp=num_ranks, kv_heads=kv_heads, vocab_multiple=vocab_multiple, rules=rules, first_rank=first_rank
-    )
-
-
-def pp(specs: Sequence[WeightSpec], num_stages: int, *, first_rank: int = 0) -> Manifest:
-    """One rank a stage of layers."""
-    return mesh(specs, pp=num_stages, first_rank=first_rank)
-
-
 def stages(specs: Sequence[WeightSpec], count: int) -> list[list[WeightSpec]]:
     """Cut a model into `count` runs of layers; what stands before the layers is in the first, the rest in the last.
 

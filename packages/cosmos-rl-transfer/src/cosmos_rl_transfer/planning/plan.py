@@ -30,8 +30,6 @@ from cosmos_rl_transfer.planning.topology import Topology
 
 __all__ = ["ALIGN", "Bucket", "Piece", "Plan", "aligned", "check_match", "plan", "wire_dtype_of"]
 
-NUM_BUSIEST = 3
-"""Number of ranks in `Plan.explain`."""
 BUCKETS_IN_FLIGHT = 2
 """A rank packs one while another is sent."""
 
@@ -157,26 +155,6 @@ class Plan:
         """SHA-256 over classes, lots and their senders; equal on both sides or the sync does not start."""
         return hashlib.sha256("".join(part.digest for part in self.replicas).encode()).hexdigest()
 
-    def explain(self) -> str:
-        """Return a few lines: bytes, bounds and ratios, busiest ranks, relay and why, memory, digest."""
-        ratio = self.total_bytes / self.lower_bound if self.lower_bound else 1.0
-        classes = sum(len(part.classes) for part in self.replicas)
-        busiest_out, busiest_in = (max(sizes.values(), default=0) for sizes in (self.bytes_out, self.bytes_in))
-        lines = [
-            f"bytes     {readable(self.total_bytes)} to {len(self.bytes_in)} target ranks, lower bound "
-            f"{readable(self.lower_bound)} ({ratio:.3f}x)",
-            f"sources   the busiest of {len(self.bytes_out)} sends {readable(busiest_out)}, lower bound "
-            f"{readable(self.egress_bound)} ({self.ratio:.3f}x)",
-            f"          busiest: {_ranked(self.bytes_out)}",
-            f"targets   the busiest receives {readable(busiest_in)}, as much as it holds",
-            f"time      at best {self._seconds():.3g} s at NIC speed",
-            f"relay     {'yes' if self.relay else 'no'}: {self.relay_reason}",
-            f"memory    at most {readable(self.peak_extra_bytes)} beside the weights, a rank and direction",
-            f"streams   {len(self.pairs)}, planned as {classes} classes of tensors in {len(self.replicas)} replicas",
-            f"digest    {self.digest}",
-        ]
-        return "\n".join(lines)
-
     def join(self, replica: Manifest) -> Plan:
         """Return the plan with one more rollout replica, whose ranks are new. All streams so far stay what they are.
 
@@ -209,12 +187,6 @@ class Plan:
     @cached_property
     def _part_of(self) -> dict[int, ReplicaPlan]:
         return {rank: part for part in self.replicas for rank in part.slot_of}
-
-    def _seconds(self) -> float:
-        """Return the larger of the two bounds, as time."""
-        out = max((self.topology.source(rank).egress for rank in self.bytes_out), default=1)
-        into = max((self.topology.target(rank).ingress for rank in self.bytes_in), default=1)
-        return max(self.egress_bound / out, self.ingress_bound / into)
 
     def _busiest(self, sizes: Mapping[int, int], speeds: Mapping[int, int]) -> int:
         fastest = max(speeds.values(), default=1)
@@ -312,18 +284,3 @@ def _reason(relay: Relay, relays: bool, groups: list[tuple[int, ...]], out: floa
         return "no two target ranks want the same boxes"
     compared = f"{into:,.0f} GB/s into the targets, {out:,.0f} GB/s out of the sources"
     return compared if relays else f"it would not be faster: {compared}"
-
-
-def readable(num_bytes: int) -> str:
-    """Return "1.50 GB", in powers of 1000; below 1 kB in bytes."""
-    size, unit = float(num_bytes), "B"
-    for larger in ("kB", "MB", "GB", "TB"):
-        if size < 1000:
-            break
-        size, unit = size / 1000, larger
-    return f"{num_bytes} B" if unit == "B" else f"{size:.2f} {unit}"
-
-
-def _ranked(sizes: Mapping[int, int]) -> str:
-    ranked = sorted(sizes.items(), key=lambda item: (-item[1], item[0]))[:NUM_BUSIEST]
-    return ", ".join(f"rank {rank} {readable(size)}" for rank, size in ranked)
