@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -195,3 +196,61 @@ def rows_of():
         return [json.loads(line) for line in lines]
 
     return rows
+
+
+SAMPLED = ("rollout", "reward", "sync")
+"""Sections that a supervised run has no use for."""
+
+
+@pytest.fixture(scope="session")
+def demonstrations(tmp_path_factory):
+    from cosmos_rl_vla.data.recording.record import record
+
+    path = tmp_path_factory.mktemp("reach") / "demos"
+    options = {"image_size": 16, "max_steps": 20}
+    record(path, simulator="reach", tasks=("red",), episodes_per_task=2, options=options, processes=1, slots=1)
+    return path
+
+
+def _reach(demonstrations):
+    """PPO of a tiny pi0.5, and imitation of the demonstrations."""
+    model = {"family": "pi05", "action_dim": 2, "state_dim": 2, "horizon": 4, "num_steps": 2, "stats": "unit"}
+    policy = {"prompts_per_step": 2, "microbatch_terms": 64, "threads": 1}
+    rl = {
+        "model": model,
+        "data": {"simulator": "reach", "tasks": ["red"], "options": {"image_size": 16, "max_steps": 12}},
+        "algorithm": {"name": "ppo"},
+        "policy": policy,
+        "rollout": {
+            "group_size": 1,
+            "threads": 1,
+            "sampling": {"max_steps": 8},
+            "options": {"processes": 1, "slots": 2},
+        },
+        "reward": {"functions": [{"name": "success"}]},
+    }
+    sft = {"model": model, "data": {"demos": str(demonstrations)}, "algorithm": {"name": "sft"}, "policy": policy}
+    return {"rl": rl, "sft": sft}
+
+
+@pytest.fixture
+def recipe_of(request):
+    """A small recipe of every domain: `recipe_of("llm", "sft")`."""
+    return partial(_recipe, request)
+
+
+def _recipe(request, domain, algorithm):
+    if domain == "vla":
+        tables = {"run": {"domain": "vla"}, **_reach(request.getfixturevalue("demonstrations"))[algorithm]}
+    elif domain == "wfm":
+        from wfm_fixtures import recipe
+
+        tables = recipe()
+    else:
+        tables = request.getfixturevalue({"llm": "sums", "tiny": "bandit"}[domain])("unused")
+    if algorithm == "sft" and domain != "vla":
+        tables = {name: table for name, table in tables.items() if name not in SAMPLED}
+        tables["algorithm"] = {"name": "sft"}
+        if domain == "llm":
+            tables["data"] = {**tables["data"], "response_column": "answer"}
+    return {**tables, "logging": {"sinks": ["jsonl"]}}

@@ -10,60 +10,8 @@ import json
 from itertools import product
 
 import pytest
-from wfm_fixtures import recipe as clips_recipe
-
-from cosmos_rl_vla.data.recording.record import record
 
 pytestmark = pytest.mark.ci
-
-SAMPLED = ("rollout", "reward", "sync")
-"""Sections that a supervised run has no use for."""
-
-
-@pytest.fixture(scope="session")
-def demonstrations(tmp_path_factory):
-    path = tmp_path_factory.mktemp("reach") / "demos"
-    options = {"image_size": 16, "max_steps": 20}
-    record(path, simulator="reach", tasks=("red",), episodes_per_task=2, options=options, processes=1, slots=1)
-    return path
-
-
-def reach(demonstrations):
-    """PPO of a tiny pi0.5, and imitation of the demonstrations."""
-    model = {"family": "pi05", "action_dim": 2, "state_dim": 2, "horizon": 4, "num_steps": 2, "stats": "unit"}
-    policy = {"prompts_per_step": 2, "microbatch_terms": 64, "threads": 1}
-    rl = {
-        "model": model,
-        "data": {"simulator": "reach", "tasks": ["red"], "options": {"image_size": 16, "max_steps": 12}},
-        "algorithm": {"name": "ppo"},
-        "policy": policy,
-        "rollout": {
-            "group_size": 1,
-            "threads": 1,
-            "sampling": {"max_steps": 8},
-            "options": {"processes": 1, "slots": 2},
-        },
-        "reward": {"functions": [{"name": "success"}]},
-    }
-    sft = {"model": model, "data": {"demos": str(demonstrations)}, "algorithm": {"name": "sft"}, "policy": policy}
-    return {"rl": rl, "sft": sft}
-
-
-def recipe_of(domain, algorithm, request):
-    """The tables of a run of two steps."""
-    if domain == "vla":
-        tables = {"run": {"domain": "vla"}, **reach(request.getfixturevalue("demonstrations"))[algorithm]}
-    elif domain == "wfm":
-        tables = clips_recipe()
-    else:
-        tables = request.getfixturevalue({"llm": "sums", "tiny": "bandit"}[domain])("unused")
-    if algorithm == "sft" and domain != "vla":
-        tables = {name: table for name, table in tables.items() if name not in SAMPLED}
-        tables["algorithm"] = {"name": "sft"}
-        if domain == "llm":
-            tables["data"] = {**tables["data"], "response_column": "answer"}
-    return {**tables, "logging": {"sinks": ["jsonl"]}}
-
 
 QUICK = {("llm", "inline", "rl"), ("vla", "inline", "rl"), ("wfm", "inline", "rl")}
 """Where two roles of a domain with large libraries are built in one process."""
@@ -74,8 +22,8 @@ CASES = [
 
 
 @pytest.mark.parametrize(("domain", "placement", "algorithm"), CASES)
-def test_two_steps_from_a_fresh_process(tmp_path, domain, placement, algorithm, request, start, write_recipe):
-    tables = recipe_of(domain, algorithm, request)
+def test_two_steps_from_a_fresh_process(tmp_path, domain, placement, algorithm, recipe_of, start, write_recipe):
+    tables = recipe_of(domain, algorithm)
     tables["run"] = {**tables["run"], "placement": placement, "max_steps": 2, "output_dir": str(tmp_path / "run")}
     process = start("run", write_recipe(tmp_path / "run.toml", tables))
     printed, errors = process.communicate(timeout=150)

@@ -1,0 +1,112 @@
+"""The pretend CUDA device computes as the CPU does, and counts what CUDA would refuse or wait for."""
+
+import threading
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from cosmos_rl_core.testing.pretend_cuda import CUDA, PretendTensor, pretend_cuda
+
+pytestmark = pytest.mark.cuda_dry
+
+
+@pytest.fixture
+def record():
+    with pretend_cuda() as record:
+        yield record
+
+
+def test_a_model_trains_to_the_same_values_as_on_the_cpu(record):
+    def train(device):
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(torch.nn.Embedding(7, 4), torch.nn.Linear(4, 2)).to(device)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+        for tokens in torch.tensor([[0, 3, 3], [6, 2, 0]]):
+            optimizer.zero_grad()
+            model(tokens.to(device)).square().sum().backward()
+            optimizer.step()
+        return [parameter.detach().cpu() for parameter in model.parameters()]
+
+    on_cpu, on_gpu = train("cpu"), train("cuda")
+    assert all(torch.equal(a, b) for a, b in zip(on_cpu, on_gpu))
+    assert not record.mismatches
+    assert record.streams["to the GPU, default stream, MainThread"] == 3 + 2  # parameters, tokens
+
+
+def test_the_device_is_that_of_every_result(record):
+    values = torch.randn(3, 4, device="cuda")
+    made = [values + 1, values.new_zeros(2), torch.zeros_like(values), torch.tensor([1.0], device="cuda"), values[0]]
+    made += [torch.arange(3, device=CUDA), values.cuda(), values.to(torch.float64), torch.as_tensor([2], device="cuda")]
+    assert {(type(tensor), tensor.device, tensor.is_cuda) for tensor in made} == {(PretendTensor, CUDA, True)}
+    assert type(values.cpu()) is torch.Tensor
+    with pytest.raises(TypeError, match="numpy"):
+        values.numpy()
+
+
+@pytest.mark.parametrize(
+    ("counter", "work"),
+    [
+        ("mismatches", lambda gpu: gpu + torch.ones(4)),
+        ("mismatches", lambda gpu: torch.ones(4)[gpu.long()]),
+        ("synchronisations", lambda gpu: gpu[0].item()),
+        ("synchronisations", lambda gpu: gpu.tolist()),
+        ("synchronisations", lambda gpu: gpu.nonzero()),
+        ("synchronisations", lambda gpu: gpu[gpu > 0]),
+        ("synchronisations", lambda gpu: torch.empty(4).copy_(gpu)),
+        ("synchronisations", lambda gpu: torch.empty(4).copy_(gpu, non_blocking=True)),  # not pinned
+        ("uploads", lambda gpu: torch.ones(4).to("cuda")),
+        ("uploads", lambda gpu: gpu[torch.tensor([0, 1])]),
+        ("stray", lambda gpu: gpu.to("cpu", non_blocking=True)),
+    ],
+)
+def test_each_kind_of_event_is_counted_once(record, counter, work):
+    gpu = torch.zeros(4, device="cuda")
+    if counter != "stray":
+        torch.cuda.set_device(0)
+    record.clear()
+    work(gpu)
+    counts = {name: count.total() for name, count in vars(record).items() if count and name != "streams"}
+    assert counts == {counter: 1}, record
+
+
+def test_pinned_memory_is_copied_without_waiting(record):
+    def work():
+        torch.cuda.set_device(0)
+        with torch.cuda.stream(torch.cuda.Stream()):
+            gpu = torch.ones(4).pin_memory().to("cuda", non_blocking=True)
+            torch.empty(4).pin_memory().copy_(gpu, non_blocking=True)
+
+    thread = threading.Thread(target=work, name="side")
+    thread.start()
+    thread.join()
+    assert record.streams == {"to the GPU, side stream, side": 1, "to the host, side stream, side": 1}
+    assert not record.synchronisations, record
+    assert not record.uploads, record
+    assert not record.stray, record
+
+
+@pytest.mark.parametrize(
+    ("dtype", "heads", "masked", "dim", "falls"),
+    [
+        (torch.bfloat16, 2, False, 64, False),  # flash
+        (torch.bfloat16, 2, True, 64, True),
+        (torch.float32, 2, False, 64, True),
+        (torch.float32, 4, True, 64, False),  # memory-efficient
+        (torch.bfloat16, 2, False, 320, True),
+    ],
+)
+def test_attention_without_a_fused_kernel_is_counted(record, dtype, heads, masked, dim, falls):
+    query = torch.zeros(1, 4, 8, dim, device="cuda", dtype=dtype)
+    key = torch.zeros(1, heads, 8, dim, device="cuda", dtype=dtype)
+    mask = torch.zeros(8, 8, device="cuda", dtype=dtype) if masked else None
+    F.scaled_dot_product_attention(query, key, key, attn_mask=mask, is_causal=not masked, enable_gqa=True)
+    assert bool(record.math_attention) == falls
+
+
+def test_torch_is_as_before_afterwards():
+    with pretend_cuda():
+        assert torch.cuda.is_available()
+    assert not torch.cuda.is_available()
+    assert torch.ones(2).pin_memory is not None
+    assert not torch.ones(2).is_pinned()

@@ -1,0 +1,27 @@
+"""Whole runs on a pretend CUDA device: values are real, and whatever CUDA would object to is counted."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+
+from cosmos_rl_core import run
+from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+
+pytestmark = pytest.mark.cuda_dry
+
+RUNS = [(domain, algorithm) for domain in ("llm", "vla", "wfm") for algorithm in ("rl", "sft")]
+
+
+@pytest.mark.parametrize(("domain", "algorithm"), RUNS)
+def test_a_run_mixes_no_devices(tmp_path, domain, algorithm, recipe_of):
+    for part in ("build", "domain"):  # before torch sees a GPU
+        importlib.import_module(f"cosmos_rl_{domain}.{part}")
+    tables = recipe_of(domain, algorithm)
+    tables["run"] |= {"placement": "inline", "max_steps": 2, "output_dir": str(tmp_path / "run")}
+    with pretend_cuda() as record:
+        result = run(tables)
+    assert len(result.metrics) == 2
+    assert record.streams, "nothing ran on the device"
+    assert not record.mismatches, record
