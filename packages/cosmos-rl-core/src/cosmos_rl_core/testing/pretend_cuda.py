@@ -11,8 +11,8 @@ and the current device are recorded per thread. Each event is counted by the lin
     mismatches        operations that mix cuda:0 with CPU tensors; they raise on CUDA
     synchronisations  copies to the host, data-dependent shapes, .item(): the host waits for the GPU
     uploads           copies from pageable host memory: the host waits for the copy
-    stray             work of a thread on another device or stream than it set: copies to the host in a thread that
-                      never called `torch.cuda.set_device`
+    stray             copies to the host in a thread that never called `torch.cuda.set_device`: with several GPUs it
+                      would wait for another one's work
     math_attention    scaled_dot_product_attention that no fused kernel takes: scores of [L, L] in memory
 
 It does not emulate time, memory, or races between streams. Operations run on the CPU in the order of their calls.
@@ -22,285 +22,17 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import traceback
-from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
-CUDA = torch.device("cuda", 0)
-_aten = torch.ops.aten
-_SYNCHRONISING = {
-    _aten.nonzero.default,
-    _aten.bincount.default,
-    _aten.unique_consecutive.default,
-    _aten._unique2.default,
-    _aten.masked_select.default,
-    _aten.repeat_interleave.Tensor,
-    _aten.equal.default,
-    _aten._local_scalar_dense.default,
-}
-"""Operations whose result, or its shape, the host must wait for."""
-_INDEXING = {
-    _aten.index.Tensor,
-    _aten.index_put.default,
-    _aten.index_put_.default,
-    _aten._index_put_impl_.default,
-}
-"""Operations that accept CPU indices beside CUDA values; they copy them."""
-
-
-@dataclass
-class Record:
-    """Counts by "file:line source (thread)"."""
-
-    mismatches: Counter[str] = field(default_factory=Counter)
-    synchronisations: Counter[str] = field(default_factory=Counter)
-    uploads: Counter[str] = field(default_factory=Counter)
-    stray: Counter[str] = field(default_factory=Counter)
-    math_attention: Counter[str] = field(default_factory=Counter)
-    streams: Counter[str] = field(default_factory=Counter)
-    """Copies between host and GPU by "direction, stream, thread"."""
-
-    def clear(self) -> None:
-        """Forget everything counted so far, for instance during start-up."""
-        for counts in vars(self).values():
-            counts.clear()
-
-    def __str__(self) -> str:
-        lines = []
-        for name, counts in vars(self).items():
-            lines.append(f"{name}: {counts.total()}")
-            lines += [f"  {count:5d}  {place}" for place, count in counts.most_common()]
-        return "\n".join(lines)
-
-
-class PretendTensor(Tensor):
-    """A tensor on the pretend device around the CPU tensor `held`."""
-
-    held: Tensor
-    record: Record
-
-    @staticmethod
-    def __new__(cls: type[PretendTensor], held: Tensor, record: Record) -> PretendTensor:
-        self = Tensor._make_wrapper_subclass(  # pyright: ignore[reportAttributeAccessIssue]
-            cls,
-            held.size(),
-            strides=held.stride(),
-            storage_offset=held.storage_offset(),
-            dtype=held.dtype,
-            layout=held.layout,
-            device=torch.device("cpu"),
-        )
-        self.held, self.record = held, record
-        return self
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore
-
-    @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        record = next(leaf.record for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, PretendTensor))
-        return _Operation(record, func, args, kwargs or {}).run()
-
-    @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return CUDA
-
-    @property
-    def is_cuda(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return True
-
-    @property
-    def is_cpu(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return False
-
-    def get_device(self) -> int:
-        return 0
-
-    def __repr__(self) -> str:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return f"{self.held!r} on cuda:0"
-
-    def numpy(self, *args: Any, **options: Any) -> Any:
-        raise TypeError("can't convert cuda:0 device type tensor to numpy. Use Tensor.cpu() first")
-
-    def __array__(self, *args: Any, **options: Any) -> Any:
-        return self.numpy()
-
-    def data_ptr(self) -> int:
-        return self.held.data_ptr()
-
-    def untyped_storage(self) -> torch.UntypedStorage:
-        return self.held.untyped_storage()
-
-    def tolist(self) -> Any:
-        _count(self.record.synchronisations, "tolist")
-        return self.held.tolist()
-
-    def item(self) -> Any:
-        _count(self.record.synchronisations, "item")
-        return self.held.item()
-
-    def __bool__(self) -> bool:
-        _count(self.record.synchronisations, "bool")
-        return bool(self.held)
-
-    def pin_memory(self, *args: Any) -> Tensor:
-        raise RuntimeError("cannot pin 'torch.cuda.FloatTensor', only dense CPU tensors can be pinned")
-
-    def cuda(self, *args: Any, **options: Any) -> Tensor:
-        return self
-
-    def cpu(self, *args: Any, **options: Any) -> Tensor:
-        return self.to("cpu")
-
-    def to(self, *args: Any, **options: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """As Tensor.to; a copy to the CPU synchronises unless it is non_blocking."""
-        device, dtype, blocking, copies = _target(args, options)
-        if device is not None and device.type == "cpu":
-            if blocking:
-                _count(self.record.synchronisations, "copy to the host")
-            _check_thread(self.record, "copy to the host")
-            found = _ToHost.apply(self)
-            return found if dtype is None else found.to(dtype)
-        if copies:
-            return self.clone() if dtype in (None, self.dtype) else Tensor.to(self, dtype)
-        return self if dtype in (None, self.dtype) else Tensor.to(self, dtype)
-
-
-class _ToHost(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: PretendTensor) -> Tensor:
-        ctx.record = tensor.record
-        return tensor.held.detach().clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return PretendTensor(grad, ctx.record)
-
-
-def _target(args: tuple, options: dict[str, Any]) -> tuple[torch.device | None, torch.dtype | None, bool, bool]:
-    """Device, dtype, blocking and copy of the arguments of Tensor.to."""
-    device, dtype = options.get("device"), options.get("dtype")
-    flags = [arg for arg in args if isinstance(arg, bool)]
-    for arg in args:
-        if isinstance(arg, Tensor):
-            device, dtype = arg.device, arg.dtype
-        elif isinstance(arg, torch.dtype):
-            dtype = arg
-        elif isinstance(arg, str | torch.device | int) and not isinstance(arg, bool):
-            device = arg
-    blocking = not options.get("non_blocking", bool(flags) and flags[0])
-    copies = bool(options.get("copy", len(flags) > 1 and flags[1]))
-    device = torch.device("cuda", device) if isinstance(device, int) else device
-    return None if device is None else torch.device(device), dtype, blocking, copies
-
-
-class _Operation:
-    """One operator call on tensors of which some may be on the pretend device."""
-
-    def __init__(self, record: Record, func: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        self.record, self.func, self.args, self.kwargs = record, func, args, kwargs
-        tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
-        self.on_gpu = any(isinstance(tensor, PretendTensor) for tensor in tensors)
-        # CUDA accepts CPU tensors without dimensions beside its own
-        self.on_host = any(not isinstance(tensor, PretendTensor) and tensor.dim() > 0 for tensor in tensors)
-        device = kwargs.get("device")
-        self.target = None if device is None else torch.device(device).type
-        self.in_autograd = _in_autograd()
-        if self.in_autograd and self.on_gpu and self.target == "cpu":
-            self.target = "cuda"  # a gradient made by autograd, which takes the device of `held`
-
-    def run(self) -> Any:
-        """Count what CUDA would object to or wait for, compute on the CPU, wrap the results."""
-        self._count()
-        kwargs = dict(self.kwargs)
-        if self.target == "cuda":
-            kwargs["device"] = torch.device("cpu")
-        kwargs.pop("pin_memory", None)
-        args, kwargs = pytree.tree_map(
-            lambda leaf: leaf.held if isinstance(leaf, PretendTensor) else leaf, (self.args, kwargs)
-        )
-        with unset_fake_temporarily():
-            found = self.func(*args, **kwargs)
-        return self._wrapped(found, args)
-
-    def _wrapped(self, found: Any, args: tuple) -> Any:
-        written = self.func._schema.arguments and self.func._schema.arguments[0].alias_info
-        if written is not None and written and written.is_write and args and found is args[0]:
-            return self.args[0]  # in place: the same object as came in
-        target = self.target or ("cuda" if self.on_gpu else "cpu")
-        if self.func in _INDEXING and not isinstance(self.args[0], PretendTensor) and not self.in_autograd:
-            target = "cpu"
-        if target == "cpu":
-            return found
-        return pytree.tree_map(lambda leaf: PretendTensor(leaf, self.record) if type(leaf) is Tensor else leaf, found)
-
-    def _count(self) -> None:
-        record, name = self.record, self.func.overloadpacket.__name__
-        if self.func is _aten.copy_.default:
-            self._count_copy(*self.args[:2], blocking=not (len(self.args) > 2 and self.args[2]))
-        elif self.func is _aten._to_copy.default:
-            blocking = not self.kwargs.get("non_blocking", False)
-            if self.on_gpu and self.target == "cpu":
-                self._count_download(blocking)
-            elif not self.on_gpu and self.target == "cuda":
-                self._count_upload(self.args[0], blocking)
-        elif self.in_autograd:
-            pass
-        elif self.on_gpu and self.func in _INDEXING:
-            self._count_index()
-        elif self.on_gpu and self.on_host:
-            _count(record.mismatches, name)
-        if self.on_gpu and self.func in _SYNCHRONISING:
-            _count(record.synchronisations, name)
-
-    def _count_copy(self, target: Tensor, source: Tensor, *, blocking: bool) -> None:
-        if isinstance(target, PretendTensor) and not isinstance(source, PretendTensor) and source.dim() > 0:
-            self._count_upload(source, blocking)
-        elif isinstance(source, PretendTensor) and not isinstance(target, PretendTensor):
-            self._count_download(blocking or not is_pinned(target))
-
-    def _count_upload(self, source: Tensor, blocking: bool) -> None:
-        if blocking or not is_pinned(source):
-            _count(self.record.uploads, "copy to the GPU")
-        _count_stream(self.record, "to the GPU")
-
-    def _count_download(self, blocking: bool) -> None:
-        if blocking:
-            _count(self.record.synchronisations, "copy to the host")
-        _check_thread(self.record, "copy to the host")
-
-    def _count_index(self) -> None:
-        values, indices = self.args[0], [index for index in self.args[1] if index is not None]
-        if not isinstance(values, PretendTensor):
-            _count(self.record.mismatches, "CUDA index of a CPU tensor")
-            return
-        if any(not isinstance(index, PretendTensor) and index.dim() > 0 for index in indices):
-            _count(self.record.uploads, "CPU index of a CUDA tensor")
-        if any(index.dtype == torch.bool for index in indices):
-            _count(self.record.synchronisations, "index by a mask")
-        if len(self.args) > 2 and not isinstance(self.args[2], PretendTensor) and self.args[2].dim() > 0:
-            _count(self.record.mismatches, "CPU values into a CUDA tensor")
-
-
-class _Dispatch(TorchDispatchMode):
-    """Sees operations without tensors of the pretend device too: factories and copies to it."""
-
-    def __init__(self, record: Record) -> None:
-        super().__init__()
-        self.record = record
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        return _Operation(self.record, func, args, kwargs or {}).run()
-
+from cosmos_rl_core.testing.pretend_record import HERE, Record
+from cosmos_rl_core.testing.pretend_tensor import CUDA, PINNED, Dispatch, PretendTensor, is_pinned, pin
 
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 """Functions that copy Python or numpy data."""
@@ -351,7 +83,9 @@ class _Calls(TorchFunctionMode):
         efficient = not enable_gqa or key.shape[1] == query.shape[1]
         if isinstance(query, PretendTensor) and not flash and not efficient:
             shape = f"{list(query.shape)} {query.dtype}".replace("torch.", "")
-            _count(self.record.math_attention, f"{'masked' if attn_mask is not None else 'causal'} {shape}, grouped")
+            self.record.count(
+                self.record.math_attention, f"{'masked' if attn_mask is not None else 'causal'} {shape}, grouped"
+            )
 
 
 class _Stream:
@@ -369,12 +103,13 @@ class _Stream:
         return True
 
     def __enter__(self) -> _Stream:
-        _HERE.before = [*getattr(_HERE, "before", []), getattr(_HERE, "stream", _DEFAULT)]
-        _HERE.stream = self
+        HERE.before = [*getattr(HERE, "before", []), getattr(HERE, "stream_object", _DEFAULT)]
+        HERE.stream_object, HERE.stream = self, self.name
         return self
 
     def __exit__(self, *error: object) -> None:
-        _HERE.stream = _HERE.before.pop()
+        HERE.stream_object = HERE.before.pop()
+        HERE.stream = HERE.stream_object.name
 
 
 class _Event:
@@ -392,8 +127,6 @@ class _Event:
     record = wait = synchronize = lambda self, *args: None
 
 
-_HERE = threading.local()
-"""The current device and stream of each thread."""
 _DEFAULT = _Stream(name="default stream")
 
 
@@ -404,30 +137,15 @@ class _Device:
         pass
 
     def __enter__(self) -> None:
-        self._before = getattr(_HERE, "device", None)
-        _HERE.device = 0
+        self._before = getattr(HERE, "device", None)
+        HERE.device = 0
 
     def __exit__(self, *error: object) -> None:
-        _HERE.device = self._before
+        HERE.device = self._before
 
 
 def _set_device(device: Any) -> None:
-    _HERE.device = 0
-
-
-def is_pinned(tensor: Tensor, *args: Any) -> bool:
-    """Whether the tensor was pinned inside `pretend_cuda`."""
-    return tensor.untyped_storage().data_ptr() in _PINNED
-
-
-_PINNED: dict[int, Tensor] = {}
-"""Tensors that were pinned, by the address of their storage: kept, so that an address is not used again."""
-
-
-def _pin(tensor: Tensor, *args: Any) -> Tensor:
-    pinned = tensor.clone()
-    _PINNED[pinned.untyped_storage().data_ptr()] = pinned
-    return pinned
+    HERE.device = 0
 
 
 def _patches() -> dict[str, Any]:
@@ -444,7 +162,7 @@ def _patches() -> dict[str, Any]:
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
         "set_rng_state": lambda state, device=None: None,
         "manual_seed_all": lambda seed: None,
-        "current_stream": lambda device=None: getattr(_HERE, "stream", _DEFAULT),
+        "current_stream": lambda device=None: getattr(HERE, "stream_object", _DEFAULT),
         "default_stream": lambda device=None: _DEFAULT,
         "set_device": _set_device,
         "synchronize": lambda device=None: None,
@@ -472,11 +190,11 @@ def pretend_cuda() -> Iterator[Record]:
     with contextlib.ExitStack() as stack:
         for name, value in _patches().items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
-        stack.enter_context(mock.patch.object(Tensor, "pin_memory", _pin))
+        stack.enter_context(mock.patch.object(Tensor, "pin_memory", pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
-        stack.callback(_PINNED.clear)
-        _HERE.__dict__.clear()
+        stack.callback(PINNED.clear)
+        HERE.__dict__.clear()
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # nn.Module.to replaces CPU parameters
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
@@ -488,34 +206,5 @@ def pretend_cuda() -> Iterator[Record]:
 @contextlib.contextmanager
 def _modes(record: Record) -> Iterator[None]:
     # FakeTensorMode is there for one effect: factories with device="cuda" do not try to initialise CUDA.
-    with FakeTensorMode(allow_non_fake_inputs=True), _Dispatch(record), _Calls(record):
+    with FakeTensorMode(allow_non_fake_inputs=True), Dispatch(record), _Calls(record):
         yield
-
-
-def _check_thread(record: Record, event: str) -> None:
-    """Count a copy in a thread that has not chosen its device: with several GPUs it would wait for another one's."""
-    if getattr(_HERE, "device", None) is None:
-        _count(record.stray, f"{event}, no device set")
-    _count_stream(record, "to the host")
-
-
-def _count_stream(record: Record, direction: str) -> None:
-    record.streams[f"{direction}, {getattr(_HERE, 'stream', _DEFAULT).name}, {threading.current_thread().name}"] += 1
-
-
-def _count(counter: Counter[str], event: str) -> None:
-    counter[f"{_place()}: {event} ({threading.current_thread().name})"] += 1
-
-
-def _place() -> str:
-    """The innermost line of our packages, or of the caller where there is none."""
-    frames = [frame for frame in traceback.extract_stack() if not frame.filename.endswith("pretend_cuda.py")]
-    ours = [frame for frame in frames if "/cosmos_rl_" in frame.filename and "/tests/" not in frame.filename]
-    frame = (ours or [frame for frame in frames if "/torch/" not in frame.filename])[-1]
-    return f"{frame.filename.rpartition('/src/')[2].rpartition('site-packages/')[2]}:{frame.lineno} {frame.line}"
-
-
-def _in_autograd() -> bool:
-    """Whether autograd's own backward formulas call, which make zeros for missing gradients; not those in Python."""
-    node = torch._C._current_autograd_node()
-    return node is not None and not isinstance(node, torch.autograd.function.BackwardCFunction)
