@@ -29,7 +29,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import Sample, pack_batch
-from cosmos_rl_llm.engines.probe import check_generation
+from cosmos_rl_llm.engines.torch.engine import check_generation
 from cosmos_rl_llm.model.miniature import VOCABULARY, miniature
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import plain_logprobs

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_llm.engines.vllm.weight_map.chart import is_repeatable, lands
 from cosmos_rl_llm.engines.vllm.weight_map.place import Place
-from cosmos_rl_llm.engines.vllm.weight_map.replay import is_repeatable, lands
 from cosmos_rl_transfer.layout.manifest import Box
 
 Load = Callable[["Model", Tensor], object]

@@ -11,7 +11,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.rewards import REWARDS
-from cosmos_rl_llm.rewards.answers import (
+from cosmos_rl_llm.rewards.math import (
     as_number,
     equivalent,
     final_answer,

@@ -16,9 +16,8 @@ from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMLoraSection
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import load_model, make_model, named_weights
-from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
+from cosmos_rl_llm.policy.pipelined import PassThrough, PipelinedPolicy, cut_model
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.policy.stages import PassThrough, cut_model
 from cosmos_rl_llm.tiny import write_tiny_model
 
 INTERLEAVED = {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}

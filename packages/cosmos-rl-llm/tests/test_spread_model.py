@@ -17,8 +17,8 @@ from cosmos_rl_llm.build import has_same_names
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import empty_model, make_model
+from cosmos_rl_llm.policy.parallelize import check_sizes
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
-from cosmos_rl_llm.policy.tensor_plan import check_sizes
 from cosmos_rl_llm.tiny import write_tokenizer
 
 

@@ -12,10 +12,9 @@ from transformers import PreTrainedTokenizerFast
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMDataConfig, Overlong
-from cosmos_rl_llm.data.chat import Chat
+from cosmos_rl_llm.data.chat import Chat, encode_turns
+from cosmos_rl_llm.data.collate import collate_sft, encode_row
 from cosmos_rl_llm.data.rows import load_rows
-from cosmos_rl_llm.data.supervised import collate_sft, encode_row
-from cosmos_rl_llm.data.turns import encode_turns
 
 WORDS = ["</s>", "<user>", "<assistant>", "<unk>", *"0123456789 "]
 TEMPLATE = (

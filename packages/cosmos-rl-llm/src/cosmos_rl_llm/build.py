@@ -23,7 +23,7 @@ from cosmos_rl_llm.model.causal_lm import empty_model, load_model, named_weights
 from cosmos_rl_llm.model.checkpoint import read_specs, resolve
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
-from cosmos_rl_llm.policy.text_policy import TextPolicy
+from cosmos_rl_llm.policy.policy import TextPolicy
 
 
 def build_policy(

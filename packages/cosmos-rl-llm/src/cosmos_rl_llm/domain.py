@@ -21,8 +21,7 @@ from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBat
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, spread
-from cosmos_rl_llm.model.checkpoint import read_specs, resolve
-from cosmos_rl_llm.model.shape import read_shape
+from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve
 from cosmos_rl_llm.rewards import REWARDS
 
 if TYPE_CHECKING:
@@ -33,7 +32,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.parallel.shape import ModelShape
     from cosmos_rl_llm.data.chat import Chat
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
-    from cosmos_rl_llm.policy.text_policy import TextPolicy
+    from cosmos_rl_llm.policy.policy import TextPolicy
 
 
 CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
@@ -132,7 +131,7 @@ class LLMDomain(DomainBase):
         self, prompts: Sequence[Prompt], *, data: LLMDataConfig, policy: TextPolicy, microbatch_terms: int, share: Share
     ) -> TrainBatch:
         """Pack rows with their wanted responses; the loss covers the assistant's turns and the end of each."""
-        from cosmos_rl_llm.data.supervised import collate_sft
+        from cosmos_rl_llm.data.collate import collate_sft
 
         rows = [prompt.row for prompt in prompts]
         return collate_sft(rows, chat=policy.chat, microbatch_terms=microbatch_terms, share=share)

@@ -3,21 +3,158 @@
     float8 -> oneDNN -> experts (ep) -> matrices (tp) -> recomputation, offload, compile -> fully_shard
 
 A single process runs only the steps that need no other rank.
+
+Tensor parallelism: transformers' `base_model_tp_plan` of each family lists its column-wise and row-wise linear layers.
+Every part of a decoder layer with such layers becomes a region (core's `parallel.tensor`), which determines the rest.
+
+    embed_tokens     vocabulary                   layers.i.self_attn   region: q, k, v columns, o rows, others whole
+    layers.i.*norm   whole                        layers.i.mlp         region: gate, up columns, down rows
+    norm             whole                          with experts       region: experts as they are, the router whole
+    lm_head          vocabulary (`TermModel` reads it)
 """
 
 from __future__ import annotations
 
+import re
+from collections.abc import Collection, Mapping
+
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.axes.linear import use_onednn
+from cosmos_rl_core.parallel.axes.tensor import (
+    TensorAxis,
+    cut_columns,
+    cut_rows,
+    cut_vectors,
+    cut_vocabulary,
+    region,
+    replicate,
+    whole_sequence,
+)
 from cosmos_rl_core.parallel.lora import adapter_layers
 from cosmos_rl_core.parallel.memory.float8 import use_float8
 from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_llm.model.causal_lm import decoder_layers
 from cosmos_rl_llm.policy.context import check_heads
 from cosmos_rl_llm.policy.experts import spread_experts
+from cosmos_rl_llm.policy.lora import with_adapters
 from cosmos_rl_llm.policy.packing import install_attention
-from cosmos_rl_llm.policy.tensor_plan import spread_tensors
 from cosmos_rl_llm.policy.token_model import TermModel
+
+Styles = Mapping[nn.Module, str]
+"""Styles of sharded modules: "colwise", "rowwise" or "per_head"."""
+
+_CUT = {"colwise": cut_columns, "rowwise": cut_rows, "per_head": cut_vectors}
+_FOLLOWS = {"replicated_with_grad_allreduce", "mla_kv_a_proj"}
+"""Styles of unsharded modules in a region: no change."""
+
+_VOCABULARY = ("embed_tokens", "embedding_rowwise")
+"""Handled by `_spread_vocabulary`; until 5.20 transformers plans it for every model with a tied head."""
+
+_ATTENTION = {"q_proj": "colwise", "k_proj": "colwise", "v_proj": "colwise", "o_proj": "rowwise"}
+_LATENT_ATTENTION = {"q_proj": "colwise", "q_b_proj": "colwise", "kv_b_proj": "colwise", "o_proj": "rowwise"}
+_LEFT_OUT: Mapping[str, Mapping[str, str]] = {
+    "deepseek_v3": {f"layers.*.self_attn.{name}": style for name, style in _LATENT_ATTENTION.items()},
+    "gpt_oss": {f"layers.*.self_attn.{name}": style for name, style in _ATTENTION.items()}
+    | {"layers.*.self_attn": "per_head"},  # its sinks
+}
+"""By model_type: entries missing in transformers' plans."""
+
+
+def spread_tensors(model: PreTrainedModel, axis: TensorAxis, *, experts: Collection[nn.Module] = ()) -> None:
+    """Shard the model's parameters over `axis`, in place and without communication; they become DTensors.
+
+    `experts` are skipped: they are already sharded and fit into a region (`experts.spread_experts`). Raises UserError
+    for a family without a plan, or sizes that do not divide.
+    """
+    styles = _styles(model)
+    check_sizes(model.config.get_text_config(), tp=axis.size)
+    decoder, embedding = model.base_model, model.get_input_embeddings()
+    layers = decoder_layers(model)
+    for layer in layers:
+        replicate(layer, axis, partial=axis.sequence)
+        for part in layer.children():
+            _spread_part(part, styles, axis, experts=experts)
+    for module in decoder.children():
+        if module is not layers and module is not embedding:
+            _hold_all(module, axis, partial=axis.sequence)
+    _spread_vocabulary(embedding, model.get_output_embeddings(), axis)
+
+
+def check_sizes(config: PreTrainedConfig, *, tp: int) -> None:
+    """Raise UserError with the sizes if a model of `config` cannot be sharded over `tp` ranks."""
+    sizes = {"attention heads": config.num_attention_heads, "key-value heads": config.num_key_value_heads}
+    for what, number in sizes.items():
+        if number % tp:
+            raise UserError(
+                f"[policy.parallel] tp = {tp} does not divide the model's {number} {what}; choose a tp that does, "
+                "and dp_shard or cp for the other ranks"
+            )
+    if config.vocab_size <= -(-config.vocab_size // tp) * (tp - 1):
+        raise UserError(f"[policy.parallel] tp = {tp} leaves ranks without a token of the {config.vocab_size}")
+
+
+def _styles(model: PreTrainedModel) -> Styles:
+    config = model.config.get_text_config()
+    named = (config.base_model_tp_plan or {}).items()
+    plan = {name: style for name, style in named if ".experts" not in name and (name, style) != _VOCABULARY}
+    plan |= _LEFT_OUT.get(config.model_type, {})
+    unknown = sorted({style for style in plan.values() if style not in _CUT and style not in _FOLLOWS})
+    if unknown or not plan:
+        raise UserError(
+            f"[policy.parallel] tp: {type(model).__name__} has no supported plan for sharding its matrices "
+            f"({', '.join(unknown) or 'it has none'}); set tp = 1"
+        )
+    plan = with_adapters(plan)
+    found = {module: plan.get(_pattern(name)) for name, module in model.base_model.named_modules()}
+    return {module: style for module, style in found.items() if style in _CUT}
+
+
+def _pattern(name: str) -> str:
+    """layers.3.mlp -> layers.*.mlp"""
+    return re.sub(r"\.\d+\b", ".*", name)
+
+
+def _spread_part(part: nn.Module, styles: Styles, axis: TensorAxis, *, experts: Collection[nn.Module]) -> None:
+    """Shard a direct child of a decoder layer: a region, a module that every rank computes whole, or a norm."""
+    inside = [module for module in part.modules() if module not in experts]
+    if any(module in styles for module in inside) or any(module in experts for module in part.modules()):
+        for module in inside:
+            if module in styles:
+                _CUT[styles[module]](module, axis)
+            else:
+                replicate(module, axis, partial=True)
+        region(part, axis)
+    elif any(parameter.ndim > 1 for parameter in part.parameters()):
+        _hold_all(part, axis, partial=False)
+        whole_sequence(part, axis)
+    else:
+        _hold_all(part, axis, partial=axis.sequence)
+
+
+def _hold_all(module: nn.Module, axis: TensorAxis, *, partial: bool) -> None:
+    for inner in module.modules():
+        replicate(inner, axis, partial=partial)
+
+
+def _spread_vocabulary(embedding: nn.Module, head: nn.Module | None, axis: TensorAxis) -> None:
+    """Shard embedding and head along the vocabulary; a stage of a pipeline may lack either."""
+    tied = isinstance(embedding, nn.Embedding) and isinstance(head, nn.Linear) and head.weight is embedding.weight
+    if isinstance(embedding, nn.Embedding):
+        cut_vocabulary(embedding, axis)
+    if not isinstance(head, nn.Linear):
+        return
+    if tied:
+        head.weight = embedding.weight  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        axis.place(head, "weight", Shard(0))
+    if head.bias is not None:
+        axis.place(head, "bias", Replicate())
 
 
 def parallelize(terms: TermModel, setup: ModelSetup) -> None:

@@ -18,6 +18,7 @@ from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
+from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.model.causal_lm import named_weights
 from cosmos_rl_llm.policy.lora import write_config
 from cosmos_rl_llm.policy.parallelize import parallelize
@@ -90,3 +91,25 @@ class CausalLMPolicy(PolicyBase[TermModel]):
     def save_config(self, directory: Path) -> None:
         """Write the configuration, and the tokenizer if there is one."""
         write_config(self.module.causal_lm, directory, tokenizer=self._tokenizer)
+
+
+class TextPolicy(CausalLMPolicy):
+    """A `CausalLMPolicy` with the `chat` that encodes rows in supervised training."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        chat: Chat,
+        temperature: float = 1.0,
+        compute_dtype: torch.dtype | None = None,
+        setup: ModelSetup | None = None,
+    ) -> None:
+        super().__init__(
+            model,
+            tokenizer=chat.tokenizer,
+            temperature=temperature,
+            compute_dtype=compute_dtype,
+            setup=setup,
+        )
+        self.chat = chat
