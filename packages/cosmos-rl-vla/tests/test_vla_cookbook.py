@@ -27,7 +27,7 @@ SIMULATOR = '''
 """Sizes, tasks and stored states of LIBERO, without robosuite: moving to the right does the task."""
 import numpy as np
 from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
-from cosmos_rl_vla.sims.inits import stored_state
+from cosmos_rl_vla.sims.shared import stored_state
 from cosmos_rl_vla.sims.libero import find_task
 
 

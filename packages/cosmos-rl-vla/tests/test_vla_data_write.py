@@ -9,7 +9,7 @@ import pytest
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.lerobot import read_dataset
 from cosmos_rl_vla.data.recording.files import FrameFiles
-from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter, PictureStats, number_stats
+from cosmos_rl_vla.data.recording.writer import Demonstration, DemoWriter, ImageStats, number_stats
 
 
 def writer(path, **keys):
@@ -96,7 +96,7 @@ def test_statistics_of_numbers():
 
 def test_statistics_of_pictures_are_those_of_all_pixels():
     images = np.random.default_rng(0).integers(0, 256, (4, 8, 9, 3), np.uint8)
-    stats = PictureStats()
+    stats = ImageStats()
     for image in images:
         stats.add(image[None])
     found = {name: np.array(value) for name, value in stats.result().items()}

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from vla_fixtures import small_pi
+from vla_fixtures import load_pi, save_pi, small_pi
 
 from cosmos_rl_vla.models.pi.checkpoint import HEADS
 from cosmos_rl_vla.models.pi.config import Noise, ValueSize, full
-from cosmos_rl_vla.models.pi.family import empty_pi, load_pi, random_pi, save_pi
+from cosmos_rl_vla.models.pi.family import empty_pi, random_pi
 
 
 def test_a_model_of_real_size_takes_no_memory_before_its_weights_are_read():

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from vla_fixtures import small_pi
+from vla_fixtures import load_pi, save_pi, small_pi
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.config import VLAModelConfig
@@ -16,7 +16,7 @@ from cosmos_rl_vla.models.families import make
 from cosmos_rl_vla.models.instructions import word_instructions
 from cosmos_rl_vla.models.pi.checkpoint import own_name, public_name
 from cosmos_rl_vla.models.pi.config import Noise, ValueSize, full
-from cosmos_rl_vla.models.pi.family import load_pi, random_pi, read_config, save_config, save_pi
+from cosmos_rl_vla.models.pi.family import random_pi, read_config, save_config
 from cosmos_rl_vla.models.pi.model import PiModel
 
 PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.numpy import load_file as load_arrays
 from safetensors.torch import save_file
-from vla_fixtures import small_pi
+from vla_fixtures import load_pi, small_pi
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats, Gripper, Spread
@@ -17,7 +17,7 @@ from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig
 from cosmos_rl_vla.models.pi.checkpoint import HEADS, public_name
 from cosmos_rl_vla.models.pi.config import Noise, ValueSize, full
 from cosmos_rl_vla.models.pi.export import camera_names, export_pi, public_tensors, write_lerobot, write_openpi
-from cosmos_rl_vla.models.pi.family import load_pi, random_pi, read_config, save_config
+from cosmos_rl_vla.models.pi.family import random_pi, read_config, save_config
 from cosmos_rl_vla.models.pi.model import PiModel
 
 PI0 = small_pi(family="pi0", state="suffix", prompt="pi0", value=ValueSize(place="expert", hidden=(16,)))

@@ -14,7 +14,7 @@ SIMS = "cosmos_rl_vla.sims"
 
 
 def look(name, probe, folder):
-    return examine(name, probe, pictures=folder, python=None, start_timeout_s=60.0)
+    return examine(name, probe, folder=folder, python=None, start_timeout_s=60.0)
 
 
 def test_what_plays_is_shown_and_timed(tmp_path):

@@ -17,8 +17,8 @@ from vla_fixtures import why_not_drawn
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.data.rows import describe
 from cosmos_rl_vla.sims.base import HELD_OUT
-from cosmos_rl_vla.sims.inits import stored_state
-from cosmos_rl_vla.sims.libero import MAX_BYTES, MAX_STEPS, Libero, Scenes, axis_angle, find_task, read_states, suites
+from cosmos_rl_vla.sims.libero import MAX_BYTES, MAX_STEPS, Libero, axis_angle, find_task, read_states, scenes, suites
+from cosmos_rl_vla.sims.shared import stored_state
 
 RECORDED = json.loads((Path(__file__).parent / "recordings" / "libero_object_0.json").read_text())
 TASK = "libero_object/0"
@@ -117,7 +117,7 @@ def libero(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(tmp_path / "site"))
     monkeypatch.setenv("LIBERO_CONFIG_PATH", str(tmp_path / "config"))
     monkeypatch.setitem(sys.modules, "libero.libero.envs.env_wrapper", wrapper)
-    one = Scenes()
+    one = scenes.__wrapped__()
     monkeypatch.setattr("cosmos_rl_vla.sims.libero.scenes", lambda: one)
     yield types.SimpleNamespace(made=made, states=states, package=package)
     for name in ("libero", "libero.libero"):

@@ -157,7 +157,7 @@ def test_a_row_without_a_picture_is_named_counted_and_trains_nothing(demos, tmp_
 
 def test_pictures_that_are_mostly_bad_are_an_error(demos, tmp_path):
     damage(demos, tmp_path / "demos", rows=range(20))
-    with pytest.raises(UserError, match=r"9 of 12 rows so far have no pictures: .*row 0 is not an image"):
+    with pytest.raises(UserError, match=r"9 of 12 rows so far have no images: .*row 0 is not an image"):
         collated(VLADataConfig(demos=str(tmp_path / "demos")), count=12)
 
 

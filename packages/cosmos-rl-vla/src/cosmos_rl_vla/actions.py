@@ -120,7 +120,7 @@ class ActionStats:
             return _of_spreads(lerobot_spreads(path), origin=path / LEROBOT_FILE)
         if path.is_dir():
             path = path / FILE if (path / FILE).is_file() else openpi_file(path) or path / FILE
-        held = _read(path)
+        held = read_json_object(path, hint="SFT writes it, or use the one that the model was published with")
         if "norm_stats" in held:
             return _of_spreads(openpi_spreads(held, family=family, origin=str(path)), origin=path)
         if not isinstance(held.get("action"), dict):
@@ -134,10 +134,6 @@ class ActionStats:
             state=None if state is None else Spread.from_json(state, origin=f'{path}, "state"'),
             gripper=None if gripper is None else Gripper(**gripper),
         )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    return read_json_object(path, hint="SFT writes it, or use the one that the model was published with")
 
 
 def _of_spreads(spreads: dict[str, Spread], *, origin: Path) -> ActionStats:

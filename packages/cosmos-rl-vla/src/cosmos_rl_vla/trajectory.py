@@ -125,6 +125,9 @@ class Trajectory:
         terms = terms_of(logprobs, valid, terms=sampling.terms).astype(np.float32)
         tokens, token_mask = padded([decision.tokens for decision in decisions])
         mask = term_mask(valid, action_dim, terms=sampling.terms)
+        video = {}
+        if last_image is not None:
+            video["video"] = np.stack([*(decision.images[0] for decision in decisions), last_image])
         return Rollout(
             arrays={
                 "images": np.stack([decision.images for decision in decisions]),
@@ -143,7 +146,7 @@ class Trajectory:
             text=f"{'success' if self.success else 'no success'} in {self.steps} steps",
             finish_reason="stop" if results[-1].terminated else "length",
             media={
-                **({} if last_image is None else {"video": _video(decisions, last_image)}),
+                **video,
                 "sim_rewards": rewards.astype(np.float32),
                 "success": np.array([self.success]),
             },
@@ -153,11 +156,6 @@ class Trajectory:
                 rewards=np.zeros(len(rewards), np.float32),
             ),
         )
-
-
-def _video(decisions: Sequence[Decision], last_image: np.ndarray) -> np.ndarray:
-    """uint8 [K + 1, height, width, 3]."""
-    return np.stack([*(decision.images[0] for decision in decisions), last_image])
 
 
 def padded(rows: Sequence[np.ndarray]) -> tuple[np.ndarray, np.ndarray]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import importlib.util
 import os
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
+from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_vla.models.pi.checkpoint import public_name
 from cosmos_rl_vla.models.pi.config import GemmaSize, PiConfig, ValueSize, VisionSize
+from cosmos_rl_vla.models.pi.family import empty_pi, fill_pi, read_config, save_config
+from cosmos_rl_vla.models.pi.model import PiModel
 from cosmos_rl_vla.sims.pool.messages import ChunkResult
 from cosmos_rl_vla.sims.pool.worker import run_chunks
 from cosmos_rl_vla.sims.rendering import choose_gl
@@ -36,6 +41,22 @@ def small_pi(**changes: Any) -> PiConfig:
         value=ValueSize(hidden=(16,)),
     )
     return replace(base, **changes)
+
+
+def load_pi(directory: Path, *, config: PiConfig | None = None, seed: int = 0) -> tuple[PiModel, list[str]]:
+    """Return the model of a directory and the names of heads that it lacks, initialised by `seed`.
+
+    config: replaces the directory's own; may differ from `read_config` in noise, critic or action sizes.
+    """
+    model = empty_pi(config or read_config(directory), seed=seed)
+    return model, fill_pi(model, directory)
+
+
+def save_pi(model: PiModel, directory: Path) -> None:
+    """Write config.json and model.safetensors, with the names of the public checkpoints."""
+    save_config(model.config, directory)
+    tensors = {public_name(name): tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
+    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def run_chunk(step: Any, actions: np.ndarray) -> ChunkResult:

@@ -19,7 +19,7 @@ class Faults:
     """Why rows of a [data] section could not be read. Any thread may ask for reasons; one adds them."""
 
     def __init__(self, symptom: str) -> None:
-        """symptom: completes the error "9 of 12 rows so far", such as "have no pictures"."""
+        """symptom: completes the error "9 of 12 rows so far", such as "have no images"."""
         self._symptom = symptom
         self._reasons: dict[Hashable, str] = {}
         self._new: list[str] = []

@@ -10,7 +10,7 @@ all episodes, averaged.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -22,7 +22,7 @@ from cosmos_rl_core.data.faults import Faults
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLADataConfig
-from cosmos_rl_vla.data.images import Pictures
+from cosmos_rl_vla.data.images import Images
 from cosmos_rl_vla.data.lerobot import EpisodeAt, Frames, LeRobotDataset, read_dataset, read_frames
 from cosmos_rl_vla.normalise import Spread
 
@@ -48,9 +48,6 @@ class FrameRows(Sequence[Mapping[str, Any]]):
         episode = self._episodes[at]
         frame = number - (self._ends[at] - episode.length)
         return {"episode": episode.number, "frame": frame, "task": "; ".join(episode.tasks)}
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return (self[i] for i in range(len(self)))
 
 
 def demonstrated_rows(data: VLADataConfig) -> FrameRows:
@@ -81,8 +78,8 @@ class Samples:
 class Demonstrations:
     """An open dataset. Any thread may read samples."""
 
-    def __init__(self, data: VLADataConfig, dataset: LeRobotDataset, frames: Frames, pictures: Pictures) -> None:
-        self._data, self._dataset, self._frames, self._pictures = data, dataset, frames, pictures
+    def __init__(self, data: VLADataConfig, dataset: LeRobotDataset, frames: Frames, images: Images) -> None:
+        self._data, self._dataset, self._frames, self._images = data, dataset, frames, images
         numbers = frames.numbers
         self._actions, self._states = numbers[data.action_column], numbers[data.state_column]
         self._shown = numbers[HAS_ACTION][:, 0] > 0 if HAS_ACTION in numbers else np.ones(len(self._actions), bool)
@@ -93,7 +90,7 @@ class Demonstrations:
             state=_measured(self._states, column=data.state_column, path=dataset.path),
         )
         """Statistics of actions and states of these episodes."""
-        self.faults = Faults("have no pictures")
+        self.faults = Faults("have no images")
         """Rows whose images could not be read."""
         self.instructions = tuple(dict.fromkeys(dataset.tasks[int(task)] for task in np.unique(frames.task_index)))
         """Instructions of these episodes."""
@@ -115,14 +112,14 @@ class Demonstrations:
         frames = read_frames(episodes, sizes)
         if unknown := set(np.unique(frames.task_index).tolist()) - set(dataset.tasks):
             raise UserError(f"{dataset.path}: frames of task_index {min(unknown)}, which meta/tasks does not name")
-        pictures = Pictures(
+        images = Images(
             dataset,
             data.cameras or dataset.cameras,
             episodes=episodes,
             frames=frames,
             cache_bytes=data.cache_bytes,
         )
-        return cls(data, dataset, frames, pictures)
+        return cls(data, dataset, frames, images)
 
     @property
     def aux_dim(self) -> int:
@@ -136,7 +133,7 @@ class Demonstrations:
         ahead = np.arange(horizon)
         chunks = places[:, None] + np.minimum(ahead, left[:, None] - 1)
         mask = (ahead < left[:, None]) & self._shown[chunks]
-        images, unreadable = self._pictures.read([(row["episode"], row["frame"]) for row in rows])
+        images, unreadable = self._images.read([(row["episode"], row["frame"]) for row in rows])
         return Samples(
             images=images,
             states=self._states[places],

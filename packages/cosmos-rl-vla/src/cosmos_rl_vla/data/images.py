@@ -159,10 +159,10 @@ _ENCODED = 4
 """1 / fraction of the cache for encoded PNGs, if there are any."""
 
 
-class Pictures:
+class Images:
     """Images of some episodes.
 
-    images, reasons = pictures.read([(3, 17), (0, 4)])        # frame 17 of episode 3, ...
+    images, reasons = images.read([(3, 17), (0, 4)])        # frame 17 of episode 3, ...
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Pictures:
         self.size = _one_size(features)
         """Height and width."""
         self._episodes = {episode.number: episode for episode in episodes}
-        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="pictures")
+        self._threads = ThreadPoolExecutor(min(_MAX_THREADS, os.cpu_count() or 1), thread_name_prefix="images")
         columns = sum(feature.dtype == "image" for feature in features.values())
         encoded = cache_bytes // _ENCODED if columns else 0
         self._cache: ByteCache[np.ndarray] = ByteCache(cache_bytes - encoded)
@@ -238,7 +238,7 @@ class Pictures:
 
 
 def _one_size(features: Mapping[str, Feature]) -> tuple[int, int]:
-    if wrong := [name for name, feature in features.items() if not feature.is_picture]:
+    if wrong := [name for name, feature in features.items() if not feature.is_image]:
         raise UserError(f"[data] cameras: {wrong[0]!r} holds {features[wrong[0]].dtype}, not images")
     sizes = {camera: feature.size for camera, feature in features.items()}
     if len(set(sizes.values())) > 1:
@@ -262,21 +262,21 @@ def _check_videos(
 
 
 def check_video(path: Path, *, until_s: float, fps: float, camera: str) -> None:
-    """Look into a file's header. Raises UserError where it is not there, not whole, or ends before `until_s`."""
+    """Read a file's header. Raises UserError if it is missing or incomplete, or ends before `until_s`."""
     try:
         with open_container(path) as container:
             if not container.streams.video:
-                raise UserError(f"{path}: there is no video in it; {AGAIN} ({camera})")
+                raise UserError(f"{path}: the file has no video stream; {AGAIN} ({camera})")
             stream = container.streams.video[0]
             assert stream.time_base is not None
             length_s = float((stream.duration or 0) * stream.time_base)
     except FileNotFoundError:
-        raise UserError(f"{path} ({camera}) is not there: the dataset is not whole; {AGAIN}") from None
+        raise UserError(f"{path} ({camera}) does not exist: the dataset is incomplete; {AGAIN}") from None
     except (FFmpegError, OSError) as error:
         reason = cut_off(path) or f"cannot be read, as after an interruption: {error.strerror or error}"
         raise UserError(f"{path} ({camera}) {reason}; {AGAIN}") from error
     if length_s and until_s > length_s + 0.5 / fps:
         raise UserError(
             f"{path} ({camera}) is shorter than its parquet: it ends after {length_s:.3f} s, the frames' column "
-            f"'timestamp' goes on to {until_s:.3f} s; {AGAIN}"
+            f"'timestamp' ends at {until_s:.3f} s; {AGAIN}"
         )

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 PARTIAL = ".partial"
 """Suffix of the name of a directory that is being written."""
-PICTURES = ("image", "video")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +42,8 @@ class Feature:
     shape: tuple[int, ...]
 
     @property
-    def is_picture(self) -> bool:
-        return self.dtype in PICTURES
+    def is_image(self) -> bool:
+        return self.dtype in ("image", "video")
 
     @property
     def size(self) -> tuple[int, int]:
@@ -92,7 +91,7 @@ class LeRobotDataset:
     @property
     def cameras(self) -> tuple[str, ...]:
         """Image columns, in the order of meta/info.json."""
-        return tuple(name for name, feature in self.features.items() if feature.is_picture)
+        return tuple(name for name, feature in self.features.items() if feature.is_image)
 
     def feature(self, column: str, *, key: str) -> Feature:
         """Return the feature of `column`, which the recipe's `key` names. Raises UserError for an unknown column."""
@@ -177,7 +176,7 @@ def _feature(name: str, held: Mapping[str, Any], *, where: Path) -> Feature:
     if "dtype" not in held or "shape" not in held:
         raise UserError(f"{where}: feature {name!r} has no dtype or no shape; {AGAIN}")
     feature = Feature(dtype=held["dtype"], shape=tuple(held["shape"]))
-    if feature.is_picture and len(feature.shape) != 3:
+    if feature.is_image and len(feature.shape) != 3:
         raise UserError(f"{where}: feature {name!r} of shape {list(feature.shape)}; an image has height, width, 3")
     return feature
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cosmos_rl_core import plugins
@@ -35,9 +35,6 @@ class Tasks(Sequence[Mapping[str, Any]]):
             "instruction": self._instructions[data.tasks[instructed]],
             "perturb": perturb,
         }
-
-    def __iter__(self) -> Iterator[Mapping[str, Any]]:
-        return (self[i] for i in range(len(self)))
 
 
 def load_rows(data: VLADataConfig) -> tuple[Sequence[Mapping[str, Any]], str]:

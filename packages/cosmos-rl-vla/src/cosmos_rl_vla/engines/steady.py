@@ -6,12 +6,10 @@ observations, padded with the first one, and of tokens.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor
 from torch.nn import functional as F
 
 from cosmos_rl_vla.models.base import Acted, Inputs, Randomness
@@ -49,9 +47,5 @@ def _pass(
         actions=acted.actions[: len(chosen)],
         logprobs=acted.logprobs[: len(chosen)],
         values=acted.values[: len(chosen)],
-        replay=_first(acted.replay, len(chosen)),
+        replay={name: tensor[: len(chosen)] for name, tensor in acted.replay.items()},
     )
-
-
-def _first(replay: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    return {name: tensor[:count] for name, tensor in replay.items()}

@@ -7,7 +7,7 @@ loaded.fill()            reads those shards
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
@@ -22,14 +22,6 @@ from cosmos_rl_vla.models.instructions import Instructions
 
 if TYPE_CHECKING:
     from cosmos_rl_vla.models.base import ActionModel
-
-
-def cast_parameters(model: nn.Module, dtype: torch.dtype, *, exact: Iterable[Iterable[nn.Module]]) -> None:
-    """Cast the parameters of `model` to `dtype`, in place, except for those of the modules in `exact`."""
-    kept = {id(parameter) for group in exact for module in group for parameter in module.parameters()}
-    for parameter in model.parameters():
-        if id(parameter) not in kept:
-            parameter.data = parameter.data.to(dtype)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,8 +67,11 @@ class Loaded:
         return adapter_weights(self.module) | {self.public_name(name): tensor for name, tensor in trained.items()}
 
     def cast_parameters(self, dtype: torch.dtype) -> None:
-        """Cast all parameters outside `exact` to `dtype`."""
-        cast_parameters(self.module, dtype, exact=self.exact)
+        """Cast the parameters to `dtype`, in place, except for those of the modules in `exact`."""
+        kept = {id(parameter) for group in self.exact for module in group for parameter in module.parameters()}
+        for parameter in self.module.parameters():
+            if id(parameter) not in kept:
+                parameter.data = parameter.data.to(dtype)
 
     def save_config(self, directory: Path) -> None:
         """Write the files other than weights that load the model."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
-from cosmos_rl_vla.sims.inits import stored_state
+from cosmos_rl_vla.sims.shared import stored_state
 
 CAMERAS = {"head": "zed_link:Camera:0", "left_wrist": "left_realsense_link:Camera:0"} | {
     "right_wrist": "right_realsense_link:Camera:0"
@@ -159,7 +159,7 @@ class Behavior(Worded):
         root = importlib.import_module("omnigibson.utils.asset_utils").get_task_instance_path(scene)
         folder = Path(root) / "json" / f"{scene}_task_{task['activity_name']}_instances"
         numbered = re.compile(rf"_{task['activity_definition_id']}_(\d+)_template-tro_state\.json$")
-        found = {int(match[1]): file for file in _files(folder) if (match := numbered.search(file.name))}
+        found = {int(match[1]): file for file in folder.glob("*.json") if (match := numbered.search(file.name))}
         if len(found) <= HELD_OUT_INSTANCES:
             raise UserError(
                 f"{folder} has {len(found)} instances of {self._task}; download the challenge's task instances"
@@ -183,10 +183,6 @@ class Behavior(Worded):
                 if not entity.is_system and entity.exists:
                     entity.keep_still()
         env.scene.update_initial_file()
-
-
-def _files(folder: Path) -> Iterable[Path]:
-    return sorted(folder.iterdir()) if folder.is_dir() else ()
 
 
 def _import_behavior(headless: bool) -> tuple[Any, Any]:

@@ -65,7 +65,7 @@ class Report:
         return self.cells[0] == "yes"
 
 
-def examine(name: str, probe: Probe, *, pictures: Path, python: str | None, start_timeout_s: float) -> Report:
+def examine(name: str, probe: Probe, *, folder: Path, python: str | None, start_timeout_s: float) -> Report:
     """Play part of an episode in a process of its own, and write the first image of each camera."""
     try:
         pool = SimulatorPool(
@@ -80,7 +80,7 @@ def examine(name: str, probe: Probe, *, pictures: Path, python: str | None, star
         with pool:
             pool.start(0, task=probe.task, init=0)
             _wait_ready(pool)
-            paths = [_write(pictures / f"{name}_{camera}.png", images[0]) for camera, images in pool.images.items()]
+            paths = [_write(folder / f"{name}_{camera}.png", images[0]) for camera, images in pool.images.items()]
             speed = _speed(pool)
             sizes = ", ".join(f"{camera} {height}x{width}" for camera, (height, width) in pool.spec.cameras.items())
         return Report(name, ("yes", sizes or "none", f"{speed:.0f}", _renders_with(probe)), ", ".join(map(str, paths)))
@@ -133,7 +133,7 @@ def main(
     for name in names or [name for name in plugins.names(GROUP) if name in PROBES]:
         if name not in PROBES:
             raise typer.BadParameter(f"{name!r} is not one of {', '.join(PROBES)}")
-        reports.append(examine(name, PROBES[name], pictures=pictures, python=python, start_timeout_s=start_timeout_s))
+        reports.append(examine(name, PROBES[name], folder=pictures, python=python, start_timeout_s=start_timeout_s))
     typer.echo(table([(report.name, *report.cells) for report in reports], header=_HEADER))
     for report in reports:
         typer.echo(f"\n{report.name}: {report.note}" if report.note else "", nl=bool(report.note))

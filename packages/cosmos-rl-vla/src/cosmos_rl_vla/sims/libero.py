@@ -4,7 +4,6 @@ Libero, one episode at a time -- Scene, one task's physics -- robosuite; idle sc
 
 from __future__ import annotations
 
-import difflib
 import functools
 import importlib
 import importlib.util
@@ -14,7 +13,6 @@ import re
 import tempfile
 import zipfile
 import zlib
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -25,9 +23,9 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.storage.pickles import read_array
-from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError, Stepped, Worded
-from cosmos_rl_vla.sims.inits import stored_state
+from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped, Worded
 from cosmos_rl_vla.sims.rendering import choose_gl, fit, lighten, renderer
+from cosmos_rl_vla.sims.shared import Scenes, check_cameras, check_physics, similar, stored_state
 
 MAX_STEPS = {
     "libero_spatial": 220,
@@ -76,16 +74,14 @@ def find_task(task: str) -> LiberoTask:
         return LiberoTask(suite, names[int(name)])
     if name in names:
         return LiberoTask(suite, name)
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"it has {len(names)}, from {suite}/0 to {suite}/{len(names) - 1}"
+    known = f"it has {len(names)}, from {suite}/0 to {suite}/{len(names) - 1}"
+    hint = similar(name, names, otherwise=known)
     raise UserError(f"{suite} has no task {name!r}; {hint}")
 
 
 Rendering = Literal["fast", "robosuite"]
 
 _INSTALL = "pip install 'cosmos-rl-vla[libero]', or in an interpreter of its own, named by [rollout.options] python"
-_DIVERGED = slice(4, 7)
-"""mjWARN_BADQPOS, mjWARN_BADQVEL, mjWARN_BADQACC"""
 _COLLISION, _HIDDEN = 0, 3
 """Geom groups: robosuite's collision shapes, and the first group that MuJoCo does not render."""
 _SEED = 0
@@ -139,14 +135,23 @@ def _assets() -> Path:
         return Path(libero.get_libero_path("assets"))
 
 
+class Kind(NamedTuple):
+    """The key of interchangeable scenes."""
+
+    task: LiberoTask
+    image_size: int
+    rendering: Rendering
+
+
 class Scene:
     """One task's physics; an episode depends on its stored state alone."""
 
-    def __init__(self, task: LiberoTask, *, image_size: int, rendering: Rendering) -> None:
+    def __init__(self, kind: Kind) -> None:
         """Build it, which takes seconds. Raises UserError if files of LIBERO are missing."""
         libero: Any = importlib.import_module("libero.libero")
         control: Any = importlib.import_module("libero.libero.envs.env_wrapper").ControlEnv
-        self.task, self.image_size, self.rendering = task, image_size, rendering
+        task, image_size = kind.task, kind.image_size
+        self.kind = kind
         described = Path(libero.get_libero_path("bddl_files")) / task.suite / f"{task.name}.bddl"
         self.states = read_states(Path(libero.get_libero_path("init_states")) / task.suite / f"{task.name}.pruned_init")
         if not described.is_file():
@@ -160,7 +165,7 @@ class Scene:
         )
         self._model, self._data = self._env.sim.model._model, self._env.sim.data._data
         self._model.geom_group[self._model.geom_group == _COLLISION] = _HIDDEN
-        prepare = lighten if rendering == "fast" else fit
+        prepare = lighten if kind.rendering == "fast" else fit
         prepare(self._model, height=image_size, width=image_size)
 
     def reset(self, state: NDArray[np.float64]) -> dict[str, Any]:
@@ -177,8 +182,7 @@ class Scene:
         Raises SimulatorError if the physics diverged.
         """
         seen, reward, success, _ = self._env.step(action)
-        if self._data.warning.number[_DIVERGED].any():
-            raise SimulatorError("the physics of MuJoCo diverged (positions, velocities or accelerations not finite)")
+        check_physics(self._data)
         return seen, float(reward), bool(success)
 
     def render(self, camera: str) -> NDArray[np.uint8]:
@@ -186,7 +190,7 @@ class Scene:
 
         robosuite's images are upside down and openvla-oft rotates them by 180 degrees: policies are trained on these.
         """
-        size, called = self.image_size, f"{self.task.suite}/{self.task.name}"
+        size, called = self.kind.image_size, f"{self.kind.task.suite}/{self.kind.task.name}"
         image = renderer().render(called, self._model, self._data, camera=camera, height=size, width=size)
         return image[:, ::-1]
 
@@ -195,30 +199,10 @@ class Scene:
         self._env.close()
 
 
-class Scenes:
-    """The idle scenes of this process, most recently used last."""
-
-    def __init__(self) -> None:
-        self._idle: OrderedDict[int, Scene] = OrderedDict()
-
-    def take(self, task: LiberoTask, *, image_size: int, rendering: Rendering) -> Scene:
-        """Return an idle scene of the task, image size and rendering, or build one."""
-        for key, scene in reversed(self._idle.items()):
-            if (scene.task, scene.image_size, scene.rendering) == (task, image_size, rendering):
-                return self._idle.pop(key)
-        return Scene(task, image_size=image_size, rendering=rendering)
-
-    def give_back(self, scene: Scene) -> None:
-        """Keep a scene for the next episode of its task; evicts the scene idle for longest."""
-        self._idle[id(scene)] = scene
-        if len(self._idle) > _MAX_IDLE:
-            self._idle.popitem(last=False)[1].close()
-
-
 @functools.cache
-def scenes() -> Scenes:
+def scenes() -> Scenes[Kind, Scene]:
     """Return the idle scenes of this process."""
-    return Scenes()
+    return Scenes(Scene, max_idle=_MAX_IDLE, close=Scene.close)
 
 
 MAX_BYTES = 64 * 2**20
@@ -277,9 +261,7 @@ class Libero(Worded):
         `drawing`: "robosuite" renders as robosuite does, "fast" without shadows, reflections and multisampling.
         Raises UserError for an unknown camera or `drawing`, and if LIBERO cannot be imported.
         """
-        for camera in cameras:
-            if camera not in CAMERAS:
-                raise UserError(f"simulator libero has no camera {camera!r}; cameras: {', '.join(CAMERAS)}")
+        check_cameras(cameras, CAMERAS, simulator="libero")
         if drawing not in ("fast", "robosuite"):
             raise UserError(f"simulator libero: drawing is fast or robosuite, not {drawing!r}")
         import_libero()
@@ -304,11 +286,11 @@ class Libero(Worded):
         return find_task(task).sentence
 
     def reset(self, task: str, init: int) -> None:
-        """Begin at the stored state of `init`; see Simulator and `inits.stored_state`."""
+        """Begin at the stored state of `init`; see Simulator and `shared.stored_state`."""
         found = find_task(task)
-        if self._scene is None or self._scene.task != found:
+        if self._scene is None or self._scene.kind.task != found:
             self.close()
-            self._scene = scenes().take(found, image_size=self._size, rendering=self._rendering)
+            self._scene = scenes().take(Kind(found, self._size, self._rendering))
         states = self._scene.states
         self._seen = self._scene.reset(states[stored_state(init, states=len(states), held_out=HELD_OUT_STATES)])
         for _ in range(self._settle):
@@ -320,7 +302,7 @@ class Libero(Worded):
         assert self._scene is not None, "reset comes first"
         self._seen, reward, success = self._scene.step(np.clip(action, -1, 1).astype(np.float64))
         self._steps += 1
-        limit = self._limit or MAX_STEPS[self._scene.task.suite]
+        limit = self._limit or MAX_STEPS[self._scene.kind.task.suite]
         truncated = not success and self._steps >= limit
         return Stepped(reward=reward, terminated=success, truncated=truncated, success=success)
 
@@ -338,7 +320,7 @@ class Libero(Worded):
     def close(self) -> None:
         """Return the scene to this process's idle ones, for the next episode of its task."""
         if self._scene is not None:
-            scenes().give_back(self._scene)
+            scenes().give_back(self._scene.kind, self._scene)
             self._scene = None
 
 

@@ -5,7 +5,6 @@ ManiSkillBatch  one Scene of several copies that step together on a GPU"""
 
 from __future__ import annotations
 
-import difflib
 import importlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import BatchSimulator, Observation, SimSpec, Stepped, Worded
+from cosmos_rl_vla.sims.shared import check_cameras, instruction_of
 
 INSTRUCTIONS = {
     "LiftPegUpright-v1": "stand the peg upright",
@@ -38,11 +38,7 @@ BUILT_ANEW = frozenset({"PegInsertionSide-v1"})
 
 def instruction(task: str) -> str:
     """Return the instruction of a task. Raises UserError for an unknown one."""
-    if task not in INSTRUCTIONS:
-        near = difflib.get_close_matches(task, INSTRUCTIONS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"tasks: {', '.join(INSTRUCTIONS)}"
-        raise UserError(f"simulator maniskill has no task {task!r}; {hint}")
-    return INSTRUCTIONS[task]
+    return instruction_of(task, INSTRUCTIONS, simulator="maniskill")
 
 
 Device = Literal["cpu", "gpu"]
@@ -79,9 +75,7 @@ class SceneOptions:
     max_steps: int = 100
 
     def __post_init__(self) -> None:
-        for camera in self.cameras:
-            if camera not in CAMERAS:
-                raise UserError(f"simulator maniskill has no camera {camera!r}; cameras: {', '.join(CAMERAS)}")
+        check_cameras(self.cameras, CAMERAS, simulator="maniskill")
         if self.control not in CONTROL:
             raise UserError(f"simulator maniskill: control is one of {', '.join(CONTROL)}, not {self.control!r}")
         if self.reward not in ("normalized_dense", "dense", "sparse"):
@@ -177,12 +171,12 @@ class Scene:
 
     def observe(self, copy: int) -> Observation:
         """Return the observation of a copy. Images of one moment are rendered once for all copies."""
-        seen = self._seen = self._seen or self._look_at_all()
+        seen = self._seen = self._seen or self._render_all()
         images = {name: _array(seen["sensor_data"][name]["rgb"][copy]) for name in self._options.cameras}
         parts = (seen["agent"]["qpos"][copy], seen["extra"]["tcp_pose"][copy])
         return Observation(images=images, state=np.concatenate([_array(part) for part in parts]).astype(np.float32))
 
-    def _look_at_all(self) -> Mapping[str, Any]:
+    def _render_all(self) -> Mapping[str, Any]:
         self._env._obs_mode = "rgb"
         seen = self._env.get_obs()
         self._env._obs_mode = "none"

@@ -5,7 +5,6 @@ MetaWorld, one episode at a time -- Scene, one task's physics -- MuJoCo; idle sc
 from __future__ import annotations
 
 import copy
-import difflib
 import functools
 import importlib
 import os
@@ -17,8 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError, Stepped
+from cosmos_rl_vla.sims.base import Observation, SimSpec, Stepped
 from cosmos_rl_vla.sims.rendering import choose_gl, lighten, renderer
+from cosmos_rl_vla.sims.shared import Scenes, check_cameras, check_physics, instruction_of
 
 INSTRUCTIONS = {
     "assembly": "pick up the ring and put it over the peg",
@@ -77,17 +77,11 @@ INSTRUCTIONS = {
 
 def instruction(task: str) -> str:
     """Return the instruction of a task. Raises UserError for one that MetaWorld does not have."""
-    if task not in INSTRUCTIONS:
-        near = difflib.get_close_matches(task, INSTRUCTIONS, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"tasks: {', '.join(INSTRUCTIONS)}"
-        raise UserError(f"MetaWorld has no task {task!r}; {hint}")
-    return INSTRUCTIONS[task]
+    return instruction_of(task, INSTRUCTIONS, simulator="metaworld")
 
 
 _CORNER2_PLACE = (0.75, 0.075, 0.7)
 """Camera position of lerobot and RLinf; MetaWorld's own is further away."""
-_DIVERGED = slice(4, 7)
-"""mjWARN_BADQPOS, mjWARN_BADQVEL, mjWARN_BADQACC"""
 _MAX_IDLE = 8
 """Maximum number of idle scenes, about 25 MB each."""
 
@@ -165,8 +159,7 @@ class Scene:
         Raises SimulatorError if the physics diverged: MuJoCo then continues from its first state.
         """
         full, reward, _, _, info = self._env.step(action)
-        if self._data.warning.number[_DIVERGED].any():
-            raise SimulatorError("the physics of MuJoCo diverged (positions, velocities or accelerations not finite)")
+        check_physics(self._data)
         return full, float(reward), info["success"] > 0
 
     def render(self, camera: str) -> NDArray[np.uint8]:
@@ -183,29 +176,10 @@ def _is_memory(value: object) -> bool:
     return value is None or isinstance(value, bool | int | float | str | tuple | list | dict)
 
 
-class Scenes:
-    """The idle scenes of this process, most recently used last."""
-
-    def __init__(self) -> None:
-        self._idle: list[Scene] = []
-
-    def take(self, kind: Kind) -> Scene:
-        """Return an idle scene of that kind, or build one."""
-        for scene in reversed(self._idle):
-            if scene.kind == kind:
-                self._idle.remove(scene)
-                return scene
-        return Scene(kind)
-
-    def give_back(self, scene: Scene) -> None:
-        """Keep a scene for the next episode of its kind."""
-        self._idle = [*self._idle, scene][-_MAX_IDLE:]
-
-
 @functools.cache
-def scenes() -> Scenes:
+def scenes() -> Scenes[Kind, Scene]:
     """Return the idle scenes of this process."""
-    return Scenes()
+    return Scenes(Scene, max_idle=_MAX_IDLE)
 
 
 CAMERAS = ("corner2", "corner", "corner3", "corner4", "topview", "behindGripper", "gripperPOV")
@@ -237,9 +211,7 @@ class MetaWorld:
         state: Literal["proprioception", "full"] = "proprioception",
     ) -> None:
         """`fovy` is corner2's angle in degrees. Raises UserError for invalid options."""
-        for camera in cameras:
-            if camera not in CAMERAS:
-                raise UserError(f"simulator metaworld has no camera {camera!r}; cameras: {', '.join(CAMERAS)}")
+        check_cameras(cameras, CAMERAS, simulator="metaworld")
         if not 1 <= max_steps <= _STEP_LIMIT:
             raise UserError(f"simulator metaworld: max_steps is 1 to {_STEP_LIMIT}, not {max_steps}")
         if state not in ("proprioception", "full"):
@@ -307,7 +279,7 @@ class MetaWorld:
     def close(self) -> None:
         """Return the scene to this process's idle ones, for the next episode of its task."""
         if self._scene is not None:
-            scenes().give_back(self._scene)
+            scenes().give_back(self._scene.kind, self._scene)
             self._scene = None
 
 

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.sims.base import Observation, SimSpec, SimulatorError, Stepped, Worded
+from cosmos_rl_vla.sims.shared import check_cameras
 
 CAMERAS = ("head_camera", "left_camera", "right_camera", "front_camera")
 
@@ -52,9 +53,7 @@ class RoboTwin(Worded):
         Changes this process's working directory to the clone, which finds its files from there. Raises UserError if it
         does not exist, cannot be imported, or has no such configuration.
         """
-        for camera in cameras:
-            if camera not in CAMERAS:
-                raise UserError(f"simulator robotwin has no camera {camera!r}; cameras: {', '.join(CAMERAS)}")
+        check_cameras(cameras, CAMERAS, simulator="robotwin")
         self._root = _enter(path or os.environ.get("ROBOTWIN_PATH", ""))
         self._config = _configuration(self._root, config)
         self._cameras, self._max_steps = tuple(cameras), max_steps

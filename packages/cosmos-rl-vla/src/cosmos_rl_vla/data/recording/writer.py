@@ -104,7 +104,7 @@ class DemoWriter:
         }
         self._data = FrameFiles(self._data_path, max_bytes=_MEGABYTES["data_files_size_in_mb"] * 2**20)
         self._videos = {camera: self._video_files(camera) for camera, video in self._as_video.items() if video}
-        self._seen = {camera: PictureStats() for camera in self._cameras}
+        self._seen = {camera: ImageStats() for camera in self._cameras}
         self._numbers: dict[str, list[np.ndarray]] = {}
         self._episodes: list[dict[str, Any]] = []
         self._tasks: dict[str, int] = {}
@@ -199,7 +199,7 @@ class DemoWriter:
         import pyarrow as pa
 
         columns: dict[str, Any] = {
-            camera: pa.array([{"bytes": _png(image), "path": None} for image in video], _picture_type())
+            camera: pa.array([{"bytes": _png(image), "path": None} for image in video], _image_type())
             for camera, video in images.items()
             if not self._as_video[camera]
         }
@@ -256,7 +256,7 @@ def _feature(dtype: str, size: int = 1) -> dict[str, Any]:
     return {"dtype": dtype, "shape": [size], "names": None}
 
 
-def _picture_type() -> Any:
+def _image_type() -> Any:
     import pyarrow as pa
 
     return pa.struct({"bytes": pa.binary(), "path": pa.string()})
@@ -298,16 +298,16 @@ def number_stats(values: np.ndarray) -> dict[str, Any]:
     return {name: number.tolist() for name, number in found.items()} | {"count": [len(values)]}
 
 
-class PictureStats:
+class ImageStats:
     """Histograms of the levels of each colour, from which all statistics follow exactly."""
 
     def __init__(self) -> None:
         self._counts = np.zeros((3, _LEVELS), np.int64)
-        self._pictures = 0
+        self._images = 0
 
     def add(self, images: np.ndarray) -> None:
         """Count uint8 [N, H, W, 3]."""
-        self._pictures += len(images)
+        self._images += len(images)
         for channel, counts in enumerate(self._counts):
             counts += np.bincount(images[..., channel].reshape(-1), minlength=_LEVELS)
 
@@ -321,4 +321,4 @@ class PictureStats:
         for name, share in {**_QUANTILES, "max": 1.0}.items():
             found[name] = levels[(below >= share - 1e-12).argmax(1)]
         found["min"] = levels[(self._counts > 0).argmax(1)]
-        return {name: number.reshape(3, 1, 1).tolist() for name, number in found.items()} | {"count": [self._pictures]}
+        return {name: number.reshape(3, 1, 1).tolist() for name, number in found.items()} | {"count": [self._images]}

@@ -85,7 +85,8 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
 
     Raises UserError that names the key.
     """
-    path, held = directory / "config.json", _read(directory)
+    path = directory / "config.json"
+    held = read_json_object(path)
     if _OURS not in held:
         return _from_public(held, directory, family=family, action_dim=action_dim)
     try:
@@ -99,14 +100,10 @@ def read_config(directory: Path, *, family: Family | None, action_dim: int) -> O
 
 def names_of(directory: Path) -> OpenVLANames:
     """Return the name mapping of a directory's weights. Raises UserError."""
-    held = _read(directory)
+    held = read_json_object(directory / "config.json")
     if _OURS in held:
         return OpenVLANames(read_config(directory, family=None, action_dim=1).towers)
     return OpenVLANames(_public_towers(held, directory))
-
-
-def _read(directory: Path) -> dict[str, Any]:
-    return read_json_object(directory / "config.json")
 
 
 def _from_public(held: Mapping[str, Any], directory: Path, *, family: Family | None, action_dim: int) -> OpenVLAConfig:

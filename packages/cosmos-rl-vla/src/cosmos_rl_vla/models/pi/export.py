@@ -81,8 +81,8 @@ def camera_names(model: VLAModelConfig, data: VLADataConfig) -> Sequence[str]:
     config = Path(model.path).expanduser() / "config.json"
     if model.path and config.is_file():
         features = read_json_object(config).get("input_features") or {}
-        if pictures := [name for name, feature in features.items() if feature.get("type") == "VISUAL"]:
-            return pictures
+        if images := [name for name, feature in features.items() if feature.get("type") == "VISUAL"]:
+            return images
     return tuple(f"{_CAMERA}{name}" for name in data.options.get("cameras", ()))
 
 
@@ -112,7 +112,7 @@ def write_lerobot(
     action = {"action": {"type": "ACTION", "shape": [config.action_dim]}}
     state_dim = config.max_state_dim if stats.state is None else len(stats.state)
     state = {"observation.state": {"type": "STATE", "shape": [state_dim]}}
-    pictures = {name: {"type": "VISUAL", "shape": [3, side, side]} for name in cameras}
+    images = {name: {"type": "VISUAL", "shape": [3, side, side]} for name in cameras}
     modes = {
         "VISUAL": "IDENTITY",
         "STATE": "IDENTITY" if stats.state is None else _MODES[stats.state.kind],
@@ -121,7 +121,7 @@ def write_lerobot(
     held = {
         "type": config.family,
         "n_obs_steps": 1,
-        "input_features": {**pictures, **state} if cameras else {},
+        "input_features": {**images, **state} if cameras else {},
         "output_features": action,
         "device": None,
         **dict(zip(("paligemma_variant", "action_expert_variant"), VARIANTS, strict=True)),
@@ -136,7 +136,7 @@ def write_lerobot(
         "normalization_mapping": modes,
     }
     _write_json(directory / "config.json", held)
-    step = {"eps": 1e-8, "features": {**pictures, **state, **action}, "norm_map": modes}
+    step = {"eps": 1e-8, "features": {**images, **state, **action}, "norm_map": modes}
     _write_pipeline(directory / LEROBOT_FILE, _preprocessor(config, step, state_dim=state_dim), stats)
     unnormalize = _step("unnormalizer_processor", **{**step, "features": action})
     to_cpu = _step("device_processor", device="cpu", float_dtype=None)

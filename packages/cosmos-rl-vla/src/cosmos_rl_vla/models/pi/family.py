@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
-from safetensors.torch import save_file
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
@@ -48,22 +47,6 @@ def fill_pi(model: PiModel, directory: Path) -> list[str]:
     """Fill a model, or this rank's shards, with the weights of a directory. Returns the heads that it lacks."""
     names = PiNames(model.config.family)
     return fill(model, weight_files(directory), names=names, may_lack=HEADS, hint=HINT)
-
-
-def load_pi(directory: Path, *, config: PiConfig | None = None, seed: int = 0) -> tuple[PiModel, list[str]]:
-    """Return the model of a directory and the names of heads that it lacks, initialised by `seed`.
-
-    config: replaces the directory's own; may differ from `read_config` in noise, critic or action sizes.
-    """
-    model = empty_pi(config or read_config(directory), seed=seed)
-    return model, fill_pi(model, directory)
-
-
-def save_pi(model: PiModel, directory: Path) -> None:
-    """Write config.json and model.safetensors, with the names of the public checkpoints."""
-    save_config(model.config, directory)
-    tensors = {public_name(name): tensor.detach().contiguous() for name, tensor in model.state_dict().items()}
-    save_file(tensors, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def save_config(config: PiConfig, directory: Path) -> None:

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from cosmos_rl_vla.models import flow
 from cosmos_rl_vla.models.base import Acted, Evaluated, Inputs, Randomness, Replay, Supervised
 from cosmos_rl_vla.models.flow import Gaussian
-from cosmos_rl_vla.models.loaded import cast_parameters
 from cosmos_rl_vla.models.pi.backbone import Backbone
 from cosmos_rl_vla.models.pi.config import PiConfig
 from cosmos_rl_vla.models.pi.expert import Denoised, Denoiser, Prefix, pad_last
@@ -64,10 +63,6 @@ class PiModel(nn.Module):
         ]
         return [around, *([head] for head in (self.value_head, self.aux_head) if head is not None)]
 
-    def cast_parameters(self, dtype: torch.dtype) -> None:
-        """Cast the transformers to `dtype`, but no module of `exact`."""
-        cast_parameters(self, dtype, exact=self.exact())
-
     @torch.no_grad()
     def act(self, inputs: Inputs, *, randomness: Randomness, greedy: bool = False) -> Acted:
         """Denoise from each sample's own noise; `greedy` follows the ODE (the initial noise is still sampled)."""
@@ -102,7 +97,7 @@ class PiModel(nn.Module):
         for step in range(replay["index"].shape[1]):
             before, index = replay["before"][:, step], replay["index"][:, step]
             denoised = self._denoise(before, index=index, state=inputs.state, prefix=prefix)
-            gaussians.append(self._cut(self._gaussian(before, denoised, index=index, level=replay["level"])))
+            gaussians.append(self._of_executed(self._gaussian(before, denoised, index=index, level=replay["level"])))
             hidden.append(denoised.hidden[:, : self.horizon])
         logprobs = [
             gaussian.logprob(after) for gaussian, after in zip(gaussians, replay["after"].unbind(1), strict=True)
@@ -137,16 +132,16 @@ class PiModel(nn.Module):
     def _advance(self, x: Tensor, denoised: Denoised, *, step: int, noises: Noises | None) -> tuple[Tensor, Tensor]:
         """Return the state after a step and its log-prob [B, H, D], 0 for samples whose stochastic step is another."""
         after = flow.ode_step(x, denoised.velocity, num_steps=self.config.num_steps)
-        if noises is None or not self._may_draw(step):
+        if noises is None or not self._may_sample(step):
             return after, torch.zeros_like(self._executed(x))
         mine = noises.index == step  # [B, S]
         own = torch.einsum("bs,bsma->bma", mine.float(), noises.steps)
         stochastic = mine.any(1)[:, None, None]
         gaussian = self._gaussian(x, denoised, index=torch.full_like(noises.index[:, 0], step), level=noises.level)
         after = torch.where(stochastic, gaussian.mean + gaussian.std * own, after)
-        return after, torch.where(stochastic, self._cut(gaussian).logprob(self._executed(after)), 0)
+        return after, torch.where(stochastic, self._of_executed(gaussian).logprob(self._executed(after)), 0)
 
-    def _may_draw(self, step: int) -> bool:
+    def _may_sample(self, step: int) -> bool:
         last = self.config.noise.num_stochastic(self.config.num_steps) - 1
         return step == last if self.config.noise.steps == "last" else step <= last
 
@@ -164,7 +159,7 @@ class PiModel(nn.Module):
             std=denoised.std,
         )
 
-    def _cut(self, gaussian: Gaussian) -> Gaussian:
+    def _of_executed(self, gaussian: Gaussian) -> Gaussian:
         return Gaussian(mean=self._executed(gaussian.mean), std=self._executed(gaussian.std.expand_as(gaussian.mean)))
 
     def _executed(self, chunk: Tensor) -> Tensor:

@@ -165,8 +165,8 @@ class SimulatorPool:
 
         Returns whether `beside` ended the wait.
         """
-        patience = min(group.time_left_s() for group in self._groups)
-        bounds = [max(0.0, bound) for bound in (timeout_s, patience) if bound is not None and bound != math.inf]
+        next_check_s = min(group.time_left_s() for group in self._groups)
+        bounds = [max(0.0, bound) for bound in (timeout_s, next_check_s) if bound is not None and bound != math.inf]
         numbers = [group.process.connection.fileno() for group in self._groups]
         answered = set(wait_for([*numbers, *([] if beside is None else [beside])], min(bounds, default=None)))
         for group, number in zip(self._groups, numbers, strict=True):
