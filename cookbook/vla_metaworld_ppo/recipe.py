@@ -1,4 +1,4 @@
-"""Demonstrations of a robot arm, imitation by a small pi0.5, then asynchronous PPO; and whether it looks and listens.
+"""Demonstrations of a robot arm, imitation by a small pi0.5, then asynchronous PPO; and a check of its inputs.
 
 python cookbook/vla_metaworld_ppo/recipe.py [--dir runs/vla_metaworld_ppo] [--seeds 1]
 """
@@ -21,7 +21,7 @@ SLOWLY = (0.5, 0.5, 0.5, 1.0)
 CONDITIONS = {
     "none": "success",
     "swap_instruction": "given another task's instruction",
-    "grey_images": "pictures greyed",
+    "grey_images": "images greyed",
 }
 
 
@@ -31,9 +31,7 @@ def main() -> None:
     parser.add_argument("--sft-steps", type=int, default=800)
     parser.add_argument("--rl-steps", type=int, default=16)
     parser.add_argument("--demos", type=int, default=15, help="demonstrations of each task")
-    parser.add_argument(
-        "--looks", type=int, default=1000, help="pictures of beginnings of each task, without an action"
-    )
+    parser.add_argument("--looks", type=int, default=1000, help="initial images of each task, without an action")
     parser.add_argument("--inits", type=int, default=24, help="held-out initial states of each task to evaluate from")
     parser.add_argument("--tasks", nargs="+", default=TASKS, help="of MetaWorld; two or more")
     parser.add_argument("--seed", type=int, default=0, help="of the imitation, and of the first run of PPO")
@@ -42,7 +40,7 @@ def main() -> None:
     directory: Path = arguments.dir.resolve()
     shutil.rmtree(directory, ignore_errors=True)
 
-    print("1/4  a scripted expert demonstrates at half its speed; pictures of many beginnings")
+    print("1/4  a scripted expert demonstrates at half its speed; many initial images")
     record(
         directory / "demos",
         simulator="metaworld",

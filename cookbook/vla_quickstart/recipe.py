@@ -16,7 +16,7 @@ HERE = Path(__file__).parent
 SHOWN = {
     "none": "success",
     "swap_instruction": "given another task's instruction",
-    "grey_images": "pictures greyed",
+    "grey_images": "images greyed",
 }
 
 

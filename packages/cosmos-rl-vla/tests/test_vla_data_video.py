@@ -18,7 +18,7 @@ def test_what_is_no_video_is_named(tmp_path):
     (tmp_path / "a.mp4").write_bytes(b"not a video" * 100)
     with pytest.raises(UserError, match=r"a\.mp4 \(top\) cannot be read, as after an interruption"):
         check_video(tmp_path / "a.mp4", until_s=0, fps=FPS, camera="top")
-    with pytest.raises(UserError, match=r"b\.mp4 \(top\) is not there: the dataset is not whole"):
+    with pytest.raises(UserError, match=r"b\.mp4 \(top\) does not exist: the dataset is incomplete"):
         check_video(tmp_path / "b.mp4", until_s=0, fps=FPS, camera="top")
 
 
