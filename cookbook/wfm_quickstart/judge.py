@@ -1,4 +1,4 @@
-"""An independent judge of prompts: which shape does a clip show, and where does it move?
+"""An independent judge of prompts: which shape does a clip show, and in which direction does it move?
 
 A small video classifier, trained on the dataset's own clips. It is never a reward: what the policy is not paid for
 cannot be gamed, so a judge that falls while the reward rises says that the reward is being hacked.
@@ -22,11 +22,11 @@ from cosmos_rl_core import RolloutGroup
 from cosmos_rl_wfm import DIRECTIONS
 
 HELD_OUT = 0.1
-"""Part of the clips, the last ones, that training does not see."""
+"""Fraction of the clips, the last ones, held out from training."""
 
 
 class Judge(nn.Module):
-    """Three convolutions in space and time, the strongest place of each frame, the mean over frames, two answers."""
+    """Three convolutions in space and time, the maximum over each frame, the mean over frames, two classifiers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def answers(judge: Judge, videos: np.ndarray, captions: Sequence[str]) -> tuple[
 
 
 def prompt_ok(judge: Judge, videos: np.ndarray, captions: Sequence[str]) -> float:
-    """Return the share of clips that show what their captions say. Chance is 1/12."""
+    """Return the fraction of clips that match their captions. Chance is 1/12."""
     shape, towards = answers(judge, videos, captions)
     return (shape & towards).float().mean().item()
 
@@ -83,20 +83,20 @@ def train_judge(videos: np.ndarray, captions: Sequence[str], *, steps: int = 500
 
 
 def load_judge(path: Path) -> Judge:
-    """Read what `main` wrote."""
+    """Read the weights that `main` wrote."""
     judge = Judge()
     judge.load_state_dict(load_file(path))
     return judge.eval()
 
 
 class PromptOk:
-    """The judge in the form of a reward, for whatever takes one by name: "judge:PromptOk", with its weights' `path`."""
+    """The judge as a reward, for recipes and servers: "judge:PromptOk", with the `path` of its weights."""
 
     def __init__(self, *, path: str) -> None:
         self.judge = load_judge(Path(path))
 
     def __call__(self, group: RolloutGroup) -> list[float]:
-        """Return 1 for each rollout that shows what the caption says, otherwise 0."""
+        """Return 1 for each rollout that matches its caption, otherwise 0."""
         videos = np.stack([rollout.media["video"] for rollout in group.rollouts])
         shape, towards = answers(self.judge, videos, [group.prompt.row["caption"]] * len(videos))
         return (shape & towards).float().tolist()

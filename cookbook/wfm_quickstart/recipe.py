@@ -1,4 +1,4 @@
-"""Make clips and a judge, pretrain a tiny video model, then reward it: unguarded, held to data, and by contrast.
+"""Make clips and a judge, pretrain a tiny video model, then train it with rewards: FlowGRPO, DDRL and DiffusionNFT.
 
 python cookbook/wfm_quickstart/recipe.py [--dir runs/wfm_quickstart]
 """
@@ -43,7 +43,7 @@ def main() -> None:
     write_prompts(data / "prompts.jsonl", repeats=1)
     write_prompts(data / "held_out.jsonl", repeats=10)
 
-    print("2/4  a tiny Wan transformer learns to draw them")
+    print("2/4  a tiny Wan transformer learns to generate them")
     overrides = [f"run.output_dir={directory / 'base'}", f"data.path={data}"]
     overrides += [f"run.max_steps={arguments.pretrain_steps}", f"run.seed={arguments.seed}"]
     overrides += [f"policy.schedule.warmup_steps={min(50, arguments.pretrain_steps // 4)}"]
@@ -86,7 +86,7 @@ def reward_server(token_file: Path) -> Iterator[str]:
     with Popen([*command, "--reward", "wfm:brightness", "--reward", "wfm:speed"], stdout=PIPE, text=True) as server:
         assert server.stdout is not None
         line = server.stdout.readline()
-        assert "http://" in line, "the reward server did not start; its reason stands above"
+        assert "http://" in line, "the reward server did not start; its reason is above"
         print(f"     {line.strip()}")
         try:
             yield line.split()[2]
@@ -95,7 +95,7 @@ def reward_server(token_file: Path) -> Iterator[str]:
 
 
 def train(arm: Arm, base: Path, directory: Path, url: str, *, keys: Sequence[str]) -> Result:
-    """Reward the base model in one way."""
+    """Train the base model with one reward and algorithm."""
     print(f"\n     {arm.title}")
     remote = {"reward": arm.reward, "url": url, "token_file": str(directory / "reward.token")}
     rewards = [

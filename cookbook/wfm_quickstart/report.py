@@ -11,11 +11,11 @@ from clips import read_clips, speed_along
 from cosmos_rl_wfm import brightness
 
 CHANCE = 1 / 12
-"""Share of captions that the judge sees in anything."""
+"""Chance level of the judge: one of 3 shapes and one of 4 directions."""
 NOT_SHOWN = (
-    "What this does not show: one seed and a model of 0.2 M parameters say nothing about large ones; what DDRL keeps "
-    "with the judge has to be compared with the control, which sees the same clips without a reward; and whether DDRL "
-    "beats a KL term at the same reward is not tested here."
+    "Limits: results of one seed and a model of 0.2 M parameters do not apply to large ones; DDRL's score by the judge "
+    "has to be compared with the control, which trains on the same clips without a reward; and whether DDRL beats a KL "
+    "term at the same reward is not tested here."
 )
 
 
