@@ -168,9 +168,9 @@ class Lot(msgspec.Struct, kw_only=True, array_like=True, gc=False):
 
 
 def cut_lots(match: Match, classes: Sequence[TensorClass]) -> list[Lot]:
-    """Cut what the slots want into lots; those with one owner are dealt already.
+    """Cut the boxes of all slots into lots; those with one owner are dealt already.
 
-    Raises LayoutError where nobody holds a part.
+    Raises LayoutError where no source rank holds a part.
     """
     lots = []
     for number, kind in enumerate(classes):
@@ -228,10 +228,10 @@ def loads(lots: Iterable[Lot]) -> Counter[int]:
 
 
 def deal(count: int, size: int, room: Sequence[int], *, turn: int) -> list[int]:
-    """Return how many of `count` copies of `size` bytes each owner takes: one by one to who has most room left.
+    """Return how many of `count` copies of `size` bytes each owner takes: one by one, to the owner with most room left.
 
     The same as doing so, in closed form: all owners end at one level, the odd copies go to those above it. Equal
-    owners are asked from place `turn` on, so that replicas that plan alone do not all choose the first.
+    owners are taken from index `turn` on, so that replicas that plan alone do not all choose the first.
     """
     if count % len(room) == 0 and min(room) == max(room):
         return [count // len(room)] * len(room)

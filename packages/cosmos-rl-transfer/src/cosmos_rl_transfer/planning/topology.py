@@ -1,4 +1,4 @@
-"""Where ranks sit and how fast their NICs are: what balances a plan and breaks its ties."""
+"""The location of ranks and the speed of their NICs, which balance a plan and break its ties."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ FAR = 3
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Port:
-    """One rank's place in the network. An empty string is nobody's neighbour."""
+    """One rank's place in the network. An empty string has no neighbours."""
 
     host: str = ""
     island: str = ""
     """GPUs that reach one another over NVLink, on one host or several."""
     rail: str = ""
-    """The leaf switch its NIC hangs on."""
+    """The leaf switch of its NIC."""
     egress: int = DEFAULT_BYTES_PER_S
     """Bytes a second out of its NIC."""
     ingress: int = DEFAULT_BYTES_PER_S

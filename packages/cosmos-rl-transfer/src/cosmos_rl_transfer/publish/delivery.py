@@ -3,8 +3,8 @@
     session's thread     packs and hashes a bucket
     a second thread      sends it, so that the next one is packed meanwhile
 
-A bucket comes as a delta, out of live memory, out of a slot, or out of a copy: one that a fence made, or one for a
-reader that was too slow, over the link. With a transport whose subscribers read a slot by themselves (`keeps_slot`), a
+A bucket is sent as a delta, from live memory, from a slot, or from a copy: one that a fence made, or one for a reader
+that was too slow, over the link. With a transport whose subscribers read a slot by themselves (`keeps_slot`), a
 request that finds no slot free is queued and the session's thread goes on: the message that frees a slot comes over
 the same link.
 """

@@ -29,12 +29,12 @@ class Directory:
         self._ring_version = -1
         self._guard = threading.Lock()
         self._known: dict[object, tuple[int, Holder]] = {}
-        """By who said it: version and holder."""
+        """Version and holder, by the session that reported them."""
         self._asked: Counter[Holder] = Counter()
-        """Times that a holder was the first to be named for its rank."""
+        """Number of times that a holder was listed first for its rank."""
 
     def enter(self, owner: object, version: int, holder: Holder) -> None:
-        """Note that `owner` serves a version; what it served before is gone."""
+        """Record that `owner` serves a version, in place of its former one."""
         with self._guard:
             self._known[owner] = version, holder
 
@@ -46,7 +46,7 @@ class Directory:
                 del self._asked[holder]
 
     def find(self, after: int) -> Holders:
-        """Return the newest version that anybody serves, if it is newer than `after`, and who, least asked first."""
+        """Return the newest served version, if it is newer than `after`, and its holders, least asked first."""
         with self._guard:
             version = max((version for version, _ in self._known.values()), default=-1)
             if version <= after:
@@ -83,11 +83,11 @@ class Directory:
 
 
 PASS_ON_S = 0.5
-"""Time that the next in a ring waits for a bucket that is still to come."""
+"""Time that the next member of a ring waits for a bucket that has not arrived."""
 
 
 class Partial:
-    """Which buckets of which version can be had. Any thread may ask; one pulls."""
+    """The buckets of one version that can be read here. Any thread may ask; one pulls."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -99,7 +99,7 @@ class Partial:
 
     @property
     def is_whole(self) -> bool:
-        """Whether everything can be had."""
+        """Whether all buckets can be read."""
         return self._is_whole
 
     @property
@@ -109,11 +109,11 @@ class Partial:
 
     @property
     def wire_dtypes(self) -> Mapping[str, str]:
-        """By tensor: what it travels in."""
+        """Wire dtype by tensor."""
         return {} if self._made is None else self._made.wire_dtypes
 
     def describe(self, made: Plan, rank: int) -> None:
-        """Note by which plan the publishers send to this rank."""
+        """Set the plan by which the publishers send to this rank."""
         with self._changed:
             self._made, self._rank = made, rank
 
@@ -132,13 +132,13 @@ class Partial:
             self._changed.notify_all()
 
     def landed(self, bucket: Bucket) -> None:
-        """A bucket of it was verified and is in its place."""
+        """Record a verified and landed bucket."""
         with self._changed:
             self._landed.add((bucket.source, bucket.index))
             self._changed.notify_all()
 
     def complete(self, version: int) -> bool:
-        """All of the version is there; returns whether it had begun before."""
+        """Record that all buckets have landed; returns whether the version had begun before."""
         with self._changed:
             begun = self._version == version
             self._version, self._is_whole = version, True
@@ -146,7 +146,7 @@ class Partial:
             return begun
 
     def end(self) -> None:
-        """Nothing can be had any more."""
+        """Serve no bucket from now on."""
         self.begin(-1)
 
     def wait(self, version: int, bucket: Bucket, *, timeout_s: float) -> None:
@@ -159,4 +159,4 @@ class Partial:
         with self._changed:
             self._changed.wait_for(lambda: here() or self._version != version, timeout_s)
             if not here():
-                raise Superseded(f"bucket {bucket.index} of version {version} has not come here")
+                raise Superseded(f"bucket {bucket.index} of version {version} has not arrived here")

@@ -44,11 +44,11 @@ if TYPE_CHECKING:
 CHUNK_BYTES = 512 << 10
 """Of the copy, for one comparison: with its counterpart and the mask, what a core's own cache holds."""
 MOST_CHANGED = 1 / 3
-"""Of a tensor's elements; beyond it nobody wants a list. So lists take at most as much memory as the copy."""
+"""Max fraction of changed elements for which a list is built. So lists take at most as much memory as the copy."""
 _PROBE_CHUNKS, _PROBE_PARTS = 8, 4
-"""A fourth of every eighth chunk is looked at first, to see whether comparing all is worth it."""
+"""A fourth of every eighth chunk is compared first, to estimate the fraction that changed."""
 _MANY = 1 / 8
-"""Of the words in a chunk; beyond it elements are compared at once."""
+"""Max fraction of changed words in a chunk for which only their elements are compared."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def chunks(tensor: Tensor, most: int) -> Iterator[tuple[int, Tensor]]:
 
 
 MOST_BYTES = 1 / 2
-"""Of a bucket's bytes; a delta that takes more is not worth its coding."""
+"""Max size of a delta, as a fraction of the bucket's bytes."""
 MOST_BYPASSED = 32
 """Versions between two comparisons where most changes: two of 34 are copied for nothing."""
 
@@ -206,7 +206,7 @@ class Outgoing:
         self.version = self.base = -1
         """The version it holds, and the one that deltas start from: -1 for none."""
         self.bypass = False
-        """Whether the newest version is read out of live memory."""
+        """Whether the newest version is read from live memory."""
         self._bypass_left, self._next_bypass = 0, 0
         self._live = live
         self._canonical = manifest.canonical

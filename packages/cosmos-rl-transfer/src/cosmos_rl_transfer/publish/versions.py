@@ -1,7 +1,7 @@
-"""Which version may be read, by whom, and when the one who owns the memory may write it again. No socket, no tensor.
+"""Leases on versions: the readers of each, and when the owner may write its memory again. No socket, no tensor.
 
 owner    publish(version)                  open: readers may borrow it
-         fence(patience)                   closed: nobody may borrow; waits for readers; what is left over is copied
+         fence(patience)                   closed: nobody may borrow; waits for readers; copies their unread buckets
          ... writes ...
 reader   wait_newer(after)                 the open version, if it is newer
          lend(version) -> Lease
@@ -32,13 +32,13 @@ class Lease:
     number: int
     version: int
     unread: set[int]
-    """Buckets that were not read yet."""
+    """Buckets not read yet."""
     keep: bool
     """Whether it outlives the next version."""
     copy: Callable[[int], Raw]
     """Makes a copy of a bucket out of live memory."""
     copies: dict[int, Raw] | None = None
-    """By bucket, after a fence that did not wait any longer; None while the bytes are in live memory."""
+    """By bucket, after a fence whose patience ran out; None while the bytes are in live memory."""
     held: int = -1
     """The version that the reader has, which deltas may start from; -1 for none."""
     reading_copies: int = 0
@@ -60,9 +60,9 @@ class _State:
     is_open: bool = False
     closed: bool = False
     reading: int = 0
-    """Readers inside live memory at this moment, who compute and are soon out again."""
+    """Reads of live memory in progress, each as short as a copy or a hash."""
     sending: int = 0
-    """Those who send out of it, for as long as a subscriber takes."""
+    """Sends from live memory in progress, each as long as its subscriber takes."""
     leases: dict[int, Lease] = field(default_factory=dict)
 
 
@@ -70,7 +70,7 @@ class Versions:
     """All methods may be called from any thread."""
 
     def __init__(self, recycle: Callable[[Raw], None] = lambda _: None) -> None:
-        """`recycle` is given every copy that nobody will read any more."""
+        """recycle: called with every copy after its last reader."""
         self._recycle = recycle
         self._state = _State()
         self._changed = threading.Condition()
@@ -87,7 +87,7 @@ class Versions:
         return self._state.is_open
 
     def publish(self, version: int) -> None:
-        """Open a version. Leases whose memory was written without a fence are revoked, copies nobody keeps dropped."""
+        """Open a version. Revokes leases written without a fence, drops copies that are not kept."""
         with self._changed:
             for lease in self._state.leases.values():
                 if lease.copies is None or not lease.keep:
@@ -106,7 +106,7 @@ class Versions:
     def lend(
         self, version: int, *, buckets: Iterable[int], keep: bool, copy: Callable[[int], Raw], held: int = -1
     ) -> Lease | None:
-        """Lease a version, if it is open. `buckets`: those a fence waits for; `copy` reads one out of live memory."""
+        """Lease a version, if it is open. `buckets`: those a fence waits for; `copy` reads one from live memory."""
         with self._changed:
             state = self._state
             if not state.is_open or state.closed or version != state.newest:
@@ -119,8 +119,8 @@ class Versions:
     def reading(self, lease: Lease, bucket: int, *, sending: bool = False) -> Iterator[Raw | None]:
         """Hold the fence up while a bucket is read. Raises Superseded for a lease that ended.
 
-        sending: the fence waits for its patience only. What is sent after that may be of two versions, so its hash has
-        to be taken before, in a block that is waited for.
+        sending: the fence waits for its patience only. Bytes sent later may be of two versions, so they must be hashed
+        before, in a block without `sending`.
         """
         with self._changed:
             if lease.revoked or (lease.copies is not None and bucket not in lease.copies):
@@ -141,18 +141,18 @@ class Versions:
                 self._changed.notify_all()
 
     def is_live(self, lease: Lease) -> bool:
-        """Whether live memory still holds what was leased: its owner has not been allowed to write it since."""
+        """Whether live memory still has the leased version: no fence has ended since."""
         with self._changed:
             return lease.copies is None and not lease.revoked
 
     def read(self, lease: Lease, bucket: int) -> None:
-        """Note that the reader has a bucket."""
+        """Record that the reader has a bucket."""
         with self._changed:
             lease.unread.discard(bucket)
             self._changed.notify_all()
 
     def give_back(self, lease: Lease) -> bool:
-        """End a lease; returns whether it held until now."""
+        """End a lease; returns whether it was valid until now."""
         with self._changed:
             self._state.leases.pop(lease.number, None)
             self._drop_copies(lease)
@@ -198,7 +198,7 @@ class Versions:
         return Fenced(time.monotonic() - started, copied)
 
     def _end_read(self) -> None:
-        """Nothing more can be had of leases that were read to their end. The lock is held."""
+        """End the leases without unread buckets. The lock is held."""
         for lease in self._state.leases.values():
             if lease.copies is None and not lease.unread:
                 lease.copies = {}
@@ -212,7 +212,7 @@ class Versions:
         return [x for x in self._state.leases.values() if x.copies is None and not x.revoked and x.unread]
 
     def close(self) -> None:
-        """Wake everybody who waits."""
+        """End all waits."""
         with self._changed:
             self._state.closed = True
             self._changed.notify_all()

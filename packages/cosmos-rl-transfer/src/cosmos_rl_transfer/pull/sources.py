@@ -1,6 +1,6 @@
 """A subscriber's connections to the ranks that publish.
 
-Ranks that are gone are left out as long as one answers: whoever holds copies of their parts sends these instead.
+Lost ranks are left out as long as one answers: other ranks that hold copies of their parts send these instead.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Sources:
         """Store the addresses, one string or several. `joined` gets new connections and may refuse them by raising."""
         self.addresses = addresses.split(SEPARATOR) if isinstance(addresses, str) else list(addresses)
         self.lost: list[str] = []
-        """Why publishers were left out when the connections were made."""
+        """Reasons for which publishers were left out when the connections were made."""
         self._token, self._timeout_s, self._joined = token, timeout_s, joined
         self._feeds: list[Feed] = []
         self._others: list[Feed] = []
@@ -50,12 +50,12 @@ class Sources:
 
     @property
     def connected(self) -> list[Feed]:
-        """Return the connections there are."""
+        """Return the open connections."""
         with self._guard:
             return list(self._feeds)
 
     def feeds(self) -> list[Feed]:
-        """Return the connections, made where there are none. Raises PeerLost where no publisher answers."""
+        """Return the connections; opens them if there are none. Raises PeerLost where no publisher answers."""
         with self._guard:
             if self._feeds:
                 return self._feeds
@@ -75,7 +75,7 @@ class Sources:
         return feeds
 
     def open(self, address: str, *, timeout_s: float) -> Feed:
-        """Connect to somebody else, until `drop` or `disconnect`."""
+        """Connect to another subscriber, until `drop` or `disconnect`."""
         feed = Feed.open(address, token=self._token, timeout_s=timeout_s)
         with self._guard:
             self._others.append(feed)
@@ -85,7 +85,7 @@ class Sources:
         raise TransferError("stopped")
 
     def drop(self, feed: Feed) -> None:
-        """Close what `open` returned."""
+        """Close a connection of `open`."""
         with self._guard:
             self._others = [other for other in self._others if other is not feed]
         feed.close()
