@@ -1,7 +1,7 @@
-"""Live weights on CPU. vLLM imports this module through `vllm_plugin`.
+"""Live weights on CPU. vLLM imports this module through `plugin`.
 
-After loading, vLLM packs the matrices of linear layers for its CPU kernels and lets the originals go, so that nothing
-is left for new weights to land in. These methods skip the packing and multiply with the plain matrices.
+After loading, vLLM packs the matrices of linear layers for its CPU kernels and frees the originals, into which new
+weights would be written. These methods skip the packing and multiply with the plain matrices.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 
 
 class PlainLinear(UnquantizedLinearMethod):
-    """A linear layer whose weight stays where it was loaded."""
+    """A linear layer whose weight stays as it was loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Multiply with the weight itself."""
@@ -27,7 +27,7 @@ class PlainLinear(UnquantizedLinearMethod):
 
 
 class PlainEmbedding(UnquantizedEmbeddingMethod):
-    """An embedding, or an output layer, whose weight stays where it was loaded."""
+    """An embedding, or an output layer, whose weight stays as it was loaded."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Multiply with the weight itself."""
@@ -35,7 +35,7 @@ class PlainEmbedding(UnquantizedEmbeddingMethod):
 
 
 class PlainWeights(QuantizationConfig):
-    """The "quantization" of an engine that must take new weights on CPU: none at all, and nothing packed."""
+    """The quantization method of an engine that receives weights on CPU: neither quantised nor packed."""
 
     def get_name(self) -> Any:
         return PLAIN_WEIGHTS

@@ -1,8 +1,8 @@
 """The plug-in that vLLM loads in each of its processes, through the entry point `vllm.general_plugins`.
 
-It makes two names known there, which nothing uses unless an engine of ours asks for it: a way to receive weights, and a
-way to keep them unpacked on CPU. And where our engine started the process, it ends the process with the engine's own:
-vLLM's outlive a parent that was killed, with all their memory.
+It registers a weight transfer engine and a quantization method that keeps weights unpacked on CPU; only our engine
+selects them. A process that our engine started is ended with the engine's process: vLLM's processes outlive a killed
+parent, with all their memory.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from cosmos_rl_llm.engines.vllm.options import PLAIN_WEIGHTS
 WEIGHT_BACKEND = "cosmos_rl_transfer"
 """Name of the weight transfer engine."""
 REFUSED = "new weights cannot reach this model in vLLM: "
-"""Begins the one line in which workers say why, for the engine's own process to find in vLLM's report."""
+"""Prefix of the line with a worker's reason, which the engine's process finds in vLLM's error."""
 OWNER = "COSMOS_RL_VLLM_OWNER"
 """Environment variable with the id of the process that started vLLM, set for its children alone."""
 
