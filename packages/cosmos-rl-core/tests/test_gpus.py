@@ -1,7 +1,57 @@
 import pytest
 
+from cosmos_rl_core import assemble, processes
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.processes import allot, machine_gpus
+from cosmos_rl_core.launch import gpus
+from cosmos_rl_core.launch.check import check
+from cosmos_rl_core.launch.gpus import AssignedGpus, assign_gpus, gpus_per_rollout
+from cosmos_rl_core.launch.placement import threads
+from cosmos_rl_core.launch.plan import plan
+from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.recipe.load import load_config, load_domain
+from cosmos_rl_core.testing.tiny import Tiny
+
+
+class Spread(Tiny):
+    """A domain whose engine needs as many GPUs as its options say."""
+
+    def build_engine(self, model, *, data, name, options):
+        return options
+
+    def spread_engine(self, name, options, *, tp_size):
+        return {**options, "size": tp_size}
+
+    def gpus_per_engine(self, name, options):
+        return options.get("size", 1)
+
+    def share_gpu(self, name, options, *, processes):
+        return {**options, "memory": 0.9 / processes}
+
+
+SPREAD = Spread()
+
+
+def recipe(*, replicas=1, size=1, **run):
+    return load_config({
+        "run": {"domain": f"{__name__}:SPREAD", "max_steps": 1, **run},
+        "model": {},
+        "data": {},
+        "rollout": {"engine": "tiny", "replicas": replicas, "options": {"size": size}},
+        "reward": {"functions": [{"name": "hits"}]},
+    })  # fmt: skip
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """Give this machine GPUs by their device files."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+
+    def have(number):
+        for index in range(number):
+            (tmp_path / f"nvidia{index}").touch()
+        monkeypatch.setattr(gpus, "machine_gpus", lambda environment: machine_gpus(environment, devices=tmp_path))
+
+    return have
 
 
 def test_the_devices_of_the_machine_in_order(tmp_path):
@@ -17,18 +67,83 @@ def test_what_the_user_lets_us_see_counts(tmp_path):
 
 
 def test_the_policys_ranks_come_first_then_the_rollouts():
-    assert allot(["0", "1", "2", "3"], [2, 1, 1]) == [["0", "1"], ["2"], ["3"]]
+    found = assign_gpus(recipe(replicas=2), 2, gpus="01234")
+    assert (found.policy, found.rollouts, list(found.unused)) == (["0", "1"], [["2"], ["3"]], ["4"])
+    assert str(found) == "policy-0 on 0,1, rollout-0 on 2, rollout-1 on 3; unused: 4"
+    assert found.processes_per_gpu == 1
 
 
-def test_fewer_gpus_than_processes_are_shared():
-    assert allot(["0"], [1, 1, 1]) == [["0"], ["0"], ["0"]]
-    assert allot(["0", "1"], [2, 1, 1]) == [["0", "1"], ["0"], ["1"]]
+def test_a_rollout_replica_has_the_gpus_that_its_engine_needs():
+    config = recipe(replicas=2, size=2)
+    assert gpus_per_rollout(config) == 2
+    assert assign_gpus(config, 4, gpus="01234567").rollouts == [["4", "5"], ["6", "7"]]
+
+
+def test_the_cores_are_divided_by_the_engines_processes():
+    one, two = (threads(recipe(size=size))[1] for size in (1, 2))
+    assert two == max(1, one // 2)
+
+
+def test_fewer_gpus_than_processes_are_an_error_with_the_numbers():
+    with pytest.raises(UserError) as raised:
+        assign_gpus(recipe(replicas=2, size=2), 2, gpus=["0", "1", "5"])
+    assert "needs 6 GPUs of this machine, 2 for the policy's ranks and 2 x 2 for rollout" in str(raised.value)
+    assert "but 3 are visible (0, 1, 5)" in str(raised.value)
+    assert "[run] share_gpus = true" in str(raised.value)
+
+
+def test_gpus_are_shared_where_the_recipe_allows_it():
+    found = assign_gpus(recipe(replicas=2, share_gpus=True), 2, gpus=["0", "1"])
+    assert (found.policy, found.rollouts, found.processes_per_gpu) == (["0", "1"], [["0"], ["1"]], 2)
+    assert assign_gpus(recipe(replicas=2, share_gpus=True), 1, gpus=["0"]).processes_per_gpu == 3
+
+
+def test_an_engine_on_a_shared_gpu_gets_its_part_of_the_memory():
+    config = recipe()
+    assert assemble.build_engine(config, SPREAD) == {"size": 1}
+    assert assemble.build_engine(config, SPREAD, processes_per_gpu=3) == {"size": 1, "memory": pytest.approx(0.3)}
 
 
 def test_two_ranks_never_share_a_gpu():
-    with pytest.raises(UserError, match=r"a replica needs 2 GPUs of this machine, one per rank, but sees 1 \(3\)"):
-        allot(["3"], [2, 1])
+    with pytest.raises(UserError, match=r"the policy needs 2 GPUs .* one per rank, but 1 is visible \(3\)"):
+        assign_gpus(recipe(share_gpus=True), 2, gpus=["3"])
+
+
+def test_an_engine_never_has_one_gpu_twice():
+    with pytest.raises(UserError, match=r"a rollout replica needs 4 GPUs .* but 3 are visible .*tensor_parallel_size"):
+        assign_gpus(recipe(size=4, share_gpus=True), 1, gpus="012")
 
 
 def test_a_machine_without_gpus_gives_none():
-    assert allot([], [2, 1]) == [[], []]
+    found = assign_gpus(recipe(replicas=2), 2, gpus=[])
+    assert found == AssignedGpus(policy=(), rollouts=[(), ()])
+    assert found.processes_per_gpu == 1
+
+
+def test_the_plan_lists_gpus_or_names_the_shortage(machine):
+    machine(0)
+    config = recipe(replicas=2, size=2)
+    assert plan(config).gpus == ""
+    assert [role.gpus for role in plan(config).roles] == [0, 1, 2]
+    machine(5)
+    assert "GPUs: policy-0 on 0, rollout-0 on 1,2, rollout-1 on 3,4" in str(plan(config))
+    assert "the run needs 9 GPUs" in plan(recipe(replicas=4, size=2)).gpus
+    assert plan(recipe(replicas=4, placement="inline")).gpus == ""
+
+
+def test_check_notes_that_this_machine_has_too_few(machine):
+    machine(1)
+    assert any("the run needs 2 GPUs" in text for text in check(recipe()).warnings)
+    assert check(recipe(share_gpus=True)).warnings == ()
+
+
+def test_workers_see_their_gpus_alone(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0,1,2,3")
+    assert processes.environment(gpus=["2", "3"])["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+
+def test_a_domain_without_the_hook_has_one_gpu_per_engine():
+    tables = {"run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1}, "model": {}, "data": {}}
+    config = load_config({**tables, "rollout": {"engine": "tiny"}, "reward": {"functions": [{"name": "hits"}]}})
+    assert load_domain(config.run.domain).name == "tiny"
+    assert gpus_per_rollout(config) == 1

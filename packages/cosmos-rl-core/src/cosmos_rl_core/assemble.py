@@ -14,6 +14,7 @@ from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine
+from cosmos_rl_core.optional import SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.shape import check_fit
@@ -137,14 +138,16 @@ def build_reward(name: str, domain: Domain, *, options: Mapping[str, Any], given
         raise UserError(f"[reward] {name} cannot be built: {error}") from error
 
 
-def build_engine(config: RunConfig, domain: Domain) -> RolloutEngine:
+def build_engine(config: RunConfig, domain: Domain, *, processes_per_gpu: int = 1) -> RolloutEngine:
     """An engine by name: one of the domain's, an installed plug-in, or "module:attribute".
 
     The last two are called as `factory(model, data=data, options=options)`, with the sections [model], [data] and
-    [rollout.options].
+    [rollout.options]. processes_per_gpu: above 1 where the engine shares its GPUs with other processes of the run.
     """
     name, options = config.rollout.engine, config.rollout.options
     if name in domain.engines:
+        if processes_per_gpu > 1 and isinstance(domain, SpreadsEngines):
+            options = domain.share_gpu(name, options, processes=processes_per_gpu)
         return domain.build_engine(config.model, data=config.data, name=name, options=options)
     return cast(RolloutEngine, load_engine(name)(config.model, data=config.data, options=options))
 

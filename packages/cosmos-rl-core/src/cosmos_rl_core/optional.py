@@ -83,6 +83,14 @@ class SpreadsEngines(Protocol):
         """Return [rollout.options] for an engine over `tp_size` GPUs. Raises UserError if it cannot be spread."""
         ...
 
+    def gpus_per_engine(self, name: str, options: Mapping[str, Any]) -> int:
+        """Return the number of GPUs of one engine with these [rollout.options]. Raises ConfigError for wrong ones."""
+        ...
+
+    def share_gpu(self, name: str, options: Mapping[str, Any], *, processes: int) -> Mapping[str, Any]:
+        """Return [rollout.options] for an engine whose GPUs are shared by `processes` processes, itself included."""
+        ...
+
 
 @runtime_checkable
 class ShowsRows(Protocol):

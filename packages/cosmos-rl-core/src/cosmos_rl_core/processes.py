@@ -24,11 +24,9 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import cycle, islice
 from pathlib import Path
 from typing import IO
 
-from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import child_environment
 
 VISIBLE_GPUS = "CUDA_VISIBLE_DEVICES"
@@ -204,19 +202,3 @@ def machine_gpus(environment: Mapping[str, str], *, devices: Path = Path("/dev")
         return [name.strip() for name in environment[VISIBLE_GPUS].split(",") if name.strip()]
     numbers = (path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*"))
     return sorted((number for number in numbers if number.isdecimal()), key=int)
-
-
-def allot(gpus: Sequence[str], wanted: Sequence[int]) -> list[list[str]]:
-    """Return the GPUs of each worker, one per process, round-robin; empty lists without GPUs.
-
-    Raises UserError if one worker needs more GPUs than there are: nccl does not allow ranks to share a GPU.
-    """
-    if not gpus:
-        return [[] for _ in wanted]
-    if (most := max(wanted)) > len(gpus):
-        raise UserError(
-            f"a replica needs {most} GPUs of this machine, one per rank, but sees {len(gpus)} ({', '.join(gpus)}); "
-            f"lower [policy] ranks_per_node or [policy.parallel], or set {VISIBLE_GPUS} to nothing to train on the CPU"
-        )
-    supply = cycle(gpus)
-    return [list(islice(supply, number)) for number in wanted]

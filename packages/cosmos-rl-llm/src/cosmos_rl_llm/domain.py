@@ -20,7 +20,7 @@ from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
-from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, spread
+from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
 from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve
 from cosmos_rl_llm.rewards import REWARDS
 
@@ -97,6 +97,14 @@ class LLMDomain(DomainBase):
     def spread_engine(self, name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
         """vLLM shards matrices over GPUs. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
         return spread(name, options, tp_size=tp_size)
+
+    def gpus_per_engine(self, name: str, options: Mapping[str, Any]) -> int:
+        """vLLM has one worker process per GPU. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
+        return engine_options(VllmEngineOptions, options).num_gpus if name == "vllm" else 1
+
+    def share_gpu(self, name: str, options: Mapping[str, Any], *, processes: int) -> Mapping[str, Any]:
+        """vLLM reserves a part of the GPU's memory. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
+        return shared(options, processes=processes) if name == "vllm" else options
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
         """Names, shapes and dtypes from the headers of a local directory's safetensors; None for a hub id.

@@ -10,6 +10,7 @@ from cosmos_rl_core import plugins
 from cosmos_rl_core.assemble import build_reward, load_engine, look_up_parts
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
+from cosmos_rl_core.launch.gpus import assignment_text
 from cosmos_rl_core.optional import ChecksModels, Warns
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
@@ -62,13 +63,24 @@ def check(config: RunConfig, *, file: str = "") -> Checked:
     evaluation = None if config.eval.data is None else _dataset("eval.data", config.eval.data, domain, found)
     if data is None or found:
         raise ConfigError(found, file=file)
-    return Checked(config=config, data=data, evaluation=evaluation, warnings=warnings_for(config))
+    return Checked(
+        config=config, data=data, evaluation=evaluation, warnings=(*warnings_for(config), *_gpu_warnings(config))
+    )
 
 
 def warnings_for(config: RunConfig) -> Sequence[str]:
     """Return the domain's warnings about a valid recipe."""
     domain = load_domain(config.run.domain)
     return domain.warnings(config) if isinstance(domain, Warns) else ()
+
+
+def _gpu_warnings(config: RunConfig) -> list[str]:
+    """A sentence if this machine's GPUs do not suffice: the recipe may be for another machine."""
+    try:
+        assignment_text(config)
+    except UserError as error:
+        return [f"on this machine the run could not start: {error}"]
+    return []
 
 
 def _dataset(section: str, data: Any, domain: Domain, found: list[Problem]) -> Dataset | None:

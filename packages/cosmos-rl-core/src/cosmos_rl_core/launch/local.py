@@ -7,15 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cosmos_rl_core.errors import WorkerFailed
 from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.launch.placement import STOP_GRACE_S, Launch, threads
-from cosmos_rl_core.processes import ChildProcess, all_ended, allot, environment, last_lines, machine_gpus
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.wire.handshake import keep_token
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
@@ -67,13 +66,21 @@ class LocalWorkers:
     _watchers: set[asyncio.Task[None]] = field(default_factory=set)
     _stopping: bool = False
 
-    def start(self, role: str, *, threads: int | None, gpus: Sequence[Sequence[str]], node: Node | None = None) -> None:
+    def start(
+        self,
+        role: str,
+        *,
+        threads: int | None,
+        gpus: Sequence[Sequence[str]],
+        processes_per_gpu: int = 1,
+        node: Node | None = None,
+    ) -> None:
         """Start a replica of a role for each entry of `gpus`, the GPUs that are visible to it.
 
         threads: CPU threads of each process. node: this machine's part of each replica; default: all of it.
         """
         for i, visible in enumerate(gpus):
-            address = self.address(role, f"{role}-{i}", threads=threads)
+            address = replace(self.address(role, f"{role}-{i}", threads=threads), processes_per_gpu=processes_per_gpu)
             log = self.log_dir / f"{address.name}.log"
             worker = self._workers[address.name] = WorkerProcess(
                 address=address, node=node or Node(), log=log, gpus=visible
@@ -170,11 +177,12 @@ async def start_processes(launch: Launch) -> LocalWorkers:
     node = launch.policy_node
     policy, rollout = threads(config)
     a_rank = max(1, policy // node.ranks_per_node)
-    replicas = 0 if config.is_sft else config.rollout.replicas
-    gpus = allot(machine_gpus(os.environ), [node.ranks_per_node, *[1] * replicas])
-    workers.start("policy", threads=a_rank, gpus=gpus[:1], node=node)
+    gpus = launch.gpus
+    if gpus.policy:
+        observer.note(f"GPUs: {gpus}")
+    workers.start("policy", threads=a_rank, gpus=[gpus.policy], node=node)
     address = workers.address("policy", "policy-0", threads=config.policy.threads and a_rank)
     for index, command in enumerate(node.commands_for_others(address, python_path=launch.python_path), 1):
         observer.note(f"machine {index} of policy-0 joins by: {command}")
-    workers.start("rollout", threads=rollout, gpus=gpus[1:])
+    workers.start("rollout", threads=rollout, gpus=gpus.rollouts, processes_per_gpu=gpus.processes_per_gpu)
     return workers

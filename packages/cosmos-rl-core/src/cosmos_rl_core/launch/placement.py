@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.launch.gpus import AssignedGpus, gpus_per_rollout
 from cosmos_rl_core.launch.observer import RunObserver
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
@@ -40,6 +41,8 @@ class Launch:
     token: bytes
     policy_node: Node
     """This machine's part of the policy replica."""
+    gpus: AssignedGpus
+    """GPUs of the workers of this machine."""
     python_path: tuple[str, ...]
     rewards: Mapping[str, Any]
     """Reward functions by label that exist only in this process."""
@@ -101,6 +104,7 @@ async def start_tasks(launch: Launch) -> Workers:
             token=launch.token,
             timeline=timeline,
             threads=None,
+            processes_per_gpu=len(names),
             shares_process=True,
             build_lock=build_lock,
             rewards=launch.rewards,
@@ -117,7 +121,7 @@ async def start_tasks(launch: Launch) -> Workers:
 
 
 def threads(config: RunConfig) -> tuple[int, int]:
-    """Return the CPU threads of a policy replica on this machine and of a rollout process."""
+    """Return the CPU threads of a policy replica on this machine and of a rollout process, one of each GPU."""
     cores = len(os.sched_getaffinity(0))
     if config.is_sft:
         return config.policy.threads or cores, 1
@@ -125,7 +129,7 @@ def threads(config: RunConfig) -> tuple[int, int]:
         cores=cores,
         policy=config.policy.threads,
         rollout=config.rollout.threads,
-        rollout_replicas=config.rollout.replicas,
+        rollout_replicas=config.rollout.replicas * gpus_per_rollout(config),
         overlap=config.sync.max_staleness > 0,
     )
 

@@ -9,6 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cosmos_rl_core.assemble import build_sync, look_up_parts, sync_settings
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
 from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, policy_needs, rollout_needs, written
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.observe.tables import table
@@ -33,6 +35,8 @@ class Role:
     """Processes of all replicas; 0 if they run in the controller's process."""
     threads: int | None
     """CPU threads of one replica; None if all roles run in one process."""
+    gpus: int | None
+    """GPUs of one replica, on machines that have any; None if all roles run in one process."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,6 +115,8 @@ class Plan:
     placement: str
     cores: int
     roles: tuple[Role, ...]
+    gpus: str
+    """GPUs of each worker of this machine, or the reason why they do not suffice; empty without GPUs."""
     ranks: Ranks
     prompts_per_step: int
     rollouts_per_step: int
@@ -144,7 +150,10 @@ class Plan:
 
     def __str__(self) -> str:
         """Tables of the roles, the amounts of one step, and the weights if known."""
-        roles = [(r.role, r.replicas, r.processes, r.threads or "shared") for r in self.roles]
+        roles = [
+            (r.role, r.replicas, r.processes, r.threads or "shared", "shared" if r.gpus is None else r.gpus)
+            for r in self.roles
+        ]
         amounts = [
             ("prompts a step", self.prompts_per_step),
             ("rollouts a step", self.rollouts_per_step),
@@ -153,8 +162,9 @@ class Plan:
             ("terms a forward pass", f"at most {self.microbatch_terms}"),
         ]
         head = f"{self.name}: {self.placement}, {self.cores} cores"
-        header = ("role", "replicas", "processes", "threads")
-        parts = [head, table(roles, header=header), *_rank_tables(self.ranks), table(amounts)]
+        header = ("role", "replicas", "processes", "threads", "GPUs")
+        parts = [head, table(roles, header=header), *([f"GPUs: {self.gpus}"] if self.gpus else [])]
+        parts += [*_rank_tables(self.ranks), table(amounts)]
         if self.weights is None:
             parts.append("weights: known once the model is on this machine")
         else:
@@ -179,6 +189,7 @@ def plan(config: RunConfig, *, memory: int | None = None) -> Plan:
         placement=config.run.placement,
         cores=len(os.sched_getaffinity(0)),
         roles=tuple(_roles(config)),
+        gpus=_gpu_text(config),
         ranks=_ranks(config),
         prompts_per_step=prompts,
         rollouts_per_step=rollouts,
@@ -189,6 +200,13 @@ def plan(config: RunConfig, *, memory: int | None = None) -> Plan:
         weights=_weights(config),
         memory=_memory(config, memory),
     )
+
+
+def _gpu_text(config: RunConfig) -> str:
+    try:
+        return assignment_text(config)
+    except UserError as error:  # the recipe may be for another machine
+        return str(error)
 
 
 def _ranks(config: RunConfig) -> Ranks:
@@ -321,11 +339,13 @@ def _mebibytes(*sizes: int) -> str:
 def _roles(config: RunConfig) -> list[Role]:
     policy_threads, rollout_threads = threads(config)
     ranks = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size).world_size
-    workers = [("policy", config.policy.replicas, ranks, policy_threads)]
+    workers = [("policy", config.policy.replicas, ranks, policy_threads, ranks)]
     if not config.is_sft:
-        workers.append(("rollout", config.rollout.replicas, 1, rollout_threads))
+        workers.append(("rollout", config.rollout.replicas, 1, rollout_threads, gpus_per_rollout(config)))
     apart = config.run.placement == "local"
-    controller = Role(role="controller", replicas=1, processes=1, threads=1 if apart else None)
+    controller = Role(
+        role="controller", replicas=1, processes=1, threads=1 if apart else None, gpus=0 if apart else None
+    )
     return [
         controller,
         *(
@@ -334,7 +354,8 @@ def _roles(config: RunConfig) -> list[Role]:
                 replicas=replicas,
                 processes=replicas * ranks if apart else 0,
                 threads=count if apart else None,
+                gpus=gpus if apart else None,
             )
-            for role, replicas, ranks, count in workers
+            for role, replicas, ranks, count, gpus in workers
         ),
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.check import warnings_for
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
+from cosmos_rl_core.launch.gpus import assign_gpus
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.launch.local import start_processes
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
@@ -35,6 +37,7 @@ from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.monitor.history import History
 from cosmos_rl_core.monitor.monitor import Verdict
 from cosmos_rl_core.observe.trace import merge
+from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.channel import Connection, Server, serve
@@ -106,6 +109,8 @@ class _Run:
         self._lock = lock
         assemble.look_up(config)
         self._policy_node = policy_node(config.policy, bind=config.run.bind)
+        gpus = [] if config.run.placement == "inline" else machine_gpus(os.environ)  # one process assigns none
+        self._gpus = assign_gpus(config, self._policy_node.ranks_per_node, gpus=gpus)
         self._source = assemble.build_source(config)
         self._eval_source = assemble.build_eval_source(config)
         self._max_steps = planned_steps(config, self._source)
@@ -264,6 +269,7 @@ class _Run:
                 address=address,
                 token=token,
                 policy_node=self._policy_node,
+                gpus=self._gpus,
                 python_path=self._given.python_path,
                 rewards=self._given.rewards,
                 observer=self._observer,

@@ -26,6 +26,9 @@ class RunSection(Strict):
     """Seed of all randomness: data order, initial weights, sampling."""
     placement: Literal["local", "inline"] = "local"
     """"local": worker processes on this machine; "inline": everything in one process, for debugging."""
+    share_gpus: bool = False
+    """Allow several processes of the run on one GPU, if it has fewer GPUs than processes. vLLM then gets an equal part
+    of gpu_memory_utilization."""
     bind: str = Field(default="127.0.0.1", min_length=1)
     """Address at which the run's other machines reach this one; the default allows only this machine."""
     max_steps: int | None = Field(default=None, ge=1)

@@ -28,6 +28,8 @@ class WorkerContext:
     timeline: Timeline
     threads: int | None
     """CPU threads for tensor work; None: torch decides."""
+    processes_per_gpu: int = 1
+    """Processes of the run on this worker's GPU."""
     address: str = ""
     """This machine's address for others of the run; empty on the controller's machine, which has [run] bind."""
     shares_process: bool = False

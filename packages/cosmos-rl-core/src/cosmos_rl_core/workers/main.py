@@ -76,6 +76,7 @@ async def _work(worker: WorkerAddress) -> int:
         token=read_token(worker.token_file),
         timeline=Timeline(process=worker.name),
         threads=worker.threads,
+        processes_per_gpu=worker.processes_per_gpu,
     )
     try:
         return await serve_role(worker.role, context, connection)

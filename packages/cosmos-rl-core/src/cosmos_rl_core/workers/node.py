@@ -30,6 +30,9 @@ class WorkerAddress:
     name: str = field(metadata={"help": "Name of the replica, unique in the run, such as policy-0."})
     token_file: Path = field(metadata={"help": "The file `token` in the run's directory."})
     threads: int | None = field(default=None, metadata={"help": "CPU threads of each process. Default: torch's."})
+    processes_per_gpu: int = field(
+        default=1, metadata={"help": "Processes of the run that share this worker's GPU, itself included."}
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -114,7 +114,9 @@ class RolloutRole:
     def _build_engine(self) -> RolloutEngine:
         self._at.prepare_torch()
         with self._at.building():
-            return assemble.build_engine(self._at.config, self._at.domain)
+            return assemble.build_engine(
+                self._at.config, self._at.domain, processes_per_gpu=self._at.context.processes_per_gpu
+            )
 
     def _build_rollouter(self, engine: RolloutEngine) -> Rollouter:
         at = self._at

