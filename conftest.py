@@ -1,12 +1,16 @@
-"""For all tests: what ranks are forked from imports models once, the longest go first, examples never vary."""
+"""For all tests: the server that forks ranks imports models once, the longest tests go first, and Hypothesis profiles.
+
+The time of an example is not limited: it says more about the machine's load than about the code.
+"""
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from cosmos_rl_core.testing import ranks
 
-settings.register_profile("suite", deadline=None, derandomize=True)
-settings.register_profile("search", deadline=None, print_blob=True)
+UNTIMED = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("suite", UNTIMED, derandomize=True)
+settings.register_profile("search", UNTIMED, print_blob=True)
 settings.load_profile("suite")
 
 

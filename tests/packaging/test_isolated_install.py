@@ -74,6 +74,7 @@ def test_a_package_alone_passes_its_tests(package, dist, tmp_path):
     find = "import sys; from importlib.util import find_spec; print([n for n in sys.argv[1:] if find_spec(n)])"
     assert sh(python, "-c", find, *ABSENT[package], cwd=tmp_path).strip() == "[]"
     shutil.copytree(ROOT / "packages" / package / "tests", tmp_path / "tests")
+    shutil.copy(ROOT / "conftest.py", tmp_path)  # the profiles of Hypothesis
     shutil.copy(ROOT / "packages" / package / "README.md", tmp_path)  # whose example is tested
     (tmp_path / "pytest.ini").write_text(PYTEST_INI)
     sh(python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadgroup", "tests", cwd=tmp_path)
