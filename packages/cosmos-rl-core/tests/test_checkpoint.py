@@ -422,6 +422,22 @@ def test_a_checkpoint_that_somebody_removed_is_told_at_the_next_save(tmp_path):
     assert len(told) == 1
 
 
+def test_a_directory_that_is_renamed_right_after_a_save_is_reported_and_the_checkpoint_is_written_again(tmp_path):
+    trainer, reported, root = make(version=1), [], tmp_path / "checkpoints"
+
+    def scores():
+        """Called between the save and the choice of checkpoints to remove."""
+        if not (tmp_path / "elsewhere").exists():
+            root.rename(tmp_path / "elsewhere")
+        return {}
+
+    section = CheckpointSection(every_steps=1, keep_best=1, asynchronous=False)
+    saver = saver_of(trainer, root, section=section, scores=scores, on_failed=reported.append)
+    saver.after_step(TrainState(step=1))
+    assert reported == [f"somebody has removed step_1 from {root}"]
+    verify(saver.finish())
+
+
 @pytest.mark.parametrize("lost", ["", "state.json"])
 def test_the_last_checkpoint_is_written_again_where_it_or_a_file_of_it_was_removed(tmp_path, lost):
     """A directory that is renamed in the middle of a save takes the files with it that are written by then."""

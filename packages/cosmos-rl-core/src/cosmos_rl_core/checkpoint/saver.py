@@ -154,16 +154,18 @@ class CheckpointSaver:
         scores = self._scores() if section.keep_best else {}
         try:
             there = list_steps(root)
-            if gone := sorted(self._kept - set(there)):
+            if gone := sorted((self._kept | {newest}) - set(there)):
                 self._on_failed(f"somebody has removed {', '.join(f'step_{step}' for step in gone)} from {root}")
-            dropped = surplus(
-                there,
-                newest=newest,
-                keep=section.keep,
-                keep_best=section.keep_best,
-                scores=scores,
-                healthy=self._healthy(),
-            )
+            dropped = []
+            if newest in there:  # it is not where the run's directory was renamed right after the save
+                dropped = surplus(
+                    there,
+                    newest=newest,
+                    keep=section.keep,
+                    keep_best=section.keep_best,
+                    scores=scores,
+                    healthy=self._healthy(),
+                )
             for step in dropped:
                 (root / f"step_{step}").remove()
             self._kept = set(there) - set(dropped)
