@@ -140,9 +140,8 @@ def start():
 
     yield start
     for process in started:
-        if process.poll() is None:
+        with process:  # waits for its end and closes the pipes
             process.kill()
-            process.communicate()
 
 
 @pytest.fixture(scope="session")

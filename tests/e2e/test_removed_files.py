@@ -56,10 +56,11 @@ def test_a_removed_token_does_not_keep_a_worker_from_being_started_again(slow_ru
     assert "rollout-0 died (signal SIGKILL); starting it again" in told
 
 
-def test_a_removed_checkpoint_and_journal_are_told(slow_run):
+def test_a_removed_checkpoint_and_journal_are_told(slow_run, wait_for):
     process, _, run_dir = slow_run
     (run_dir / "journal").rename(run_dir / "elsewhere")
-    newest = max((run_dir / "checkpoints").glob("step_*"), key=lambda path: int(path.name.removeprefix("step_")))
+    saved = wait_for(lambda: list((run_dir / "checkpoints").glob("step_*")), "a checkpoint")  # saved after the metrics
+    newest = max(saved, key=lambda path: int(path.name.removeprefix("step_")))
     newest.rename(run_dir / "kept by me")
     told, errors = process.communicate(timeout=120)
     assert process.returncode == 0, (told, errors)

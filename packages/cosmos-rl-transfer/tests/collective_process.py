@@ -10,5 +10,7 @@ from cosmos_rl_transfer.transports.collective import Collective
 
 if __name__ == "__main__":
     store, bucket_bytes = sys.argv[1:]
-    group = ProcessGroupGloo(FileStore(store, 2), 0, 2, timedelta(seconds=30))
+    shared = FileStore(store, 2)
+    shared.set("imported", "")
+    group = ProcessGroupGloo(shared, 0, 2, timedelta(seconds=30))
     serve_process(Collective(group), bucket_bytes=int(bucket_bytes))

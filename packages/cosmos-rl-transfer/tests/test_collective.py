@@ -13,6 +13,7 @@ from cosmos_rl_transfer.transports.collective import Collective
 from cosmos_rl_transfer.wire.link import Link
 
 TIMEOUT = timedelta(seconds=5)
+START_TIMEOUT = timedelta(seconds=120)
 
 
 def groups(size=2):
@@ -33,7 +34,9 @@ def groups(size=2):
 def across_processes(store):
     script = Path(__file__).with_name("collective_process.py")
     process = PublisherProcess(str(script), str(store), str(BUCKET_BYTES))
-    return process, Collective(ProcessGroupGloo(FileStore(str(store), 2), 1, 2, TIMEOUT))
+    shared = FileStore(str(store), 2)
+    shared.wait(["imported"], START_TIMEOUT)  # the group's own timeout is too short for a process that imports torch
+    return process, Collective(ProcessGroupGloo(shared, 1, 2, TIMEOUT))
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

@@ -194,12 +194,16 @@ def test_success_forgives_faults():
         ({"colour": 3}, UserError, "unexpected keyword argument 'colour'"),
         ({"at_start": "exit"}, WorkerFailed, r"exit code 3[\s\S]*about to exit"),
         ({"at_start": "raise"}, WorkerFailed, "out of order"),
-        ({"at_start": "hang"}, WorkerFailed, "longer for a start than start_timeout_s = 2"),
     ],
 )
 def test_a_simulator_that_cannot_be_built_says_why(options, error, message):
     with pytest.raises(error, match=message):
-        SimulatorPool(FAULTY, options=options, start_timeout_s=2.0, max_faults=0)
+        SimulatorPool(FAULTY, options=options, max_faults=0)
+
+
+def test_a_simulator_that_does_not_start_in_time_says_so():
+    with pytest.raises(WorkerFailed, match="longer for a start than start_timeout_s = 2"):
+        SimulatorPool(FAULTY, options={"at_start": "hang"}, start_timeout_s=2.0, max_faults=0)
 
 
 def test_an_unknown_simulator_is_one_message():
