@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from cosmos_rl_core.parallel.device import own_device
 from cosmos_rl_core.parallel.lora import merge
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_wfm.conditions import CaptionCache, Conditions
@@ -101,7 +102,7 @@ def _unconditional(model: DiffusersModel, config: WFMModelConfig) -> Condition:
     load_parts(model, config, {"text"}, seed=config.seed)
     condition = model.encode_text([model.traits.negative_prompt])
     model.free_captions()
-    return condition.to(next(model.network.parameters()).device)
+    return condition.to(own_device())
 
 
 def export_weights(

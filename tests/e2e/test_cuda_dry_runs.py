@@ -1,0 +1,130 @@
+"""Runs of every kind of model on a pretend CUDA device: no operation mixes devices, and each engine sets its GPU."""
+
+from __future__ import annotations
+
+import asyncio
+from importlib import import_module
+
+import pytest
+
+from cosmos_rl_core import run
+from cosmos_rl_core.inference import worker
+from cosmos_rl_core.inference.messages import Answer, Row, Task
+from cosmos_rl_core.recipe.load import load_config, load_domain, tables_of
+from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+
+pytestmark = pytest.mark.cuda_dry
+
+IMPORTS = {
+    "llm": ("cosmos_rl_llm.build", "transformers.models.qwen3.modeling_qwen3", "peft"),
+    "vla": ("cosmos_rl_vla.build", "cosmos_rl_vla.models.openvla.family", "transformers.modeling_utils"),
+    "wfm": ("cosmos_rl_wfm.build", "diffusers.models.transformers.transformer_wan", "diffusers.models.autoencoders"),
+}
+"""Modules that check for GPUs while they are imported, and would keep the answer."""
+ENGINE_THREADS = {"torch-engine", "simulate", "denoise"}
+
+WAN = {"family": "wan", "tiny": True, "codec": None, "network": None, "text": {"encoder": "words", "length": None}}
+CLIPS = {"size": {"frames": 5, "height": 32, "width": 32}, "mock": {"rows": 4}}
+GUIDED = {"num_steps": 3, "guidance": 4.0, "window": "fixed", "steps": [0, 1]}
+CLEAN = {"num_steps": 3, "rule": "ode", "old_decay": "slow", "guidance": 4.0, "window": None, "steps": None}
+OFT = {"rollout": {"group_size": 2, "sampling": {"terms": "token"}}, "data": {"options": {"image_size": 32}}}
+
+RUNS = {
+    "llm with reference and evaluation": ("llm", {"algorithm": {"kl_coef": 0.1}, "eval": {}}),
+    "llm adapters": ("llm", {"algorithm": {"kl_coef": 0.1}, "model": {"lora": {"rank": 2}}}),
+    "OpenVLA GRPO": (
+        "vla",
+        {"model": {"family": "openvla_oft", "num_steps": None}, "algorithm": {"name": "grpo"}, **OFT},
+    ),
+    "MLP PPO": ("vla", {"model": {"family": "mlp", "horizon": 1, "num_steps": None}}),
+    "guided FlowGRPO with reference": (
+        "wfm",
+        {"model": WAN, "data": CLIPS, "rollout": {"sampling": GUIDED}, "algorithm": {"kl_coef": 0.04}},
+    ),
+    "guided DDRL": (
+        "wfm",
+        {
+            "model": WAN,
+            "data": CLIPS,
+            "rollout": {"sampling": GUIDED},
+            "algorithm": {"name": "ddrl"},
+            "data_regularization": {"coef": 0.01, "rows_per_step": 2},
+        },
+    ),
+    "guided NFT with average and evaluation": (
+        "wfm",
+        {
+            "model": {"ema": {"decay": 0.9}},
+            "rollout": {"sampling": CLEAN},
+            "algorithm": {"name": "nft"},
+            "eval": {},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_mixes_no_devices(tmp_path, name, recipe_of):
+    domain, changes = RUNS[name]
+    tables = changed(recipe_of(domain, "rl"), changes)
+    tables["run"] |= {"placement": "inline", "max_steps": 2, "output_dir": str(tmp_path / "run")}
+    if "eval" in changes:
+        tables["eval"] = {"data": tables["data"], "limit": 2}
+    prepare(domain)
+    with pretend_cuda() as record:
+        result = run(tables)
+    assert len(result.metrics) == 2
+    assert not record.mismatches, record
+    assert threads_of(record.synchronisations) & ENGINE_THREADS, "the engine was not on the device"
+    assert not threads_of(record.stray) & ENGINE_THREADS, record
+
+
+@pytest.mark.parametrize("domain", ["llm", "vla", "wfm"])
+def test_generate_mixes_no_devices(domain, recipe_of):
+    tables = recipe_of(domain, "rl")
+    tables["run"] |= {"max_steps": 1}
+    prepare(domain)
+    config = load_config(tables, generating=True)
+    rows, origin = load_domain(domain).load_rows(config.data)
+    task = Task(
+        name="instance",
+        recipe=tables_of(config, generating=True),
+        checkpoint="",
+        averaged=False,
+        version=0,
+        rows=[Row(sample=place, columns=row, origin=f"{origin}:{place}") for place, row in enumerate(rows[:2])],
+        num_samples=2,
+        rows_at_once=None,
+        scored=True,
+        media="",
+        threads=1,
+    )
+    answers = []
+    with pretend_cuda() as record:
+        asyncio.run(worker._answer_all(task, answers.append))
+    assert [answer for answer in answers if not isinstance(answer, Answer)] == []
+    assert sorted(answer.sample for answer in answers) == [0, 1]
+    assert not [line for answer in answers for line in answer.lines if "error" in line]
+    assert not record.mismatches, record
+    assert not record.stray, record
+
+
+def changed(tables, changes):
+    """`tables` with `changes` in them, table by table; None removes a key."""
+    found = dict(tables)
+    for name, value in changes.items():
+        below = found.get(name)
+        found[name] = changed(below, value) if isinstance(value, dict) and isinstance(below, dict) else value
+        if value is None:
+            del found[name]
+    return found
+
+
+def prepare(domain):
+    for module in IMPORTS[domain]:
+        import_module(module)
+
+
+def threads_of(counts):
+    """Names of the threads in a record's counts."""
+    return {event.rpartition("(")[2].rstrip(")") for event in counts}
