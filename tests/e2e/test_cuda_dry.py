@@ -25,3 +25,4 @@ def test_a_run_mixes_no_devices(tmp_path, domain, algorithm, recipe_of):
     assert len(result.metrics) == 2
     assert record.streams, "nothing ran on the device"
     assert not record.mismatches, record
+    assert not record.math_attention, record

@@ -21,6 +21,7 @@ from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.data.chat import Chat
 from cosmos_rl_llm.model.causal_lm import empty_model, load_model, named_weights
 from cosmos_rl_llm.model.checkpoint import read_specs, resolve
+from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import TextPolicy
@@ -53,6 +54,7 @@ def build_policy(
         whole.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
     if model.lora is not None:
         add_adapters(whole, model.lora, base=model.path, seed=seed)
+    log_kernels(whole, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)
     pipelined = setup.mesh is not None and setup.mesh.dims.pp > 1
     policy = (PipelinedPolicy if pipelined else TextPolicy)(
         whole, chat=chat(whole), temperature=temperature, compute_dtype=compute_dtype, setup=setup

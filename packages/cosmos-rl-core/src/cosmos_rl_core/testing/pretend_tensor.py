@@ -173,12 +173,17 @@ class Operation:
         kwargs = dict(self.kwargs)
         if self.target == "cuda":
             kwargs["device"] = torch.device("cpu")
-        kwargs.pop("pin_memory", None)
+        pinned = kwargs.pop("pin_memory", None)
         args, kwargs = pytree.tree_map(
             lambda leaf: leaf.held if isinstance(leaf, PretendTensor) else leaf, (self.args, kwargs)
         )
         with unset_fake_temporarily():
-            found = self.func(*args, **kwargs)
+            if self.func is _aten.histc.default and not args[0].is_floating_point():  # CUDA's takes integers, too
+                found = self.func(args[0].double(), *args[1:], **kwargs).to(args[0].dtype)
+            else:
+                found = self.func(*args, **kwargs)
+        if pinned and isinstance(found, Tensor):
+            PINNED[found.untyped_storage().data_ptr()] = found
         return self._wrapped(found, args)
 
     def _wrapped(self, found: Any, args: tuple) -> Any:
@@ -208,7 +213,7 @@ class Operation:
             self._count_index()
         elif self.on_gpu and self.on_host:
             record.count(record.mismatches, name)
-        if self.on_gpu and self.func in _SYNCHRONISING:
+        if self.on_gpu and self.func in _SYNCHRONISING and self.kwargs.get("output_size") is None:
             record.count(record.synchronisations, name)
 
     def _count_copy(self, target: Tensor, source: Tensor, *, blocking: bool) -> None:

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_llm.policy.attention import Scoring, causal_attention
+from cosmos_rl_llm.policy.attention import Scoring
+from cosmos_rl_llm.policy.kernels import attend
 
 ATTENTION = "cosmos_rl"
 """Name under which `install_attention` registers `layout_attention` with transformers."""
@@ -162,7 +163,7 @@ class CausalRows:
     """One sequence per row, right-padded: sufficient for causal layers, such as recurrent ones."""
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
-        return causal_attention(query, key, value, scoring).transpose(1, 2)
+        return attend(query, key, value, scoring).transpose(1, 2)
 
 
 def share_prefixes(given: np.ndarray, lengths: Sequence[int]) -> np.ndarray:
@@ -211,4 +212,4 @@ def _attend_block(block: Block, query: Tensor, key: Tensor, value: Tensor, scori
         x.index_select(0, block.source).view(block.rows, block.longest, *x.shape[1:]).transpose(1, 2)
         for x in (query, key, value)
     )
-    return causal_attention(q, k, v, scoring).transpose(1, 2).flatten(0, 1)
+    return attend(q, k, v, scoring).transpose(1, 2).flatten(0, 1)

@@ -1,0 +1,228 @@
+"""Attention on CUDA: a kernel for each layer, so that none falls to torch's math kernel with its scores [heads, L, L].
+
+    flash        torch                  half precision, head dims up to 256; windows; sinks as keys, without a window
+    flash_attn   package flash-attn     half precision, head dims up to 256; windows and soft caps
+    flex         compiled by Triton     everything
+    efficient    torch                  all but soft caps; a window is a mask [L, L], key-value heads are repeated
+    plain        torch                  everything, with scores [heads, L, L]: only where nothing else is installed
+
+A sink is a further term of the softmax's sum: with it, outputs are multiplied by sigmoid(logsumexp(scores) - sink).
+CPUs use `attention.causal_attention`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+from collections import Counter
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from functools import cache, lru_cache
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from cosmos_rl_llm.policy.attention import Scoring, causal_attention
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+log = logging.getLogger(__name__)
+
+Kernel = Literal["flash", "flash_attn", "flex", "efficient", "plain"]
+
+_HALF = (torch.float16, torch.bfloat16)
+_MAX_HEAD_DIM = 256
+"""Of the flash kernels."""
+_ALIGNED = 8
+"""Head dims of fused kernels on CUDA are multiples of this; others are padded with zeros."""
+_TILE = 128
+"""Rows and columns of a block of a block mask."""
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """query [B, heads, L, D], key [B, kv_heads, L, D], value [B, kv_heads, L, D'] -> [B, heads, L, D'], causal."""
+    if not query.is_cuda:
+        return causal_attention(query, key, value, scoring)
+    if torch.is_autocast_enabled("cuda"):  # it covers torch's own attention only
+        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
+    if scoring.window is not None and scoring.window >= query.shape[2]:
+        scoring = replace(scoring, window=None)
+    kernel = choose(scoring, dtype=query.dtype, head_dim=query.shape[-1], available=available(query.device))
+    return RUN[kernel](query, key, value, scoring)
+
+
+def choose(scoring: Scoring, *, dtype: torch.dtype, head_dim: int, available: Collection[str]) -> Kernel:
+    """Return the kernel for a layer whose heads are `head_dim` wide, out of those of its device."""
+    sinks = scoring.sinks is not None
+    half = dtype in _HALF and head_dim + (_ALIGNED if sinks else 0) <= _MAX_HEAD_DIM
+    if scoring.softcap is None:
+        if half and "flash" in available and not (sinks and scoring.window):
+            return "flash"
+        if scoring.window is None:
+            return "efficient"
+    if half and "flash_attn" in available and not sinks:
+        return "flash_attn"
+    if "flex" in available:
+        return "flex"
+    return "efficient" if scoring.softcap is None else "plain"
+
+
+@cache
+def available(device: torch.device) -> frozenset[str]:
+    """The kernels of a CUDA device that depend on its generation or on what is installed."""
+    if torch.cuda.get_device_capability(device) < (8, 0):
+        return frozenset()
+    compiler = any(shutil.which(name) for name in (os.environ.get("CC", "gcc"), "clang"))  # as Triton searches for it
+    there = {
+        "flash": True,
+        "flash_attn": find_spec("flash_attn") is not None,
+        "flex": find_spec("triton") is not None and compiler,
+    }
+    return frozenset(name for name, is_there in there.items() if is_there)
+
+
+def describe(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> str:
+    """One line: the kernels of the layers of `model` on `device`, where attention computes in `dtype`."""
+    if device.type != "cuda":
+        return f"attention: torch on {device}"
+    config = model.config.get_text_config()
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    sinks = torch.empty(0) if any(name.endswith("sinks") for name, _ in model.named_parameters()) else None
+    softcap, window = getattr(config, "attn_logit_softcapping", None), getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"] * config.num_hidden_layers
+    used: Counter[str] = Counter()
+    for kind in kinds:
+        slides = window if kind == "sliding_attention" else None
+        scoring = Scoring(scale=1.0, window=slides, softcap=softcap, sinks=sinks)
+        kernel = choose(scoring, dtype=dtype, head_dim=head_dim, available=available(device))
+        features = {f"window {slides}": slides, f"soft cap {softcap}": softcap, "sinks": sinks is not None}
+        used[", ".join([kernel, *(name for name, has in features.items() if has)])] += 1
+    layers = "; ".join(f"{kernel}: {count} layers" for kernel, count in used.items())
+    return f"attention: {layers} ({device}, {str(dtype).removeprefix('torch.')}, head dim {head_dim})"
+
+
+def log_kernels(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Log `describe`, once for each text; a warning where a layer keeps scores [heads, L, L]."""
+    _log_once(describe(model, device=device, dtype=dtype))
+
+
+@cache
+def _log_once(text: str) -> None:
+    if "plain" in text:
+        log.warning("%s; plain attention keeps scores [heads, L, L]: install flash-attn, or Triton", text)
+    else:
+        log.info("%s", text)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    """Windows by the kernel for sequences of different lengths, the only one of torch's that has them."""
+    if scoring.window is None:
+        return causal_attention(query, key, value, scoring)
+    from torch.nn.attention.varlen import varlen_attn
+
+    rows, _, length, _ = query.shape
+    ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in _same_width(query, key, value))
+    window = (scoring.window - 1, 0)
+    output = varlen_attn(q, k, v, ends, ends, length, length, scale=scoring.scale, window_size=window, enable_gqa=True)
+    assert isinstance(output, Tensor)
+    return output.unflatten(0, (rows, length)).transpose(1, 2)[..., : value.shape[-1]]
+
+
+def _flash_attn(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
+
+    q, k, v = (x.transpose(1, 2) for x in _same_width(query, key, value))
+    window = (-1 if scoring.window is None else scoring.window - 1, 0)
+    output = flash_attn_func(
+        q, k, v, softmax_scale=scoring.scale, causal=True, window_size=window, softcap=scoring.softcap or 0.0
+    )
+    return output.transpose(1, 2)[..., : value.shape[-1]]
+
+
+def _flex(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    from torch.nn.attention.flex_attention import AuxRequest
+
+    options: dict[str, Any] = {"return_aux": AuxRequest(lse=True)} if scoring.sinks is not None else {}
+    output = _flex_attention()(
+        query,
+        key,
+        value,
+        score_mod=None if scoring.softcap is None else _soft_cap(scoring.softcap),
+        block_mask=block_mask(query.shape[2], scoring.window, query.device),
+        scale=scoring.scale,
+        enable_gqa=True,
+        **options,
+    )
+    if scoring.sinks is None:
+        return output
+    output, rest = output
+    return output * torch.sigmoid(rest.lse - scoring.sinks.float()[:, None]).unsqueeze(-1).to(output.dtype)
+
+
+def _efficient(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+    group = query.shape[1] // key.shape[1]
+    key, value = (x if group == 1 else x.repeat_interleave(group, dim=1) for x in (key, value))
+    width = value.shape[-1]
+    query, key, value = _same_width(query, key, value)
+    return causal_attention(query, key, value, scoring)[..., :width]
+
+
+RUN: Mapping[Kernel, Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]] = {
+    "flash": _flash,
+    "flash_attn": _flash_attn,
+    "flex": _flex,
+    "efficient": _efficient,
+    "plain": causal_attention,
+}
+
+
+def _same_width(*tensors: Tensor) -> list[Tensor]:
+    """Pad heads with zeros to one width that fused kernels take; narrower values occur in MLA."""
+    width = -(-max(tensor.shape[-1] for tensor in tensors) // _ALIGNED) * _ALIGNED
+    return [tensor if tensor.shape[-1] == width else F.pad(tensor, (0, width - tensor.shape[-1])) for tensor in tensors]
+
+
+@cache
+def _flex_attention() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return torch.compile(flex_attention)
+
+
+@cache
+def _soft_cap(softcap: float) -> Callable[..., Tensor]:
+    def capped(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return softcap * torch.tanh(score / softcap)
+
+    return capped
+
+
+@lru_cache(maxsize=64)
+def block_mask(length: int, window: int | None, device: torch.device) -> BlockMask:
+    """The causal block mask of `length` positions, by the numbers of its blocks: there is no mask [L, L]."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        before = query >= key
+        return before if window is None else before & (query - key < window)
+
+    number = torch.arange(-(-length // _TILE), device=device)
+    apart = (number[:, None] - number[None, :]) * _TILE  # of the first rows of query and key blocks
+    some, every = apart >= 0, (apart > 0) & (number[:, None] < length // _TILE)
+    if window is not None:  # the nearest pair of two blocks, the farthest pair
+        some, every = some & (apart - (_TILE - 1) < window), every & (apart + (_TILE - 1) < window)
+    partly, whole = _in_order(some & ~every), _in_order(every)
+    return BlockMask.from_kv_blocks(*partly, *whole, BLOCK_SIZE=_TILE, mask_mod=seen, seq_lengths=(length, length))
+
+
+def _in_order(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """bool [query blocks, key blocks] -> number of blocks [1, 1, query blocks], and those first, int32."""
+    chosen = blocks.to(torch.int32)[None, None]
+    return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).to(torch.int32)

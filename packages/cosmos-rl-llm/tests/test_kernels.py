@@ -1,0 +1,195 @@
+"""Attention on CUDA: the kernel of each layer, and its result where a fake replaces what needs a GPU."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch.nn.attention import flex_attention as flex
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from cosmos_rl_core.types import Share
+from cosmos_rl_llm.data.collate import pack_batch
+from cosmos_rl_llm.model.miniature import miniature
+from cosmos_rl_llm.policy import kernels
+from cosmos_rl_llm.policy.attention import Scoring, causal_attention
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.probe import probe_samples
+
+EVERYTHING = {"flash", "flash_attn", "flex"}
+SINKS = torch.tensor([0.5, -1.0, 2.0, 0.0])
+FAMILIES = {
+    "gemma2": {},
+    "mistral": {"sliding_window": 4096},
+    "gpt_oss": {},
+}
+
+
+def inputs(length=300, *, dim=16, heads=4, kv_heads=2):
+    generator = torch.Generator().manual_seed(0)
+    sizes = [(2, heads, length, dim), (2, kv_heads, length, dim), (2, kv_heads, length, dim)]
+    return [torch.randn(size, generator=generator) for size in sizes]
+
+
+@pytest.mark.parametrize(
+    ("scoring", "dtype", "head_dim", "available", "kernel"),
+    [
+        ({}, torch.bfloat16, 128, EVERYTHING, "flash"),
+        ({}, torch.float32, 128, EVERYTHING, "efficient"),
+        ({}, torch.bfloat16, 512, EVERYTHING, "efficient"),
+        ({}, torch.bfloat16, 128, set(), "efficient"),
+        ({"sinks": SINKS}, torch.bfloat16, 64, EVERYTHING, "flash"),
+        ({"sinks": SINKS}, torch.bfloat16, 256, EVERYTHING, "efficient"),
+        ({"window": 128}, torch.bfloat16, 128, EVERYTHING, "flash"),
+        ({"window": 128}, torch.float32, 128, EVERYTHING, "flex"),
+        ({"window": 128}, torch.float32, 128, set(), "efficient"),
+        ({"window": 128}, torch.bfloat16, 512, EVERYTHING, "flex"),
+        ({"window": 128, "sinks": SINKS}, torch.bfloat16, 64, EVERYTHING, "flex"),
+        ({"window": 128, "sinks": SINKS}, torch.bfloat16, 64, {"flash"}, "efficient"),
+        ({"softcap": 50.0}, torch.bfloat16, 256, EVERYTHING, "flash_attn"),
+        ({"softcap": 50.0, "window": 128}, torch.bfloat16, 256, EVERYTHING, "flash_attn"),
+        ({"softcap": 50.0}, torch.bfloat16, 256, {"flash", "flex"}, "flex"),
+        ({"softcap": 50.0}, torch.float32, 256, EVERYTHING, "flex"),
+        ({"softcap": 50.0}, torch.bfloat16, 256, {"flash"}, "plain"),
+    ],
+)
+def test_a_layer_gets_the_best_kernel_there_is(scoring, dtype, head_dim, available, kernel):
+    found = kernels.choose(Scoring(scale=1.0, **scoring), dtype=dtype, head_dim=head_dim, available=available)
+    assert found == kernel
+
+
+@pytest.mark.parametrize("length", [1, 127, 128, 300, 640])
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 257, 500])
+def test_a_block_mask_is_that_of_torch_without_a_dense_mask(length, window):
+    device = torch.device("cpu")
+    found = kernels.block_mask(length, window, device)
+    wanted = flex.create_block_mask(found.mask_mod, None, None, length, length, device="cpu")
+    assert found.shape == wanted.shape
+    assert torch.equal(found.to_dense(), wanted.to_dense())
+    for blocks in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
+        assert torch.equal(getattr(found, blocks), getattr(wanted, blocks)), blocks
+
+
+@pytest.mark.parametrize(
+    "scoring",
+    [{}, {"window": 70}, {"softcap": 2.0}, {"softcap": 2.0, "window": 70}, {"sinks": SINKS, "window": 70}],
+)
+def test_flex_attention_scores_like_plain_attention(scoring, monkeypatch):
+    monkeypatch.setattr(kernels, "_flex_attention", lambda: flex.flex_attention)
+    monkeypatch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+    scoring = Scoring(scale=0.3, **scoring)
+    with torch.no_grad():
+        found = kernels.RUN["flex"](*inputs(), scoring)
+        wanted = causal_attention(*inputs(), scoring)
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def fake_varlen(query, key, value, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa):
+    """torch's kernel for packed sequences, by plain attention of each sequence."""
+    assert ends_q.dtype == torch.int32 and torch.equal(ends_q, ends_k) and enable_gqa
+    assert query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
+    assert window_size[1] == 0 and max_q == max_k == int(ends_q.diff().max())
+    outputs = []
+    for start, end in zip(ends_q[:-1].tolist(), ends_q[1:].tolist()):
+        one = (x[start:end].transpose(0, 1)[None] for x in (query, key, value))
+        outputs.append(causal_attention(*one, Scoring(scale=scale, window=window_size[0] + 1))[0].transpose(0, 1))
+    return torch.cat(outputs)
+
+
+def fake_flash_attn(query, key, value, *, softmax_scale, causal, window_size, softcap):
+    """flash-attn's function for sequences of one length."""
+    assert causal and window_size[1] == 0 and query.shape[-1] == value.shape[-1]
+    window = None if window_size[0] < 0 else window_size[0] + 1
+    scoring = Scoring(scale=softmax_scale, window=window, softcap=softcap or None)
+    return causal_attention(*(x.transpose(1, 2) for x in (query, key, value)), scoring).transpose(1, 2)
+
+
+@pytest.mark.parametrize("narrow", [False, True])
+@pytest.mark.parametrize(
+    ("kernel", "scoring"),
+    [
+        ("flash", {}),
+        ("flash", {"window": 9}),
+        ("flash", {"sinks": SINKS}),
+        ("flash_attn", {"softcap": 2.0}),
+        ("flash_attn", {"softcap": 2.0, "window": 9}),
+        ("flash_attn", {"window": 9}),
+        ("efficient", {}),
+        ("efficient", {"window": 9}),
+        ("efficient", {"sinks": SINKS}),
+        ("efficient", {"sinks": SINKS, "window": 9}),
+    ],
+)
+def test_a_kernel_gets_the_arguments_of_the_layer(kernel, scoring, narrow, monkeypatch):
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", fake_varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn", SimpleNamespace(flash_attn_func=fake_flash_attn))
+    scoring = Scoring(scale=0.3, **scoring)
+    results = []
+    for run in (kernels.RUN[kernel], causal_attention):
+        given = [x.requires_grad_() for x in inputs(20, dim=12)]
+        output = run(given[0], given[1], given[2][..., :10] if narrow else given[2], scoring)
+        output.mul(torch.linspace(-1, 1, output.shape[2])[:, None]).sum().backward()
+        results.append([output, *(x.grad for x in given)])
+    for found, wanted in zip(*results):
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def fake_flex(query, key, value, scoring):
+    """flex_attention by the kernels of the CPU."""
+    group = query.shape[1] // key.shape[1]
+    return causal_attention(query, *(x.repeat_interleave(group, dim=1) for x in (key, value)), scoring)
+
+
+def small(kind, **values):
+    config = type(AutoConfig.for_model(kind))(**values)
+    return miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+@pytest.mark.cuda_dry
+@pytest.mark.parametrize("available", [set(), EVERYTHING], ids=["torch alone", "with flex"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_no_layer_falls_to_the_math_kernel(kind, available, monkeypatch):
+    def train(device):
+        policy = CausalLMPolicy(small(kind, **FAMILIES[kind]).to(device))
+        (microbatch,) = pack_batch(probe_samples(), microbatch_terms=10**6, share=Share(), metrics={}).microbatches
+        record.clear()
+        logprobs = policy.forward(microbatch).logprobs
+        logprobs.mul(torch.linspace(-1, 1, len(logprobs)).to(device)).sum().backward()
+        gradients = [p.grad for p in policy.module.parameters() if p.grad is not None]
+        return [tensor.cpu() for tensor in (logprobs.detach(), *gradients)]
+
+    monkeypatch.setattr(kernels, "available", lambda device: available)
+    monkeypatch.setattr(kernels, "RUN", {**kernels.RUN, "flex": fake_flex})
+    with pretend_cuda() as record:
+        found = train("cuda")
+        math, mismatches = record.math_attention.copy(), record.mismatches.copy()
+        wanted = train("cpu")
+    assert not math, math
+    assert not mismatches, mismatches
+    for mine, right in zip(found, wanted, strict=True):
+        torch.testing.assert_close(mine, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("kind", "device", "dtype", "line"),
+    [
+        ("mistral", "cpu", torch.float32, "attention: torch on cpu"),
+        ("mistral", "cuda:0", torch.bfloat16, "attention: flash, window 6: 4 layers (cuda:0, bfloat16, head dim 16)"),
+        ("gpt_oss", "cuda:0", torch.bfloat16, "flex, window 6, sinks: 2 layers; flash, sinks: 2 layers"),
+        ("gemma2", "cuda:0", torch.bfloat16, "flash_attn, window 6, soft cap 50.0: 2 layers"),
+    ],
+)
+def test_the_choice_is_described_for_a_device(kind, device, dtype, line, monkeypatch):
+    monkeypatch.setattr(kernels, "available", lambda device: EVERYTHING)
+    found = kernels.describe(small(kind, **FAMILIES[kind]), device=torch.device(device), dtype=dtype)
+    assert line in found
+
+
+def test_layers_without_a_fused_kernel_are_a_warning(monkeypatch, caplog):
+    monkeypatch.setattr(kernels, "available", lambda device: set())
+    for _ in range(2):
+        kernels.log_kernels(small("gemma2"), device=torch.device("cuda", 0), dtype=torch.bfloat16)
+    (record,) = caplog.records
+    assert record.levelname == "WARNING" and "install flash-attn, or Triton" in record.getMessage()
