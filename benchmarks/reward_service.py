@@ -178,8 +178,7 @@ def serve_floor() -> None:
     from starlette.responses import Response
     from starlette.routing import Route
 
-    from cosmos_rl_core.reward.cosmos_rl_body import read_request
-    from cosmos_rl_core.reward.request import Enqueued, Fetched
+    from cosmos_rl_core.reward.request import Enqueued, Fetched, read_request
 
     levels: dict[str, float] = {}
 

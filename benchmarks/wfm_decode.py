@@ -25,7 +25,7 @@ import numpy as np
 from _metrics import Figure, report
 from av.video.reformatter import Interpolation, VideoReformatter
 
-from cosmos_rl_core.observe.media.gallery import write_video
+from cosmos_rl_core.observe.gallery import write_video
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.loader import ClipLoader

@@ -1,7 +1,7 @@
 """rows_dropped.jsonl, and what the closing table says of it."""
 
 from cosmos_rl_core.launch.observer import RunObserver
-from cosmos_rl_core.observe.dropped_rows import FILE, first_reasons, write_dropped
+from cosmos_rl_core.observe.rollouts import DROPPED, first_reasons, write_dropped
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.workers.directory import FILES, LOGS
 
@@ -19,7 +19,7 @@ def test_the_first_reasons_of_a_run_are_read(tmp_path):
     write_dropped(tmp_path / "run", step=0, reasons=["old"])
     write_dropped(tmp_path / "run", step=2, reasons=["a: gone", "b: größer"])
     write_dropped(tmp_path / "run", step=3, reasons=["c", "d"])
-    with (tmp_path / "run" / FILE).open("a") as file:
+    with (tmp_path / "run" / DROPPED).open("a") as file:
         file.write('{"step": 4, "rea')  # the run was killed
     assert first_reasons(tmp_path / "run", first_step=1, count=3) == ["a: gone", "b: größer", "c"]
     assert len(first_reasons(tmp_path / "run", first_step=0, count=9)) == 5
@@ -49,4 +49,4 @@ def test_a_run_that_dropped_none_says_nothing_of_it(tmp_path, capsys):
 
 
 def test_a_resumed_run_keeps_what_can_be_read_and_a_new_one_begins_without():
-    assert FILE in LOGS and FILE in FILES
+    assert DROPPED in LOGS and DROPPED in FILES

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from cosmos_rl_core.observe.media.gallery import Gallery
-from cosmos_rl_core.observe.media.pages import PAPER, Row, animation, as_gif, contact_grid, fit_clip
+from cosmos_rl_core.observe.gallery import Gallery
+from cosmos_rl_core.observe.pages import PAPER, Row, animation, as_gif, contact_grid, fit_clip
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 
 

@@ -14,8 +14,7 @@ from cosmos_rl_core.cli.app import main
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.inference.evaluate import evaluate
 from cosmos_rl_core.inference.generate import generate
-from cosmos_rl_core.inference.layout import Instances
-from cosmos_rl_core.inference.request import Request
+from cosmos_rl_core.inference.request import Instances, Request
 from cosmos_rl_core.recipe.load import load_config
 
 pytestmark = pytest.mark.xdist_group("core_generate")  # one process makes what they share

@@ -7,11 +7,10 @@ import pytest
 from scipy import stats
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.inference.evaluate import estimates
-from cosmos_rl_core.inference.layout import Instances
+from cosmos_rl_core.inference.evaluate import Estimate, estimates, t_quantile
 from cosmos_rl_core.inference.prompts import evaluation_prompts, read_prompts
+from cosmos_rl_core.inference.request import Instances
 from cosmos_rl_core.inference.rollouts_file import RolloutsFile
-from cosmos_rl_core.observe.interval import Estimate, t_quantile
 from cosmos_rl_core.recipe.load import load_config, load_domain
 
 RECIPE = {

@@ -5,8 +5,7 @@ import struct
 
 import pytest
 
-from cosmos_rl_core.observe.media.grids import Grids
-from cosmos_rl_core.observe.sinks import Wandb, build_sinks, size_of
+from cosmos_rl_core.observe.sinks import Grids, Wandb, build_sinks, size_of
 
 PNG = b"\x89PNG\r\n\x1a\n" + b"\0\0\0\rIHDR" + struct.pack(">II", 320, 200)
 GIF = b"GIF89a" + struct.pack("<HH", 48, 36)

@@ -15,11 +15,9 @@ import pytest
 
 from cosmos_rl_core.assemble import build_reward
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.reward.client import RewardClient, ServiceAddress
-from cosmos_rl_core.reward.cosmos_rl_body import read_request
+from cosmos_rl_core.reward.client import RewardClient, RewardServiceError, ServiceAddress
 from cosmos_rl_core.reward.remote import RemoteReward
-from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec
-from cosmos_rl_core.reward.retry import RewardServiceError
+from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, read_request
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.testing.tiny import TINY
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup

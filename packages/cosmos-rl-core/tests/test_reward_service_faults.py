@@ -17,8 +17,8 @@ import pytest
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, encode_body
 from cosmos_rl_core.reward.service.backend import Backend
+from cosmos_rl_core.reward.service.jobs import Spool
 from cosmos_rl_core.reward.service.settings import load_settings
-from cosmos_rl_core.reward.service.spool import Spool
 
 REWARDS = """
 import os, signal

@@ -12,12 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.reward.cosmos_rl_body import read_request
-from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, encode_body
-from cosmos_rl_core.reward.service.jobs import Conflict, Jobs, QueueFull
+from cosmos_rl_core.reward.remote import client_token, server_token
+from cosmos_rl_core.reward.request import GroupSpec, Header, RewardSpec, encode_body, read_request
+from cosmos_rl_core.reward.service.jobs import Conflict, Jobs, QueueFull, Spool
 from cosmos_rl_core.reward.service.settings import load_settings
-from cosmos_rl_core.reward.service.spool import Spool
-from cosmos_rl_core.reward.token import client_token, server_token
 from cosmos_rl_core.reward.wire_format import MalformedBody, find_arrays, safetensors_parts
 from cosmos_rl_core.settings.base import ConfigError
 

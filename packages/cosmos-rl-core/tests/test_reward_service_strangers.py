@@ -8,7 +8,7 @@ import time
 
 import httpx
 
-from cosmos_rl_core.reward.service.http import HttpServer
+from cosmos_rl_core.reward.service.server import HttpServer
 from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.listening import SeldomFilter
 

@@ -11,7 +11,7 @@ from cosmos_rl_core.checkpoint.manifest import list_steps, write_manifest
 from cosmos_rl_core.checkpoint.resume import roll_back
 from cosmos_rl_core.checkpoint.retention import surplus
 from cosmos_rl_core.launch.observer import Watch
-from cosmos_rl_core.monitor.history import History, read_healthy
+from cosmos_rl_core.monitor.monitor import History, read_healthy
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.storage.folder import Folder

@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from cosmos_rl_core import Request, evaluate, run
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.inference.layout import Instances
+from cosmos_rl_core.inference.request import Instances
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_vla.actions import ActionStats
 

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from cosmos_rl_core.data.cache import ByteCache
+from cosmos_rl_core.data.video import ByteCache
 from cosmos_rl_core.errors import MediaError
-from cosmos_rl_core.observe.media.gallery import write_video
+from cosmos_rl_core.observe.gallery import write_video
 from cosmos_rl_wfm.data.clips import ClipReader
 from cosmos_rl_wfm.data.config import WFMDataConfig
 from cosmos_rl_wfm.data.rows import load_rows

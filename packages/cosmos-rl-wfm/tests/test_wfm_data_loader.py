@@ -7,10 +7,9 @@ import pytest
 import torch
 from safetensors.numpy import save
 
-from cosmos_rl_core.data.faults import TOLERATED
-from cosmos_rl_core.data.source import PromptSource
+from cosmos_rl_core.data.source import TOLERATED, PromptSource
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.media.gallery import write_video
+from cosmos_rl_core.observe.gallery import write_video
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.cache import TensorCache
 from cosmos_rl_wfm.data.config import WFMDataConfig

@@ -15,7 +15,7 @@ from safetensors.numpy import save
 
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.media.gallery import write_video
+from cosmos_rl_core.observe.gallery import write_video
 from cosmos_rl_wfm.data import shards as shards_module
 from cosmos_rl_wfm.data.cache import identity
 from cosmos_rl_wfm.data.clips import ClipReader

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from cosmos_rl_core.errors import MediaError
-from cosmos_rl_core.observe.media.gallery import write_video
+from cosmos_rl_core.observe.gallery import write_video
 from cosmos_rl_wfm.data.video import choose_frames, nearest_size, read_clip
 
 SIZE = ((32, 48),)

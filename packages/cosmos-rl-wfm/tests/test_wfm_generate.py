@@ -14,10 +14,9 @@ from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.inference.evaluate import evaluate
 from cosmos_rl_core.inference.generate import generate
-from cosmos_rl_core.inference.layout import Instances
 from cosmos_rl_core.inference.prompts import read_prompts
-from cosmos_rl_core.inference.request import Request
-from cosmos_rl_core.observe.media.gallery import Gallery
+from cosmos_rl_core.inference.request import Instances, Request
+from cosmos_rl_core.observe.gallery import Gallery
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.recipe.load import load_config, load_domain

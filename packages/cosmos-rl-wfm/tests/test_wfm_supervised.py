@@ -12,7 +12,7 @@ from wfm_fixtures import lines_of, mock_data, pixel_model, recipe
 
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.media.gallery import write_video
+from cosmos_rl_core.observe.gallery import write_video
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.types import Prompt, Share
 from cosmos_rl_wfm.build import build_policy

@@ -17,8 +17,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.errors import PromptError, SampleError, UserError, WorkerFailed
     from cosmos_rl_core.inference.evaluate import Evaluated, evaluate
     from cosmos_rl_core.inference.generate import Generated, generate
-    from cosmos_rl_core.inference.layout import Instances
-    from cosmos_rl_core.inference.request import Request
+    from cosmos_rl_core.inference.request import Instances, Request
     from cosmos_rl_core.interfaces import Domain, Objective, Policy, Recorder, RewardFn, RolloutEngine
     from cosmos_rl_core.launch.observer import RunResult
     from cosmos_rl_core.launch.run import run
@@ -53,8 +52,7 @@ _HOMES = {
     "launch.observer": ("RunResult",),
     "inference.generate": ("Generated", "generate"),
     "inference.evaluate": ("Evaluated", "evaluate"),
-    "inference.request": ("Request",),
-    "inference.layout": ("Instances",),
+    "inference.request": ("Instances", "Request"),
     "recipe.load": ("load_config",),
     "recipe.run": ("RunConfig",),
     "recipe.sections": ("SamplingSection",),

@@ -59,7 +59,7 @@ class DomainBase:
         """A gallery of images and videos; None where rollouts are text."""
         if not self.has_media:
             return None
-        from cosmos_rl_core.observe.media.gallery import Gallery
+        from cosmos_rl_core.observe.gallery import Gallery
 
         return Gallery(directory, groups_per_step=groups, every_steps=every, name=name)
 

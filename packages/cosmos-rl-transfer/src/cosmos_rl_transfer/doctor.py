@@ -25,7 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from cosmos_rl_core import plugins
-from cosmos_rl_core.observe.tables import table
+from cosmos_rl_core.observe.console import table
 from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError

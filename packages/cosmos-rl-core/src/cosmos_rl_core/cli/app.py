@@ -105,7 +105,7 @@ def init(
 @app.command()
 def plugins() -> None:
     """List the installed plug-ins: domains, transports, rewards and so on."""
-    from cosmos_rl_core.observe.tables import table
+    from cosmos_rl_core.observe.console import table
     from cosmos_rl_core.plugins import GROUPS, locate, names
 
     rows = [(group, name, locate(group, name)) for group in GROUPS for name in names(group)]

@@ -56,8 +56,7 @@ def generate(
     """Sample rollouts of a model or checkpoint into rollouts.jsonl and media/; rows already there are kept."""
     folders = import_from(file)
     from cosmos_rl_core.inference.generate import generate as generate_rollouts
-    from cosmos_rl_core.inference.layout import Instances
-    from cosmos_rl_core.inference.request import Request
+    from cosmos_rl_core.inference.request import Instances, Request
 
     request = Request(
         checkpoint=checkpoint,
@@ -95,8 +94,7 @@ def evaluate(
     """Evaluate a model or checkpoint on [eval.data] into eval.json: rewards, or the loss of a supervised recipe."""
     folders = import_from(file)
     from cosmos_rl_core.inference.evaluate import evaluate as measure
-    from cosmos_rl_core.inference.layout import Instances
-    from cosmos_rl_core.inference.request import Request
+    from cosmos_rl_core.inference.request import Instances, Request
 
     request = Request(
         checkpoint=checkpoint,

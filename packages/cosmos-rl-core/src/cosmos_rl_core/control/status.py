@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.tables import table
+from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.processes import is_alive
 
 if TYPE_CHECKING:

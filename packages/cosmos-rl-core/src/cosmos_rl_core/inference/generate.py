@@ -21,8 +21,7 @@ from msgspec.structs import replace
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control.evaluation import row_labels
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.inference.messages import Task
-from cosmos_rl_core.inference.pool import Pool
+from cosmos_rl_core.inference.pool import Pool, Task
 from cosmos_rl_core.inference.prompts import evaluation_prompts, read_prompts
 from cosmos_rl_core.inference.request import Request, Weights, folder_of, identity
 from cosmos_rl_core.inference.rollouts_file import MEDIA, Line, RolloutsFile

@@ -1,8 +1,11 @@
-"""The processes of `cosmos-rl generate` and `eval`: start, receive, stop.
+"""The processes of `cosmos-rl generate` and `eval`: start, receive, stop; and the messages.
 
     pool.add(task, gpus=["0"])
     async with pool:
         async for answer in pool.answers(): ...
+
+    command   --Task-->               instance      over a socket pair, open as long as the command runs
+              <--Answer, Failed--
 
 An instance ends when its rows are done or its connection closes, also because this process died.
 """
@@ -13,12 +16,71 @@ import asyncio
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import msgspec
 
 from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.imports import PYTHON
-from cosmos_rl_core.inference.messages import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Task
 from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, adopt
+
+MAX_MESSAGE_BYTES = 2**30
+"""Maximum size of a message; a task contains all of its rows."""
+
+
+class Row(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt."""
+
+    sample: int
+    """Index in the list, from 0; determines the seed."""
+    columns: dict[str, Any]
+    origin: str
+
+
+class Task(msgspec.Struct, frozen=True, kw_only=True):
+    """The work of one instance."""
+
+    name: str
+    recipe: dict[str, Any]
+    """The resolved recipe, section by section."""
+    checkpoint: str
+    """Folder or URL of the checkpoint; empty for the weights of the recipe's model."""
+    averaged: bool
+    """Whether to use the average of the weights, if the checkpoint has one."""
+    version: int
+    """Number of optimizer steps in those weights."""
+    rows: list[Row]
+    num_samples: int
+    """Rollouts per row."""
+    rows_at_once: int | None
+    """Rows in work at the same time; None: 1 if rollouts are media, `TEXTS_AT_ONCE` if they are text."""
+    scored: bool
+    """Whether to compute the rewards of [reward]."""
+    media: str
+    """Folder for images and videos; empty: none are written."""
+    threads: int
+    """CPU threads for tensor work."""
+
+
+class Answer(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The result of one row."""
+
+    sample: int
+    lines: list[dict[str, Any]]
+    """One line per rollout, or a single one with `error`."""
+
+
+class Failed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The instance failed."""
+
+    message: str
+    user: bool
+    """True: an error that the user can fix."""
+
+
+Reply = Answer | Failed
+
 
 LEAVE_S = 10.0
 """Maximum seconds for an instance to close its engine after its connection was closed."""

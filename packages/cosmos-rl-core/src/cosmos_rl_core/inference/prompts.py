@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.inference.messages import Row
+from cosmos_rl_core.inference.pool import Row
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.optional import ReadsPrompts
 from cosmos_rl_core.recipe.run import RunConfig

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.errors import SampleError
-from cosmos_rl_core.inference.messages import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Row, Task
+from cosmos_rl_core.inference.pool import MAX_MESSAGE_BYTES, Answer, Failed, Reply, Row, Task
 from cosmos_rl_core.interfaces import Recorder, RolloutEngine
 from cosmos_rl_core.optional import HasCapacity
 from cosmos_rl_core.processes import inherited_socket

@@ -18,10 +18,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from cosmos_rl_core.observe import dropped_rows
-from cosmos_rl_core.observe.media.grids import Grids
-from cosmos_rl_core.observe.rollouts import write_rollouts
-from cosmos_rl_core.observe.sinks import JsonLines, build_sinks, keep_earlier
+from cosmos_rl_core.observe.rollouts import DROPPED, first_reasons, write_rollouts
+from cosmos_rl_core.observe.sinks import Grids, JsonLines, build_sinks, keep_earlier
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.types import RolloutGroup
 
@@ -34,9 +32,7 @@ from collections.abc import Callable
 from cosmos_rl_core.control.server import Observer
 from cosmos_rl_core.monitor.config import DIVERSITY
 from cosmos_rl_core.monitor.data_rewards import BEST
-from cosmos_rl_core.monitor.history import History
-from cosmos_rl_core.monitor.metrics import Metrics, beyond
-from cosmos_rl_core.monitor.monitor import HackMonitor, Verdict
+from cosmos_rl_core.monitor.monitor import HackMonitor, History, Metrics, Verdict, beyond
 
 _REASONS_SHOWN = 3
 """Rows of rows_dropped.jsonl in the closing table."""
@@ -79,7 +75,7 @@ class RunObserver:
         sinks = [name for name in config.logging.sinks if name != "console"]
         self._sinks = build_sinks(sinks, directory, first_step=first_step)
         self._grids = Grids(directory / "media", self._sinks)
-        keep_earlier(directory / dropped_rows.FILE, first_step)
+        keep_earlier(directory / DROPPED, first_step)
         first_evaluated = evaluated_from(config, first_step, max_steps=max_steps)
         self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_evaluated)
         self._console = _console(config, directory, max_steps) if "console" in config.logging.sinks else None
@@ -197,9 +193,7 @@ def _summary(result: RunResult, reasons: Mapping[str, int]) -> dict[str, str]:
     rows["wall time"] = f"{result.wall_s:.1f} s"
     rows["trained terms"] = f"{terms:,.0f}"
     if dropped := sum(m.get("rows_dropped", 0.0) + m.get("data_term/rows_dropped", 0.0) for m in result.metrics):
-        first = dropped_rows.first_reasons(
-            result.run_dir, first_step=int(result.metrics[0]["step"]), count=_REASONS_SHOWN
-        )
+        first = first_reasons(result.run_dir, first_step=int(result.metrics[0]["step"]), count=_REASONS_SHOWN)
         rows["rows dropped"] = "; ".join([f"{dropped:,.0f}", *first])
     for reason, number in sorted(reasons.items()):
         rows[f"dropped: {reason}"] = f"{number}"

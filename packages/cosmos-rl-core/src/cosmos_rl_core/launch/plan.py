@@ -13,7 +13,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
 from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, policy_needs, rollout_needs, written
 from cosmos_rl_core.launch.placement import threads
-from cosmos_rl_core.observe.tables import table
+from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
 from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, Held, Needs

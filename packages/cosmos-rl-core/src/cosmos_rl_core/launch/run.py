@@ -34,8 +34,7 @@ from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.launch.local import start_processes
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
-from cosmos_rl_core.monitor.history import History
-from cosmos_rl_core.monitor.monitor import Verdict
+from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import dump_resolved

@@ -4,8 +4,7 @@ Used by `recipe`, `workers` and `launch`; imports `settings`, `observe.sinks` an
 """
 
 from cosmos_rl_core.monitor.config import DEFAULT_RULES, MonitorConfig, Rule
-from cosmos_rl_core.monitor.metrics import Metrics, beyond
-from cosmos_rl_core.monitor.monitor import Alarm, HackMonitor, State, Verdict, check
+from cosmos_rl_core.monitor.monitor import Alarm, HackMonitor, Metrics, State, Verdict, beyond, check
 
 __all__ = [
     "DEFAULT_RULES",

@@ -1,20 +1,62 @@
-"""The reward-hacking monitor: detects a gamed reward from the metrics of each check. No clock, files or randomness.
+"""The reward-hacking monitor: detects a gamed reward from the metrics of each check; and its file, monitor.jsonl.
 
 metrics --compared with first values and bounds--> crossed? --patience--> alarm active --release--> alarm over
                                                                 |
                                                       warn | rollback | stop, with a sentence for the user
+
+`check` is a pure function; `History` writes one line per check: metrics, action, and the state after it.
 """
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.monitor.config import Action, MonitorConfig, Rule, strongest
-from cosmos_rl_core.monitor.metrics import Metrics
+from cosmos_rl_core.observe.sinks import keep_earlier
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Metrics:
+    """Metrics of one check. A metric that was not measured is None or absent."""
+
+    step: int
+    """Number of optimizer steps so far."""
+    reward: float
+    """Mean of the reward that is trained on, the proxy."""
+    judges: Mapping[str, float] = field(default_factory=dict)
+    """Means of the judges (rewards that are never trained on), by name; higher is better."""
+    held_out_loss: float | None = None
+    """Flow-matching loss on real clips that no step trained on."""
+    diversity: float | None = None
+    """Mean distance between samples of a group in training: the reward labelled `diversity`."""
+    beyond: float | None = None
+    """`beyond` of the rewards: the fraction above the highest reward of real data."""
+
+    def named(self) -> dict[str, float]:
+        """Return the measured metrics by the names used in rules; a judge is "judge/NAME"."""
+        optional = {"held_out_loss": self.held_out_loss, "diversity": self.diversity, "beyond": self.beyond}
+        measured = {name: value for name, value in optional.items() if value is not None}
+        return {"reward": self.reward, **measured, **{f"judge/{name}": value for name, value in self.judges.items()}}
+
+
+def beyond(rewards: Sequence[float] | np.ndarray, best: float) -> float:
+    """Return the fraction of rewards above `best`, the highest reward of real data.
+
+    Raises:
+        ValueError: there are no rewards.
+    """
+    values = np.asarray(rewards, np.float64)
+    if values.size == 0:
+        raise ValueError("a fraction of no rewards is not defined")
+    return float((values > best).mean())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,3 +253,51 @@ def _moved(name: str, value: float, start: Mapping[str, float]) -> str:
 
 def _from_to(value: float, begun: float | None) -> str:
     return f"to {value:.3g}" if begun is None else f"from {begun:.3g} to {value:.3g}"
+
+
+NAME = "monitor.jsonl"
+
+
+class History:
+    """The file of one run.
+
+    history = History(run_dir, first_step=20)      # a resumed run keeps the earlier checks
+    monitor = HackMonitor(config, state=history.state)
+    history.add(metrics, monitor.observe(metrics), monitor.state)
+    """
+
+    def __init__(self, run_dir: Path, *, first_step: int) -> None:
+        """Drop the checks at `first_step` and later: they will be repeated."""
+        self._path = run_dir / NAME
+        keep_earlier(self._path, first_step)
+        self.state = _last_state(self._path) or State()
+        """State of the monitor after the newest check that is kept."""
+
+    def add(self, metrics: Metrics, verdict: Verdict, state: State) -> None:
+        """Append one check."""
+        line = {
+            "step": metrics.step,
+            **{name: value if math.isfinite(value) else None for name, value in metrics.named().items()},
+            "action": verdict.action,
+            "text": verdict.text,
+            "state": state.as_json(),
+        }
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line, ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def read_healthy(run_dir: Path) -> int | None:
+    """Return the step of the last check without a crossed bound, or None. The run may still be active."""
+    state = _last_state(run_dir / NAME)
+    return state.last_good if state else None
+
+
+def _last_state(path: Path) -> State | None:
+    """State of the newest readable line, or None. Incomplete and damaged lines are skipped."""
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for line in reversed(lines):
+        try:
+            return State.from_json(json.loads(line)["state"])
+        except (ValueError, LookupError, TypeError, RecursionError):
+            continue
+    return None

@@ -1,4 +1,4 @@
-"""Console output of a run: a live panel on a terminal, otherwise one line per step."""
+"""Console output: plain tables, and for a run a live panel on a terminal, otherwise one line per step."""
 
 from __future__ import annotations
 
@@ -202,3 +202,13 @@ def duration(seconds: float) -> str:
     if whole < 3600:
         return f"{whole // 60} min {whole % 60:02d} s"
     return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+def table(rows: Sequence[Sequence[object]], *, header: Sequence[str] = ()) -> str:
+    """Return rows as left-aligned columns two spaces apart, under an upper-case header."""
+    cells = [[str(cell) for cell in row] for row in rows]
+    if header:
+        cells.insert(0, [title.upper() for title in header])
+    widths = [max(len(row[column]) for row in cells) for column in range(len(cells[0]))] if cells else []
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in cells]
+    return "\n".join(line.rstrip() for line in lines)

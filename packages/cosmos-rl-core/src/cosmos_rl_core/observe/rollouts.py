@@ -1,10 +1,13 @@
-"""Readable rollouts: rollouts/step_000012.jsonl, one line per rollout."""
+"""Files of a run for reading: rollouts, and rows of the data that were not trained on.
+
+rollouts/step_000012.jsonl      one line per rollout
+rows_dropped.jsonl              one line per row, with its reason and the step that first needed it"""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,3 +45,23 @@ def _line(group: RolloutGroup, rollout: Rollout) -> dict[str, Any]:
 
 def _finite(value: float) -> float | None:
     return float(value) if math.isfinite(value) else None
+
+
+DROPPED = "rows_dropped.jsonl"
+
+
+def write_dropped(run_dir: Path, *, step: int, reasons: Sequence[str]) -> None:
+    """Append the reasons of the rows that were dropped in a step."""
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with (run_dir / DROPPED).open("a", encoding="utf-8") as file:
+        file.writelines(json.dumps({"step": step, "reason": reason}, ensure_ascii=False) + "\n" for reason in reasons)
+
+
+def first_reasons(run_dir: Path, *, first_step: int, count: int) -> list[str]:
+    """Return the reasons of the first `count` rows that were dropped in `first_step` or later."""
+    if not (run_dir / DROPPED).is_file():
+        return []
+    with (run_dir / DROPPED).open(encoding="utf-8") as file:
+        lines = (json.loads(line) for line in file if line.endswith("\n"))
+        found = (line["reason"] for line in lines if line["step"] >= first_step)
+        return [reason for _, reason in zip(range(count), found, strict=False)]

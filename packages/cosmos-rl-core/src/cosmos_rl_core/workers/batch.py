@@ -18,8 +18,7 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.algorithms.advantages import build_batch_advantage, build_step_advantages
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.interfaces import Policy
-from cosmos_rl_core.observe.dropped_rows import write_dropped
-from cosmos_rl_core.observe.rollouts import write_rollouts
+from cosmos_rl_core.observe.rollouts import write_dropped, write_rollouts
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.stages import microbatch_multiple
 from cosmos_rl_core.recipe.run import RunConfig

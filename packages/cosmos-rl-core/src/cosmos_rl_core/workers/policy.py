@@ -17,7 +17,7 @@ from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.loop import Steps, train
-from cosmos_rl_core.monitor.history import read_healthy
+from cosmos_rl_core.monitor.monitor import read_healthy
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.rollout.spool.reader import SpoolReader

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cosmos_rl_core.observe.tables import table
+from cosmos_rl_core.observe.console import table
 from cosmos_rl_transfer.layout import spread
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.layout.shapes import Shapes

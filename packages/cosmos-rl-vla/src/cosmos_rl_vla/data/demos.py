@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from cosmos_rl_core.data.faults import Faults
+from cosmos_rl_core.data.source import Faults
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_vla.actions import ActionStats
 from cosmos_rl_vla.config import VLADataConfig

@@ -20,8 +20,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 from av.error import FFmpegError
 
-from cosmos_rl_core.data.cache import ByteCache
-from cosmos_rl_core.data.video import VideoFile, cut_off, open_container
+from cosmos_rl_core.data.video import ByteCache, VideoFile, cut_off, open_container
 from cosmos_rl_core.errors import MediaError, UserError
 from cosmos_rl_vla.data.lerobot import EpisodeAt, Feature, Frames, LeRobotDataset
 from cosmos_rl_vla.data.parquet import AGAIN, open_parquet

@@ -15,7 +15,7 @@ from PIL import Image
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError, WorkerFailed
-from cosmos_rl_core.observe.tables import table
+from cosmos_rl_core.observe.console import table
 from cosmos_rl_vla.sims.base import GROUP
 from cosmos_rl_vla.sims.pool.group import Lost
 from cosmos_rl_vla.sims.pool.pool import SimulatorPool

@@ -14,7 +14,7 @@ import numpy as np
 from safetensors import SafetensorError, deserialize
 from safetensors.numpy import save
 
-from cosmos_rl_core.data.cache import ByteCache
+from cosmos_rl_core.data.video import ByteCache
 from cosmos_rl_core.errors import MediaError, SampleError, UserError
 from cosmos_rl_core.storage.pickles import read_array, widen
 from cosmos_rl_wfm.data.config import WFMDataConfig

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from cosmos_rl_core.data.faults import Faults
+from cosmos_rl_core.data.source import Faults
 from cosmos_rl_core.errors import MediaError, SampleError
 from cosmos_rl_core.types import Prompt
 from cosmos_rl_wfm.data.cache import TensorCache, identity, key_of

@@ -25,11 +25,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
-from cosmos_rl_core.reward.cosmos_rl_body import read_request
-from cosmos_rl_core.reward.request import Enqueued, Fetched
+from cosmos_rl_core.reward.request import Enqueued, Fetched, read_request
 from cosmos_rl_core.reward.service.backend import Backend, Unserved
-from cosmos_rl_core.reward.service.jobs import Conflict, Job, QueueFull
-from cosmos_rl_core.reward.service.spool import Spool
+from cosmos_rl_core.reward.service.jobs import Conflict, Job, QueueFull, Spool
 from cosmos_rl_core.reward.wire_format import MalformedBody
 
 _SMALL_BYTES = 64 * 2**10

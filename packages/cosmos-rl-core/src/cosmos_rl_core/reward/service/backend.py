@@ -10,12 +10,11 @@ from contextlib import AsyncExitStack
 from prometheus_client import Gauge
 
 from cosmos_rl_core.reward.request import Header, RewardSpec
-from cosmos_rl_core.reward.service.jobs import Job, Jobs
-from cosmos_rl_core.reward.service.messages import Result
+from cosmos_rl_core.reward.service.jobs import Job, Jobs, Spool
 from cosmos_rl_core.reward.service.metrics import Metrics, RewardMetrics
 from cosmos_rl_core.reward.service.pool import RewardPool, Task
 from cosmos_rl_core.reward.service.settings import ServerSettings
-from cosmos_rl_core.reward.service.spool import Spool
+from cosmos_rl_core.reward.service.worker import Result
 
 _SWEEP_S = 1.0
 

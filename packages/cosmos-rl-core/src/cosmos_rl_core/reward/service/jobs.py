@@ -1,4 +1,4 @@
-"""The requests of a server, from arrival to the expiry of their results. Bounded; no request is dropped.
+"""The requests of a server and their bodies, from arrival to the expiry of results. Bounded; no request is dropped.
 
 reserved -- body read --> queued -- all rewards scored --> done | failed -- fetched or expired --> deleted
 """
@@ -7,13 +7,58 @@ from __future__ import annotations
 
 import asyncio
 import math
+import mmap
+import os
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from cosmos_rl_core.processes import unnamed_memory
 from cosmos_rl_core.reward.request import Header
-from cosmos_rl_core.reward.service.spool import Spool
+
+
+class Spool:
+    """A body that is written as it arrives.
+
+        spool = Spool()
+        spool.write(chunk) ...                  # once for each piece of the body
+        spool.crc, spool.num_bytes
+        socket.send_fds(sock, [frame], [spool.descriptor])
+        spool.close()
+
+    A worker maps the descriptor: a body of gigabytes is never copied between processes, and survives a worker's death.
+    """
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+        self.crc = 0
+        """CRC-32 of the written bytes; detects different bodies with the same request id."""
+        self._descriptor = unnamed_memory()
+
+    @property
+    def descriptor(self) -> int:
+        assert self._descriptor >= 0, "the spool is closed"
+        return self._descriptor
+
+    def write(self, chunk: bytes) -> None:
+        """Append."""
+        left = memoryview(chunk)
+        while left:
+            left = left[os.write(self.descriptor, left) :]
+        self.crc = zlib.crc32(chunk, self.crc)
+        self.num_bytes += len(chunk)
+
+    def map(self) -> mmap.mmap:
+        """Return the bytes. Raises ValueError for an empty body."""
+        return mmap.mmap(self.descriptor, self.num_bytes, access=mmap.ACCESS_READ)
+
+    def close(self) -> None:
+        """Release the bytes; workers keep their mappings."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
 
 
 class QueueFull(Exception):

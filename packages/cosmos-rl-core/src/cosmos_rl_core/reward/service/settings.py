@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, field_validator
 
-from cosmos_rl_core.reward.service.messages import MAX_ITEMS
+from cosmos_rl_core.reward.service.worker import MAX_ITEMS
 from cosmos_rl_core.settings.base import ConfigError, Strict
 from cosmos_rl_core.settings.problems import in_file_order, known_tables, problems
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.reward.remote import server_token
 from cosmos_rl_core.reward.service.settings import load_settings
-from cosmos_rl_core.reward.token import server_token
 
 
 def run_server(

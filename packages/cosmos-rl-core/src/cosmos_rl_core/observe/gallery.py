@@ -21,7 +21,7 @@ import av
 import numpy as np
 from PIL import Image
 
-from cosmos_rl_core.observe.media.pages import Row, animation, as_gif, contact_grid, enlarge, fit_clip
+from cosmos_rl_core.observe.pages import Row, animation, as_gif, contact_grid, enlarge, fit_clip
 from cosmos_rl_core.types import Rollout, RolloutGroup
 
 KEPT_STEPS = 4

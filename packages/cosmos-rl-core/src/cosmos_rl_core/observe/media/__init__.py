@@ -1,1 +1,0 @@
-"""Galleries of samples: grids, videos, one page per step."""
