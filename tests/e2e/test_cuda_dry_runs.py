@@ -9,7 +9,7 @@ import pytest
 
 from cosmos_rl_core import run
 from cosmos_rl_core.inference import worker
-from cosmos_rl_core.inference.messages import Answer, Row, Task
+from cosmos_rl_core.inference.pool import Answer, Row, Task
 from cosmos_rl_core.recipe.load import load_config, load_domain, tables_of
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 
