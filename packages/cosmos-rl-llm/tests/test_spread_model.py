@@ -13,10 +13,9 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
-from cosmos_rl_llm.build import has_same_names
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
-from cosmos_rl_llm.model.causal_lm import empty_model, make_model
+from cosmos_rl_llm.model.causal_lm import make_model
 from cosmos_rl_llm.policy.parallelize import check_sizes
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.tiny import write_tokenizer
@@ -70,14 +69,6 @@ def test_a_checkpoint_is_read_into_ranks(tmp_path, family, dims):
         logprobs = CausalLMPolicy(whole).forward(microbatch()).logprobs
     last = [metrics["logprobs"] for metrics in ranks if metrics["logprobs"].any()]
     assert all(np.allclose(found, logprobs.numpy(), rtol=1e-5, atol=1e-5) for found in last) and last
-
-
-def test_fused_experts_are_not_read_in_parts(tmp_path):
-    write(tmp_path / "dense", "llama")
-    write(tmp_path / "experts", "qwen3-moe")
-    names = {kind: has_same_names(empty_model(tmp_path / kind, dtype=torch.float32), tmp_path / kind)
-             for kind in ("dense", "experts")}  # fmt: skip
-    assert names == {"dense": True, "experts": False}
 
 
 @pytest.mark.parametrize("precision", [{}, {"parameters": "bfloat16"}])

@@ -120,7 +120,8 @@ def fill_a_sharded_network(rank, world_size, path):
     whole = build(path, codec="pixels", parts=("network",)).network.state_dict()
     built = build_model(config(path, codec="pixels"), parts=("network",), filled=False)
     fully_shard(built.network)
-    fill_network(built, config(path, codec="pixels"))
+    assert all(parameter.is_meta for parameter in built.network.parameters())
+    fill_network(built, config(path, codec="pixels"), device=torch.device("cpu"))
     assert_same({name: tensor.full_tensor() for name, tensor in built.network.state_dict().items()}, whole)
 
 

@@ -2,29 +2,28 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
-from contextlib import ExitStack
-from pathlib import Path
+import logging
+from collections.abc import Callable, Mapping
 
 import torch
-from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import own_device
-from cosmos_rl_core.parallel.dtensor import fill_own_part
-from cosmos_rl_core.parallel.lora import base_name
+from cosmos_rl_core.parallel.dtensor import fill_own_part, materialise
+from cosmos_rl_core.parallel.lora import base_name, fill_adapters
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.data.chat import Chat
-from cosmos_rl_llm.model.causal_lm import empty_model, load_model, named_weights
-from cosmos_rl_llm.model.checkpoint import read_specs, resolve
+from cosmos_rl_llm.model.causal_lm import empty_model, load_model
+from cosmos_rl_llm.model.weights import Weight, find_weights, open_weights
 from cosmos_rl_llm.policy.kernels import log_kernels
 from cosmos_rl_llm.policy.lora import add_adapters
 from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
 from cosmos_rl_llm.policy.policy import TextPolicy
+
+log = logging.getLogger(__name__)
 
 
 def build_policy(
@@ -46,12 +45,12 @@ def build_policy(
     Raises UserError for a model that cannot be loaded or sharded that way.
     """
     dtype, compute_dtype = _dtypes(model, setup)
-    whole = empty_model(source, dtype=dtype) if setup.mesh is not None else load_model(source, dtype=dtype)
-    in_parts = setup.mesh is not None and has_same_names(whole, source)
-    if setup.mesh is not None and not in_parts:
-        whole = load_model(source, dtype=dtype)
     if setup.mesh is None:
+        whole, weights = load_model(source, dtype=dtype), None
         whole.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
+    else:
+        whole = empty_model(source, dtype=dtype)
+        weights = find_weights(whole, source)
     if model.lora is not None:
         add_adapters(whole, model.lora, base=model.path, seed=seed)
     log_kernels(whole, device=setup.mesh.device if setup.mesh else own_device(), dtype=compute_dtype or dtype)
@@ -59,8 +58,10 @@ def build_policy(
     policy = (PipelinedPolicy if pipelined else TextPolicy)(
         whole, chat=chat(whole), temperature=temperature, compute_dtype=compute_dtype, setup=setup
     )
-    if in_parts:
-        read_parts(policy.module, source)
+    if setup.mesh is not None:
+        materialise(policy.module, device=torch.device("cpu") if setup.memory.parameter_offload else setup.mesh.device)
+        fill_adapters(policy.module, seed=seed)
+        fill_model(policy.module, source, weights)
     return policy
 
 
@@ -75,25 +76,21 @@ def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torc
     return held, None if held == computed else computed
 
 
-def has_same_names(model: PreTrainedModel, path_or_id: str | os.PathLike[str]) -> bool:
-    """Whether the safetensors in a local directory have all of the model's weights by name and shape."""
-    directory = Path(resolve(path_or_id))
-    if not directory.is_dir():
-        return False
-    found = {spec.name: spec.shape for spec in read_specs(directory)}
-    return all(found.get(name) == tuple(tensor.shape) for name, tensor in named_weights(model).items())
-
-
 @torch.no_grad()
-def read_parts(module: nn.Module, path_or_id: str | os.PathLike[str]) -> None:
-    """Fill this rank's part of each parameter and persistent buffer from the safetensors of a local directory."""
-    directory = Path(resolve(path_or_id))
-    with ExitStack() as files:
-        sources = {}
-        for path in sorted(directory.glob("*.safetensors")):
-            file = files.enter_context(safe_open(path, framework="pt"))
-            sources |= dict.fromkeys(file.keys(), file)
-        tensors = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
-        for name, tensor in tensors.values():  # tied tensors once, under their first name
-            if (wanted := base_name(name)) is not None:  # adapters are already initialised
-                fill_own_part(tensor, sources[wanted].get_slice(wanted).__getitem__)
+def fill_model(module: nn.Module, source: str, weights: Mapping[str, Weight] | None) -> None:
+    """Fill this rank's shards of the parameters and persistent buffers, except adapters.
+
+    Args:
+        weights: of the whole model, read box by box; None: the whole model is loaded in the host's memory.
+    """
+    tensors = {id(tensor): (name, tensor) for name, tensor in reversed(module.state_dict(keep_vars=True).items())}
+    wanted = {base: tensor for name, tensor in tensors.values() if (base := base_name(name)) is not None}
+    if weights is None:
+        log.warning("weights: every rank loads the whole model on the host, as its safetensors cannot be read by parts")
+        whole = load_model(source, dtype=next(module.parameters()).dtype).state_dict()
+        for name, tensor in wanted.items():
+            fill_own_part(tensor, whole[name].__getitem__)
+        return
+    with open_weights(source) as reader:
+        for name, tensor in wanted.items():  # tied tensors once, under their first name
+            fill_own_part(tensor, reader(weights[name]))

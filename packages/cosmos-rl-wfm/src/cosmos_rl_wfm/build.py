@@ -43,17 +43,21 @@ def build_policy(
     """
     in_parts = setup.mesh is not None and bool(config.path)
     held = getattr(torch, setup.precision.parameters)
-    model = build_model(config, seed=config.seed, held_dtype=held, filled=not in_parts)
+    device = own_device() if setup.mesh is None else setup.mesh.device
+    # With a mesh, a network from scratch is on the host until `fully_shard` has moved and sharded it block by block.
+    first = device if setup.mesh is None else torch.device("cpu")
+    model = build_model(config, seed=config.seed, held_dtype=held, filled=not in_parts, device=first)
     _check_sizes(model, data)
     guided = sampling is not None and sampling.guidance is not None
-    unconditional = _unconditional(model, config) if guided else None
+    unconditional = _unconditional(model, config, device=device) if guided else None
     if config.lora is None:
         model.network.requires_grad_(True)
     model.network.eval()  # permanently: no dropout; `parallel.remat` decides what is recomputed
     computed = getattr(torch, config.dtype)
     parallelize(model.network, setup, compute_dtype=None if held == computed else computed)
     if in_parts:
-        fill_network(model, config)
+        offloaded = setup.memory.parameter_offload
+        fill_network(model, config, device=torch.device("cpu") if offloaded else device, seed=config.seed)
     captions = CaptionCache(max_bytes=config.text.cache_bytes)
     made: dict[WFMDataConfig, Clips] = {}
 
@@ -61,7 +65,7 @@ def build_policy(
         if section not in made:
             _check_sizes(model, section)
             loader = _clip_loader(config, section, text_width=model.family.text_width, seed=seed)
-            load_parts(model, config, {"codec", "text"}, seed=config.seed)
+            load_parts(model, config, {"codec", "text"}, seed=config.seed, device=device)
             conditions = _conditions(model, config, section, captions)
             made[section] = Clips(model, section, loader=loader, conditions=conditions)
         return made[section]
@@ -97,12 +101,12 @@ def _conditions(
     return Conditions(model, reader, config.given, captions=captions)
 
 
-def _unconditional(model: DiffusersModel, config: WFMModelConfig) -> Condition:
+def _unconditional(model: DiffusersModel, config: WFMModelConfig, *, device: torch.device) -> Condition:
     """Embed the negative prompt; does not keep the encoder in memory for it."""
-    load_parts(model, config, {"text"}, seed=config.seed)
+    load_parts(model, config, {"text"}, seed=config.seed, device=device)
     condition = model.encode_text([model.traits.negative_prompt])
     model.free_captions()
-    return condition.to(own_device())
+    return condition.to(device)
 
 
 def export_weights(

@@ -1,12 +1,23 @@
-"""DTensors: gather the whole tensor from all ranks, and fill a rank's own shard from a file."""
+"""Models over ranks, of which a rank allocates only its own shards; whole tensors from all ranks.
+
+    with parameters_on_meta():        parameters have shapes and dtypes alone; buffers have their values
+        model = make(config)
+    fully_shard(model), ...           parameters become DTensors whose local shards are on meta
+    materialise(model, device=...)    memory for the local shards, uninitialised
+    fill_own_part(parameter, read)    their values, from a file
+
+Buffers such as rotary frequencies are computed by constructors and are not in a checkpoint, so they never go to meta.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import EllipsisType
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -35,3 +46,47 @@ def fill_own_part(tensor: Tensor, read: Callable[[Index], Tensor]) -> None:
     if local.numel():
         shape, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
         local.copy_(read(tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))))
+
+
+_PATCHED = threading.Lock()
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Within the context, parameters that this thread registers in a module are on the meta device.
+
+    A constructor's own tensor is allocated first, without being written by `torch.empty`, and freed at once. Tied
+    parameters stay tied. Modules of other threads are not affected.
+    """
+    thread = threading.get_ident()
+    with _PATCHED:
+        register = nn.Module.register_parameter
+
+        def register_on_meta(self: nn.Module, name: str, param: nn.Parameter | None) -> None:
+            if param is not None and not param.is_meta and threading.get_ident() == thread:
+                param = _on_meta(param)
+            register(self, name, param)
+
+        nn.Module.register_parameter = register_on_meta
+        try:
+            yield
+        finally:
+            nn.Module.register_parameter = register
+
+
+def _on_meta(parameter: nn.Parameter) -> nn.Parameter:
+    moved = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=parameter.requires_grad)
+    vars(moved).update(vars(parameter))  # marks that libraries set
+    return moved
+
+
+def materialise(module: nn.Module, *, device: torch.device) -> None:
+    """Allocate the local shards of the parameters on meta, uninitialised, on `device`; other tensors stay.
+
+    Call it after `fully_shard`, before an optimizer is made: parameters keep their identity, also tied ones.
+    """
+
+    def allocate(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    module._apply(allocate)

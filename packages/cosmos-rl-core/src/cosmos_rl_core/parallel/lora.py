@@ -28,6 +28,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy, Reference
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.device import forked_rng
+from cosmos_rl_core.parallel.dtensor import fill_own_part
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 
 ADAPTER = "default"
@@ -128,10 +129,13 @@ def initial_adapter(name: str, shape: tuple[int, ...], *, seed: int) -> Tensor:
 
 @torch.no_grad()
 def fill_adapters(module: nn.Module, *, seed: int) -> None:
-    """Initialise all adapters but those on meta; the values depend on the seed and their names alone."""
+    """Initialise all adapters but those on meta, or this rank's shards of them.
+
+    The values depend on the seed and their names alone.
+    """
     for name, parameter in module.named_parameters():
         if base_name(name) is None and parameter.device.type != "meta":
-            parameter.copy_(initial_adapter(name, tuple(parameter.shape), seed=seed))
+            fill_own_part(parameter, initial_adapter(name, tuple(parameter.shape), seed=seed).__getitem__)
 
 
 def adapter_weights(module: nn.Module) -> dict[str, Tensor]:

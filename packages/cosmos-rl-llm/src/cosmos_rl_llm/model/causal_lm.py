@@ -28,6 +28,7 @@ from transformers.utils import logging
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.linear import product
 from cosmos_rl_core.parallel.device import forked_rng
+from cosmos_rl_core.parallel.dtensor import parameters_on_meta
 from cosmos_rl_core.parallel.lora import adapter_weights
 from cosmos_rl_llm.model.checkpoint import resolve
 
@@ -76,14 +77,14 @@ def load_model(
 
 
 def empty_model(path_or_id: str | os.PathLike[str], *, dtype: torch.dtype) -> PreTrainedModel:
-    """Make the model of a checkpoint without its weights: parameters are uninitialised memory.
+    """Make the model of a checkpoint without its weights: parameters are on meta.
 
     Computed buffers are set, such as rotary frequencies. Raises UserError when there is no such model.
     """
     source = resolve(path_or_id)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=False)
-        with LOADING, no_init_weights():
+        with LOADING, no_init_weights(), parameters_on_meta():
             model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
     except (OSError, ValueError) as error:
         raise UserError(_explain(source, error)) from error

@@ -15,7 +15,8 @@ from torch import nn
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.parallel.device import own_device
-from cosmos_rl_core.parallel.lora import add_adapters, pick_layers
+from cosmos_rl_core.parallel.dtensor import materialise, parameters_on_meta
+from cosmos_rl_core.parallel.lora import add_adapters, fill_adapters, pick_layers
 from cosmos_rl_wfm.models.base import Grid
 from cosmos_rl_wfm.models.captions import (
     CachedCaptions,
@@ -55,8 +56,8 @@ def build_model(
     Args:
         seed: of random weights, and of adapters' first values.
         held_dtype: parameter dtype of the network; None: the `dtype` that it computes in.
-        filled: False leaves the weights of a model with a path uninitialised, for a network that is sharded first;
-            `fill_network` then reads them.
+        filled: False leaves the parameters of a model with a path on meta, for a network that is sharded first;
+            `fill_network` then allocates and reads this rank's shards.
         device: of all parts; None: this process's own.
 
     Raises UserError for a model that does not exist, or whose parts are not supported.
@@ -72,15 +73,18 @@ def build_model(
     held = held_dtype or dtype
     if folder is None:
         network = random_network(class_name, values, dtype=held, seed=seed)
-    else:
+    elif filled:
         network = empty_network(class_name, values, dtype=held)
-        if filled:
-            fill(network, folder.weights(NETWORK))
+        fill(network, folder.weights(NETWORK))
+    else:
+        with parameters_on_meta():
+            network = empty_network(class_name, values, dtype=held)
     family = make_family(class_name, network.config)
     if config.lora is not None:
         family_targets = ATTENTION if row is None else row.lora_targets
         _add_adapters(network, config.lora, family=family_targets, base=config.path, seed=seed)
-    torch.nn.Module.to(network, device)
+    if folder is None or filled:
+        torch.nn.Module.to(network, device)
     traits = _traits(config, family, folder)
     return DiffusersModel(
         network,
@@ -107,11 +111,21 @@ def _add_adapters(
     add_adapters(network, section, layers=layers, package="cosmos-rl-wfm", base=base, seed=seed)
 
 
-def load_parts(model: DiffusersModel, config: WFMModelConfig, parts: Collection[Part], *, seed: int = 0) -> None:
-    """Load the codec or the text encoder of a model that was built without it. Existing parts stay."""
+def load_parts(
+    model: DiffusersModel,
+    config: WFMModelConfig,
+    parts: Collection[Part],
+    *,
+    seed: int = 0,
+    device: torch.device | None = None,
+) -> None:
+    """Load the codec or the text encoder of a model that was built without it. Existing parts stay.
+
+    `device`: of these parts; None: this process's own.
+    """
     quiet()
     folder, family = _open(config, parts), model.family
-    device = next(model.network.parameters()).device
+    device = device or own_device()
     if "codec" in parts and not model.has_codec:
         codec = _codec(config, family, folder, seed=seed, device=device)
         model.take(codec=codec, images=_images(config, folder, device=device))
@@ -119,10 +133,17 @@ def load_parts(model: DiffusersModel, config: WFMModelConfig, parts: Collection[
         model.take(captions=_captions(config, family, folder, model.traits, device=device))
 
 
-def fill_network(model: DiffusersModel, config: WFMModelConfig) -> None:
-    """Read the weights of a network built with `filled=False`: this rank's shards of a sharded one."""
+def fill_network(model: DiffusersModel, config: WFMModelConfig, *, device: torch.device, seed: int = 0) -> None:
+    """Allocate and read the weights of a network built with `filled=False`: this rank's shards of a sharded one.
+
+    Args:
+        device: of the parameters.
+        seed: of adapters' first values.
+    """
     folder = _open(config, ("network",))
     assert folder is not None, "a model from scratch is filled when it is built"
+    materialise(model.network, device=device)
+    fill_adapters(model.network, seed=seed)
     fill(model.network, folder.weights(NETWORK))
 
 

@@ -1,8 +1,8 @@
 """The network's weights: created empty, initialised at random, read from safetensors, named for the engines.
 
-network = empty_network(name, config)   parameters are uninitialised memory
-... cut, shard                          each rank keeps its shards
-fill(network, files)                    reads those shards, by name
+network = empty_network(name, config)     parameters are uninitialised memory; within `parameters_on_meta`, none
+... shard, materialise                    each rank has memory for its shards
+fill(network, files)                      reads those shards, by name
 """
 
 from __future__ import annotations

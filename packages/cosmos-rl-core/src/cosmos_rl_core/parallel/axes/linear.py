@@ -67,10 +67,10 @@ class ManyRowsLinear(OneDnnLinear):
 def use_onednn(model: nn.Module, *, many_rows: bool = False) -> None:
     """Let the plain float32 linear layers of a model on the CPU use oneDNN. Names and weights stay as they are.
 
-    `many_rows` as for `product`.
+    `many_rows` as for `product`. Layers on meta are changed too: `product` decides again when they run.
     """
     for module in model.modules():
-        if type(module) is nn.Linear and _is_served(module.weight, module.weight):
+        if type(module) is nn.Linear and (module.weight.is_meta or _is_served(module.weight, module.weight)):
             module.__class__ = ManyRowsLinear if many_rows else OneDnnLinear
 
 

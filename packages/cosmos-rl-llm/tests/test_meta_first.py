@@ -1,0 +1,149 @@
+"""Models over ranks are built on meta: every rank holds its shards and at most one block, and the values are right."""
+
+import llm_parity as parity
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from cosmos_rl_core.parallel.config import ParallelSection
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.dtensor import whole
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.ranks import run_ranks
+from cosmos_rl_core.types import Share
+from cosmos_rl_llm import build
+from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
+from cosmos_rl_llm.domain import LLM
+from cosmos_rl_llm.model.causal_lm import empty_model, load_model
+from cosmos_rl_llm.model.weights import find_weights
+from cosmos_rl_llm.tiny import write_tokenizer
+
+LAYERS = 6
+
+
+def write(directory, family, **sizes):
+    parity.make_tiny(family, **sizes).save_pretrained(directory)
+    write_tokenizer(directory)
+
+
+def build_policy(path, *, dims=None, lora=None):
+    mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu")) if dims else None
+    setup = ModelSetup(mesh=mesh, parallel=ParallelSection(**dims or {}))
+    model = LLMModelConfig.model_validate({"path": path, "lora": lora})
+    data = LLMDataConfig(path="unused.jsonl", chat_template="none")
+    return LLM.build_policy(model, data=data, sampling=None, seed=0, setup=setup)
+
+
+def values(path, *, dims=None, lora=None):
+    """Log-probabilities, whole parameters and all buffers."""
+    policy = build_policy(path, dims=dims, lora=lora)
+    microbatch = parity.make_batch(0, share=Share(), supervised=True, microbatch_terms=1000).microbatches[0]
+    with torch.no_grad():
+        found = {"logprobs": policy.forward(microbatch).logprobs}
+        found |= {name: whole(tensor) for name, tensor in policy.module.named_parameters()}
+    found |= {name: buffer for name, buffer in policy.module.named_buffers()}
+    assert not any(tensor.is_meta for tensor in found.values())
+    return {name: tensor.numpy().copy() for name, tensor in found.items()}
+
+
+def rank_values(rank, world_size, *, in_parts=True, **options):
+    if not in_parts:
+        build.find_weights = lambda *_: None
+    return values(**options)
+
+
+@pytest.mark.parametrize(
+    ("family", "dims", "lora", "in_parts"),
+    [
+        ("gemma3", {"dp_shard": 2}, None, True),  # tied; a buffer that scales embeddings
+        ("qwen3", {"tp": 2}, {"rank": 4}, True),
+        ("qwen3-moe", {"dp_shard": 2, "tp": 2, "ep": 2}, None, True),
+        ("qwen3-moe", {"dp_shard": 2}, None, False),
+    ],
+)
+def test_parameters_buffers_and_adapters_are_those_of_one_process(tmp_path, family, dims, lora, in_parts):
+    if lora:
+        pytest.importorskip("peft")
+    write(tmp_path, family)
+    expected = values(str(tmp_path), lora=lora)
+    options = {"path": str(tmp_path), "dims": dims, "lora": lora, "in_parts": in_parts}
+    for found in run_ranks(rank_values, ParallelDims(**dims).world_size, **options):
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            tolerance = 1e-5 if name == "logprobs" else 0
+            np.testing.assert_allclose(found[name], value, rtol=0, atol=tolerance, err_msg=name)
+
+
+@pytest.mark.parametrize("family", parity.FAMILIES)
+def test_every_family_is_read_by_boxes(tmp_path, family):
+    write(tmp_path, family)
+    empty = empty_model(tmp_path, dtype=torch.float32)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    weights = find_weights(empty, str(tmp_path))
+    assert weights is not None
+    loaded = load_model(tmp_path, dtype=torch.float32)
+    with build.open_weights(str(tmp_path)) as reader:
+        for name, tensor in loaded.state_dict().items():
+            box = tuple(slice(size // 3, size) for size in tensor.shape)
+            assert torch.equal(reader(weights[name])(box), tensor[box]), name
+            assert torch.equal(reader(weights[name])(...), tensor), name
+    buffers = dict(loaded.named_buffers())
+    assert all(torch.equal(buffer, buffers[name]) for name, buffer in empty.named_buffers())
+
+
+class HeldBytes(TorchDispatchMode):
+    """The most bytes of real storages that operations use or return and that are alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage)
+        held = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._alive.items()}
+        self._alive = {key: ref for key, ref in self._alive.items() if held[key] is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in held.values() if storage is not None))
+        return result
+
+
+def held_while_building(rank, world_size, *, path, dims):
+    model = empty_model(path, dtype=torch.float32)
+    build_policy(path, dims=dims)  # the check of the family on a small model is cached from here on
+    blocks = [*model.base_model.layers, model.get_input_embeddings(), model.get_output_embeddings()]
+    with HeldBytes() as held:
+        policy = build_policy(path, dims=dims)
+    tensors = [*policy.module.parameters(), *policy.module.buffers()]
+    return {
+        "peak": held.peak,
+        "part": sum(num_bytes(tensor) for tensor in tensors),
+        "block": max(sum(num_bytes(parameter) for parameter in block.parameters()) for block in blocks),
+        "whole": sum(num_bytes(parameter) for parameter in model.parameters()),
+    }
+
+
+def num_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [("llama", {"dp_shard": 2, "tp": 2}), ("qwen3-moe", {"dp_shard": 4, "ep": 2}), ("llama", {"pp": 2, "dp_shard": 2})],
+)
+def test_a_rank_holds_its_part_and_one_block_while_building(tmp_path, family, dims):
+    write(tmp_path, family, num_layers=LAYERS)
+    for found in run_ranks(held_while_building, 4, path=str(tmp_path), dims=dims):
+        assert found["part"] <= found["peak"] <= found["part"] + found["block"] < 0.6 * found["whole"], found

@@ -1,0 +1,111 @@
+"""Networks over ranks are built on meta: a rank holds its shards and at most one block, and the values are right."""
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from wfm_fixtures import mock_data
+
+from cosmos_rl_core.parallel.config import ParallelSection, PrecisionSection
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.dtensor import whole
+from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing import ranks
+from cosmos_rl_wfm.build import build_policy
+from cosmos_rl_wfm.models.build import build_model
+from cosmos_rl_wfm.models.config import WFMModelConfig
+from cosmos_rl_wfm.models.networks.tiny import tiny_network
+from cosmos_rl_wfm.models.weights import empty_network
+from cosmos_rl_wfm.parallel.parallelize import transformer_blocks
+from cosmos_rl_wfm.sampling import FlowSampling
+
+ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.models.build")
+
+WORDS = {"encoder": "words"}
+
+
+class HeldBytes(TorchDispatchMode):
+    """The most bytes of real storages that operations use or return and that are alive at a time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.peak = 0
+        self._alive: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if DTensor in types:
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result)):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                self._alive[storage._cdata] = StorageWeakRef(storage)
+        held = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._alive.items()}
+        self._alive = {key: ref for key, ref in self._alive.items() if held[key] is not None}
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in held.values() if storage is not None))
+        return result
+
+
+def setup_of(dims, parameters):
+    mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu")) if dims else None
+    precision = PrecisionSection(parameters=parameters)
+    return ModelSetup(mesh=mesh, parallel=ParallelSection(**dims), precision=precision)
+
+
+def policy_of(path, *, dims, lora=None, parameters="float32"):
+    model = WFMModelConfig.model_validate({"path": path, "codec": "pixels", "text": WORDS, "lora": lora})
+    sampling = FlowSampling(guidance=2.0)
+    return build_policy(model, data=mock_data(), sampling=sampling, seed=0, setup=setup_of(dims, parameters))
+
+
+def tensors_of(policy, *, dtype):
+    """Whole parameters and buffers, rounded to `dtype`: over ranks, all parameters have it."""
+    network = policy.module
+    found = {name: whole(parameter) for name, parameter in network.named_parameters()}
+    found |= dict(network.named_buffers())
+    assert not any(tensor.is_meta for tensor in found.values())
+    return {name: tensor.to(dtype).float().numpy().copy() for name, tensor in found.items()}
+
+
+def rank_tensors(rank, world_size, **options):
+    return tensors_of(policy_of(**options), dtype=getattr(torch, options["parameters"]))
+
+
+@pytest.mark.parametrize(("lora", "parameters"), [(None, "float32"), (None, "bfloat16"), ({"rank": 4}, "float32")])
+def test_parameters_buffers_and_adapters_are_those_of_one_process(tmp_path, lora, parameters):
+    if lora:
+        pytest.importorskip("peft")
+    build_model(WFMModelConfig(family="wan", tiny=True, codec="pixels", text=WORDS)).network.save_pretrained(tmp_path)
+    options = {"path": str(tmp_path), "lora": lora, "parameters": parameters}
+    expected = tensors_of(policy_of(**options, dims={}), dtype=getattr(torch, parameters))
+    for found in ranks.run_ranks(rank_tensors, 2, **options, dims={"dp_shard": 2}):
+        assert set(found) == set(expected)
+        for name, value in expected.items():
+            assert (found[name] == value).all(), name
+
+
+def held_while_building(rank, world_size, *, path, dims):
+    with HeldBytes() as held:
+        policy = policy_of(path, dims=dims)
+    tensors = [*policy.module.parameters(), *policy.module.buffers()]
+    return {"peak": held.peak, "part": sum(num_bytes(tensor) for tensor in tensors)}
+
+
+def num_bytes(tensor: Tensor) -> int:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return local.numel() * local.element_size()
+
+
+def test_a_rank_holds_its_part_and_one_block_while_building(tmp_path):
+    config = {**tiny_network("wan"), "num_layers": 12}
+    network = empty_network("WanTransformer3DModel", config, dtype=torch.float32)
+    network.save_pretrained(tmp_path)
+    block = max(sum(num_bytes(parameter) for parameter in one.parameters()) for one in transformer_blocks(network))
+    total = sum(num_bytes(parameter) for parameter in network.parameters())
+    for found in ranks.run_ranks(held_while_building, 4, path=str(tmp_path), dims={"dp_shard": 4}):
+        assert found["part"] <= found["peak"] <= found["part"] + block, found
+        assert found["part"] + block < 0.5 * total
