@@ -187,15 +187,34 @@ def test_a_task_that_does_not_exist_is_told_with_the_nearest():
     ("installed", "given", "chosen"),
     [
         ({"OSMesa", "EGL"}, {}, "osmesa"),
+        ({"OSMesa", "EGL"}, {"CUDA_VISIBLE_DEVICES": "3"}, "egl"),
+        ({"OSMesa", "EGL"}, {"CUDA_VISIBLE_DEVICES": "3", "MUJOCO_GL": "osmesa"}, "osmesa"),
+        ({"OSMesa"}, {"CUDA_VISIBLE_DEVICES": "3"}, "osmesa"),
         ({"EGL"}, {}, "egl"),
         ({"OSMesa", "EGL"}, {"MUJOCO_GL": "egl"}, "egl"),
         (set(), {"MUJOCO_GL": "glfw"}, "glfw"),
     ],
 )
-def test_gl_is_chosen_by_what_is_there_unless_the_user_has(installed, given, chosen):
+def test_gl_is_chosen_by_what_is_there_unless_the_user_has(installed, given, chosen, tmp_path):
     environment = dict(given)
-    assert choose_gl(environment, find=lambda name: name if name in installed else None) == chosen
+    find = lambda name: name if name in installed else None  # noqa: E731
+    assert choose_gl(environment, find=find, devices=tmp_path) == chosen
     assert environment["MUJOCO_GL"] == chosen
+
+
+@pytest.mark.parametrize(
+    ("given", "device"),
+    [
+        ({"CUDA_VISIBLE_DEVICES": "5,6"}, "5"),
+        ({"CUDA_VISIBLE_DEVICES": "5", "MUJOCO_EGL_DEVICE_ID": "0"}, "0"),
+        ({"CUDA_VISIBLE_DEVICES": "GPU-8f2"}, None),  # MuJoCo takes numbers alone
+        ({}, None),
+    ],
+)
+def test_a_replica_renders_on_its_own_gpu(given, device, tmp_path):
+    environment = {"MUJOCO_GL": "egl", **given}
+    choose_gl(environment, find=lambda name: name, devices=tmp_path)
+    assert environment.get("MUJOCO_EGL_DEVICE_ID") == device
 
 
 @pytest.mark.parametrize(

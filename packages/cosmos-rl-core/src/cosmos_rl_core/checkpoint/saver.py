@@ -22,6 +22,7 @@ from cosmos_rl_core.checkpoint.weights_name import weights_name
 from cosmos_rl_core.checkpoint.writer import CheckpointWriter, SaveFailed
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.parallel.device import use_device
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.recipe.sections import CheckpointSection
 from cosmos_rl_core.storage.folder import Folder, store_errors
@@ -72,7 +73,7 @@ class CheckpointSaver:
         beside = files_beside(trainer.policy) if self._ranks.leads else {}
         self._writer = CheckpointWriter(root, ranks=self._ranks, origin=origin or Origin(), beside=beside)
         self._planner = SnapshotPlanner(self._ranks, weights_file=f"policy/{weights_name(beside)}.safetensors")
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkpoint", initializer=use_device)
         self._writing: Future[None] | None = None
         self._saved_step = state.step if resumed_from == str(root / f"step_{state.step}") else -1
         self._failures = 0

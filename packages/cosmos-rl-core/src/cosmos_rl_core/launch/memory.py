@@ -132,7 +132,7 @@ def _candidates(config: RunConfig, *, tokens_per_term: int) -> Iterator[Change]:
 def _recomputations(policy: PolicySection) -> Iterator[Change]:
     key = "policy.memory.activation_checkpointing"
     current = policy.memory.activation_checkpointing
-    if current == "none" and not policy.memory.compile:
+    if current == "none" and policy.memory.compile is not True:
         yield {key: "selective"}
     if current != "full":
         yield {key: "full"}

@@ -11,6 +11,7 @@ import asyncio
 import os
 import threading
 from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -83,6 +84,7 @@ async def start_tasks(launch: Launch) -> Workers:
     # Imports block the loop for seconds, so they come before any connection with a deadline.
     import torch
 
+    from cosmos_rl_core.parallel.device import use_device
     from cosmos_rl_core.workers import policy, rollout, steps  # noqa: F401
     from cosmos_rl_core.workers.context import WorkerContext
     from cosmos_rl_core.workers.main import serve_role
@@ -94,6 +96,8 @@ async def start_tasks(launch: Launch) -> Workers:
         )
 
     build_lock = threading.Lock()
+    to_thread = ThreadPoolExecutor(thread_name_prefix="asyncio", initializer=use_device)
+    asyncio.get_running_loop().set_default_executor(to_thread)
 
     async def work(role: str, name: str) -> None:
         hello = Hello(name=name, role=role)

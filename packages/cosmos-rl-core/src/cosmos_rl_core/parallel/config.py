@@ -88,8 +88,8 @@ class MemorySection(Strict):
     """Keep the tensors saved for the backward pass in the host's memory."""
     parameter_offload: bool = False
     """Keep sharded parameters and optimizer state in the host's memory (FSDP's CPU offload); needs several ranks."""
-    compile: bool = False
-    """Run torch.compile over each layer."""
+    compile: bool | Literal["auto"] = "auto"
+    """Run torch.compile over each layer; "auto": on a GPU, where nothing else in the recipe is in its way."""
 
 
 class PrecisionSection(Strict):

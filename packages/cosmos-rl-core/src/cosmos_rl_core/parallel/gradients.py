@@ -28,6 +28,7 @@ def clip_gradients(
     *,
     max_norm: float,
     num_stages: int = 1,
+    device: torch.device | None = None,
     elsewhere: Collection[nn.Parameter] = (),
 ) -> tuple[float, bool]:
     """Scale all gradients so that their joint 2-norm is at most `max_norm` (0: only measure).
@@ -36,30 +37,30 @@ def clip_gradients(
 
     Args:
         num_stages: of the pipeline: a parameter is on the ranks of one stage.
+        device: of the mesh, on which all ranks add their sums, also those without gradients; None for one rank.
         elsewhere: parameters that another stage counts, such as the second copy of a tied matrix.
     """
     trained = [p for p in parameters if p.grad is not None]
     skipped = {id(p) for p in elsewhere}
-    distributed = num_stages > 1 or any(isinstance(p, DTensor) for p in trained)
+    distributed = device is not None or num_stages > 1 or any(isinstance(p, DTensor) for p in trained)
     counted = [p.grad for p in trained if p.grad is not None and id(p) not in skipped]
-    norm = _norm_over_ranks(counted, num_stages=num_stages) if distributed else get_total_norm(counted)
+    norm = _norm_over_ranks(counted, num_stages=num_stages, device=device) if distributed else get_total_norm(counted)
     finite = bool(torch.isfinite(norm))
     if finite and max_norm > 0:
         _scale(trained, max_norm, norm, distributed=distributed)
     return float(norm), finite
 
 
-def _norm_over_ranks(gradients: Iterable[Tensor], *, num_stages: int) -> Tensor:
+def _norm_over_ranks(gradients: Sequence[Tensor], *, num_stages: int, device: torch.device | None) -> Tensor:
     stage_size = dist.get_world_size() // num_stages
     parts: defaultdict[float, list[Tensor]] = defaultdict(list)
-    device = torch.device("cpu")
     for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         parts[stage_size / num_shards(gradient)].append(local)
-        device = local.device
+        device = local.device if device is None else device
     squares = [get_total_norm(tensors).double().square() / copies for copies, tensors in parts.items()]
-    total = torch.stack([s.to(device) for s in squares]).sum() if squares else torch.zeros((), dtype=torch.float64)
-    total = total.to(device)
+    none = torch.zeros((), dtype=torch.float64, device=device)
+    total = torch.stack([s.to(device) for s in squares]).sum() if squares else none
     dist.all_reduce(total)
     return total.sqrt().float()
 

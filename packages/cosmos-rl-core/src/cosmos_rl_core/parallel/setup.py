@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PrecisionSection
 
 if TYPE_CHECKING:
+    import torch
+
     from cosmos_rl_core.parallel.mesh import ReplicaMesh
 
 
@@ -20,3 +22,17 @@ class ModelSetup:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     memory: MemorySection = field(default_factory=MemorySection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
+
+    @property
+    def device(self) -> torch.device:
+        """The device that the model trains on; it may be built on another one first."""
+        from cosmos_rl_core.parallel.device import own_device
+
+        return own_device() if self.mesh is None else self.mesh.device
+
+    def compiles(self, *, obstacle: str = "") -> bool:
+        """Return whether the blocks are compiled. obstacle: a part of the model that "auto" does not compile with."""
+        from cosmos_rl_core.parallel.memory.remat import wants_compile
+
+        axes = [f"{axis} = {size}" for axis in ("pp", "cp", "tp", "ep") if (size := getattr(self.parallel, axis)) > 1]
+        return wants_compile(self.memory, device=self.device, obstacle=obstacle or ", ".join(axes))

@@ -29,6 +29,9 @@ class RunSection(Strict):
     share_gpus: bool = False
     """Allow several processes of the run on one GPU, if it has fewer GPUs than processes. vLLM then gets an equal part
     of gpu_memory_utilization."""
+    tf32: bool = True
+    """On a GPU, round the inputs of float32 matrix products to TF32 (10 bits of mantissa), which is several times
+    faster; false computes them exactly."""
     bind: str = Field(default="127.0.0.1", min_length=1)
     """Address at which the run's other machines reach this one; the default allows only this machine."""
     max_steps: int | None = Field(default=None, ge=1)

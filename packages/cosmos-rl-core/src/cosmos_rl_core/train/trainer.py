@@ -121,6 +121,7 @@ class Trainer:
             self.policy.module.parameters(),
             max_norm=self._max_grad_norm,
             num_stages=self._mesh.dims.pp if self._mesh else 1,
+            device=self._mesh.device if self._mesh else None,
             elsewhere=self.policy.second_copies(),
         )
         scale = self._lr_factor(self.version)

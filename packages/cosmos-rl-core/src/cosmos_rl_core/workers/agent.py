@@ -17,7 +17,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,9 +30,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
+from cosmos_rl_core.parallel.device import log_choice
 from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
-from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
+from cosmos_rl_core.workers.node import Node, WorkerAddress, interface_of, to_arguments
 
 WATCH_S = 0.1
 """Seconds between checks of the ranks."""
@@ -80,8 +81,7 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     """Run this machine's ranks to their end and return the exit code. Reports a failure to the controller."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
     token = read_token(worker.token_file)  # the file may be gone when a rank fails
-    if node.is_local:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    use_interface(node, os.environ)
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
         try:
             failures = _run_ranks(worker, node, Path(folder))
@@ -95,6 +95,21 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     delay_s = OTHERS_FIRST_S if failure.consequence and node.num_nodes > 1 else 0.0
     asyncio.run(_report(worker, failure, token=token, delay_s=delay_s))
     return failure.exit_code
+
+
+def use_interface(node: Node, environment: MutableMapping[str, str]) -> None:
+    """Make gloo and nccl use the interface of the route to the first machine, unless the user has named one.
+
+    Otherwise gloo resolves the host name, which is 127.0.1.1 in many images.
+    """
+    if node.is_local:
+        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+        return
+    if name := interface_of(node.own_address() or node.rendezvous.rpartition(":")[0]):
+        environment.setdefault("GLOO_SOCKET_IFNAME", name)
+        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=" nccl takes it as a prefix
+    chosen = (environment.get(f"{library}_SOCKET_IFNAME", "its own choice") for library in ("GLOO", "NCCL"))
+    log_choice("network interfaces: gloo {}, nccl {}".format(*chosen))
 
 
 def _run_ranks(worker: WorkerAddress, node: Node, folder: Path) -> Mapping[int, ProcessFailure]:

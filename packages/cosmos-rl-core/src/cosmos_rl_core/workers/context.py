@@ -74,13 +74,14 @@ class Assignment:
             yield
 
     def prepare_torch(self) -> None:
-        """Set GPU, threads and seed. First call in the compute thread, as the current GPU is a per-thread setting."""
+        """Set GPU, precision, threads and seed. First call in the compute thread: the current GPU is per thread."""
         import torch
 
-        from cosmos_rl_core.parallel.device import own_device
+        from cosmos_rl_core.parallel.device import log_choice, use_device
 
-        if (device := own_device()).type == "cuda":
-            torch.cuda.set_device(device)
+        if use_device().type == "cuda":
+            torch.backends.cuda.matmul.allow_tf32 = self.config.run.tf32
+            log_choice(f"float32 matrix products: {'TF32' if self.config.run.tf32 else 'exact'}")
         if self.context.threads is not None:
             torch.set_num_threads(self.context.threads)
         if not self.context.shares_process:

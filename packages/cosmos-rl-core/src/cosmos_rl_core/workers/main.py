@@ -46,6 +46,8 @@ def run_worker(worker: WorkerAddress, node: Node) -> int:
     """Work until the run ends and return the exit code. A worker of one process does not return: it exits."""
     raise_descriptor_limit()
     os.environ.update(child_environment(node.python_path.split(os.pathsep)))  # for the ranks too
+    if worker.role == "policy":  # rows of many lengths leave gaps in the allocator's blocks
+        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     if node.num_ranks > 1:
         from cosmos_rl_core.workers.agent import run_node  # torch's agent takes a second to import
 
@@ -162,7 +164,13 @@ async def follow(context: WorkerContext) -> None:
 @contextmanager
 def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignment]:
     """Load the recipe; write the timeline at the end, also after an error."""
+    from cosmos_rl_core.parallel.device import use_device
+
     assert isinstance(welcome, p.Welcome)
+    use_device()  # the event loop's thread, and those of `asyncio.to_thread`
+    if not context.shares_process:
+        threads = ThreadPoolExecutor(thread_name_prefix="asyncio", initializer=use_device)
+        asyncio.get_running_loop().set_default_executor(threads)
     config, run_dir = load_config(tomllib.loads(welcome.config)), Path(welcome.run_dir)
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     finished = False

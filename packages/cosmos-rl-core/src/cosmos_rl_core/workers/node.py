@@ -7,9 +7,12 @@ address, node = from_arguments(arguments, program="cosmos-rl worker")
 from __future__ import annotations
 
 import argparse
+import contextlib
+import fcntl
 import os
 import shlex
 import socket
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -19,6 +22,10 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.wire.listening import Address, is_loopback, listen
+
+SIOCGIFADDR = 0x8915
+"""Linux request for the IPv4 address of an interface: netdevice(7)."""
+IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,6 +88,22 @@ class Node:
         folders = os.pathsep.join(python_path)
         parts = [replace(self, index=i, python_path=folders) for i in range(1, self.num_nodes)]
         return [shlex.join(["cosmos-rl", "worker", *to_arguments(worker, part)]) for part in parts]
+
+
+def interface_of(host: str) -> str:
+    """Return the name of this machine's network interface with the address of `host`; empty if there is none."""
+    found = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            with contextlib.suppress(OSError):  # an interface without an IPv4 address
+                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]) in found:
+                    return name
+    with contextlib.suppress(FileNotFoundError), IPV6_ADDRESSES.open() as lines:
+        for address, *_, name in map(str.split, lines):
+            if socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)) in found:
+                return name
+    return ""
 
 
 def to_arguments(*parts: WorkerAddress | Node) -> list[str]:

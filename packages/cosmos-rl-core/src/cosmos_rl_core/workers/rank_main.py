@@ -13,6 +13,7 @@ import traceback
 from pathlib import Path
 
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.parallel.device import use_device
 from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.workers.context import WorkerContext
 from cosmos_rl_core.workers.failure import Failure
@@ -45,6 +46,7 @@ async def _work(worker: WorkerAddress, node: Node) -> None:
 
 async def _run(worker: WorkerAddress, node: Node) -> None:
     leads = os.environ["RANK"] == "0"
+    use_device()  # this thread's; publishing runs in it
     connection = await connect_to(worker) if leads else None
     ranks = await asyncio.to_thread(Ranks.join, timeout_s=node.collective_timeout_s, store=node.store)
     context = WorkerContext(

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.parallel.device import use_device
 from cosmos_rl_core.parallel.rank_group import RankGroup
 
 T = TypeVar("T")
@@ -49,8 +50,10 @@ class Ranks:
         MASTER_PORT. A training collective that takes longer than `timeout_s` is an error.
         """
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        backend, device = _backend()
         dist.init_process_group(
-            _backend(),
+            backend,
+            device_id=device,
             store=dist.FileStore(str(store), world_size) if store else None,
             rank=rank,
             world_size=world_size,
@@ -58,7 +61,8 @@ class Ranks:
         )
         group = dist.new_group(backend="gloo", timeout=IDLE)
         assert isinstance(group, dist.ProcessGroup)
-        return cls(RankGroup(group), group, ThreadPoolExecutor(1, thread_name_prefix="ranks"))
+        thread = ThreadPoolExecutor(1, thread_name_prefix="ranks", initializer=use_device)
+        return cls(RankGroup(group), group, thread)
 
     @property
     def rank(self) -> int:
@@ -92,12 +96,14 @@ class Ranks:
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
 
-def _backend() -> str:
-    """nccl for GPU tensors, with one GPU per local rank; gloo for CPU tensors, including offloaded ones."""
+def _backend() -> tuple[str, torch.device | None]:
+    """nccl for GPU tensors, with one GPU per local rank; gloo for CPU tensors, including offloaded ones.
+
+    With the GPU, torch connects nccl at once, and the groups of the mesh's axes are split off that communicator.
+    """
     if not torch.cuda.is_available():
-        return "gloo"
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    return "cpu:gloo,cuda:nccl"
+        return "gloo", None
+    return "cpu:gloo,cuda:nccl", use_device()
 
 
 def _bytes_tensor(data: bytes, size: int) -> Tensor:

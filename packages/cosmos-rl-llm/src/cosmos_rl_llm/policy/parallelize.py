@@ -41,7 +41,7 @@ from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.model.causal_lm import decoder_layers
 from cosmos_rl_llm.policy.context import check_heads
-from cosmos_rl_llm.policy.experts import spread_experts
+from cosmos_rl_llm.policy.experts import is_experts, spread_experts
 from cosmos_rl_llm.policy.lora import with_adapters
 from cosmos_rl_llm.policy.packing import install_attention
 from cosmos_rl_llm.policy.token_model import TermModel
@@ -165,8 +165,10 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
     """
     mesh = setup.mesh
     head = terms.causal_lm.get_output_embeddings()
-    use_float8(terms, setup.precision.fp8, skip=[head, *adapter_layers(terms)])
-    if setup.memory.compile:  # torch.compile calls oneDNN itself
+    use_float8(terms, setup.precision.fp8, device=setup.device, skip=[head, *adapter_layers(terms)])
+    has_experts = any(is_experts(module) for module in terms.modules())
+    compiled = setup.compiles(obstacle="experts" if has_experts else "")
+    if compiled:  # torch.compile calls oneDNN itself
         install_attention(terms.causal_lm, traced=False)
     else:
         use_onednn(terms)
@@ -176,7 +178,7 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
         experts = spread_experts(terms.causal_lm, mesh)
     if terms.axis is not None:
         spread_tensors(terms.causal_lm, terms.axis, experts=experts)
-    save_memory(terms.blocks, setup.memory)
+    save_memory(terms.blocks, setup.memory, compiled=compiled)
     if mesh is not None:
         shard_fully(
             terms,

@@ -41,7 +41,8 @@ def parallelize(loaded: Loaded, setup: ModelSetup, *, compute_dtype: torch.dtype
     check_axes(setup.parallel, setup.precision, compute_dtype=compute_dtype)
     dtype = getattr(torch, setup.precision.parameters)
     loaded.cast_parameters(dtype)
-    save_memory(loaded.blocks, setup.memory)
+    compiled = setup.compiles(obstacle="action models")
+    save_memory(loaded.blocks, setup.memory, compiled=compiled)
     if setup.mesh is None:
         if dtype != compute_dtype:
             _autocast(loaded, compute_dtype)

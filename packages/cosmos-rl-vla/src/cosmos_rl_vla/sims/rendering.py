@@ -14,12 +14,14 @@ import os
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import machine_gpus
 
 _LIBRARIES = {"osmesa": "OSMesa", "egl": "EGL"}
 _ADVICE = (
@@ -29,22 +31,31 @@ _ADVICE = (
 
 
 def choose_gl(
-    environment: MutableMapping[str, str], *, find: Callable[[str], str | None] = ctypes.util.find_library
+    environment: MutableMapping[str, str],
+    *,
+    find: Callable[[str], str | None] = ctypes.util.find_library,
+    devices: Path = Path("/dev"),
 ) -> str:
-    """Write MUJOCO_GL into an environment that lacks it, and return it: osmesa where it is installed, else egl.
+    """Write MUJOCO_GL into an environment that lacks it, and return it: the library that is installed.
 
-    Call before `mujoco` is imported. Raises UserError if neither library is found, or the user's choice is not.
+    With both, egl on a machine with a GPU visible to this process, else osmesa. MUJOCO_EGL_DEVICE_ID, unless set, is
+    then the first visible GPU, so that replicas render on their own. Call before `mujoco` is imported. Raises
+    UserError if neither library is found, or the user's choice is not.
     """
+    gpus = machine_gpus(environment, devices=devices)
     chosen = environment.get("MUJOCO_GL", "").strip().lower()
     if not chosen:
         if sys.platform == "darwin":
             return "cgl"  # part of the system
-        chosen = next((kind for kind, library in _LIBRARIES.items() if find(library) is not None), "")
+        kinds = sorted(_LIBRARIES, reverse=not gpus)  # egl, osmesa
+        chosen = next((kind for kind in kinds if find(_LIBRARIES[kind]) is not None), "")
         if not chosen:
             raise UserError(f"MuJoCo finds no OpenGL library to render with: {_ADVICE}")
         environment["MUJOCO_GL"] = chosen
     if chosen in _LIBRARIES and find(_LIBRARIES[chosen]) is None:
         raise UserError(f"MUJOCO_GL={chosen}, but lib{_LIBRARIES[chosen]} is not on this machine: {_ADVICE}")
+    if chosen == "egl" and gpus and gpus[0].isdecimal():
+        environment.setdefault("MUJOCO_EGL_DEVICE_ID", gpus[0])
     return chosen
 
 

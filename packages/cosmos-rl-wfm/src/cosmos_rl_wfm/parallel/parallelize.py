@@ -43,12 +43,13 @@ def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.d
     mesh = setup.mesh
     check_axes(setup.parallel, setup.memory)
     blocks = transformer_blocks(network)
-    use_float8(network, setup.precision.fp8, skip=_kept_whole(network, blocks))
-    if not setup.memory.compile:  # the compiler does the same
+    use_float8(network, setup.precision.fp8, device=setup.device, skip=_kept_whole(network, blocks))
+    compiled = setup.compiles()
+    if not compiled:  # the compiler does the same
         speed_up(network)
     if mesh is not None and (axis := mesh.axis("cp")) is not None:
         cut_tokens(network, blocks, axis)
-    save_memory(blocks, setup.memory)
+    save_memory(blocks, setup.memory, compiled=compiled)
     if mesh is None:
         return
     _hold_in_one_type(network, getattr(torch, setup.precision.parameters))
@@ -80,7 +81,7 @@ def _refused(parallel: ParallelSection, memory: MemorySection) -> Iterator[str]:
             yield f"[policy.parallel] {axis} = {size}: world foundation models support only dp and cp; {others}"
     if parallel.sequence_parallel:
         yield "[policy.parallel] sequence_parallel = true goes with tp, which world foundation models do not have"
-    if parallel.cp > 1 and memory.compile:
+    if parallel.cp > 1 and memory.compile is True:
         yield (
             f"[policy.memory] compile = true does not go together with [policy.parallel] cp = {parallel.cp}, whose "
             "exchanges it would cut the compiled code at; set one of them off"

@@ -18,17 +18,23 @@ import torch
 from torch import nn
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import log_choice
 
 MULTIPLE = 16
 """Divides both dims of a weight: the size of the hardware's tiles."""
 
 
 def use_float8(
-    module: nn.Module, recipe: Literal["none", "tensorwise", "rowwise"], *, skip: Collection[nn.Module | None] = ()
+    module: nn.Module,
+    recipe: Literal["none", "tensorwise", "rowwise"],
+    *,
+    device: torch.device,
+    skip: Collection[nn.Module | None] = (),
 ) -> int:
     """Run the linear layers inside `module` in float8, in place, before it is spread over ranks.
 
     Args:
+        device: where they will compute; the module may still be on the CPU or on meta.
         skip: layers to leave alone, such as the output head, which the loss is most sensitive to.
 
     Returns:
@@ -51,7 +57,9 @@ def use_float8(
             'set fp8 = "none"'
         )
     chosen = {id(layer) for layer in taken}
-    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=not _has_float8(taken[0]), pad_inner_dim=True)
+    emulate = not has_float8(device)
+    log_choice(f"float8: {'emulated' if emulate else 'hardware'} ({recipe}, {device.type})")
+    config = replace(Float8LinearConfig.from_recipe_name(recipe), emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(module, module_filter_fn=lambda layer, _: id(layer) in chosen, config=config)
     return len(taken)
 
@@ -60,9 +68,6 @@ def _fits(layer: nn.Module) -> bool:
     return isinstance(layer, nn.Linear) and layer.in_features % MULTIPLE == 0 and layer.out_features % MULTIPLE == 0
 
 
-def _has_float8(layer: nn.Module) -> bool:
-    """Whether the layer is on a device that multiplies float8."""
-    device = next(layer.parameters()).device
-    if device.type == "meta":
-        return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+def has_float8(device: torch.device) -> bool:
+    """Whether the device multiplies float8: a GPU of compute capability 8.9 or above."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 9)

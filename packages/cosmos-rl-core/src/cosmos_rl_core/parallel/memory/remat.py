@@ -12,6 +12,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable
 from functools import cache, partial
+from importlib.util import find_spec
 from types import MethodType
 from typing import Any, Literal
 
@@ -27,6 +28,7 @@ from torch.utils.checkpoint import (
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import MemorySection
+from cosmos_rl_core.parallel.device import log_choice
 
 MIN_OFFLOADED_BYTES = 64 * 1024
 """Smaller tensors stay where they are: a copy costs more than they hold."""
@@ -44,19 +46,50 @@ _KEPT = (
 Forward = Callable[..., Any]
 
 
-def save_memory(blocks: Iterable[nn.Module], section: MemorySection) -> None:
+def wants_compile(section: MemorySection, *, device: torch.device, obstacle: str = "", toolchain: str = "") -> bool:
+    """Return whether blocks on `device` are compiled; "auto" is decided here, and logged on a GPU.
+
+    Args:
+        obstacle: the part of the model or recipe that "auto" does not compile with; empty if there is none.
+        toolchain: a missing part of this machine's compilers; empty: it is looked up.
+    """
+    if section.compile != "auto":
+        return section.compile
+    if device.type != "cuda":
+        return False
+    if section.activation_checkpointing == "selective":
+        obstacle = obstacle or 'activation_checkpointing = "selective"'
+    obstacle = obstacle or toolchain or _missing_toolchain()
+    log_choice(f"compile: off ({obstacle})" if obstacle else "compile: each block")
+    return not obstacle
+
+
+def _missing_toolchain() -> str:
+    if torch.version.cuda is None and torch.version.hip is None:
+        return "torch is built without CUDA"
+    if find_spec("triton") is None:
+        return "no Triton"
+    return "" if shutil.which(_compiler()) else f"no C++ compiler {_compiler()}"
+
+
+def _compiler() -> str:
+    return os.environ.get("CXX", "g++")
+
+
+def save_memory(blocks: Iterable[nn.Module], section: MemorySection, *, compiled: bool) -> None:
     """Apply [policy.memory] to each of a model's blocks, before `fully_shard` and after tensor parallelism.
 
-    Raises UserError for options that conflict, or that this machine does not support.
+    compiled: the result of `wants_compile`. Raises UserError for options that conflict, or that this machine does not
+    support.
     """
     mode = section.activation_checkpointing
-    if section.compile and mode == "selective":
+    if compiled and mode == "selective":
         raise UserError(
             "[policy.memory] compile = true recomputes all but matrix products by itself; with it, set "
             'activation_checkpointing to "none" or "full"'
         )
     blocks = list(blocks)
-    if section.compile:
+    if compiled:
         compile_blocks(blocks)
     checkpoint_activations(blocks, mode)
     if section.activation_offload:
@@ -88,10 +121,9 @@ def compile_blocks(blocks: Iterable[nn.Module]) -> None:
 
     Raises UserError where there is no C++ compiler, which torch.compile calls.
     """
-    compiler = os.environ.get("CXX", "g++")
-    if shutil.which(compiler) is None:
+    if shutil.which(_compiler()) is None:
         raise UserError(
-            f"[policy.memory] compile = true needs a C++ compiler, and {compiler} is not on the path; install one, "
+            f"[policy.memory] compile = true needs a C++ compiler, and {_compiler()} is not on the path; install one, "
             "name it in the environment variable CXX, or set compile = false"
         )
     for block in blocks:

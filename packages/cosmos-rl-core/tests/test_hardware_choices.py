@@ -1,0 +1,163 @@
+"""Choices that depend on the hardware, with the device as an argument: float8, compilation, TF32, interfaces."""
+
+import asyncio
+import socket
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+from cosmos_rl_core.parallel import device as devices
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
+from cosmos_rl_core.parallel.gradients import clip_gradients
+from cosmos_rl_core.parallel.memory import float8
+from cosmos_rl_core.parallel.memory.remat import wants_compile
+from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from cosmos_rl_core.testing.ranks import run_ranks
+from cosmos_rl_core.workers import agent, ranks
+from cosmos_rl_core.workers.agent import use_interface
+from cosmos_rl_core.workers.node import Node, interface_of
+
+SELECTIVE = {"activation_checkpointing": "selective"}
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
+
+
+@pytest.fixture(autouse=True)
+def fresh_log():
+    devices.log_choice.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("device", "capability", "has"),
+    [(CPU, (9, 0), False), (GPU, (8, 0), False), (GPU, (8, 9), True), (GPU, (9, 0), True)],
+)
+def test_float8_runs_on_the_hardware_of_the_given_device(monkeypatch, device, capability, has):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda asked: capability if asked == device else (0, 0))
+    assert float8.has_float8(device) is has
+
+
+@pytest.mark.parametrize(("has", "text"), [(True, "hardware"), (False, "emulated")])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_on_the_cpu_that_trains_on_a_gpu_is_not_emulated(monkeypatch, capsys, has, text):
+    pytest.importorskip("torchao")
+    monkeypatch.setattr(float8, "has_float8", lambda device: has and device == GPU)
+    network = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16))
+    for _ in range(2):
+        float8.use_float8(network, "tensorwise", device=GPU)
+    assert network[0].config.emulate is not has
+    assert capsys.readouterr().err == f"float8: {text} (tensorwise, cuda)\n"
+
+
+@pytest.mark.parametrize(
+    ("section", "device", "keys", "compiled", "text"),
+    [
+        ({}, CPU, {}, False, ""),
+        ({}, GPU, {}, True, "compile: each block\n"),
+        ({}, GPU, {"toolchain": "no Triton"}, False, "compile: off (no Triton)\n"),
+        ({}, GPU, {"obstacle": "experts"}, False, "compile: off (experts)\n"),
+        (SELECTIVE, GPU, {}, False, 'compile: off (activation_checkpointing = "selective")\n'),
+        ({"compile": True}, CPU, {"obstacle": "experts"}, True, ""),
+        ({"compile": False}, GPU, {}, False, ""),
+    ],
+)  # fmt: skip
+def test_blocks_are_compiled_by_default_on_a_gpu(monkeypatch, capsys, section, device, keys, compiled, text):
+    monkeypatch.setattr("cosmos_rl_core.parallel.memory.remat._missing_toolchain", lambda: "")
+    assert wants_compile(MemorySection(**section), device=device, **keys) is compiled
+    assert capsys.readouterr().err == text
+
+
+def test_a_replica_that_shards_layers_is_not_compiled_unless_the_recipe_says_so(monkeypatch, capsys):
+    monkeypatch.setattr("cosmos_rl_core.parallel.memory.remat._missing_toolchain", lambda: "")
+    monkeypatch.setattr(devices, "own_device", lambda: GPU)
+    assert ModelSetup(parallel=ParallelSection(dp_shard=8)).compiles()
+    assert not ModelSetup(parallel=ParallelSection(tp=2, cp=4)).compiles()
+    assert "compile: off (cp = 4, tp = 2)" in capsys.readouterr().err
+
+
+def test_other_ranks_do_not_repeat_the_log(monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    devices.log_choice("attention: flash")
+    assert capsys.readouterr().err == ""
+
+
+def test_nccl_is_bound_to_the_ranks_gpu(monkeypatch):
+    assert ranks._backend() == ("gloo", None)
+    current = []
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", current.append)
+    assert ranks._backend() == ("cpu:gloo,cuda:nccl", GPU)
+    assert current == [GPU]
+
+
+def norm_with_an_idle_rank(rank, world_size):
+    parameter = nn.Parameter(torch.zeros(2))
+    parameter.grad = torch.tensor([3.0, 4.0]) if rank == 0 else None
+    norm, finite = clip_gradients([parameter], max_norm=0.0, num_stages=2, device=CPU)
+    return {"norm": norm, "finite": finite}
+
+
+def test_a_rank_without_gradients_adds_its_zero_on_the_device_of_the_mesh():
+    assert [(float(found["norm"]), bool(found["finite"])) for found in run_ranks(norm_with_an_idle_rank, 2)] == [
+        (5.0, True)
+    ] * 2
+
+
+def test_the_interface_of_an_address():
+    assert interface_of("127.0.0.1") == "lo"
+    assert interface_of("192.0.2.1") == ""  # an address for documentation, RFC 5737
+
+
+def test_gloo_and_nccl_use_the_interface_that_leads_to_the_first_machine(monkeypatch, capsys):
+    monkeypatch.setattr(agent, "interface_of", {"10.0.0.1": "eth1"}.__getitem__)
+    node, environment = Node(num_nodes=2, rendezvous="10.0.0.1:4000"), {}
+    use_interface(node, environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
+    assert capsys.readouterr().err == "network interfaces: gloo eth1, nccl =eth1\n"
+
+
+def test_the_users_interfaces_stay(monkeypatch, capsys):
+    monkeypatch.setattr(agent, "interface_of", lambda host: "")
+    node, environment = Node(num_nodes=2, rendezvous="10.0.0.1:4000"), {"NCCL_SOCKET_IFNAME": "ib0"}
+    use_interface(node, environment)
+    assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}
+    assert "gloo its own choice, nccl ib0" in capsys.readouterr().err
+
+
+def test_one_machine_uses_the_loopback_interface():
+    environment = {}
+    use_interface(Node(ranks_per_node=2), environment)
+    assert environment == {"GLOO_SOCKET_IFNAME": "lo"}
+
+
+def test_another_machine_asks_the_route(monkeypatch):
+    """The address of a socket connected to the rendezvous is this machine's on that route."""
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        node = Node(index=1, num_nodes=2, rendezvous=f"127.0.0.1:{server.getsockname()[1]}")
+        assert interface_of(node.own_address()) == "lo"
+
+
+@pytest.mark.cuda_dry
+def test_the_threads_of_a_worker_have_its_gpu():
+    """Of `asyncio.to_thread` and of executors, as a worker sets them up; a bare thread is reported."""
+
+    def copy():
+        return torch.ones(3, device="cuda:0").cpu()
+
+    with pretend_cuda() as record:
+        from concurrent.futures import ThreadPoolExecutor
+
+        async def work():
+            threads = ThreadPoolExecutor(initializer=devices.use_device)
+            asyncio.get_running_loop().set_default_executor(threads)
+            await asyncio.to_thread(copy)
+
+        asyncio.run(work())
+        assert not record.stray
+        bare = threading.Thread(target=copy)
+        bare.start()
+        bare.join()
+        assert record.stray
