@@ -12,11 +12,14 @@ from typing import TYPE_CHECKING, Literal, Protocol, runtime_checkable
 from cosmos_rl_core.types import WeightSpec
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
 BUCKET_BYTES = 4 << 20
 """Default bytes of a transfer bucket: small enough to be hashed in a processor's cache after the copy."""
+GPU_BUCKET_BYTES = 64 << 20
+"""The same where the weights are on a GPU: a bucket is one copy to the host."""
 FULL_EVERY = 100
 """With deltas: interval of versions that are sent in full."""
 
@@ -29,7 +32,8 @@ class SyncSettings:
     """The run's secret."""
     transport: str = "auto"
     dtype: str | None = None
-    bucket_bytes: int = BUCKET_BYTES
+    bucket_bytes: int | None = None
+    """None: BUCKET_BYTES, or GPU_BUCKET_BYTES for weights on a GPU."""
     timeout_s: float = 120.0
     patience_s: float = 0.5
     staging: Literal["shadow", "in_place"] = "shadow"
@@ -64,10 +68,13 @@ class WeightPublisher(Protocol):
     await publisher.fence()                     # now the trainer may change them
     """
 
-    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+    async def publish(
+        self, version: int, weights: Mapping[str, Tensor], *, ready: torch.cuda.Event | None = None
+    ) -> Mapping[str, float]:
         """Make `version` available to subscribers and return metrics (`sync_bytes`, `sync_s`).
 
-        The tensors may not change before `fence` has returned.
+        The tensors may not change before `fence` has returned. ready: recorded by the thread that computes, after the
+        work that computes them on a GPU; they are read after it. None: after the work queued by the calling thread.
         """
         ...
 

@@ -63,7 +63,7 @@ class TransferSync:
         Raises UserError if the model cannot be sharded by them.
         """
         from cosmos_rl_core.errors import UserError
-        from cosmos_rl_core.weight_sync import SyncCost
+        from cosmos_rl_core.weight_sync import BUCKET_BYTES, SyncCost
         from cosmos_rl_transfer.errors import LayoutError
         from cosmos_rl_transfer.layout import spread
         from cosmos_rl_transfer.layout.manifest import Manifest
@@ -78,7 +78,7 @@ class TransferSync:
             trainers,
             spread.replicas(Manifest.whole(specs), replicas),
             relay=settings.relay,
-            bucket_bytes=settings.bucket_bytes,
+            bucket_bytes=settings.bucket_bytes or BUCKET_BYTES,
             wire_dtype=settings.dtype,
         )
         return SyncCost(

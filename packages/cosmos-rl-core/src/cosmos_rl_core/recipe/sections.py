@@ -10,7 +10,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cosmos_rl_core.settings.base import Strict
 from cosmos_rl_core.types import Sampling
-from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY
+from cosmos_rl_core.weight_sync import FULL_EVERY
 
 
 class RunSection(Strict):
@@ -202,8 +202,9 @@ class SyncSection(Strict):
     """"shm", "tcp" or "nixl"; "auto" selects the fastest one available between two processes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type to which wider weights are cast for the transfer. Not set: no cast."""
-    bucket_bytes: int = Field(default=BUCKET_BYTES, ge=4096)
-    """Size of the buckets in which weights are hashed and transferred; each side allocates two."""
+    bucket_bytes: int | None = Field(default=None, ge=4096)
+    """Size of the buckets in which weights are hashed and transferred; each side allocates two. Not set: 4 MiB, or
+    64 MiB if the policy is on a GPU."""
     staging: Literal["shadow", "in_place"] = "shadow"
     """Where engines receive weights: "shadow", a second copy in host memory; or "in_place", with generation paused."""
     delta: bool = False

@@ -57,7 +57,11 @@ class FilePublisher:
     def address(self) -> str:
         return self._directory.name
 
-    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+    async def publish(
+        self, version: int, weights: Mapping[str, Tensor], *, ready: torch.cuda.Event | None = None
+    ) -> Mapping[str, float]:
+        if ready is not None:
+            ready.synchronize()
         tensors = {name: whole(tensor).contiguous() for name, tensor in weights.items()}  # with all ranks
         if self._rank != 0:
             return {}

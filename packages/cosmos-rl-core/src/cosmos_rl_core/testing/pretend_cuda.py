@@ -9,6 +9,7 @@ Everything inside, in threads started inside too, sees one GPU: `torch.cuda.is_a
 and the current device are recorded per thread. Each event is counted by the line of our code that causes it:
 
     mismatches        operations that mix cuda:0 with CPU tensors; they raise on CUDA
+    waits             waits for one event
     synchronisations  copies to the host, data-dependent shapes, .item(): the host waits for the GPU
     uploads           copies from pageable host memory: the host waits for the copy
     stray             copies to the host in a thread that never called `torch.cuda.set_device`: with several GPUs it
@@ -21,6 +22,7 @@ It does not emulate time, memory, or races between streams. Operations run on th
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -32,7 +34,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 
 from cosmos_rl_core.testing.pretend_record import HERE, Record
-from cosmos_rl_core.testing.pretend_tensor import CUDA, PINNED, Dispatch, PretendTensor, is_pinned, pin
+from cosmos_rl_core.testing.pretend_tensor import CUDA, PINNED, REGISTERED, Dispatch, PretendTensor, is_pinned, pin
 
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 """Functions that copy Python or numpy data."""
@@ -115,8 +117,8 @@ class _Stream:
 class _Event:
     """A CUDA event that has always happened."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        pass
+    def __init__(self, record: Record | None = None, **options: Any) -> None:
+        self._record = record
 
     def query(self) -> bool:
         return True
@@ -124,7 +126,12 @@ class _Event:
     def elapsed_time(self, end: _Event) -> float:
         return 0.0
 
-    record = wait = synchronize = lambda self, *args: None
+    record = wait = lambda self, *args: None
+
+    def synchronize(self) -> None:
+        """Nothing to wait for; counted."""
+        if self._record is not None:
+            self._record.count(self._record.waits, "event")
 
 
 _DEFAULT = _Stream(name="default stream")
@@ -148,7 +155,21 @@ def _set_device(device: Any) -> None:
     HERE.device = 0
 
 
-def _patches() -> dict[str, Any]:
+class _Runtime:
+    """The CUDA runtime, as far as memory is pinned with it."""
+
+    @staticmethod
+    def cudaHostRegister(address: int, num_bytes: int, flags: int) -> int:
+        REGISTERED[address] = num_bytes
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        del REGISTERED[address]
+        return 0
+
+
+def _patches(record: Record) -> dict[str, Any]:
     """Attributes of torch.cuda inside."""
     return {
         "is_available": lambda: True,
@@ -168,7 +189,8 @@ def _patches() -> dict[str, Any]:
         "synchronize": lambda device=None: None,
         "device": _Device,
         "Stream": _Stream,
-        "Event": _Event,
+        "Event": functools.partial(_Event, record),
+        "cudart": _Runtime,
         "stream": lambda stream: stream if stream is not None else contextlib.nullcontext(),
         "empty_cache": lambda: None,
     }
@@ -188,7 +210,7 @@ def pretend_cuda() -> Iterator[Record]:
             run_thread(thread)
 
     with contextlib.ExitStack() as stack:
-        for name, value in _patches().items():
+        for name, value in _patches(record).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))

@@ -20,6 +20,8 @@ class Record:
     uploads: Counter[str] = field(default_factory=Counter)
     stray: Counter[str] = field(default_factory=Counter)
     math_attention: Counter[str] = field(default_factory=Counter)
+    waits: Counter[str] = field(default_factory=Counter)
+    """`Event.synchronize`: the host waits for the work before one event, not for the GPU."""
     streams: Counter[str] = field(default_factory=Counter)
     """Copies between host and GPU by "direction, stream, thread"."""
 

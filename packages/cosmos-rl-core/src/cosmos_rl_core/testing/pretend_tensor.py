@@ -248,11 +248,16 @@ class Dispatch(TorchDispatchMode):
 
 def is_pinned(tensor: Tensor, *args: Any) -> bool:
     """Whether the tensor was pinned inside `pretend_cuda`."""
-    return tensor.untyped_storage().data_ptr() in PINNED
+    address = tensor.untyped_storage().data_ptr()
+    return address in PINNED or any(first <= address < first + size for first, size in list(REGISTERED.items()))
 
 
 PINNED: dict[int, Tensor] = {}
 """Tensors that were pinned, by the address of their storage: kept, so that an address is not used again."""
+
+
+REGISTERED: dict[int, int] = {}
+"""Bytes of memory that was pinned by `cudaHostRegister`, by its address."""
 
 
 def pin(tensor: Tensor, *args: Any) -> Tensor:

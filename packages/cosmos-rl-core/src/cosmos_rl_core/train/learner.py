@@ -15,6 +15,7 @@ from statistics import fmean
 from typing import TypeVar
 
 import torch
+from torch import Tensor
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Prepares, Reference
@@ -80,12 +81,22 @@ class PolicyLearner:
         if self._publisher is None:
             return {}
         with self._timeline.span("publish", step=self.version):
-            published = await self._publisher.publish(self.version, self.trainer.policy.rollout_weights())
+            weights, ready = await self.in_compute_thread(self._weights)
+            published = await self._publisher.publish(self.version, weights, ready=ready)
         stall = self._fenced.get("sync_stall_s", 0.0)
         return {**self._fenced, **published, "sync_s": published.get("sync_s", 0.0) + stall}
 
     async def in_compute_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    def _weights(self) -> tuple[Mapping[str, Tensor], torch.cuda.Event | None]:
+        """The rollouts' weights, with an event after the GPU's work on them so far, the last step included."""
+        weights = self.trainer.policy.rollout_weights()
+        if not any(weight.is_cuda for weight in weights.values()):
+            return weights, None
+        ready = torch.cuda.Event()
+        ready.record()
+        return weights, ready
 
     def _forward_backward(self, batch: TrainBatch) -> None:
         with self._timeline.span("forward_backward", step=self.version):

@@ -3,8 +3,9 @@
 host_memory    allocates slots, receive buffers and copies of weights
 LivePart       reads and writes boxes of one live tensor, casting where its dtype is not the wire dtype
 
-A tensor in host memory with the wire dtype is read and written in one pass with its hash. Any other, on a GPU or of
-another dtype, is copied by torch, blocking, and hashed in host memory.
+A tensor in host memory with the wire dtype is read and written in one pass with its hash. One of another dtype is
+copied by torch and hashed in host memory. A tensor on a GPU is read by publish/staged.py, and written here out of
+pinned memory without waiting, on the stream of the caller (`gpu.SideStream`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,8 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_transfer.content.digest import copy_sum, tensor_sum
-from cosmos_rl_transfer.content.raw import Raw, same_width
+from cosmos_rl_transfer.content.gpu import pinned, typed
+from cosmos_rl_transfer.content.raw import Raw, raw_view, same_width
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
 from cosmos_rl_transfer.layout.manifest import Box
 
@@ -67,6 +69,11 @@ class LivePart:
         """Copy `packed` [*box.shape] into `box` and return the additive hash of the bytes that were written."""
         if self.host is not None:
             return copy_sum(packed, self.host[(*box.within(self.box).slices(), ...)], box, self.shape)
+        if self.tensor.device.type == "cuda":
+            mine = pinned(packed.nbytes)  # the caller's buffer is used again before the GPU has read it
+            found = copy_sum(packed, raw_view(mine.numpy(), 0, packed.shape, packed.itemsize), box, self.shape)
+            self.at(box).copy_(typed(mine, 0, box.shape, self.dtype), non_blocking=True)
+            return found
         if not packed.flags.writeable:  # a publisher's slot, which may be reused between the hash and the copy
             packed = packed.copy()
         found = tensor_sum(packed, box, self.shape)
@@ -74,8 +81,8 @@ class LivePart:
         return found
 
     def store(self, box: Box, packed: Raw) -> None:
-        """Copy verified `packed` [*box.shape] in host memory into `box`."""
+        """Copy verified `packed` [*box.shape] in host memory into `box`; on a GPU without waiting."""
         if self.host is not None:
             np.copyto(self.host[(*box.within(self.box).slices(), ...)], packed)
         else:
-            self.at(box).copy_(as_torch(packed, self.dtype))
+            self.at(box).copy_(as_torch(packed, self.dtype), non_blocking=True)

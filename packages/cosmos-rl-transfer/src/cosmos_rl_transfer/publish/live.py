@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from cosmos_rl_transfer.content.arena import DIRECT_BYTES
+from cosmos_rl_transfer.content.gpu import device_sum, typed
 from cosmos_rl_transfer.content.raw import Raw, Run, raw_view
 from cosmos_rl_transfer.content.staging import LivePart
 from cosmos_rl_transfer.errors import LayoutError
@@ -39,13 +40,11 @@ class LiveWeights:
                 raise LayoutError(f"{name}: {found} to publish, {wanted} when the publisher was made")
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
-        """Read these tensors from now on; waits for the GPU work that computes them."""
+        """Read these tensors from now on."""
         self._parts = {
             name: LivePart(weights[name], box, shape=spec.shape, dtype=self._wire[name])
             for name, (spec, box) in self._held.items()
         }
-        if any(part.tensor.is_cuda for part in self._parts.values()):
-            torch.cuda.current_stream().synchronize()
 
     def exposable(self) -> list[Raw]:
         """Return the bytes of the tensors that `runs` may return parts of."""
@@ -73,6 +72,21 @@ class LiveWeights:
             part = self._part(piece)
             sums.append(part.read(piece.box, raw_view(out, piece.at, piece.box.shape, ITEM_BYTES[part.dtype])))
         return tuple(sums)
+
+    def gather(self, bucket: Bucket, out: Tensor, *, table: Tensor) -> Tensor:
+        """Gather and cast a bucket into `out` uint8 [bucket.num_bytes] on the weights' GPU; nothing waits for it.
+
+        Returns each piece's additive hash as int64 [pieces] there. table: as in `device_sum`. The padding stays.
+        """
+        sums = []
+        for piece in bucket.pieces:
+            part = self._part(piece)
+            packed = typed(out, piece.at, piece.box.shape, part.dtype)
+            packed.copy_(part.at(piece.box))
+            item_bytes = ITEM_BYTES[part.dtype]
+            there = out[piece.at : piece.at + piece.box.numel * item_bytes]
+            sums.append(device_sum(there, piece.box, part.shape, item_bytes=item_bytes, table=table))
+        return torch.stack(sums)
 
     def _part(self, piece: Piece) -> LivePart:
         """Return the part of a piece's tensor; targets may have names of their own for tied tensors."""

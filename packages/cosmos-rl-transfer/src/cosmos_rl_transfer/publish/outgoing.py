@@ -29,11 +29,12 @@ from torch import Tensor
 from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, inward, outward, row_strides, widen
 from cosmos_rl_transfer.content.digest import add
+from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.proof import Form, gain
 from cosmos_rl_transfer.content.raw import Raw, same_width, torch_view
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout.dtensor import local
-from cosmos_rl_transfer.layout.manifest import Manifest
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 from cosmos_rl_transfer.publish.live import LiveWeights
 from cosmos_rl_transfer.transports.base import Run
@@ -41,6 +42,8 @@ from cosmos_rl_transfer.transports.base import Run
 if TYPE_CHECKING:
     from torch import Tensor
 
+GPU_CHUNK_BYTES = 16 << 20
+"""Of the copy, for one transfer from a GPU."""
 CHUNK_BYTES = 512 << 10
 """Of the copy, for one comparison: with its counterpart and the mask, what a core's own cache holds."""
 MOST_CHANGED = 1 / 3
@@ -64,7 +67,9 @@ class Found:
 class Comparison:
     """The pass. Holds the scratch memory of one thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, side: SideStream | None = None) -> None:
+        """side: for tensors on a GPU."""
+        self._side = side
         self._scratch = np.zeros(CHUNK_BYTES, np.uint8)
         self._mask = np.zeros(CHUNK_BYTES, np.bool_)
 
@@ -80,8 +85,7 @@ class Comparison:
             return None
         wide = np.int32 if len(copy) <= np.iinfo(np.int32).max else np.int64
         positions, old, found = [np.zeros(0, wide)], [np.zeros(0, copy.dtype)], 0
-        for first, part in chunks(live, CHUNK_BYTES // copy.itemsize):
-            new = self._raw(part, dtype)
+        for first, new in self._parts(live, dtype, CHUNK_BYTES // copy.itemsize):
             known = copy[first : first + len(new)]
             if found > most:
                 np.copyto(known, new)
@@ -98,15 +102,14 @@ class Comparison:
 
     def renew(self, live: Tensor, copy: Raw, *, dtype: str) -> None:
         """Bring `copy` up to date without a comparison."""
-        for first, part in chunks(live, CHUNK_BYTES // copy.itemsize):
-            new = self._raw(part, dtype)
+        for first, new in self._parts(live, dtype, CHUNK_BYTES // copy.itemsize):
             np.copyto(copy[first : first + len(new)], new)
 
     def _probe(self, live: Tensor, copy: Raw, dtype: str) -> float:
-        """Return which part of a few elements changed; 0 where the tensor is small."""
+        """Return which part of a few elements changed; 0 where the tensor is small, or on a GPU."""
         seen = changed = 0
         most = CHUNK_BYTES // copy.itemsize
-        if len(copy) < most:
+        if len(copy) < most or live.device.type == "cuda":
             return 0.0
         for first, part in islice(chunks(live, most), 0, None, _PROBE_CHUNKS):
             _, few = next(chunks(part, most // _PROBE_PARTS))
@@ -114,6 +117,16 @@ class Comparison:
             seen += len(new)
             changed += int(np.count_nonzero(self._unequal(new, copy[first : first + len(new)])))
         return changed / seen
+
+    def _parts(self, live: Tensor, dtype: str, most: int) -> Iterator[tuple[int, Raw]]:
+        """Yield (row-major position, up to `most` elements as they are sent); each is good until the next."""
+        if live.device.type != "cuda":
+            yield from ((first, self._raw(part, dtype)) for first, part in chunks(live, most))
+            return
+        assert self._side is not None, "made with the publisher of tensors on a GPU"
+        for first, block in chunks(live, GPU_CHUNK_BYTES // ITEM_BYTES[dtype]):
+            whole = same_width(self._side.to_host(block, getattr(torch, dtype))).reshape(-1)
+            yield from ((first + low, whole[low : low + most]) for low in range(0, len(whole), most))
 
     def _raw(self, part: Tensor, dtype: str) -> Raw:
         """Return a chunk as it is sent: a view if possible, else cast into the scratch buffer."""
@@ -200,8 +213,12 @@ class Outgoing:
         rank: int,
         wire_dtypes: Mapping[str, str],
         full_every: int,
+        side: SideStream | None = None,
     ) -> None:
-        """Allocate the copy. Every `full_every`-th version is copied without a comparison and sent whole."""
+        """Allocate the copy. Every `full_every`-th version is copied without a comparison and sent whole.
+
+        side: for weights on a GPU, which are always read from the copy.
+        """
         self.arena = Arena(manifest, rank=rank, wire_dtypes=wire_dtypes)
         self.version = self.base = -1
         """The version it holds, and the one that deltas start from: -1 for none."""
@@ -211,7 +228,7 @@ class Outgoing:
         self._live = live
         self._canonical = manifest.canonical
         self._full_every, self._since_full = full_every, 0
-        self._comparison = Comparison()
+        self._comparison, self._on_gpu = Comparison(side), side is not None
         self._found: dict[str, Found | None] = {}
         self._changed = threading.Condition()
         self._behind: set[str] = set()
@@ -223,7 +240,7 @@ class Outgoing:
     @property
     def wants_bypass(self) -> bool:
         """Whether the next version should not be copied."""
-        return self._bypass_left > 0
+        return self._bypass_left > 0 and not self._on_gpu
 
     def start_bypass(self, version: int) -> None:
         """Serve readers out of live memory from now on, without a copy."""

@@ -23,19 +23,22 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, RankExchange
+from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, GPU_BUCKET_BYTES, RankExchange
 from cosmos_rl_transfer.content import digest
+from cosmos_rl_transfer.content.gpu import SideStream, computed, gpu_of
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import wire_dtype_of
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.publish.live import LiveWeights
 from cosmos_rl_transfer.publish.outgoing import Outgoing
 from cosmos_rl_transfer.publish.server import Server
+from cosmos_rl_transfer.publish.staged import StagedWeights
 from cosmos_rl_transfer.publish.supply import Supply
 from cosmos_rl_transfer.publish.versions import Fenced
 from cosmos_rl_transfer.transports.base import Transport
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
 
 
@@ -48,7 +51,7 @@ class Publisher:
         *,
         token: bytes,
         transport: str | Transport = "auto",
-        bucket_bytes: int = BUCKET_BYTES,
+        bucket_bytes: int | None = None,
         wire_dtype: str | None = None,
         bind: str = "127.0.0.1",
         manifest: Manifest | None = None,
@@ -61,7 +64,8 @@ class Publisher:
     ) -> None:
         """Allocate two slots of a bucket each and start to listen.
 
-        token: the run's secret. wire_dtype: what wider floating tensors travel in ("bfloat16"); None: their own.
+        token: the run's secret. bucket_bytes: None for 4 MiB, or 64 MiB where the weights are on a GPU.
+        wire_dtype: what wider floating tensors travel in ("bfloat16"); None: their own.
         bind: address to listen on. manifest, rank: what all ranks that publish together hold, and which of them
         this is; `weights` are then this rank's parts. None: read off the tensors, whole ones or DTensors.
         patience_s: how long `fence` waits for readers before it copies, and how long a reader may keep a slot that
@@ -75,23 +79,31 @@ class Publisher:
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         self._memory = LiveWeights(manifest, rank=rank, wire_dtypes=wire)
         self._memory.check(weights)
-        copy = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every) if delta else None
+        device = gpu_of(weights.values())
+        side = self._side = SideStream(device) if device is not None else None
+        copy = staged = None
+        if delta:
+            copy = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every, side=side)
+        elif side is not None:
+            staged = StagedWeights(self._memory, side)
+        self._staged: StagedWeights | None = staged
         self._outgoing: Outgoing | None = copy
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
         self._copying: Future[Fenced] | None = None  # the pass that copies a version out of the live tensors
         self._num_bytes = sum(box.numel * ITEM_BYTES[wire[spec.name]] for spec, box in manifest.held_by(rank))
         self._patience_s, self._newest = patience_s, -1
         self._supply = Supply(
-            copy or self._memory,
+            copy or staged or self._memory,
             manifest,
             rank=rank,
             wire_dtypes=wire,
             wire_dtype=wire_dtype,
-            bucket_bytes=bucket_bytes,
+            bucket_bytes=bucket_bytes or (BUCKET_BYTES if side is None else GPU_BUCKET_BYTES),
             transport=transport,
             patience_s=patience_s,
             relay="off" if delta and relay == "auto" else relay,
             outgoing=copy,
+            staged=staged,
         )
         self._versions, self._outlet = self._supply.versions, self._supply.outlet
         self._outlet.expose([copy.arena.memory] if copy else [])
@@ -111,9 +123,12 @@ class Publisher:
         """Where subscribers connect: "host:port"."""
         return self._server.address
 
-    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+    async def publish(
+        self, version: int, weights: Mapping[str, Tensor], *, ready: torch.cuda.Event | None = None
+    ) -> Mapping[str, float]:
         """Let subscribers read `version` out of these tensors until `fence`; return `sync_bytes` and `sync_s`.
 
+        ready: the event after which a GPU has computed them; None: after the work that this thread has queued.
         Raises ValueError unless versions rise and LayoutError if the weights are other tensors than at the start.
         """
         started = time.perf_counter()
@@ -122,6 +137,10 @@ class Publisher:
         await self.fence()  # a publish without a fence before it: nobody may read the old tensors any more
         self._memory.check(weights)
         self._memory.bind(weights)
+        if self._side is not None:
+            self._side.wait_for(ready or computed(self._side.device))
+        if self._staged is not None:
+            self._staged.renew()
         self._newest = version
         if self._outgoing is not None and not self._outgoing.wants_bypass:
             self._copying = self._copier.submit(self._copy_out, self._outgoing, version, weights)
@@ -145,7 +164,9 @@ class Publisher:
             return {"sync_stall_s": time.perf_counter() - started, "sync_copied_bytes": float(done.copied_bytes)}
         if not self._versions.is_open or (self._outgoing is not None and not self._outgoing.bypass):
             return {"sync_stall_s": 0.0, "sync_copied_bytes": 0.0}
-        done = await asyncio.to_thread(self._versions.fence, patience_s=self._patience_s)
+        # a GPU's buckets are copied faster than readers read them
+        patience_s = self._patience_s if self._staged is None else 0.0
+        done = await asyncio.to_thread(self._versions.fence, patience_s=patience_s)
         if not done.copied_bytes:
             self._supply.spare.shrink()
         return {"sync_stall_s": done.waited_s, "sync_copied_bytes": float(done.copied_bytes)}
@@ -201,11 +222,13 @@ class RankPublisher:
         """Where subscribers connect: the addresses of all ranks that hold anything."""
         return self._address
 
-    async def publish(self, version: int, weights: Mapping[str, Tensor]) -> Mapping[str, float]:
+    async def publish(
+        self, version: int, weights: Mapping[str, Tensor], *, ready: torch.cuda.Event | None = None
+    ) -> Mapping[str, float]:
         """Make this rank's part of `version` available; `sync_bytes` are those of all ranks, copies counted once."""
         if self._publisher is None:
             return {}
-        metrics = await self._publisher.publish(version, weights)
+        metrics = await self._publisher.publish(version, weights, ready=ready)
         return {**metrics, "sync_bytes": float(self._num_bytes)}
 
     async def fence(self) -> Mapping[str, float]:

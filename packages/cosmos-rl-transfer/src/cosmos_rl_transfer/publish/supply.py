@@ -29,6 +29,7 @@ from cosmos_rl_transfer.planning.plan import Bucket, Piece, Plan, plan
 from cosmos_rl_transfer.planning.relay import Relay
 from cosmos_rl_transfer.publish.holders import Directory, Partial
 from cosmos_rl_transfer.publish.outgoing import Outgoing
+from cosmos_rl_transfer.publish.staged import StagedWeights
 from cosmos_rl_transfer.publish.versions import Versions
 from cosmos_rl_transfer.transports.base import Run, Transport
 from cosmos_rl_transfer.transports.select import open_outlet
@@ -112,19 +113,22 @@ class Spare:
     def __init__(self, block_bytes: int) -> None:
         self._block_bytes = block_bytes
         self._blocks: list[Raw] = []
+        self._taken: set[int] = set()
         self._guard = threading.Lock()
 
     def take(self, num_bytes: int) -> Raw:
         """Return uint8 [num_bytes] with any content; at most a block."""
         with self._guard:
-            block = self._blocks.pop() if self._blocks else None
-        return (host_memory(self._block_bytes, lazy=True) if block is None else block)[:num_bytes]
+            block = self._blocks.pop() if self._blocks else host_memory(self._block_bytes, lazy=True)
+            self._taken.add(id(block))
+        return block[:num_bytes]
 
     def give(self, taken: Raw) -> None:
-        """Return what `take` returned, for the next `take`."""
-        assert isinstance(taken.base, np.ndarray), "a part of a block"
+        """Return what `take` returned, for the next `take`; other memory, such as a shared copy, is left alone."""
         with self._guard:
-            self._blocks.append(taken.base)
+            if isinstance(taken.base, np.ndarray) and id(taken.base) in self._taken:
+                self._taken.discard(id(taken.base))
+                self._blocks.append(taken.base)
 
     def shrink(self) -> None:
         """Free half of the blocks: the last fence needed none."""
@@ -168,17 +172,19 @@ class Supply:
         relay: Relay = "off",
         outgoing: Outgoing | None = None,
         partial: Partial | None = None,
+        staged: StagedWeights | None = None,
     ) -> None:
         """Allocate two slots of a bucket each.
 
         manifest, rank: what all ranks of this side hold, and which of them this is. wire_dtypes: by tensor, the dtype
         it travels in; wire_dtype: the option they follow from. outgoing: the same object as `memory` where deltas are
-        on. partial: the buckets that a subscriber relays. Raises TransportUnavailable where `transport` cannot serve.
+        on; staged: the same where the weights are on a GPU. partial: the buckets that a subscriber relays. Raises
+        TransportUnavailable where `transport` cannot serve.
         """
         self.memory, self.manifest, self.rank = memory, manifest, rank
         self.wire_dtype, self.bucket_bytes = wire_dtype, bucket_bytes
         self.forms = forms_of(manifest, wire_dtypes)
-        self.outgoing, self.partial = outgoing, partial
+        self.outgoing, self.partial, self._staged = outgoing, partial, staged
         self.spare = Spare(bucket_bytes)
         self.versions = Versions(recycle=self.spare.give)
         self.holders = Directory(relay)
@@ -216,7 +222,12 @@ class Supply:
             return self._plans[key]
 
     def copy(self, bucket: Bucket, copied: Raw | None = None) -> Raw:
-        """Return a bucket's bytes in a spare block: those of `copied`, or those in live memory."""
+        """Return a bucket's bytes in a spare block: those of `copied`, or those in live memory.
+
+        From a GPU it is the copy that all readers share.
+        """
+        if self._staged is not None:
+            return self._staged.packed(bucket).data if copied is None else copied
         out = self.spare.take(bucket.num_bytes)
         if copied is None:
             self.memory.pack(bucket, out)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,11 +25,12 @@ from torch import Tensor
 from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, outward, row_strides
 from cosmos_rl_transfer.content.digest import add, tensor_sum
+from cosmos_rl_transfer.content.gpu import SideStream, gpu_of, pin
 from cosmos_rl_transfer.content.proof import Form, gain
 from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width
 from cosmos_rl_transfer.content.staging import LivePart
 from cosmos_rl_transfer.layout.dtensor import local
-from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
+from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 
 _TASK_BYTES = 4 << 20
@@ -46,6 +49,10 @@ class Shadow:
         self, manifest: Manifest, weights: Mapping[str, Tensor], *, rank: int, wire_dtypes: Mapping[str, str]
     ) -> None:
         self.arena = Arena(manifest, rank=rank, wire_dtypes=wire_dtypes)
+        device = gpu_of(weights.values())
+        self.side = SideStream(device) if device is not None else None
+        if device is not None:
+            pin(self.arena.memory, device)
         self.memory = self.arena.memory
         """Memory that `place` returns views of; empty if buckets cannot be received directly."""
         self._weights = weights
@@ -56,6 +63,8 @@ class Shadow:
 
     def begin(self, base: int) -> None:
         """Prepare for a version; deltas start from `base`, a complete earlier version. -1: no deltas."""
+        if self.side is not None:
+            self.side.settle()
         if base < 0:
             self._pending = None
             self._sums.clear()
@@ -94,16 +103,19 @@ class Shadow:
             return False
         for whole, there in zip(flat, located):
             whole[there.positions] = there.values
-        if self._pending is not None:
-            self._pending.add(
-                bucket,
-                lambda: [self._patch(*each) for each in zip(bucket.pieces, located)],
-                num_changes=sum(len(there.positions) for there in located),
-            )
+        num_changes = sum(len(there.positions) for there in located)
+        if self._pending is not None and self.side is not None and num_changes:
+            self._pending.add_whole(bucket)  # a copy of the bucket costs a GPU less than its elements one by one
+        elif self._pending is not None:
+            patches = partial(self._patches, bucket, located)
+            self._pending.add(bucket, patches, num_changes=num_changes)
         return True
 
     def apply(self, *, pool: Executor) -> None:
-        """Write landed buckets that are not in the live tensors yet, casting where dtypes differ. Idempotent."""
+        """Write landed buckets that are not in the live tensors yet, casting where dtypes differ. Idempotent.
+
+        On a GPU they are queued on the side stream (`SideStream.switching`).
+        """
         if self._pending is None:
             self._copy_all(pool)
         else:
@@ -115,7 +127,7 @@ class Shadow:
         for name in self.arena.names:
             target, source = self._live(name), self.arena.flat(name).view(np.uint8)
             if target.flat is None:
-                target.store(target.box, self.arena.tensor(name))
+                self._store(target, target.box, self.arena.tensor(name))
                 continue
             cuts = range(_TASK_BYTES, source.nbytes, _TASK_BYTES)
             runs += zip(np.split(target.flat, cuts), np.split(source, cuts))
@@ -124,7 +136,11 @@ class Shadow:
 
     def _copy(self, bucket: Bucket) -> None:
         for piece in bucket.pieces:
-            self._live(piece.name).store(piece.box, self.arena.piece(piece))
+            self._store(self._live(piece.name), piece.box, self.arena.piece(piece))
+
+    def _store(self, part: LivePart, box: Box, packed: Raw) -> None:
+        with nullcontext() if self.side is None else self.side.current():
+            part.store(box, packed)
 
     def _live(self, name: str) -> LivePart:
         place = self.arena.places[name]
@@ -141,8 +157,9 @@ class Shadow:
         place = self.arena.places[piece.name]
         return Form(place.shape, place.item_bytes)
 
-    def _patch(self, piece: Piece, there: Change) -> Patch:
-        return Patch.of(local(self._weights[piece.name]), there, dtype=self.arena.places[piece.name].dtype)
+    def _patches(self, bucket: Bucket, changes: Iterable[Change]) -> Iterable[Patch]:
+        for piece, there in zip(bucket.pieces, changes):
+            yield Patch.of(local(self._weights[piece.name]), there, dtype=self.arena.places[piece.name].dtype)
 
 
 class InPlace:
@@ -157,6 +174,8 @@ class InPlace:
         self._held = {spec.name: (spec.shape, box) for spec, box in manifest.held_by(rank)}
         self._weights = weights
         self._wire = wire_dtypes
+        device = gpu_of(weights.values())
+        self.side = SideStream(device) if device is not None else None
         self._sums = KnownSums()
         self._patches: dict[tuple[Piece, ...], list[Patch]] = {}
         """Deltas that `apply` writes, by the bucket's pieces."""
@@ -182,29 +201,38 @@ class InPlace:
 
     def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
         found = []
-        for piece in bucket.pieces:
-            part = self._live(piece)
-            packed = raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[part.dtype])
-            found.append(part.write(piece.box, packed))
+        with self._on_side():
+            for piece in bucket.pieces:
+                part = self._live(piece)
+                packed = raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[part.dtype])
+                found.append(part.write(piece.box, packed))
         return self._sums.confirm(bucket, found, sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
         patches, gains = [], []
-        for piece, change in zip(bucket.pieces, changes):
-            part = self._live(piece)
-            live, form = part.at(piece.box), Form(part.shape, ITEM_BYTES[part.dtype])
-            patches.append(patch := Patch.of(live, change, dtype=part.dtype))
-            old = same_width(patch.before(live.dtype).to(getattr(torch, part.dtype)))
-            gains.append(gain(piece, form, change.positions, old=old, new=change.values))
-        if not self._sums.follow(bucket, gains, sums, now=lambda: [self._sum(piece) for piece in bucket.pieces]):
-            return False
+        with self._on_side():
+            for piece, change in zip(bucket.pieces, changes):
+                part = self._live(piece)
+                live, form = part.at(piece.box), Form(part.shape, ITEM_BYTES[part.dtype])
+                patches.append(patch := Patch.of(live, change, dtype=part.dtype))
+                old = same_width(patch.before(live.dtype).to(getattr(torch, part.dtype)))
+                gains.append(gain(piece, form, change.positions, old=old, new=change.values))
+            if not self._sums.follow(bucket, gains, sums, now=lambda: [self._sum(piece) for piece in bucket.pieces]):
+                return False
         self._patches[bucket.pieces] = patches
         self._written = False
         return True
 
     def apply(self, *, pool: Executor) -> None:
-        list(pool.map(lambda patch: patch.write(), [p for patches in self._patches.values() for p in patches]))
+        def write(patch: Patch) -> None:
+            with self._on_side():
+                patch.write()
+
+        list(pool.map(write, [patch for patches in self._patches.values() for patch in patches]))
         self._written = True
+
+    def _on_side(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.side is None else self.side.current()
 
     def _sum(self, piece: Piece) -> int:
         part = self._live(piece)

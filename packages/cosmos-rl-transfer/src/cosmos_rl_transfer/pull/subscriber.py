@@ -18,7 +18,7 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
@@ -158,15 +158,16 @@ class Subscriber:
         """
         if self._staged is None or self._puller is None:
             raise TransferError("nothing is staged: await stage() first")
-        version = self._staged
-        if self._leased:
-            try:
-                leased, self._leased = self._leased, []
-                self._pull(leased, version)
-            except BaseException:
-                self._sources.disconnect()
-                raise
-        self._puller.landing.apply(pool=self._pool)
+        version, side = self._staged, self._puller.landing.side
+        with nullcontext() if side is None else side.switching():
+            if self._leased:
+                try:
+                    leased, self._leased = self._leased, []
+                    self._pull(leased, version)
+                except BaseException:
+                    self._sources.disconnect()
+                    raise
+            self._puller.landing.apply(pool=self._pool)
         self._staged = version
 
     async def close(self) -> None:

@@ -1,0 +1,79 @@
+"""The weights of a GPU as buckets in pinned host memory: each is copied once a version, for all subscribers.
+
+first request of a bucket       gathered, cast and hashed on the GPU, then one copy to the host, on a side stream
+later ones, and the fence       share that copy
+publish                         drops the copies of the version before; a lease keeps those it still reads
+"""
+
+from __future__ import annotations
+
+import threading
+from concurrent.futures import Future
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from cosmos_rl_transfer.content.gpu import MASK, SideStream, pinned
+from cosmos_rl_transfer.content.raw import Raw, Run
+from cosmos_rl_transfer.planning.plan import Bucket, Piece
+from cosmos_rl_transfer.publish.live import LiveWeights
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A bucket in host memory."""
+
+    data: Raw
+    """uint8 [bucket.num_bytes], pinned and shared: read only."""
+    sums: tuple[int, ...]
+    """Additive hash of each piece, computed on the GPU."""
+
+
+class StagedWeights:
+    """Implements `supply.Memory` for live tensors on a GPU. Any thread may call."""
+
+    def __init__(self, live: LiveWeights, side: SideStream) -> None:
+        self._live, self._side = live, side
+        self._packed: dict[tuple[Piece, ...], Future[Packed]] = {}
+        self._guard = threading.Lock()
+
+    def renew(self) -> None:
+        """Drop the copies: the live tensors have another version."""
+        with self._guard:
+            self._packed = {}
+
+    def packed(self, bucket: Bucket) -> Packed:
+        """Return the bucket as it is in the live tensors, or was when it was first requested."""
+        with self._guard:
+            known = self._packed.get(bucket.pieces)
+            future = self._packed.setdefault(bucket.pieces, Future())
+        if known is None:
+            try:
+                future.set_result(self._pack(bucket))
+            except BaseException as error:
+                future.set_exception(error)
+        return future.result()
+
+    def _pack(self, bucket: Bucket) -> Packed:
+        with self._side.current():
+            gathered = torch.zeros(bucket.num_bytes, dtype=torch.uint8, device=self._side.device)
+            sums = self._live.gather(bucket, gathered, table=self._side.table)
+            data, hashes = pinned(bucket.num_bytes), pinned(8 * len(bucket.pieces)).view(torch.int64)
+            data.copy_(gathered, non_blocking=True)
+            hashes.copy_(sums, non_blocking=True)
+            done = self._side.mark()
+        done.synchronize()
+        shared = data.numpy()
+        shared.flags.writeable = False
+        return Packed(shared, tuple(value & MASK for value in hashes.tolist()))
+
+    def runs(self, bucket: Bucket) -> list[Run] | None:
+        """Return None: the bytes are in no memory that a transport has exposed."""
+        return None
+
+    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
+        packed = self.packed(bucket)
+        np.copyto(out, packed.data)
+        return packed.sums
