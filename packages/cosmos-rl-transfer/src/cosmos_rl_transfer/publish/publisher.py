@@ -64,15 +64,15 @@ class Publisher:
     ) -> None:
         """Allocate two slots of a bucket each and start to listen.
 
-        token: the run's secret. bucket_bytes: None for 4 MiB, or 64 MiB where the weights are on a GPU.
-        wire_dtype: what wider floating tensors travel in ("bfloat16"); None: their own.
-        bind: address to listen on. manifest, rank: what all ranks that publish together hold, and which of them
-        this is; `weights` are then this rank's parts. None: read off the tensors, whole ones or DTensors.
-        patience_s: how long `fence` waits for readers before it copies, and how long a reader may keep a slot that
-        others wait for. timeout_s: how long a send may stand still. delta: send only what changed to whoever has the
-        version before, where that is shorter. Costs a copy of the weights in host memory, out of which versions are
-        read. full_every: after so many versions one is sent whole. relay: whether subscribers that want the same
-        buckets pass them on to one another; "auto": without deltas, where they have more hosts than publishers.
+        token: the run's secret. bucket_bytes: None for 4 MiB, or 64 MiB where the weights are on a GPU. wire_dtype:
+        what wider floating tensors travel in ("bfloat16"); None: their own. bind: address to listen on. manifest, rank:
+        what all ranks that publish together hold, and which of them this is; `weights` are then this rank's parts.
+        None: read off the tensors, whole ones or DTensors. patience_s: how long `fence` waits for readers before it
+        copies, and how long a reader may keep a slot that others wait for. timeout_s: how long a send may stand still.
+        delta: send only what changed to whoever has the version before, where that is shorter. Costs a copy of the
+        weights in host memory, out of which versions are read. full_every: after so many versions one is sent whole.
+        relay: whether subscribers that want the same buckets pass them on to one another; "auto": without deltas, where
+        they have more hosts than publishers.
         """
         digest.compiled()  # not while a subscriber waits
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
@@ -81,13 +81,11 @@ class Publisher:
         self._memory.check(weights)
         device = gpu_of(weights.values())
         side = self._side = SideStream(device) if device is not None else None
-        copy = staged = None
+        copy: Outgoing | None = None
         if delta:
             copy = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every, side=side)
-        elif side is not None:
-            staged = StagedWeights(self._memory, side)
-        self._staged: StagedWeights | None = staged
-        self._outgoing: Outgoing | None = copy
+        self._outgoing = copy
+        staged = self._staged = StagedWeights(self._memory, side) if side is not None and copy is None else None
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
         self._copying: Future[Fenced] | None = None  # the pass that copies a version out of the live tensors
         self._num_bytes = sum(box.numel * ITEM_BYTES[wire[spec.name]] for spec, box in manifest.held_by(rank))
