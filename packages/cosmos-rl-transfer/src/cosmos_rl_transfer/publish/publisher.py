@@ -81,10 +81,8 @@ class Publisher:
         self._memory.check(weights)
         device = gpu_of(weights.values())
         side = self._side = SideStream(device) if device is not None else None
-        copy: Outgoing | None = None
-        if delta:
-            copy = Outgoing(manifest, self._memory, rank=rank, wire_dtypes=wire, full_every=full_every, side=side)
-        self._outgoing = copy
+        options: dict[str, Any] = {"rank": rank, "wire_dtypes": wire, "full_every": full_every, "side": side}
+        copy = self._outgoing = Outgoing(manifest, self._memory, **options) if delta else None
         staged = self._staged = StagedWeights(self._memory, side) if side is not None and copy is None else None
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
         self._copying: Future[Fenced] | None = None  # the pass that copies a version out of the live tensors
