@@ -1,10 +1,11 @@
-"""The two channels that benchmarks/wire.py compares: a server and a client for each, with the same requests."""
+"""The channels that benchmarks/wire.py compares: a server and a client for each, with the same requests."""
 
 from __future__ import annotations
 
 import asyncio
 import hmac
 import json
+import struct
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -136,8 +137,39 @@ class HttpChannel:
         self._writer.close()
 
 
-SERVERS: dict[str, Callable[[], Awaitable[str]]] = {"wire": serve_wire, "http": serve_http}
-CHANNELS: dict[str, Any] = {"wire": WireChannel, "http": HttpChannel}
+async def serve_echo() -> str:
+    """Read frames of known length without looking at them, answer with one float, and return the address."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                await reader.readexactly(int.from_bytes(await reader.readexactly(4), "little"))
+                writer.write(struct.pack("<d", time.process_time()))
+                await writer.drain()
+        except (asyncio.IncompleteReadError, ConnectionResetError, asyncio.CancelledError):
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0, backlog=4096, limit=2**20)
+    return "{}:{}".format(*server.sockets[0].getsockname())
+
+
+class EchoChannel(HttpChannel):
+    """The same bytes as the control channel's, on bare asyncio streams: no authentication, no decoding."""
+
+    async def beat(self, heartbeat: Heartbeat) -> Reply:
+        return await self._send(msgspec.msgpack.encode(heartbeat))
+
+    async def deliver(self, group: RolloutGroup) -> Reply:
+        return await self._send(encode_group(group))
+
+    async def _send(self, message: bytes | bytearray) -> Reply:
+        self._writer.write(len(message).to_bytes(4, "little") + message)
+        await self._writer.drain()
+        return Reply(0, *struct.unpack("<d", await self._reader.readexactly(8)))
+
+
+SERVERS: dict[str, Callable[[], Awaitable[str]]] = {"wire": serve_wire, "http": serve_http, "echo": serve_echo}
+CHANNELS: dict[str, Any] = {"wire": WireChannel, "http": HttpChannel, "echo": EchoChannel}
 
 
 def _write(writer: asyncio.StreamWriter, head: bytes, message: dict[str, Any]) -> None:
