@@ -31,5 +31,14 @@ class UserError(ValueError):
     """An error that the user can fix: one clear message, exit code 2, no traceback."""
 
 
+class OutOfMemory(UserError):
+    """A worker's device has too little memory. The message names the worker and the part of its work."""
+
+    def __init__(self, message: str, *, role: str) -> None:
+        super().__init__(message)
+        self.role = role
+        """policy or rollout."""
+
+
 class WorkerFailed(Exception):
     """A worker died or raised, and the run cannot continue. Names the worker and its error or last log lines."""

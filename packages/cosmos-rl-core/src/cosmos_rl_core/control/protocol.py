@@ -271,6 +271,8 @@ class Fatal(Message, frozen=True):
     message: str
     user: bool
     """True: an error that the user can fix; the message is shown without the worker's name."""
+    out_of_memory: bool = False
+    """Whether the worker's device has too little memory."""
 
 
 ToLedger = (

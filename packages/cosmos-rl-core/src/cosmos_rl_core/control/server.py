@@ -25,7 +25,7 @@ from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
@@ -223,9 +223,7 @@ class Controller:
                     self._outcome.set_result(None)
             case p.Fatal():
                 peer.leaving = True
-                self.fail(
-                    UserError(message.message) if message.user else WorkerFailed(f"{peer.name}: {message.message}")
-                )
+                self.fail(_failure(peer, message))
 
     def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
         return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
@@ -317,3 +315,9 @@ class Controller:
                 self._request_batch(peer)
             case p.NoMore() | p.Ack() | p.RolledBack():
                 pass  # not sent: a worker ends with its connection
+
+
+def _failure(peer: Peer, fatal: p.Fatal) -> Exception:
+    if fatal.out_of_memory:
+        return OutOfMemory(f"{peer.name}: {fatal.message}", role=peer.role)
+    return UserError(fatal.message) if fatal.user else WorkerFailed(f"{peer.name}: {fatal.message}")

@@ -16,6 +16,7 @@ from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
 from cosmos_rl_core.parallel.held import STEP, Held, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import as_toml
 
@@ -23,6 +24,8 @@ Change = Mapping[str, Any]
 """Dotted keys of the recipe and their new values."""
 
 MOST_CHANGES = 3
+WITH_ROOM = 0.8
+"""Part of the plan's bytes that a policy rank may need after it ran out of memory."""
 SMALLEST_MICROBATCH = 512
 """Tokens; smaller microbatches do not use a device efficiently."""
 _ITEM_BYTES = {**BYTES, "float16": 2}
@@ -176,3 +179,31 @@ def _changed(policy: PolicySection, change: Change) -> PolicySection:
 def _contains(change: Change, other: Change) -> bool:
     """Whether a change sets all keys of another one."""
     return set(other) <= set(change)
+
+
+def memory_advice(config: RunConfig, *, role: str) -> str:
+    """Return the plan's bytes of a process that ran out of memory, largest part first, and the keys to change."""
+    domain = load_domain(config.run.domain)
+    shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
+    counted = "cosmos-rl plan does not know the sizes of this model"
+    if shape is not None:
+        needs = policy_needs(shape, config, domain) if role == "policy" else rollout_needs(shape, config, domain)
+        assert needs is not None, "supervised fine-tuning has no rollouts"
+        parts = sorted(
+            (part for part in needs.parts if part.bytes and not part.host), key=lambda part: -(part.bytes or 0)
+        )
+        listed = ", ".join(f"{part.name} {(part.bytes or 0) / 2**20:,.0f} MiB" for part in parts)
+        counted = f"cosmos-rl plan counts {needs.device / 2**20:,.0f} MiB for {needs.process}: {listed}"
+    if role == "rollout":
+        return (
+            f"{counted}; generate fewer rollouts at once by [rollout.options], or give the engine a GPU of its own "
+            "([run] share_gpus = false)"
+        )
+    found: list[Change] = []
+    if shape is not None:
+        room = int(WITH_ROOM * policy_needs(shape, config, domain).device)
+        found = changes_that_fit(shape, config, domain, memory=room)
+    changes = [written(change) for change in found] or [
+        f"policy.microbatch_terms={config.policy.microbatch_terms // 2}"
+    ]
+    return f"{counted}; set {', or '.join(changes)}"

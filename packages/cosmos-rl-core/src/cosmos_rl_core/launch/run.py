@@ -26,12 +26,13 @@ from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.errors import OutOfMemory, UserError
 from cosmos_rl_core.launch.check import warnings_for
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.gpus import assign_gpus
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
 from cosmos_rl_core.launch.local import start_processes
+from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.monitor.monitor import History, Verdict
@@ -91,6 +92,8 @@ def run(
             given.write_rows(path, resumed=resumption is not None)
             started = _Run(given, path.resolve(), resumption, lock=directory.lock)
             return run_to_end(started.run(directory.notes))
+    except OutOfMemory as error:
+        raise UserError(f"{error}\n{memory_advice(given.config, role=error.role)}") from error
     except OSError as error:
         if explained := explain_no_room(error, path):
             raise explained from error

@@ -61,6 +61,7 @@ class Timeline:
         self._running: dict[int, _Span] = {}
         self._totals: dict[str, float] = {}
         self._lock = threading.Lock()
+        self._ended_by: tuple[BaseException | None, str] = (None, "")
 
     def span(self, name: str, *, track: str = "", **args: Any) -> _Span:
         """Return a context manager that records the duration of its body.
@@ -76,6 +77,10 @@ class Timeline:
         with self._lock:
             running = sum(now - span.start for span in self._running.values() if span.name in names)
             return running + sum(self._totals.get(name, 0.0) for name in names)
+
+    def span_of(self, error: BaseException) -> str:
+        """Return the name of the innermost span that `error` has ended, if it is the last error; else ""."""
+        return self._ended_by[1] if self._ended_by[0] is error else ""
 
     def write(self, path: Path) -> None:
         """Write the recorded spans, replacing the file atomically."""
@@ -109,6 +114,8 @@ class _Span:
         args = self._args if kind is None else {**self._args, "error": kind.__name__}
         end = timeline._clock()
         timeline._events.append(_Event(self.name, self.start, end, self._track, args))
+        if error is not None and timeline._ended_by[0] is not error:
+            timeline._ended_by = (error, self.name)
         with timeline._lock:
             del timeline._running[id(self)]
             timeline._totals[self.name] = timeline._totals.get(self.name, 0.0) + end - self.start

@@ -96,7 +96,8 @@ class PrecisionSection(Strict):
     """[policy.precision]: types of the trained weights, of the sums over ranks and of matrix products."""
 
     parameters: Literal["float32", "bfloat16"] = "float32"
-    """Type of trained weights and optimizer state; float32 are master weights where [model] dtype is bfloat16."""
+    """Type of trained weights and optimizer state; float32 are master weights where [model] dtype is bfloat16. adam and
+    adamw round bfloat16 weights stochastically, so that small updates survive on average."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Type in which gradients are summed over ranks."""
     fp8: Literal["none", "tensorwise", "rowwise"] = "none"

@@ -13,6 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.train.rounding import StochasticAdam
 
 
 def parameter_groups(
@@ -62,10 +63,18 @@ def build_optimizer(
     weight_decay: float,
     rates: Mapping[str, float] | None = None,
 ) -> torch.optim.Optimizer:
-    """`adamw`, `adam` or `sgd` (momentum = betas[0]) over the module's trained parameters."""
+    """`adamw`, `adam` or `sgd` (momentum = betas[0]) over the module's trained parameters.
+
+    Where some are bfloat16, adamw and adam round stochastically (`train.rounding`).
+    """
     groups = parameter_groups(module, weight_decay=weight_decay, learning_rate=learning_rate, rates=rates or {})
     if name == "sgd":
         return torch.optim.SGD(groups, lr=learning_rate, momentum=betas[0], weight_decay=weight_decay)
+    if any(parameter.dtype is torch.bfloat16 for group in groups for parameter in group["params"]):
+        decoupled = name == "adamw"
+        return StochasticAdam(
+            groups, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay, decoupled_weight_decay=decoupled
+        )
     kind = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam}[name]
     return kind(groups, lr=learning_rate, betas=betas, eps=eps, weight_decay=weight_decay, fused=True)
 

@@ -12,14 +12,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import sys
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.errors import UserError, WorkerFailed
+from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
+from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.workers.directory import explain_no_room
 
@@ -29,6 +31,15 @@ REPORT_S = 5.0
 """Maximum time for reporting a failure, in seconds."""
 _LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "remote process exited")
 """Texts of torch's errors after the loss of the other rank of a collective."""
+_PARTS = {
+    "build": "building the model",
+    "collate": "collating a batch",
+    "forward_backward": "the forward and backward pass",
+    "optim_step": "the optimizer step",
+    "fence": "copying weights for rollouts",
+    "publish": "publishing weights",
+}
+"""Parts of a worker's work, by the span of its timeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,14 +49,20 @@ class Failure:
     message: str
     user: bool = False
     """True: an error that the user can fix; the message is shown alone."""
+    out_of_memory: bool = False
+    """True: the device has too little memory."""
     consequence: bool = False
     """True: the rank only lost a peer, or was terminated after another one failed."""
     at: float = field(default_factory=time.time)
     """Time of the failure, in Unix seconds of its machine."""
 
     @classmethod
-    def of(cls, error: Exception) -> Failure:
-        """Return the failure that a worker reports for an error."""
+    def of(cls, error: Exception, timeline: Timeline | None = None) -> Failure:
+        """Return the failure that a worker reports for an error; `timeline`: with the span that failed."""
+        if (found := _out_of_memory(error)) is not None:
+            part = _PARTS.get(timeline.span_of(found) if timeline else "", "its work")
+            reason = str(found).partition(" If reserved ")[0]  # the rest is advice about torch's allocator
+            return cls(message=f"out of GPU memory in {part}: {reason}", user=True, out_of_memory=True)
         if isinstance(error, UserError):
             return cls(message=str(error), user=True)
         if isinstance(error, OSError) and (explained := explain_no_room(error, "the run's files")):
@@ -56,6 +73,9 @@ class Failure:
     @property
     def exit_code(self) -> int:
         return 2 if self.user else 1
+
+    def message_to_controller(self) -> p.Fatal:
+        return p.Fatal(message=self.message, user=self.user, out_of_memory=self.out_of_memory)
 
     def write(self, path: Path) -> None:
         """Write the failure for the agent; torch's agent itself reads `message` and `timestamp`."""
@@ -68,7 +88,17 @@ class Failure:
         """Return the failure that a rank wrote, from the data that torch's agent read; None if it wrote nothing."""
         if "at" not in found:
             return None
-        return cls(message=found["message"], user=found["user"], consequence=found["consequence"], at=found["at"])
+        return cls(**{one.name: found[one.name] for one in fields(cls)})
+
+
+def _out_of_memory(error: BaseException | None) -> BaseException | None:
+    """Return torch's error for a device without free memory, among an error and its causes."""
+    torch = sys.modules.get("torch")  # a worker that has not imported it has used no device
+    while torch is not None and error is not None:
+        if isinstance(error, torch.OutOfMemoryError):
+            return error
+        error = error.__cause__
+    return None
 
 
 def cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
@@ -81,7 +111,7 @@ async def report_to_controller(address: str, *, token: bytes, replica: str, fail
     hello = Hello(name=f"{replica}.{AGENT}", role=AGENT)
     with contextlib.suppress(ConnectionClosed, TimeoutError):
         connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=REPORT_S)
-        await connection.send(p.Fatal(message=failure.message, user=failure.user))
+        await connection.send(failure.message_to_controller())
         await asyncio.wait_for(connection.closed.wait(), REPORT_S)
 
 
@@ -89,7 +119,9 @@ async def receive_report(connection: Connection, fail: Callable[[BaseException],
     """The controller's side: end the run with an agent's report; returning closes the connection."""
     fatal = await connection.receive()
     assert isinstance(fatal, p.Fatal)
-    if fatal.user:
+    if fatal.out_of_memory:
+        fail(OutOfMemory(fatal.message, role="policy"))
+    elif fatal.user:
         fail(UserError(fatal.message))
     else:
         replica = connection.peer.name.removesuffix(f".{AGENT}")

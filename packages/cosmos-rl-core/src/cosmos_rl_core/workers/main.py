@@ -97,10 +97,10 @@ async def serve_role(role: str, context: WorkerContext, connection: Connection) 
     except ConnectionClosed:
         raise
     except Exception as error:
-        failure = Failure.of(error)
-        if not failure.user:
+        failure = Failure.of(error, context.timeline)
+        if not failure.user or failure.out_of_memory:
             traceback.print_exc()
-        await _report(connection, p.Fatal(message=failure.message, user=failure.user))
+        await _report(connection, failure.message_to_controller())
         return failure.exit_code
     return 0
 

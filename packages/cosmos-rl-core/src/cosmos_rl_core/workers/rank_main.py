@@ -31,11 +31,12 @@ def main() -> None:
 async def _work(worker: WorkerAddress, node: Node) -> None:
     """Run the rank and exit, without joining threads: after a failure they may wait for other ranks."""
     code = 0
+    timeline = Timeline(process=f"{worker.name} rank {os.environ['RANK']}")
     try:
-        await _run(worker, node)
+        await _run(worker, node, timeline)
     except Exception as error:
-        failure = Failure.of(error)
-        if not failure.user:
+        failure = Failure.of(error, timeline)
+        if not failure.user or failure.out_of_memory:
             traceback.print_exc()
         failure.write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
         code = failure.exit_code
@@ -44,7 +45,7 @@ async def _work(worker: WorkerAddress, node: Node) -> None:
     os._exit(code)
 
 
-async def _run(worker: WorkerAddress, node: Node) -> None:
+async def _run(worker: WorkerAddress, node: Node, timeline: Timeline) -> None:
     leads = os.environ["RANK"] == "0"
     use_device()  # this thread's; publishing runs in it
     connection = await connect_to(worker) if leads else None
@@ -52,7 +53,7 @@ async def _run(worker: WorkerAddress, node: Node) -> None:
     context = WorkerContext(
         name=worker.name if leads else f"{worker.name}.{ranks.rank}",
         token=read_token(worker.token_file),
-        timeline=Timeline(process=f"{worker.name} rank {ranks.rank}"),
+        timeline=timeline,
         threads=worker.threads,
         address=node.own_address(),
         ranks=ranks,

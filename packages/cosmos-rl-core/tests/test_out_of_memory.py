@@ -1,0 +1,150 @@
+"""A device without free memory ends the run with the part of the work, the plan's bytes and the keys to change."""
+
+import asyncio
+
+import pytest
+import torch
+
+from cosmos_rl_core import UserError, run
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.errors import OutOfMemory
+from cosmos_rl_core.launch import memory
+from cosmos_rl_core.launch.memory import memory_advice
+from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.parallel.held import STEP, Held, Needs
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.testing.tiny import Tiny
+from cosmos_rl_core.workers.failure import Failure, receive_report
+
+TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 9.81 MiB free. If reserved but unallocated is large"
+
+
+def full(*args, **keys):
+    raise torch.OutOfMemoryError(TEXT)
+
+
+class Full(Tiny):
+    """Its policy's forward pass finds no memory, as on a GPU."""
+
+    def build_policy(self, *args, **keys):
+        policy = super().build_policy(*args, **keys)
+        policy.forward = full
+        return policy
+
+
+FULL = Full()
+
+
+def recipe(tmp_path, **run_keys):
+    return {
+        "run": {"domain": f"{__name__}:FULL", "placement": "inline", "max_steps": 1, "output_dir": str(tmp_path / "run")}
+        | run_keys,
+        "policy": {"prompts_per_step": 2, "threads": 1, "microbatch_terms": 512},
+        "rollout": {"engine": "tiny", "group_size": 2, "threads": 1, "sampling": {"max_tokens": 3}},
+        "reward": {"functions": [{"name": "hits"}]},
+        "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
+        "logging": {"sinks": ["jsonl"]},
+    }  # fmt: skip
+
+
+def failure_in(span):
+    timeline = Timeline("policy-0")
+    with pytest.raises(RuntimeError) as raised, timeline.span("outer"), timeline.span(span):
+        full()
+    return Failure.of(raised.value, timeline)
+
+
+@pytest.mark.parametrize(
+    ("span", "part"),
+    [
+        ("build", "building the model"),
+        ("forward_backward", "the forward and backward pass"),
+        ("optim_step", "the optimizer step"),
+        ("other", "its work"),
+    ],
+)
+def test_the_part_of_the_work_is_the_innermost_span(span, part):
+    failure = failure_in(span)
+    assert failure.message.startswith(f"out of GPU memory in {part}: CUDA out of memory. Tried to allocate 20.00 MiB")
+    assert "reserved" not in failure.message
+    assert (failure.out_of_memory, failure.user, failure.exit_code) == (True, True, 2)
+
+
+def test_an_engines_error_keeps_its_cause():
+    try:
+        try:
+            full()
+        except RuntimeError as error:
+            raise ValueError("the engine stopped") from error
+    except ValueError as stopped:
+        assert Failure.of(stopped).out_of_memory
+
+
+def test_an_earlier_error_does_not_name_the_span():
+    timeline, late = Timeline("policy-0"), torch.OutOfMemoryError(TEXT)
+    with pytest.raises(KeyError), timeline.span("build"):
+        raise KeyError
+    assert "in its work" in Failure.of(late, timeline).message
+
+
+def test_a_rank_reports_it_through_its_agent(tmp_path):
+    failure = failure_in("optim_step")
+    failure.write(tmp_path / "error.json")
+    import json
+
+    read = Failure.read(json.loads((tmp_path / "error.json").read_text()))
+    assert read == failure
+
+    class Connection:
+        async def receive(self):
+            return read.message_to_controller()
+
+    errors = []
+    asyncio.run(receive_report(Connection(), errors.append))
+    assert isinstance(errors[0], OutOfMemory)
+    assert errors[0].role == "policy"
+
+
+def test_a_message_without_the_field_is_another_failure():
+    assert not p.Fatal(message="", user=True).out_of_memory
+
+
+def test_the_run_ends_with_part_and_key(tmp_path):
+    with pytest.raises(UserError) as raised:
+        run(recipe(tmp_path))
+    text = str(raised.value)
+    assert "policy-0: out of GPU memory in the forward and backward pass: CUDA out of memory" in text
+    assert "set policy.microbatch_terms=256" in text
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """A plan with sizes, of which recomputation frees the activations."""
+
+    def needs(shape, config, domain):
+        kept = 300 if config.policy.memory.activation_checkpointing == "none" else 10
+        parts = (Held(name="parameters", bytes=100 << 20), Held(name="activations", bytes=kept << 20, at=(STEP,)))
+        return Needs(process="a policy rank", parts=parts)
+
+    class Shape:
+        tokens_per_term = 1
+
+    monkeypatch.setattr(memory, "policy_needs", needs)
+    monkeypatch.setattr(Full, "model_shape", lambda self, model, *, data, sampling: Shape())
+    rollout = Needs(process="a rollout replica", parts=(Held(name="weights", bytes=7 << 20),))
+    monkeypatch.setattr(memory, "rollout_needs", lambda *_: rollout)
+
+
+@pytest.mark.usefixtures("counted")
+def test_the_advice_has_the_plans_bytes_and_the_cheapest_changes(tmp_path):
+    text = memory_advice(load_config(recipe(tmp_path)), role="policy")
+    assert text.startswith(
+        "cosmos-rl plan counts 400 MiB for a policy rank: activations 300 MiB, parameters 100 MiB; set"
+    )
+    assert 'policy.memory.activation_checkpointing="selective"' in text.replace(" = ", "=")
+
+
+@pytest.mark.usefixtures("counted")
+def test_a_rollouts_advice_is_about_the_engine(tmp_path):
+    text = memory_advice(load_config(recipe(tmp_path)), role="rollout")
+    assert text.startswith("cosmos-rl plan counts 7 MiB for a rollout replica: weights 7 MiB; generate fewer rollouts")
