@@ -1,6 +1,7 @@
 """A device without free memory ends the run with the part of the work, the plan's bytes and the keys to change."""
 
 import asyncio
+import json
 
 import pytest
 import torch
@@ -35,16 +36,16 @@ class Full(Tiny):
 FULL = Full()
 
 
-def recipe(tmp_path, **run_keys):
+def recipe(tmp_path):
+    directory = str(tmp_path / "run")
     return {
-        "run": {"domain": f"{__name__}:FULL", "placement": "inline", "max_steps": 1, "output_dir": str(tmp_path / "run")}
-        | run_keys,
+        "run": {"domain": f"{__name__}:FULL", "placement": "inline", "max_steps": 1, "output_dir": directory},
         "policy": {"prompts_per_step": 2, "threads": 1, "microbatch_terms": 512},
         "rollout": {"engine": "tiny", "group_size": 2, "threads": 1, "sampling": {"max_tokens": 3}},
         "reward": {"functions": [{"name": "hits"}]},
         "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
         "logging": {"sinks": ["jsonl"]},
-    }  # fmt: skip
+    }
 
 
 def failure_in(span):
@@ -90,8 +91,6 @@ def test_an_earlier_error_does_not_name_the_span():
 def test_a_rank_reports_it_through_its_agent(tmp_path):
     failure = failure_in("optim_step")
     failure.write(tmp_path / "error.json")
-    import json
-
     read = Failure.read(json.loads((tmp_path / "error.json").read_text()))
     assert read == failure
 
