@@ -49,6 +49,15 @@ def spread_experts(model: PreTrainedModel, mesh: ReplicaMesh) -> list[nn.Module]
     return list(found.values())
 
 
+def use_mixed_experts(model: PreTrainedModel) -> None:
+    """Make experts whose weights are whole compute in the type of autocast, which transformers' own ignore."""
+    for module in model.modules():
+        if is_experts(module):
+            num_experts = next(module.parameters()).shape[0]
+            forward = partial(_forward, module, num_experts=num_experts, ep=None, tp=None)
+            module.forward = torch.compiler.disable(forward)
+
+
 def is_experts(module: nn.Module) -> bool:
     """Whether this is the experts module of a layer, with fused weights."""
     return "is_transposed" in vars(module) and "has_gate" in vars(module)

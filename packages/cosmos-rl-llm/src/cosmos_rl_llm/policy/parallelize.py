@@ -41,7 +41,7 @@ from cosmos_rl_core.parallel.memory.remat import save_memory
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_llm.model.causal_lm import decoder_layers
 from cosmos_rl_llm.policy.context import check_heads
-from cosmos_rl_llm.policy.experts import is_experts, spread_experts
+from cosmos_rl_llm.policy.experts import is_experts, spread_experts, use_mixed_experts
 from cosmos_rl_llm.policy.lora import with_adapters
 from cosmos_rl_llm.policy.packing import install_attention
 from cosmos_rl_llm.policy.token_model import TermModel
@@ -176,6 +176,8 @@ def parallelize(terms: TermModel, setup: ModelSetup) -> None:
     if mesh is not None:
         check_heads(terms.config, tp=mesh.dims.tp, cp=mesh.dims.cp)
         experts = spread_experts(terms.causal_lm, mesh)
+    elif terms.compute_dtype is not None and terms.device.type == "cuda":
+        use_mixed_experts(terms.causal_lm)
     if terms.axis is not None:
         spread_tensors(terms.causal_lm, terms.axis, experts=experts)
     save_memory(terms.blocks, setup.memory, compiled=compiled)

@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.axes.expert import count_slots
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_llm.model.causal_lm import decoder_layers
 from cosmos_rl_llm.policy.experts import is_experts
@@ -101,7 +102,8 @@ class ExpertLoad:
         num_experts = self._shape[1]
         if num_experts == 0:
             return {}
-        counts = torch.zeros(self._shape, dtype=torch.int64, device=mesh.device if mesh else None)
+        here = [count.device for count in self._counts.values()]
+        counts = torch.zeros(self._shape, dtype=torch.int64, device=mesh.device if mesh else next(iter(here), None))
         for layer, count in self._counts.items():
             counts[layer] = count
         self._counts = {}
@@ -121,7 +123,7 @@ class ExpertLoad:
         # again, which does not change their proportions.
         chosen = _choice(outputs) if torch.is_grad_enabled() else None
         if chosen is not None:
-            counts = chosen.detach().reshape(-1).bincount(minlength=self._shape[1])
+            counts = count_slots(chosen.detach(), self._shape[1])
             self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
 
 

@@ -7,6 +7,8 @@
 
 Counts are sent first, for the splits are uneven: no row is dropped and none is padded. The layout is that of GShard
 (arXiv:2006.16668) without its capacity, as in MegaBlocks (arXiv:2211.15841). All ranks along `ep` call together.
+
+On a GPU the host waits once in a `dispatch` over an axis, for the splits, and never without one.
 """
 
 from __future__ import annotations
@@ -15,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import _functional_collectives as collectives
 from torch.distributed.device_mesh import DeviceMesh
 from torch.nn import functional as F
 
@@ -53,15 +55,15 @@ def dispatch(
     slots = experts.reshape(-1)
     order = slots.argsort(stable=True)
     rows = hidden[order // experts.shape[1]]
-    counts = slots.bincount(minlength=num_experts)
+    counts = count_slots(slots, num_experts)
     if axis is None:
         kept = torch.arange(len(slots), device=slots.device)
         return rows, _ends(counts), Exchange(home=_inverse(order), arrived=kept, left=[], came=[], axis=None)
     leaving = counts.view(axis.size(), -1)  # [rank, its experts]
-    coming = torch.empty_like(leaving)  # [rank they come from, my experts]
-    dist.all_to_all_single(coming, leaving, group=axis.get_group())
+    each = [1] * axis.size()
+    coming = _all_to_all(leaving, each, each, axis)  # [rank they come from, my experts]
     left, came = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
-    by_expert = _experts_of(coming).argsort(stable=True)
+    by_expert = _experts_of(coming, num_rows=sum(came)).argsort(stable=True)
     rows = _AllToAll.apply(rows, came, left, axis)[by_expert]
     exchange = Exchange(home=_inverse(order), arrived=_inverse(by_expert), left=left, came=came, axis=axis)
     return rows, _ends(coming.sum(0)), exchange
@@ -85,9 +87,12 @@ def grouped_linear(rows: Tensor, weight: Tensor, ends: Tensor, *, bias: Tensor |
         bias: [experts, out].
 
     Returns:
-        [R, out] in the type of `weight`. An expert without rows gets a gradient of zeros, so that every rank has one.
+        [R, out] in the type of `weight`, or of autocast on a GPU, whose fast kernel takes bfloat16 alone. An expert
+        without rows gets a gradient of zeros, so that every rank has one.
     """
-    rows = rows.to(weight.dtype)
+    mixed = weight.device.type == "cuda" and torch.is_autocast_enabled("cuda")
+    weight = weight.to(torch.get_autocast_dtype("cuda")) if mixed else weight
+    rows, bias = rows.to(weight.dtype), None if bias is None else bias.to(weight.dtype)
     product = F.grouped_mm(rows, weight, offs=ends) if _has_grouped_mm(weight) else _loop(rows, weight, ends)
     if bias is None:
         return product
@@ -102,6 +107,12 @@ def own_rows(num_rows: int, axis: DeviceMesh | None) -> slice:
     return slice(num_rows * rank // size, num_rows * (rank + 1) // size)
 
 
+def count_slots(experts: Tensor, num_experts: int) -> Tensor:
+    """Return the number of slots [num_experts] int64 of each expert. Unlike with bincount, the host does not wait."""
+    slots = experts.reshape(-1)
+    return slots.new_zeros(num_experts).scatter_add_(0, slots, torch.ones_like(slots))
+
+
 def _ends(counts: Tensor) -> Tensor:
     return counts.cumsum(0).to(torch.int32)
 
@@ -111,10 +122,10 @@ def _inverse(order: Tensor) -> Tensor:
     return torch.empty_like(order).scatter_(0, order, torch.arange(len(order), device=order.device))
 
 
-def _experts_of(counts: Tensor) -> Tensor:
+def _experts_of(counts: Tensor, *, num_rows: int) -> Tensor:
     """Arrived rows are ordered by rank, then by expert: counts [ranks, experts] -> expert of each row [R]."""
     experts = torch.arange(counts.shape[1], device=counts.device).repeat(counts.shape[0])
-    return experts.repeat_interleave(counts.reshape(-1))
+    return experts.repeat_interleave(counts.reshape(-1), output_size=num_rows)
 
 
 def _has_grouped_mm(weight: Tensor) -> bool:
@@ -145,6 +156,5 @@ class _AllToAll(torch.autograd.Function):
 
 
 def _all_to_all(rows: Tensor, came: list[int], left: list[int], axis: DeviceMesh) -> Tensor:
-    output = rows.new_empty(sum(came), *rows.shape[1:])
-    dist.all_to_all_single(output, rows.contiguous(), came, left, group=axis.get_group())
-    return output
+    """By the functional collective, whose result "selective" recomputation keeps."""
+    return collectives.wait_tensor(collectives.all_to_all_single(rows.contiguous(), came, left, axis.get_group()))
