@@ -15,7 +15,7 @@ def draw(logits, rows, *, seed=0, position=0):
     n, vocab_size = logits.shape
     sampler = Sampler.of(rows, vocab_size=vocab_size)
     counters = np.full(n, seed), np.arange(n), np.full(n, position)
-    return sampler.sample(logits.clone(), uniforms(*counters))
+    return sampler.sample(logits.clone(), torch.from_numpy(uniforms(*counters)))
 
 
 def chi_square(counts, probabilities):
@@ -63,7 +63,7 @@ def test_extreme_uniforms_give_tokens_that_have_mass(vocab_size):
     logits = torch.full((2, vocab_size), -torch.inf)
     logits[:, 1] = 0.0
     sampler = Sampler.of([Sampling(max_terms=1)] * 2, vocab_size=vocab_size)
-    tokens, logprobs = sampler.sample(logits, np.array([2.0**-54, 1 - 2.0**-53]))
+    tokens, logprobs = sampler.sample(logits, torch.tensor([2.0**-54, 1 - 2.0**-53], dtype=torch.float64))
     assert tokens.tolist() == [1, 1]
     assert logprobs.tolist() == [0.0, 0.0]
 
@@ -123,9 +123,9 @@ def test_rows_of_different_sampling_share_a_batch():
         Sampling(max_terms=1, temperature=0.5, top_p=0.8),
     ]
     sampler = Sampler.of(rows, vocab_size=40)
-    together = sampler.sample(logits.clone(), np.full(4, 0.37))
+    together = sampler.sample(logits.clone(), torch.full((4,), 0.37, dtype=torch.float64))
     for i, row in enumerate(rows):
-        alone = Sampler.of([row], vocab_size=40).sample(logits[:1].clone(), np.array([0.37]))
+        alone = Sampler.of([row], vocab_size=40).sample(logits[:1].clone(), torch.tensor([0.37], dtype=torch.float64))
         assert alone[0].item() == together[0][i].item()
         assert alone[1].item() == pytest.approx(together[1][i].item(), abs=1e-6)
 

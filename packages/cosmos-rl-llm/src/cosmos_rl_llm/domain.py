@@ -5,7 +5,10 @@ Importing this module loads configs and data only; torch and transformers come w
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
     from cosmos_rl_llm.policy.policy import TextPolicy
 
+log = logging.getLogger(__name__)
 
 CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
@@ -164,11 +168,14 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     from cosmos_rl_core.parallel.device import own_device
     from cosmos_rl_llm.engines.torch.engine import TorchEngine
     from cosmos_rl_llm.model.causal_lm import load_model
+    from cosmos_rl_llm.policy.kernels import log_kernels
     from cosmos_rl_llm.policy.lora import add_adapters
 
-    source = _checkpoint(model)
+    source, device = _checkpoint(model), own_device()
+    _recommend_vllm(device.type, installed=find_spec("vllm") is not None)
     module = load_model(source, dtype=torch.bfloat16 if model.dtype == "bfloat16" else torch.float32)
-    module.to(own_device())  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
+    module.to(device)  # pyright: ignore[reportArgumentType] transformers wraps it without `self`
+    log_kernels(module, device=device, dtype=module.dtype)
     if model.lora is not None:
         add_adapters(module, model.lora, base=model.path)
     chat = _module_chat(source, module, data, max_length=model.max_length)
@@ -188,6 +195,16 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
         record_routes=options.record_routes,
         version=-1,  # nothing is served before the policy's weights have arrived
     )
+
+
+@cache
+def _recommend_vllm(device: str, *, installed: bool) -> None:
+    """Log once that "torch" is the slow engine of a GPU."""
+    if device == "cuda" and installed:
+        log.warning(
+            'rollout.engine = "torch" is several times slower than vLLM on a GPU, and vLLM is installed: set '
+            'rollout.engine = "vllm"'
+        )
 
 
 def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngineOptions) -> RolloutEngine:

@@ -3,6 +3,9 @@
 admit   prompts packed in one row -> model -> keys and values to each sample's slot, first terms sampled
 step    last term of each sequence [n, 1] -> model with the cache -> next terms sampled
 both    record the sampled terms and remove finished sequences
+
+On a GPU a pass sends its inputs in one copy from pinned memory, and waits once, for the sampled terms; rows with top-k
+or top-p, and recorded routes, wait once more.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.parallel.axes.linear import MIN_ROWS, use_onednn
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.rollout.engine_thread import EngineRequest
 from cosmos_rl_core.types import FinishReason, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.cache import DecodeLayout, SlotCache, span_unit
@@ -165,23 +169,24 @@ class RunningBatch:
         hidden = self._prefill(np.concatenate([request.prompt_tokens for request in requests]), lengths)
         self.stats.prefill_terms += sum(lengths)
         self._note_routes(lengths, [request.sequences for request in requests])
-        logits = self._logits(hidden[0, np.cumsum(lengths) - 1])
-        samples = torch.tensor([request.num_samples for request in requests], device=logits.device)
         new = slice(first, len(self.sequences))
-        return self._sample_terms(logits.repeat_interleave(samples, dim=0), new, version)
+        owner = np.arange(len(requests)).repeat([request.num_samples for request in requests])
+        last, each, uniform = self._sent(np.cumsum(lengths) - 1, owner, self._uniform(new))
+        logits = self._logits(hidden[0].index_select(0, last)).index_select(0, each)
+        return self._sample_terms(logits, uniform, new, version)
 
     def step(self, *, version: int) -> list[Request]:
         """Sample one term for every running sequence and return finished requests."""
         count = len(self.sequences)
         self._place[count:MIN_ROWS] = 0  # padding rows write into unused slots
         rows = slice(0, max(count, MIN_ROWS))
-        place = torch.from_numpy(self._place[rows]).to(self._model.device)
+        token, place, uniform = self._sent(self._token[rows], self._place[rows], self._uniform(slice(0, count)))
         span = self._whole_spans(int(self._place[rows].max()) + 1)
         self._cache.begin_decode(place, span=span)
-        hidden = self._forward(self._token[rows, None], self._place[rows, None], DecodeLayout(place=place, span=span))
+        hidden = self._forward(token[:, None], place[:, None], DecodeLayout(place=place, span=span))
         self.stats.decode_terms += count
         self._note_routes([1] * count, [[sequence] for sequence in self.sequences])
-        return self._sample_terms(self._logits(hidden[:count, 0]), slice(0, count), version)
+        return self._sample_terms(self._logits(hidden[:count, 0]), uniform, slice(0, count), version)
 
     def drop(self, request: Request) -> None:
         """Remove the sequences of a request."""
@@ -210,26 +215,26 @@ class RunningBatch:
             slots.append(np.repeat(np.arange(slot, slot + request.num_samples), length))
             places.append(np.tile(np.arange(length), request.num_samples))
             start, slot = start + length, slot + request.num_samples
-        tensors = (torch.from_numpy(np.concatenate(column)).to(self._model.device) for column in columns)
-        self._cache.begin_prefill(*tensors)
+        self._cache.begin_prefill(*self._sent(*(np.concatenate(column) for column in columns)))
 
     def _prefill(self, tokens: np.ndarray, lengths: Sequence[int]) -> Tensor:
         """tokens [sum(lengths)] of prompts -> last hidden states [1, L, hidden], padded to `MIN_ROWS` rows."""
         spare = max(0, MIN_ROWS - len(tokens))
         lengths = [*lengths, spare] if spare else lengths
-        return self._forward(
-            np.pad(tokens, (0, spare))[None],
-            np.concatenate([np.arange(length) for length in lengths])[None],
-            PackedLayout.of(lengths, padding=False, device=self._model.device),
-        )
+        row = np.pad(tokens, (0, spare)).astype(np.int64), np.concatenate([np.arange(length) for length in lengths])
+        given = torch.from_numpy(row[0])[None], torch.from_numpy(row[1])[None], PackedLayout.of(lengths, padding=False)
+        return self._forward(*to_device(given, self._model.device))
 
-    def _forward(self, tokens: np.ndarray, places: np.ndarray, layout: PackedLayout | DecodeLayout) -> Tensor:
+    def _sent(self, *arrays: np.ndarray) -> tuple[Tensor, ...]:
+        """Copies of arrays on the model's device, in one transfer."""
+        return to_device(tuple(torch.from_numpy(array) for array in arrays), self._model.device)
+
+    def _forward(self, tokens: Tensor, places: Tensor, layout: PackedLayout | DecodeLayout) -> Tensor:
         """tokens, places [B, Q] -> last hidden states [B, Q, hidden]."""
         self.stats.steps += 1
-        device = self._model.device
         output = self._model.base_model(
-            input_ids=torch.from_numpy(tokens.astype(np.int64)).to(device),
-            position_ids=torch.from_numpy(places).to(device),
+            input_ids=tokens,
+            position_ids=places,
             past_key_values=self._cache,
             use_cache=True,
             layout=layout,
@@ -251,15 +256,19 @@ class RunningBatch:
         missing = max(0, MIN_ROWS - len(hidden))
         return self._head.logits(F.pad(hidden, (0, 0, 0, missing)))[: len(hidden)]
 
-    def _sample_terms(self, logits: Tensor, rows: slice, version: int) -> list[Request]:
+    def _uniform(self, rows: slice) -> np.ndarray:
+        """float64 in (0, 1) [n]: the random numbers of the next terms."""
+        return uniforms(self._seed[rows], self._sample[rows], self._term[rows])
+
+    def _sample_terms(self, logits: Tensor, uniform: Tensor, rows: slice, version: int) -> list[Request]:
         """Sample from logits [n, V] of `rows`, record, remove finished sequences, return finished requests."""
         sampler = self._sampler_of(rows, vocab_size=logits.shape[1])
-        uniform = uniforms(self._seed[rows], self._sample[rows], self._term[rows])
-        tokens, logprobs = sampler.sample(logits, uniform)
-        self._token[rows] = tokens.cpu().numpy()
+        sampled = torch.stack([each.double() for each in sampler.sample(logits, uniform)])  # exact for both types
+        tokens, logprobs = sampled.cpu().numpy()
+        self._token[rows] = tokens
         self._place[rows] += 1
         self._term[rows] += 1
-        for sequence, token, logprob in zip(self.sequences[rows], tokens.tolist(), logprobs.tolist()):
+        for sequence, token, logprob in zip(self.sequences[rows], self._token[rows].tolist(), logprobs.tolist()):
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
             sequence.versions.append(version)

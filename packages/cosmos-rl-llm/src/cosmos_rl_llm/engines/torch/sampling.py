@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.types import Sampling
 
 _BLOCK = 256
@@ -68,28 +69,28 @@ class Sampler:
         greedy = [row.temperature == 0 for row in rows]
         limited = [i for i, row in enumerate(rows) if row.temperature and (0 < row.top_k < vocab_size or row.top_p < 1)]
         top_k = [rows[i].top_k if 0 < rows[i].top_k < vocab_size else _ALL for i in limited]
-        return cls(
-            scale=torch.tensor([[1 / (row.temperature or 1.0)] for row in rows], device=device),
-            greedy=torch.tensor(greedy, device=device) if any(greedy) else None,
-            restricted=torch.tensor(limited, device=device) if limited else None,
-            top_k=torch.tensor(top_k, device=device)[:, None] if limited else None,
-            top_p=torch.tensor([rows[i].top_p for i in limited], device=device)[:, None] if limited else None,
+        sampler = cls(
+            scale=torch.tensor([[1 / (row.temperature or 1.0)] for row in rows]),
+            greedy=torch.tensor(greedy) if any(greedy) else None,
+            restricted=torch.tensor(limited) if limited else None,
+            top_k=torch.tensor(top_k)[:, None] if limited else None,
+            top_p=torch.tensor([rows[i].top_p for i in limited])[:, None] if limited else None,
             candidates=max([_CANDIDATES, *(k for k in top_k if k != _ALL)]),
         )
+        return to_device(sampler, torch.device(device))
 
-    def sample(self, logits: Tensor, uniform: np.ndarray) -> tuple[Tensor, Tensor]:
+    def sample(self, logits: Tensor, uniform: Tensor) -> tuple[Tensor, Tensor]:
         """Return tokens [n] int64 and their log-probabilities [n] float32.
 
         Args:
             logits: [n, V] float32; overwritten.
             uniform: [n] float64 in (0, 1).
         """
-        u = torch.from_numpy(uniform).to(logits.device)
         logits = _aligned(logits.mul_(self.scale))
         logits.sub_(logits.amax(-1, keepdim=True))
-        limited = None if self.restricted is None else self._sample_restricted(logits, u)
+        limited = None if self.restricted is None else self._sample_restricted(logits, uniform)
         mass = logits.exp()
-        tokens = _invert(mass, u)
+        tokens = _invert(mass, uniform)
         if self.greedy is not None:
             tokens = torch.where(self.greedy, logits.argmax(-1), tokens)
         logprobs = logits.gather(1, tokens[:, None]).squeeze(1) - mass.sum(-1).log()
