@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, Literal, Protocol
 import numpy as np
 
 if TYPE_CHECKING:  # the controller reads this module and must stay free of torch
-    import torch
     from torch import Tensor
 
 FinishReason = Literal["stop", "length", "cancelled"]
@@ -153,26 +152,6 @@ class TermBatch:
     rollout_terms: Tensor | None = None
     """[num_rollouts] float32: trained terms of each rollout in the whole batch, where a rollout may be cut into several
     microbatches; None: every rollout is whole here."""
-
-    def to(self, device: torch.device) -> TermBatch:
-        """Return the same terms with all tensors on `device`."""
-
-        def moved(tensor: Tensor | None) -> Tensor | None:
-            return None if tensor is None else tensor.to(device)
-
-        return TermBatch(
-            rollout_logprobs=self.rollout_logprobs.to(device),
-            advantages=self.advantages.to(device),
-            loss_mask=self.loss_mask.to(device),
-            rollout_index=self.rollout_index.to(device),
-            num_rollouts=self.num_rollouts,
-            ref_logprobs=moved(self.ref_logprobs),
-            ref_tensors={name: tensor.to(device) for name, tensor in self.ref_tensors.items()},
-            old_logprobs=moved(self.old_logprobs),
-            values=moved(self.values),
-            returns=moved(self.returns),
-            rollout_terms=moved(self.rollout_terms),
-        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

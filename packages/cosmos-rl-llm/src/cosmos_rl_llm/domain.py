@@ -5,9 +5,7 @@ Importing this module loads configs and data only; torch and transformers come w
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,8 +34,6 @@ if TYPE_CHECKING:
     from cosmos_rl_llm.data.chat import Chat
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
     from cosmos_rl_llm.policy.policy import TextPolicy
-
-log = logging.getLogger(__name__)
 
 CHECKPOINT_FILES = ["*.json", "*.jinja", "*.model", "*.safetensors", "*.txt"]
 
@@ -197,14 +193,12 @@ def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngi
     )
 
 
-@cache
 def _recommend_vllm(device: str, *, installed: bool) -> None:
     """Log once that "torch" is the slow engine of a GPU."""
+    from cosmos_rl_core.parallel.device import log_choice
+
     if device == "cuda" and installed:
-        log.warning(
-            'rollout.engine = "torch" is several times slower than vLLM on a GPU, and vLLM is installed: set '
-            'rollout.engine = "vllm"'
-        )
+        log_choice('engine: torch, several times slower than vLLM, which is installed here: rollout.engine = "vllm"')
 
 
 def _vllm_engine(model: LLMModelConfig, data: LLMDataConfig, options: VllmEngineOptions) -> RolloutEngine:

@@ -14,6 +14,7 @@ import torch
 
 from cosmos_rl_core.algorithms.aggregation import aggregated
 from cosmos_rl_core.interfaces import Objective, Policy
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.metrics import sum_metrics
@@ -86,7 +87,7 @@ class Trainer:
 
     def _data_term_loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
         assert self._data_term is not None and self._batch is not None and self._batch.data_term is not None
-        terms = microbatch.terms.to(outputs.logprobs.device)
+        terms = to_device(microbatch.terms, outputs.logprobs.device)
         (loss,), _ = self._data_term(outputs, terms)
         value = aggregated(loss, self._data_term, terms=terms, batch=self._batch.data_term)
         total = self._data_term_coef * value
@@ -97,7 +98,7 @@ class Trainer:
     def _loss(self, outputs: PolicyOutputs, microbatch: Microbatch) -> torch.Tensor:
         """The weighted sum of all loss terms over a microbatch; adds to the step's metrics."""
         assert self._batch is not None
-        terms = microbatch.terms.to(outputs.logprobs.device)
+        terms = to_device(microbatch.terms, outputs.logprobs.device)
         losses, metrics = self._objective(outputs, terms)
         total = torch.zeros((), device=outputs.logprobs.device)
         for loss in losses:
@@ -141,7 +142,9 @@ class Trainer:
     def _metrics(self) -> dict[str, float]:
         if self._mesh is not None:
             return sum_metrics(self._sums, self._mesh)
-        return {name: value.item() for name, value in self._sums.items()}
+        if not self._sums:
+            return {}
+        return dict(zip(self._sums, torch.stack([value.double() for value in self._sums.values()]).tolist()))
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         """Add to a metric on its own device; it is read once a step, so that a GPU need not wait."""

@@ -12,7 +12,6 @@ CPUs use `attention.causal_attention`.
 
 from __future__ import annotations
 
-import logging
 import os
 import shutil
 from collections import Counter
@@ -27,12 +26,11 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedModel
 
+from cosmos_rl_core.parallel.device import log_choice
 from cosmos_rl_llm.policy.attention import Scoring, causal_attention
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
-
-log = logging.getLogger(__name__)
 
 Kernel = Literal["flash", "flash_attn", "flex", "efficient", "plain"]
 
@@ -88,9 +86,7 @@ def available(device: torch.device) -> frozenset[str]:
 
 
 def describe(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> str:
-    """One line: the kernels of the layers of `model` on `device`, where attention computes in `dtype`."""
-    if device.type != "cuda":
-        return f"attention: torch on {device}"
+    """One line: the kernels of the layers of `model` on a GPU, where attention computes in `dtype`."""
     config = model.config.get_text_config()
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     sinks = torch.empty(0) if any(name.endswith("sinks") for name, _ in model.named_parameters()) else None
@@ -104,20 +100,14 @@ def describe(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype
         features = {f"window {slides}": slides, f"soft cap {softcap}": softcap, "sinks": sinks is not None}
         used[", ".join([kernel, *(name for name, has in features.items() if has)])] += 1
     layers = "; ".join(f"{kernel}: {count} layers" for kernel, count in used.items())
-    return f"attention: {layers} ({device}, {str(dtype).removeprefix('torch.')}, head dim {head_dim})"
+    slow = "; plain keeps scores [heads, L, L]: install flash-attn, or Triton" if "plain" in layers else ""
+    return f"attention: {layers} ({device}, {str(dtype).removeprefix('torch.')}, head dim {head_dim}){slow}"
 
 
 def log_kernels(model: PreTrainedModel, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Log `describe`, once for each text; a warning where a layer keeps scores [heads, L, L]."""
-    _log_once(describe(model, device=device, dtype=dtype))
-
-
-@cache
-def _log_once(text: str) -> None:
-    if "plain" in text:
-        log.warning("%s; plain attention keeps scores [heads, L, L]: install flash-attn, or Triton", text)
-    else:
-        log.info("%s", text)
+    """Log `describe` for a GPU, once for each text."""
+    if device.type == "cuda":
+        log_choice(describe(model, device=device, dtype=dtype))
 
 
 def _flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:

@@ -119,7 +119,7 @@ class TermStage:
     module: TermModel
 
     def prepare(self, microbatch: Microbatch) -> Row:
-        return self.module.row({name: tensor.to(self.module.device) for name, tensor in microbatch.inputs.items()})
+        return self.module.row(microbatch.inputs)
 
     def hidden_shape(self, inputs: Row) -> tuple[int, ...]:
         axis = self.module.axis

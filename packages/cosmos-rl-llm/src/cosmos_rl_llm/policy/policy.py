@@ -76,8 +76,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
 
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         """Log-probabilities [T] float32, and with `with_entropy` entropies [T] over the whole vocabulary."""
-        inputs = {name: tensor.to(self.module.device) for name, tensor in microbatch.inputs.items()}
-        logprobs, entropy = self.module(None, self.module.row(inputs), with_entropy)
+        logprobs, entropy = self.module(None, self.module.row(microbatch.inputs), with_entropy)
         return PolicyOutputs(logprobs=logprobs, entropy=entropy)
 
     def metrics(self) -> Mapping[str, float]:

@@ -155,8 +155,7 @@ def _check_type(
 def _logprobs(terms: TermModel, samples: list[Sample], *, unpacked: bool) -> Tensor:
     terms.unpacked = unpacked
     batch = pack_batch(samples, microbatch_terms=10**6, share=Share(), metrics={})
-    inputs = {name: tensor.to(terms.device) for name, tensor in batch.microbatches[0].inputs.items()}
-    return terms(None, terms.row(inputs))[0]
+    return terms(None, terms.row(batch.microbatches[0].inputs))[0]
 
 
 def _sample(prompt: np.ndarray, tokens: np.ndarray) -> Sample:

@@ -1,6 +1,6 @@
 """A causal language model as a module from a packed row to the log-probabilities of its terms.
 
-    Microbatch.inputs -> Row       the input: shared prefixes once, split over cp                      (arithmetic)
+    Microbatch.inputs -> Row       the input: shared prefixes once, split over cp        (on the CPU, then one copy)
     tokens [1, l] -> decoder -> hidden [1, l, H] -> hidden[term_rows] [t] -> log-probabilities [t]     (one forward)
                                                                           -> over cp -> [T]
 
@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from cosmos_rl_core.parallel.axes.tensor import TensorAxis, own_part, own_slice
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_llm.model.causal_lm import Head, decoder_layers
@@ -134,38 +135,39 @@ class TermModel(nn.Module):
     def row(self, inputs: Mapping[str, Tensor]) -> Row:
         """Lay out `Microbatch.inputs` (see `CausalLMPolicy`): prefixes once, and this rank's part of them over cp.
 
-        Ranks along tp, cp and pp pass the same inputs; nothing is sent, except the number of blocks if the model runs
-        unpacked.
+        The inputs are on the CPU, where the row is laid out; one copy takes it to `device`. Ranks along tp, cp and pp
+        pass the same inputs; nothing is sent, except the number of blocks if the model runs unpacked.
         """
         if "routes" in inputs:
             check_replay(self.causal_lm)
-        if self.unpacked:
-            return self._unpacked_row(inputs)
+        row = self._unpacked_row(inputs) if self.unpacked else self._packed_row(inputs)
+        return to_device(row if self._context is None else self._cut(row), self.device)
+
+    def _packed_row(self, inputs: Mapping[str, Tensor]) -> Row:
         lengths = _lengths(inputs)
         given = [inputs["tokens"][:, None], *([inputs["routes"].flatten(1)] if "routes" in inputs else [])]
-        rows = share_prefixes(torch.cat(given, dim=1).cpu().numpy(), lengths)
+        rows = share_prefixes(torch.cat(given, dim=1).numpy(), lengths)
         kept = np.unique(rows, return_index=True)[1]
-        term_rows = torch.from_numpy(rows)[inputs["logit_index"].cpu()]
+        term_rows = torch.from_numpy(rows)[inputs["logit_index"]]
         if missing := -len(kept) % self._multiple:
             # An additional sequence as padding: its tokens are the first ones, its outputs are not used.
             lengths, rows = [*lengths, missing], np.concatenate([rows, np.arange(missing) + len(kept)])
             kept = np.concatenate([kept, np.zeros(missing, dtype=kept.dtype)])
-        taken = torch.from_numpy(kept).to(inputs["tokens"].device)
-        whole = Row(
+        taken = torch.from_numpy(kept)
+        return Row(
             tokens=inputs["tokens"][None, taken],
             positions=inputs["positions"][None, taken],
-            layout=PackedLayout.of(lengths, rows=rows, device=self.device),
-            term_rows=term_rows.to(self.device),
+            layout=PackedLayout.of(lengths, rows=rows),
+            term_rows=term_rows,
             labels=inputs["labels"],
             routes=inputs["routes"][taken] if "routes" in inputs else None,
         )
-        return whole if self._context is None else self._cut(whole)
 
     def _unpacked_row(self, inputs: Mapping[str, Tensor]) -> Row:
-        layout = PackedLayout.of(_lengths(inputs), device=self.device)
+        layout = PackedLayout.of(_lengths(inputs))
         # All ranks that gather parameters together run the same number of passes; additional ones run one token.
         passes = len(layout.blocks) if self.mesh is None else self.mesh.most_over_shards(len(layout.blocks))
-        spare = Block(torch.zeros(1, dtype=torch.int64, device=self.device), rows=1, longest=1)
+        spare = Block(torch.zeros(1, dtype=torch.int64), rows=1, longest=1)
         return Row(
             tokens=inputs["tokens"][None],
             positions=inputs["positions"][None],

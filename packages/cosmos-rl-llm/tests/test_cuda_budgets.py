@@ -1,0 +1,147 @@
+"""Budgets on a pretend CUDA device: synchronisations of a microbatch, of a decode step and of a layer of experts."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from cosmos_rl_core.parallel.axes import expert
+from cosmos_rl_core.parallel.axes.expert import grouped_linear
+from cosmos_rl_core.parallel.device import log_choice, to_device
+from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from cosmos_rl_core.testing.pretend_record import Record
+from cosmos_rl_core.types import Sampling, Share
+from cosmos_rl_llm.data.collate import pack_batch
+from cosmos_rl_llm.domain import _recommend_vllm
+from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
+from cosmos_rl_llm.model.miniature import miniature
+from cosmos_rl_llm.policy.policy import CausalLMPolicy
+from cosmos_rl_llm.policy.probe import probe_samples
+
+pytestmark = pytest.mark.cuda_dry
+
+
+def small(kind, **values):
+    config = type(AutoConfig.for_model(kind))(**values)
+    return miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+
+
+def one_microbatch():
+    (microbatch,) = pack_batch(probe_samples(), microbatch_terms=10**6, share=Share(), metrics={}).microbatches
+    return microbatch
+
+
+def trained(policy, microbatch):
+    """The gradient of one microbatch as the trainer adds it, on the CPU afterwards."""
+    outputs = policy.forward(microbatch, with_entropy=True)
+    terms = to_device(microbatch.terms, outputs.logprobs.device)
+    loss = ((outputs.logprobs - terms.rollout_logprobs) * terms.loss_mask + 0.1 * outputs.entropy).sum()
+    loss.backward()
+    return [p.grad for p in policy.module.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "falcon_h1", "qwen3_moe", "gpt_oss"])
+def test_a_microbatch_waits_for_nothing(kind):
+    """Packed, unpacked and with experts: two copies to the GPU, both from pinned memory, none back."""
+    values = {"sliding_window": 4096} if kind == "gpt_oss" else {}
+    with pretend_cuda() as record, pytest.MonkeyPatch.context() as patch:
+        patch.setattr("cosmos_rl_llm.policy.kernels.available", lambda device: {"flash"})
+        policy = CausalLMPolicy(small(kind, **values).to("cuda"))
+        policy.forward(one_microbatch())
+        record.clear()
+        gradients = trained(policy, one_microbatch())
+    assert not record.synchronisations, record
+    assert not record.uploads, record
+    assert not record.mismatches, record
+    assert record.streams == {"to the GPU, default stream, MainThread": 2}
+    wanted = trained(CausalLMPolicy(small(kind, **values)), one_microbatch())
+    for mine, right in zip(gradients, wanted, strict=True):
+        torch.testing.assert_close(mine.held, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [None, torch.ones(4, 16)])
+def test_experts_multiply_in_bfloat16_under_autocast_on_a_gpu(bias):
+    rows, weight, ends = torch.randn(6, 8), torch.randn(4, 8, 16), torch.tensor([2, 2, 5, 6], dtype=torch.int32)
+    with pretend_cuda() as record:
+        given = [
+            None if x is None else x.to("cuda").requires_grad_(x.is_floating_point()) for x in (rows, weight, bias)
+        ]
+        record.clear()
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            found = grouped_linear(given[0], given[1], ends.to("cuda"), bias=given[2])
+        found.float().sum().backward()
+        assert not record.synchronisations and not record.mismatches
+    assert found.dtype == torch.bfloat16 and given[1].grad.dtype == torch.float32
+    wanted = grouped_linear(rows, weight, ends, bias=bias)
+    assert wanted.dtype == torch.float32
+    torch.testing.assert_close(found.held.float(), wanted, rtol=0.02, atol=0.1)
+
+
+def test_a_dispatch_over_ranks_waits_once_for_its_splits(monkeypatch):
+    """One host copy for each layer of experts and pass: the rows for and from each rank."""
+    monkeypatch.setattr(expert, "_all_to_all", lambda rows, came, left, axis: rows.clone())
+    alone = SimpleNamespace(size=lambda: 1, get_group=lambda: None)
+    hidden, gates = torch.randn(5, 8), torch.rand(5, 2)
+    chosen = torch.tensor([[0, 3], [1, 2], [3, 0], [2, 1], [1, 3]])
+    wanted = (hidden[:, None] * gates[..., None]).sum(1)
+    with pretend_cuda() as record:
+        on_gpu = [x.to("cuda") for x in (hidden, chosen, gates)]
+        record.clear()
+        rows, ends, exchange = expert.dispatch(on_gpu[0], on_gpu[1], num_experts=4, axis=alone)
+        found = expert.combine(rows, on_gpu[2], exchange)
+        assert record.synchronisations.total() == 1, record
+        assert not record.uploads and not record.mismatches
+    torch.testing.assert_close(found.held, wanted)
+    assert ends.held.tolist() == [2, 5, 7, 10]
+
+
+def engine_requests(**sampling):
+    return [
+        Request(
+            prompt_tokens=np.concatenate([each.prompt_tokens, each.tokens]),
+            num_samples=2,
+            first_sample=0,
+            sampling=Sampling(max_terms=6, **sampling),
+            seed=seed,
+        )
+        for seed, each in enumerate(probe_samples())
+    ]
+
+
+def generated(device, record, *, sampling, budget):
+    """Sampled tokens and their log-probabilities; each pass keeps to its budget and sends from pinned memory alone."""
+    model = small("qwen3").to(device)
+    batch = RunningBatch(model, decode=lambda _: "", stop_ids=(), max_sequences=8, cache_terms=2**12)
+    requests = engine_requests(**sampling)
+    record.clear()
+    batch.admit(requests, version=0)
+    assert record.synchronisations.total() <= budget, record
+    while batch.sequences:
+        record.clear()
+        batch.step(version=0)
+        assert record.synchronisations.total() <= budget, record
+        assert not record.uploads, record
+        assert not record.mismatches and not record.math_attention, record
+    return [(s.tokens, s.logprobs) for request in requests for s in request.sequences]
+
+
+@pytest.mark.parametrize(("sampling", "budget"), [({}, 1), ({"temperature": 0.0}, 1), ({"top_p": 0.9}, 2)])
+def test_a_decode_step_waits_once(sampling, budget):
+    """Tokens and log-probabilities come in one copy; the nucleus of top-p has a size that the host must know."""
+    with torch.inference_mode():
+        with pretend_cuda() as record:
+            found = generated("cuda", record, sampling=sampling, budget=budget)
+        wanted = generated("cpu", Record(), sampling=sampling, budget=0)
+    assert [tokens for tokens, _ in found] == [tokens for tokens, _ in wanted]
+    np.testing.assert_allclose([x for _, x in found], [x for _, x in wanted], rtol=1e-5, atol=1e-6)
+
+
+def test_the_slow_engine_of_a_gpu_is_named_once(capfd):
+    log_choice.cache_clear()
+    for device, installed in (("cpu", True), ("cuda", False), ("cuda", True), ("cuda", True)):
+        _recommend_vllm(device, installed=installed)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("engine: torch") and 'rollout.engine = "vllm"' in line
