@@ -25,7 +25,7 @@ class Wire:
     def __init__(self, source, target, weights, live, *, kind, bucket_bytes=512):
         made = plan(source, target, bucket_bytes=bucket_bytes)
         self.buckets = made.stream(0, 0)
-        memory = LiveWeights(source, rank=0, wire_dtypes=made.wire_dtypes)
+        memory = LiveWeights(source, rank=0)
         self.outgoing = Outgoing(source, memory, rank=0, wire_dtypes=made.wire_dtypes, full_every=1000)
         self.landing = kind(target, live, rank=0, wire_dtypes=made.wire_dtypes)
         self.weights, self.pool = weights, ThreadPoolExecutor(1)

@@ -211,7 +211,7 @@ def test_weights_that_travel_in_fewer_bits_change_where_those_bits_do():
 
 def test_in_place_a_live_dtype_that_cannot_hold_the_bits_gets_no_deltas():
     async def script(stack):
-        trainer = opened(stack, Trainer())
+        trainer = opened(stack, Trainer(wire_dtype="float32"))
         engine = opened(stack, Engine(trainer.publisher.address, dtype=torch.bfloat16, staging="in_place"))
         for _ in range(3):
             published = await trainer.step(0.01)

@@ -13,7 +13,6 @@ from transfer_samples import TOKEN, Watched
 from cosmos_rl_transfer import Manifest, Publisher, Subscriber
 from cosmos_rl_transfer.content.delta import Change, Extent, encode
 from cosmos_rl_transfer.content.digest import bucket_hash, tensor_sum
-from cosmos_rl_transfer.content.proof import Form
 from cosmos_rl_transfer.layout.box import Box
 from cosmos_rl_transfer.planning.bucket import Bucket, Piece
 from cosmos_rl_transfer.publish.supply import Slots
@@ -174,14 +173,14 @@ class TakesDeltas:
 
 
 def test_a_delta_is_written_as_it_was_hashed_also_if_its_slot_is_taken_back_in_between():
-    bucket = Bucket(0, 0, 0, (Piece("w", Box((0,), (100,)), 0),), 400)
+    bucket = Bucket(0, 0, 0, (Piece("w", Box((0,), (100,)), 0, "float32"),), 400)
     change = Change(np.array([3, 70]), np.array([5, 6], np.uint32))
     slot = encode([change], [Extent(100, 4)])
     landing = TakesDeltas(slot)
     view = slot.view()
     view.flags.writeable = False
     feed = OneSlot((bucket,), Data(0, slot.nbytes, bucket_hash(slot), (0,), slot=0, delta=True), view)
-    puller = Puller(landing, rank=0, bucket_bytes=400, forms={"w": Form((100,), 4)})
+    puller = Puller(landing, rank=0, bucket_bytes=400)
     with ThreadPoolExecutor(1) as pool:
         puller.pull([(feed, 1)], version=1, pool=pool, done=Pulled())
     assert landing.values == [[5, 6]]
@@ -205,5 +204,5 @@ def test_what_is_cast_into_live_tensors_is_what_was_hashed():
     sums = (tensor_sum(slot.view(np.uint32), box, (100,)),)
     view = slot.view(TakenBack)
     view.setflags(write=False)
-    landed = landing.write(Bucket(0, 0, 0, (Piece("w", box, 0),), 400), view, sums)
+    landed = landing.write(Bucket(0, 0, 0, (Piece("w", box, 0, "float32"),), 400), view, sums)
     assert not landed or (live["w"] == 1.0).all()

@@ -201,7 +201,7 @@ class SyncSection(Strict):
     transport: str = Field(default="auto", min_length=1)
     """"shm", "tcp" or "nixl"; "auto" selects the fastest one available between two processes."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Data type to which wider weights are cast for the transfer. Not set: no cast."""
+    """Data type to which wider weights are cast for the transfer. Not set: that of the engine."""
     bucket_bytes: int | None = Field(default=None, ge=4096)
     """Size of the buckets in which weights are hashed and transferred; each side allocates two. Not set: 4 MiB, or
     64 MiB if the policy is on a GPU."""

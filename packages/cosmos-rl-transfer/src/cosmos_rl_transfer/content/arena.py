@@ -1,7 +1,7 @@
 """One rank's tensors end to end in one block of host memory, in their wire dtypes.
 
 A publisher's copy (publish/outgoing.py) and a subscriber's shadow (pull/landing.py) are arenas. Elements are unsigned
-integers of their width: nothing here casts.
+integers of their width. A reader that takes another dtype gets its pieces cast while they are packed.
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import torch
+
 from cosmos_rl_transfer.content.digest import copy_sum, tensor_sum
-from cosmos_rl_transfer.content.raw import Raw, Run, raw_view
-from cosmos_rl_transfer.content.staging import host_memory
+from cosmos_rl_transfer.content.raw import Raw, Run, raw_view, same_width
+from cosmos_rl_transfer.content.staging import as_torch, host_memory
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece, aligned
 
@@ -70,11 +72,17 @@ class Arena:
         inside = piece.box.within(self.places[piece.name].box)
         return self.tensor(piece.name)[(*inside.slices(), ...)]
 
+    def sends(self, bucket: Bucket) -> bool:
+        """Whether all pieces travel in the dtypes of the arena."""
+        return all(piece.dtype == self.places[piece.name].dtype for piece in bucket.pieces)
+
     def runs(self, bucket: Bucket) -> list[Run] | None:
         """Return the bucket's bytes in place, or None where they have to be packed."""
         found = []
         for piece in bucket.pieces:
             place = self.places[piece.name]
+            if piece.dtype != place.dtype:
+                return None
             inside = piece.box.within(place.box)
             num_bytes = piece.box.numel * place.item_bytes
             if num_bytes < DIRECT_BYTES or not inside.is_contiguous(place.box.shape):
@@ -101,9 +109,16 @@ class Arena:
     def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
         """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash.
 
-        Padding stays as it is.
+        Casts pieces that travel in another dtype. Padding stays as it is.
         """
-        return tuple(self._copied(self.piece(p), self._packed(out, p), p) for p in bucket.pieces)
+        return tuple(self._copied(self._cast(p), self._packed(out, p), p) for p in bucket.pieces)
+
+    def _cast(self, piece: Piece) -> Raw:
+        """Return a piece's elements in the dtype in which it travels."""
+        held, dtype = self.piece(piece), self.places[piece.name].dtype
+        if piece.dtype == dtype:
+            return held
+        return same_width(as_torch(held, dtype).to(getattr(torch, piece.dtype)))
 
     def scatter(self, data: Raw, bucket: Bucket) -> tuple[int, ...]:
         """Write a bucket's packed bytes to their places in the arena and return each piece's additive hash."""
@@ -114,7 +129,7 @@ class Arena:
         return tuple(tensor_sum(self.piece(p), p.box, self.places[p.name].shape) for p in bucket.pieces)
 
     def _packed(self, data: Raw, piece: Piece) -> Raw:
-        return raw_view(data, piece.at, piece.box.shape, self.places[piece.name].item_bytes)
+        return raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[piece.dtype])
 
     def _copied(self, source: Raw, target: Raw, piece: Piece) -> int:
         return copy_sum(source, target, piece.box, self.places[piece.name].shape)

@@ -15,21 +15,13 @@ from cosmos_rl_transfer.content.raw import Raw, raw_view
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """The shape and type of a tensor."""
-
-    shape: tuple[int, ...]
-    """Of the whole tensor."""
-    item_bytes: int
-    """Of one element as it travels."""
+Shape = tuple[int, ...]
 
 
-def forms_of(manifest: Manifest, wire_dtypes: Mapping[str, str]) -> dict[str, Form]:
-    """Return the form of each of a manifest's tensors, tied names too, as they travel."""
-    forms = {name: Form(spec.shape, ITEM_BYTES[wire_dtypes[name]]) for name, spec in manifest.specs.items()}
-    return forms | {alias: forms[name] for alias, name in manifest.tied.items()}
+def shapes_of(manifest: Manifest) -> dict[str, Shape]:
+    """Return the shape of each of a manifest's tensors, tied names too."""
+    shapes = {name: spec.shape for name, spec in manifest.specs.items()}
+    return shapes | {alias: shapes[name] for alias, name in manifest.tied.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,24 +32,24 @@ class Proof:
     """Additive hash of each piece."""
 
 
-def packed_pieces(bucket: Bucket, data: Raw, forms: Mapping[str, Form]) -> Iterable[tuple[Piece, Raw]]:
+def packed_pieces(bucket: Bucket, data: Raw) -> Iterable[tuple[Piece, Raw]]:
     """Yield each piece with its elements [*box.shape] in packed bytes uint8 [bucket.num_bytes]."""
     for piece in bucket.pieces:
-        yield piece, raw_view(data, piece.at, piece.box.shape, forms[piece.name].item_bytes)
+        yield piece, raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[piece.dtype])
 
 
-def run_pieces(bucket: Bucket, runs: Iterable[Raw], forms: Mapping[str, Form]) -> Iterable[tuple[Piece, Raw]]:
+def run_pieces(bucket: Bucket, runs: Iterable[Raw]) -> Iterable[tuple[Piece, Raw]]:
     """Yield each piece with its elements [*box.shape] out of its own bytes uint8 [n]."""
     for piece, run in zip(bucket.pieces, runs):
-        yield piece, raw_view(run, 0, piece.box.shape, forms[piece.name].item_bytes)
+        yield piece, raw_view(run, 0, piece.box.shape, ITEM_BYTES[piece.dtype])
 
 
-def prove(pieces: Iterable[tuple[Piece, Raw]], forms: Mapping[str, Form]) -> Proof:
+def prove(pieces: Iterable[tuple[Piece, Raw]], shapes: Mapping[str, Shape]) -> Proof:
     """Hash pieces in their order; each array [*box.shape] is contiguous."""
     state, sums = xxhash.xxh3_64(), []
     for piece, array in pieces:
         state.update(array.reshape(-1).view(np.uint8).data)
-        sums.append(tensor_sum(array, piece.box, forms[piece.name].shape))
+        sums.append(tensor_sum(array, piece.box, shapes[piece.name]))
     return Proof(state.intdigest(), tuple(sums))
 
 
@@ -69,9 +61,9 @@ def pieces_hash(pieces: Iterable[tuple[Piece, Raw]]) -> int:
     return state.intdigest()
 
 
-def gain(piece: Piece, form: Form, positions: Raw, *, old: Raw, new: Raw) -> int:
+def gain(piece: Piece, shape: Shape, positions: Raw, *, old: Raw, new: Raw) -> int:
     """Return what a piece's additive hash gains where elements at int64 `positions` [k] in its box change."""
-    at = outward(positions, piece.box.shape, row_strides(form.shape), piece.box.start(form.shape))
+    at = outward(positions, piece.box.shape, row_strides(shape), piece.box.start(shape))
     return sum_change(at, old, new)
 
 

@@ -29,6 +29,8 @@ class Piece(NamedTuple):
     """In checkpoint coordinates."""
     at: int
     """First byte inside the bucket."""
+    dtype: str
+    """Dtype in which it travels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,7 @@ def split(box: Box, item_bytes: int, most_bytes: int) -> Iterator[Box]:
 def pack(
     names: Sequence[str],
     boxes: Sequence[Box],
+    dtypes: Sequence[str],
     sizes: np.ndarray[Any, Any],
     *,
     source: int,
@@ -83,7 +86,7 @@ def pack(
         base = int(starts[first])
         stop = int(np.searchsorted(ends, base + most_bytes, side="right"))
         places = (starts[first:stop] - base).tolist()
-        pieces = tuple(map(Piece, names[first:stop], boxes[first:stop], places))
+        pieces = tuple(map(Piece, names[first:stop], boxes[first:stop], places, dtypes[first:stop]))
         buckets.append(Bucket(source, target, len(buckets), pieces, int(ends[stop - 1]) - base))
         first = stop
     return tuple(buckets)

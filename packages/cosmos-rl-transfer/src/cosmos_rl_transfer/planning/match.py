@@ -56,14 +56,17 @@ class Match:
         check_match(source, target)
         names = list(target.specs)
         origins = [source.canonical(name) for name in names] if source.tied else names
-        samples = {spec.dtype: spec for spec in source.specs.values()}
-        travels = {dtype: wire_dtype_of(spec, wire_dtype) for dtype, spec in samples.items()}
+        pairs = [(source.specs[origin].dtype, target.specs[name].dtype) for name, origin in zip(names, origins)]
+        samples = dict(zip(pairs, origins))
+        travels = {
+            pair: wire_dtype_of(source.specs[origin], wire_dtype, wanted=pair[1]) for pair, origin in samples.items()
+        }
         dtypes = list(dict.fromkeys(travels.values()))
-        place = {dtype: dtypes.index(wire) for dtype, wire in travels.items()}
+        place = {pair: dtypes.index(wire) for pair, wire in travels.items()}
         columns = (
             [source.cut_of[name] for name in origins],
             target.cut_numbers,
-            [place[source.specs[name].dtype] for name in origins],
+            [place[pair] for pair in pairs],
         )
         return cls(
             source=source,
@@ -119,8 +122,13 @@ def _groups(keys: Ints) -> tuple[Ints, Ints, Ints]:
     return order[starts], np.diff(starts, append=len(keys)), order
 
 
-def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None) -> str:
-    """Return a tensor's wire dtype: `wire_dtype` if that makes a floating tensor narrower, else its own."""
+def wire_dtype_of(spec: WeightSpec, wire_dtype: str | None, *, wanted: str | None = None) -> str:
+    """Return a tensor's wire dtype: `wire_dtype` if that makes a floating tensor narrower, else its own.
+
+    wanted: the target's dtype, which takes the place of a `wire_dtype` that is not set.
+    """
+    if wire_dtype is None and wanted is not None and is_floating(wanted):
+        wire_dtype = wanted
     for dtype in (spec.dtype, wire_dtype or spec.dtype):
         if dtype not in ITEM_BYTES:
             raise LayoutError(f"{spec.name}: dtype {dtype} cannot be transferred; known: {', '.join(ITEM_BYTES)}")

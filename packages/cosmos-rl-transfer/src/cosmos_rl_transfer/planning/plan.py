@@ -226,9 +226,9 @@ def plan(
 
     target: one rollout replica, or several with their ranks in `Manifest.replicas`; the plan for several is the union
     of what each plans alone at `position`, `position` + 1, ... wire_dtype: what floating tensors are cast to on the way
-    where that is narrower. relay: whether equal target ranks pass buckets on; "auto": where their NICs are faster
-    together than the source's. Raises LayoutError with tensor, shapes and ranks, where names, shapes or dtypes do not
-    match or nobody holds a part of a target's box.
+    where that is narrower; None: the target's dtype. relay: whether equal target ranks pass buckets on; "auto": where
+    their NICs are faster together than the source's. Raises LayoutError with tensor, shapes and ranks, where names,
+    shapes or dtypes do not match or nobody holds a part of a target's box.
     """
     if bucket_bytes < max(ITEM_BYTES.values()):
         raise LayoutError(f"bucket_bytes = {bucket_bytes} is smaller than one element")

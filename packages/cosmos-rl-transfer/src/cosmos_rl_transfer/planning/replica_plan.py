@@ -155,6 +155,7 @@ class ReplicaPlan:
         return pack(
             names,
             boxes,
+            list(map(self.match.wire_dtypes.__getitem__, names)),
             np.array(sizes, np.int64)[place],
             source=source,
             target=target,

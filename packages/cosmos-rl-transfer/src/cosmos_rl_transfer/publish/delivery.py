@@ -158,7 +158,7 @@ class Delivery:
         with supply.versions.reading(lease, index) as copied:
             own = supply.copy(bucket, copied)
         supply.versions.read(lease, index)
-        data = self._head(lease, index, packed_pieces(bucket, own, supply.forms), [])
+        data = self._head(lease, index, packed_pieces(bucket, own), [])
 
         def send() -> None:
             self._transmit(data, [Run(own, 0)], supply.link_outlet)
@@ -191,7 +191,7 @@ class Delivery:
             self._being_read[index] = lease, hold
         if delta is None:
             bucket = self._buckets[index]
-            proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out, self._supply.forms), sums=sums)
+            proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out), sums=sums)
         else:
             proof = Proof(bucket_hash(out), delta.sums)
         self._supply.slots.start_reading(hold)
@@ -218,12 +218,12 @@ class Delivery:
 
     def _send_runs(self, lease: Lease, index: int, runs: list[Run]) -> None:
         """In the sender: out of live memory, or out of a copy if a fence came first."""
-        bucket, forms = self._buckets[index], self._supply.forms
+        bucket = self._buckets[index]
         try:
             with self._supply.versions.reading(lease, index) as copied:
                 live = copied is None
                 if live:
-                    head = self._head(lease, index, run_pieces(bucket, [run.data for run in runs], forms), runs)
+                    head = self._head(lease, index, run_pieces(bucket, [run.data for run in runs]), runs)
             if live:
                 with self._supply.versions.reading(lease, index, sending=True) as copied:
                     live = copied is None
@@ -250,7 +250,7 @@ class Delivery:
         with self._supply.versions.reading(lease, index) as copied:
             assert copied is not None, "a fence has come"
             runs = [Run(copied, 0)]
-            pieces = packed_pieces(self._buckets[index], copied, self._supply.forms)
+            pieces = packed_pieces(self._buckets[index], copied)
             self._transmit(self._head(lease, index, pieces, runs), runs)
         self._supply.versions.read(lease, index)
 

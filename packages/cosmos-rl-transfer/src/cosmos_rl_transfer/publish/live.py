@@ -23,12 +23,13 @@ if TYPE_CHECKING:
 class LiveWeights:
     """One rank's parts of the weights."""
 
-    def __init__(self, manifest: Manifest, *, rank: int, wire_dtypes: Mapping[str, str]) -> None:
+    def __init__(self, manifest: Manifest, *, rank: int) -> None:
         self._held = {spec.name: (spec, box) for spec, box in manifest.held_by(rank)}
         self._names = manifest.specs.keys() | manifest.tied.keys()
         self._tied = manifest.tied
-        self._wire = wire_dtypes
-        self._parts: dict[str, LivePart] = {}
+        self._weights: Mapping[str, Tensor] = {}
+        self._parts: dict[tuple[str, str], LivePart] = {}
+        """By name and the dtype in which it travels."""
 
     def check(self, weights: Mapping[str, Tensor]) -> None:
         """Raise LayoutError unless `weights` are this rank's parts of the manifest."""
@@ -41,14 +42,12 @@ class LiveWeights:
 
     def bind(self, weights: Mapping[str, Tensor]) -> None:
         """Read these tensors from now on."""
-        self._parts = {
-            name: LivePart(weights[name], box, shape=spec.shape, dtype=self._wire[name])
-            for name, (spec, box) in self._held.items()
-        }
+        self._weights, self._parts = weights, {}
 
     def exposable(self) -> list[Raw]:
         """Return the bytes of the tensors that `runs` may return parts of."""
-        return [flat for part in self._parts.values() if (flat := part.flat) is not None]
+        parts = (self._as_sent(name, spec.dtype) for name, (spec, _) in self._held.items())
+        return [flat for part in parts if (flat := part.flat) is not None]
 
     def runs(self, bucket: Bucket) -> list[Run] | None:
         """Return the bucket's bytes in place, or None where they have to be packed."""
@@ -90,4 +89,11 @@ class LiveWeights:
 
     def _part(self, piece: Piece) -> LivePart:
         """Return the part of a piece's tensor; targets may have names of their own for tied tensors."""
-        return self._parts[self._tied.get(piece.name, piece.name)]
+        return self._as_sent(self._tied.get(piece.name, piece.name), piece.dtype)
+
+    def _as_sent(self, name: str, dtype: str) -> LivePart:
+        part = self._parts.get((name, dtype))
+        if part is None:
+            spec, box = self._held[name]
+            part = self._parts[name, dtype] = LivePart(self._weights[name], box, shape=spec.shape, dtype=dtype)
+        return part

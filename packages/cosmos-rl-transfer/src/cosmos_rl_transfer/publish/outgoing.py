@@ -30,7 +30,7 @@ from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, inward, outward, row_strides, widen
 from cosmos_rl_transfer.content.digest import add
 from cosmos_rl_transfer.content.gpu import SideStream
-from cosmos_rl_transfer.content.proof import Form, gain
+from cosmos_rl_transfer.content.proof import gain
 from cosmos_rl_transfer.content.raw import Raw, same_width, torch_view
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout.dtensor import local
@@ -219,6 +219,9 @@ class Outgoing:
 
         side: for weights on a GPU, which are always read from the copy.
         """
+        self._manifest, self._rank = manifest, rank
+        self._wanted: dict[str, str] = {}
+        """Widest dtype, by tensor, that targets which joined take."""
         self.arena = Arena(manifest, rank=rank, wire_dtypes=wire_dtypes)
         self.version = self.base = -1
         """The version it holds, and the one that deltas start from: -1 for none."""
@@ -248,6 +251,27 @@ class Outgoing:
             self.version, self.base, self.bypass, self._broken = version, -1, True, False
             self._behind.clear()
             self._bypass_left -= 1
+
+    def want(self, wire_dtypes: Mapping[str, str]) -> None:
+        """Keep these dtypes from the next version on, or wider ones that another target takes."""
+        with self._changed:
+            for name in self.arena.names:
+                known, dtype = self._wanted.get(name), wire_dtypes[name]
+                self._wanted[name] = dtype if known is None or ITEM_BYTES[known] < ITEM_BYTES[dtype] else known
+
+    def adapt(self) -> bool:
+        """Allocate the copy anew if its dtypes are not those that targets take; return whether that was so.
+
+        Nobody reads it meanwhile.
+        """
+        held = {name: self.arena.places[name].dtype for name in self.arena.names}
+        with self._changed:
+            wanted = held | self._wanted
+            if wanted == held:
+                return False
+            self.arena = Arena(self._manifest, rank=self._rank, wire_dtypes=wanted)
+            self._broken = True  # the next version is complete
+        return True
 
     def begin(self, version: int) -> None:
         """Make readers wait for `version` from now on."""
@@ -305,7 +329,7 @@ class Outgoing:
         Raises Superseded if the copy went on to another version meanwhile.
         """
         self._wait(bucket)
-        if base < 0 or (base, version) != (self.base, self.version):
+        if base < 0 or (base, version) != (self.base, self.version) or not self.arena.sends(bucket):
             return None
         extents = [Extent(p.box.numel, self.arena.places[p.name].item_bytes) for p in bucket.pieces]
         selected: list[_Selected] = []
@@ -371,4 +395,4 @@ class Outgoing:
     def _gain(self, piece: Piece, found: _Selected) -> int:
         place = self.arena.places[piece.name]
         new = self.arena.flat(piece.name)[found.at]
-        return gain(piece, Form(place.shape, place.item_bytes), found.positions, old=found.old, new=new)
+        return gain(piece, place.shape, found.positions, old=found.old, new=new)

@@ -20,9 +20,9 @@ import asyncio
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from math import prod
 from typing import TYPE_CHECKING, Any
 
-from cosmos_rl_core.types import WeightSpec
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, GPU_BUCKET_BYTES, RankExchange
 from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.content.gpu import SideStream, computed, gpu_of
@@ -65,19 +65,19 @@ class Publisher:
         """Allocate two slots of a bucket each and start to listen.
 
         token: the run's secret. bucket_bytes: None for 4 MiB, or 64 MiB where the weights are on a GPU. wire_dtype:
-        what wider floating tensors travel in ("bfloat16"); None: their own. bind: address to listen on. manifest, rank:
-        what all ranks that publish together hold, and which of them this is; `weights` are then this rank's parts.
-        None: read off the tensors, whole ones or DTensors. patience_s: how long `fence` waits for readers before it
-        copies, and how long a reader may keep a slot that others wait for. timeout_s: how long a send may stand still.
-        delta: send only what changed to whoever has the version before, where that is shorter. Costs a copy of the
-        weights in host memory, out of which versions are read. full_every: after so many versions one is sent whole.
-        relay: whether subscribers that want the same buckets pass them on to one another; "auto": without deltas, where
-        they have more hosts than publishers.
+        what wider floating tensors travel in ("bfloat16"); None: the subscriber's dtype. bind: address to listen on.
+        manifest, rank: what all ranks that publish together hold, and which of them this is; `weights` are then this
+        rank's parts. None: read off the tensors, whole ones or DTensors. patience_s: how long `fence` waits for readers
+        before it copies, and how long a reader may keep a slot that others wait for. timeout_s: how long a send may
+        stand still. delta: send only what changed to whoever has the version before, where that is shorter. Costs a
+        copy of the weights in host memory, out of which versions are read. full_every: after so many versions one is
+        sent whole. relay: whether subscribers that want the same buckets pass them on to one another; "auto": without
+        deltas, where they have more hosts than publishers.
         """
         digest.compiled()  # not while a subscriber waits
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
-        self._memory = LiveWeights(manifest, rank=rank, wire_dtypes=wire)
+        self._memory = LiveWeights(manifest, rank=rank)
         self._memory.check(weights)
         device = gpu_of(weights.values())
         side = self._side = SideStream(device) if device is not None else None
@@ -86,7 +86,7 @@ class Publisher:
         staged = self._staged = StagedWeights(self._memory, side) if side is not None and copy is None else None
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-copy")
         self._copying: Future[Fenced] | None = None  # the pass that copies a version out of the live tensors
-        self._num_bytes = sum(box.numel * ITEM_BYTES[wire[spec.name]] for spec, box in manifest.held_by(rank))
+        self._sizes = {spec.name: box.numel for spec, box in manifest.held_by(rank)}
         self._patience_s, self._newest = patience_s, -1
         self._supply = Supply(
             copy or staged or self._memory,
@@ -108,6 +108,11 @@ class Publisher:
     def publishes_from(self, num_hosts: int) -> None:
         """Set the number of hosts of the ranks that publish together."""
         self._supply.holders.num_hosts = num_hosts
+
+    def num_bytes(self, sizes: Mapping[str, int]) -> float:
+        """Return the bytes of so many elements of each tensor, in the dtypes in which they last travelled."""
+        dtypes = self._supply.wire_dtypes
+        return float(sum(numel * ITEM_BYTES[dtypes[name]] for name, numel in sizes.items()))
 
     @property
     def sent_bytes(self) -> int:
@@ -146,7 +151,7 @@ class Publisher:
                 self._outgoing.start_bypass(version)
             self._outlet.expose(self._memory.exposable())
             self._versions.publish(version)
-        return {"sync_bytes": float(self._num_bytes), "sync_s": time.perf_counter() - started}
+        return {"sync_bytes": self.num_bytes(self._sizes), "sync_s": time.perf_counter() - started}
 
     async def fence(self) -> Mapping[str, float]:
         """Wait until the tensors may change; return `sync_stall_s` and `sync_copied_bytes`.
@@ -170,7 +175,7 @@ class Publisher:
     def _copy_out(self, outgoing: Outgoing, version: int, weights: Mapping[str, Tensor]) -> Fenced:
         """In a thread: copy a version, while it is read as far as it is copied."""
         done = self._versions.fence(patience_s=self._patience_s)
-        if outgoing.bypass:
+        if outgoing.adapt() or outgoing.bypass:
             self._outlet.expose([outgoing.arena.memory])
         outgoing.begin(version)
         self._versions.publish(version)
@@ -211,7 +216,7 @@ class RankPublisher:
         self._address = SEPARATOR.join(addresses)
         if self._publisher is not None:
             self._publisher.publishes_from(len({address.rpartition(":")[0] for address in addresses}))
-        self._num_bytes = sum(_num_bytes(spec, wire_dtype) for spec in manifest.specs.values())
+        self._sizes = {spec.name: prod(spec.shape) for spec in manifest.specs.values()}
 
     @property
     def address(self) -> str:
@@ -225,7 +230,7 @@ class RankPublisher:
         if self._publisher is None:
             return {}
         metrics = await self._publisher.publish(version, weights, ready=ready)
-        return {**metrics, "sync_bytes": float(self._num_bytes)}
+        return {**metrics, "sync_bytes": self._publisher.num_bytes(self._sizes)}
 
     async def fence(self) -> Mapping[str, float]:
         """As `Publisher.fence`: this rank's parts may change afterwards."""
@@ -242,11 +247,3 @@ def own_part(weights: Mapping[str, Tensor], *, rank: int) -> Manifest:
     whole = Manifest.from_tensors(weights, rank=rank)
     held = (TensorLayout(x.spec, {rank: x.boxes[rank]} if rank in x.boxes else {}) for x in whole.layouts)
     return Manifest(tuple(held), whole.tied)
-
-
-def _num_bytes(spec: WeightSpec, wire_dtype: str | None) -> int:
-    """Bytes of the whole tensor as it travels."""
-    num_elements = 1
-    for size in spec.shape:
-        num_elements *= size
-    return num_elements * ITEM_BYTES[wire_dtype_of(spec, wire_dtype)]

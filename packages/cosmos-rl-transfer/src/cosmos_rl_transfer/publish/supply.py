@@ -21,7 +21,7 @@ from typing import Protocol
 
 import numpy as np
 
-from cosmos_rl_transfer.content.proof import Proof, Proofs, forms_of, pieces_hash, prove
+from cosmos_rl_transfer.content.proof import Proof, Proofs, pieces_hash, prove, shapes_of
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.layout.manifest import Manifest
@@ -177,13 +177,15 @@ class Supply:
         """Allocate two slots of a bucket each.
 
         manifest, rank: what all ranks of this side hold, and which of them this is. wire_dtypes: by tensor, the dtype
-        it travels in; wire_dtype: the option they follow from. outgoing: the same object as `memory` where deltas are
-        on; staged: the same where the weights are on a GPU. partial: the buckets that a subscriber relays. Raises
-        TransportUnavailable where `transport` cannot serve.
+        it travels in before a target has joined; wire_dtype: the option. outgoing: the same object as `memory` where
+        deltas are on; staged: the same where the weights are on a GPU. partial: the buckets that a subscriber relays.
+        Raises TransportUnavailable where `transport` cannot serve.
         """
         self.memory, self.manifest, self.rank = memory, manifest, rank
         self.wire_dtype, self.bucket_bytes = wire_dtype, bucket_bytes
-        self.forms = forms_of(manifest, wire_dtypes)
+        self.wire_dtypes = wire_dtypes
+        """Dtype by tensor in which weights travel to the target that joined last."""
+        self._shapes = shapes_of(manifest)
         self.outgoing, self.partial, self._staged = outgoing, partial, staged
         self.spare = Spare(bucket_bytes)
         self.versions = Versions(recycle=self.spare.give)
@@ -217,6 +219,9 @@ class Supply:
                     wire_dtype=self.wire_dtype,
                     position=position,
                 )
+                self.wire_dtypes = self._plans[key].wire_dtypes
+                if self.outgoing is not None:
+                    self.outgoing.want(self.wire_dtypes)
                 while len(self._plans) > MOST_PLANS:
                     del self._plans[next(iter(self._plans))]
             return self._plans[key]
@@ -246,7 +251,7 @@ class Supply:
         """Return the hashes of a version's bucket, computed once; `sums`: its pieces' additive hashes, if known."""
         proof = self.proofs.get(version, bucket)
         if proof is None:
-            proof = prove(pieces, self.forms) if sums is None else Proof(pieces_hash(pieces), sums)
+            proof = prove(pieces, self._shapes) if sums is None else Proof(pieces_hash(pieces), sums)
             self.proofs.keep(version, bucket, proof)
             if self.outgoing is not None:
                 self.outgoing.keep_sums(version, bucket, proof.sums)

@@ -26,7 +26,7 @@ from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, outward, row_strides
 from cosmos_rl_transfer.content.digest import add, tensor_sum
 from cosmos_rl_transfer.content.gpu import SideStream, gpu_of, pin
-from cosmos_rl_transfer.content.proof import Form, gain
+from cosmos_rl_transfer.content.proof import gain
 from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width
 from cosmos_rl_transfer.content.staging import LivePart
 from cosmos_rl_transfer.layout.dtensor import local
@@ -96,7 +96,13 @@ class Shadow:
         located = [self._located(piece, change) for piece, change in zip(bucket.pieces, changes)]
         flat = [self.arena.flat(piece.name) for piece in bucket.pieces]
         gains = [
-            gain(piece, self._form(piece), change.positions, old=whole[there.positions], new=change.values)
+            gain(
+                piece,
+                self.arena.places[piece.name].shape,
+                change.positions,
+                old=whole[there.positions],
+                new=change.values,
+            )
             for piece, change, there, whole in zip(bucket.pieces, changes, located, flat)
         ]
         if not self._sums.follow(bucket, gains, sums, now=lambda: self.arena.sums(bucket)):
@@ -152,10 +158,6 @@ class Shadow:
         start = piece.box.within(place.box).start(place.box.shape)
         strides = row_strides(place.box.shape)
         return Change(outward(change.positions, piece.box.shape, strides, start), change.values)
-
-    def _form(self, piece: Piece) -> Form:
-        place = self.arena.places[piece.name]
-        return Form(place.shape, place.item_bytes)
 
     def _patches(self, bucket: Bucket, changes: Iterable[Change]) -> Iterable[Patch]:
         for piece, there in zip(bucket.pieces, changes):
@@ -213,10 +215,10 @@ class InPlace:
         with self._on_side():
             for piece, change in zip(bucket.pieces, changes):
                 part = self._live(piece)
-                live, form = part.at(piece.box), Form(part.shape, ITEM_BYTES[part.dtype])
+                live = part.at(piece.box)
                 patches.append(patch := Patch.of(live, change, dtype=part.dtype))
                 old = same_width(patch.before(live.dtype).to(getattr(torch, part.dtype)))
-                gains.append(gain(piece, form, change.positions, old=old, new=change.values))
+                gains.append(gain(piece, part.shape, change.positions, old=old, new=change.values))
             if not self._sums.follow(bucket, gains, sums, now=lambda: [self._sum(piece) for piece in bucket.pieces]):
                 return False
         self._patches[bucket.pieces] = patches

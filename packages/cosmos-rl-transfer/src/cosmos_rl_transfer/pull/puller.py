@@ -21,7 +21,7 @@ import numpy as np
 
 from cosmos_rl_transfer.content.delta import Extent, decode
 from cosmos_rl_transfer.content.digest import bucket_hash
-from cosmos_rl_transfer.content.proof import Form, packed_pieces, pieces_hash
+from cosmos_rl_transfer.content.proof import packed_pieces, pieces_hash
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
@@ -65,13 +65,12 @@ class Pulled:
 class Puller:
     """Fills one rank's landing."""
 
-    def __init__(self, landing: Landing, *, rank: int, bucket_bytes: int, forms: Mapping[str, Form]) -> None:
+    def __init__(self, landing: Landing, *, rank: int, bucket_bytes: int) -> None:
         self.landing = landing
         self.held = -1
         """The version in the landing, -1 for none. The caller of `pull` sets it."""
         self.buffers = [host_memory(bucket_bytes, lazy=True) for _ in range(NUM_BUFFERS)]
         self._rank = rank
-        self._forms = forms
         self._landed: set[tuple[int, int]] = set()
         self.when_landed: Callable[[Bucket], None] = _ignore
         """Called with every verified and landed bucket."""
@@ -264,7 +263,7 @@ class Puller:
                 packed = packed.copy()
             good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)
         else:
-            arrived = pieces_hash(packed_pieces(bucket, packed, self._forms))
+            arrived = pieces_hash(packed_pieces(bucket, packed))
             good = arrived == data.hash and self.landing.write(bucket, packed, data.sums)
         feed.done_with(bucket)
         if good:
@@ -273,7 +272,7 @@ class Puller:
         return good
 
     def _land_delta(self, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
-        extents = [Extent(piece.box.numel, self._forms[piece.name].item_bytes) for piece in bucket.pieces]
+        extents = [Extent(piece.box.numel, ITEM_BYTES[piece.dtype]) for piece in bucket.pieces]
         return self.landing.write_delta(bucket, decode(packed, extents), data.sums)
 
 
@@ -281,11 +280,9 @@ def make_puller(
     target: Manifest, weights: Mapping[str, Tensor], made: Plan, *, rank: int, staging: Staging, bucket_bytes: int
 ) -> Puller:
     """Build the puller of `rank` of `target` for the plan `made`; `weights` are its live tensors."""
-    wire = made.wire_dtypes
-    forms = {name: Form(spec.shape, ITEM_BYTES[wire[name]]) for name, spec in target.specs.items()}
     kind = Shadow if staging == "shadow" else InPlace
-    landing = kind(target, weights, rank=rank, wire_dtypes=wire)
-    return Puller(landing, rank=rank, bucket_bytes=bucket_bytes, forms=forms)
+    landing = kind(target, weights, rank=rank, wire_dtypes=made.wire_dtypes)
+    return Puller(landing, rank=rank, bucket_bytes=bucket_bytes)
 
 
 def _ignore(_: Bucket) -> None:

@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 7
+PROTOCOL = 8
 
 
 Want = Literal["any", "dense", "delta", "link"]
