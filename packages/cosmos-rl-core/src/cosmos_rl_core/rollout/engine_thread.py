@@ -93,7 +93,7 @@ class ThreadedEngine(ABC, Generic[R]):
         """Readable while there are posts; the engine can wait for it together with its other connections."""
         self._closing = self._ended = False
         self._error: BaseException | None = None
-        self._device = torch.cuda.current_device() if torch.cuda.is_available() else None
+        self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         """GPU of the thread that builds the engine; the engine's thread gets the same, as each thread has its own."""
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
 
@@ -169,8 +169,8 @@ class ThreadedEngine(ABC, Generic[R]):
     def _run(self) -> None:
         error: BaseException | None = None
         try:
-            if self._device is not None:
-                torch.cuda.set_device(self._device)
+            if self._gpu is not None:
+                torch.cuda.set_device(self._gpu)
             while self._take_posts(wait_for_one=not self._waiting and not self._is_busy()):
                 self._work()
         except BaseException as caught:  # raised by all waiting tasks
