@@ -11,6 +11,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from cosmos_rl_core.parallel.axes import expert
 from cosmos_rl_core.parallel.axes.expert import grouped_linear
 from cosmos_rl_core.parallel.device import log_choice, to_device
+from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.testing.pretend_record import Record
 from cosmos_rl_core.types import Sampling, Share
@@ -145,3 +146,15 @@ def test_the_slow_engine_of_a_gpu_is_named_once(capfd):
         _recommend_vllm(device, installed=installed)
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("engine: torch") and 'rollout.engine = "vllm"' in line
+
+
+@pytest.mark.parametrize(("gib", "mib"), [(None, 256), (8, 256), (24, 384), (80, 1280), (141, 2048), (192, 2048)])
+def test_logits_take_a_part_of_the_memory_of_the_device(gib, mib):
+    assert logits_budget(None if gib is None else gib * 2**30) == mib * 2**20
+
+
+def test_a_policy_takes_the_logits_budget_of_its_gpu():
+    with pretend_cuda():
+        policy = CausalLMPolicy(small("qwen3").to("cuda"))
+    assert policy.module._logits_bytes == logits_budget(80 * 2**30)
+    assert CausalLMPolicy(small("qwen3")).module._logits_bytes == logits_budget(None)

@@ -40,15 +40,16 @@ def parse_bytes(text: str) -> int:
     return int(float(found[1]) * UNITS[found[2]])
 
 
-def estimate_of(shape: ModelShape, policy: PolicySection) -> MemoryEstimate:
+def estimate_of(shape: ModelShape, policy: PolicySection, *, device_bytes: int | None = None) -> MemoryEstimate:
     """Return the memory of the policy replica's fullest rank, with microbatches of maximum size."""
     dims = ParallelDims.of(policy.parallel, world_size=policy.world_size)
-    return estimate(shape, dims=dims, policy=policy, tokens=policy.microbatch_terms * shape.tokens_per_term)
+    tokens = policy.microbatch_terms * shape.tokens_per_term
+    return estimate(shape, dims=dims, policy=policy, tokens=tokens, device_bytes=device_bytes)
 
 
-def policy_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs:
-    """Return the memory needs of the policy replica's fullest rank."""
-    rank = estimate_of(shape, config.policy)
+def policy_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, device_bytes: int | None = None) -> Needs:
+    """Return the memory needs of the policy replica's fullest rank, on GPUs of `device_bytes` if they are known."""
+    rank = estimate_of(shape, config.policy, device_bytes=device_bytes)
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     memory = config.policy.memory
     offloaded = memory.parameter_offload and dims.world_size > 1
@@ -94,12 +95,14 @@ def _copies_reference(shape: ModelShape, config: RunConfig, counts: CountsMemory
     return counts is None or not counts.is_own_reference(config)
 
 
-def changes_that_fit(shape: ModelShape, config: RunConfig, domain: Domain, *, memory: int) -> list[Change]:
+def changes_that_fit(
+    shape: ModelShape, config: RunConfig, domain: Domain, *, memory: int, device_bytes: int | None = None
+) -> list[Change]:
     """Return the first few changes, cheapest first, after which a rank needs at most `memory` bytes of its device."""
     found: list[Change] = []
     for change in _candidates(config, tokens_per_term=shape.tokens_per_term):
         changed = config.model_copy(update={"policy": _changed(config.policy, change)})
-        fits = policy_needs(shape, changed, domain).device <= memory
+        fits = policy_needs(shape, changed, domain, device_bytes=device_bytes).device <= memory
         if fits and not any(_contains(change, other) for other in found):
             found.append(change)
         if len(found) == MOST_CHANGES:

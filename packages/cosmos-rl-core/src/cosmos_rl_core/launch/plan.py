@@ -224,8 +224,8 @@ def _memory(config: RunConfig, given: int | None) -> Memory | None:
     if shape is None:
         return None
     found = Memory(
-        rank=estimate_of(shape, config.policy),
-        policy=policy_needs(shape, config, domain),
+        rank=estimate_of(shape, config.policy, device_bytes=given),
+        policy=policy_needs(shape, config, domain, device_bytes=given),
         rollout=rollout_needs(shape, config, domain),
         shared=config.run.placement == "inline",
         given=given,
@@ -233,7 +233,7 @@ def _memory(config: RunConfig, given: int | None) -> Memory | None:
     room = None if given is None else given - (sum(found.devices) - found.policy.device if found.shared else 0)
     if room is None or found.policy.device <= room:
         return found
-    return replace(found, changes=tuple(changes_that_fit(shape, config, domain, memory=room)))
+    return replace(found, changes=tuple(changes_that_fit(shape, config, domain, memory=room, device_bytes=given)))
 
 
 def _weights(config: RunConfig) -> Weights | None:

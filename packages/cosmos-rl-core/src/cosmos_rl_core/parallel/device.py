@@ -33,6 +33,11 @@ def use_device(device: torch.device | None = None) -> torch.device:
     return device
 
 
+def memory_of(device: torch.device) -> int | None:
+    """Return the bytes of a GPU; None for the CPU."""
+    return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
+
+
 @cache
 def log_choice(text: str) -> None:
     """Write a choice that depends on the hardware, such as "float8: emulated", to rank 0's log, once a process."""

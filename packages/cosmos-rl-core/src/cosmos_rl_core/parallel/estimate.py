@@ -24,7 +24,9 @@ from cosmos_rl_core.parallel.stages import cut_layers, num_stages
 from cosmos_rl_core.types import WeightSpec
 
 LOGITS_BYTES = 256 * 2**20
-"""Most memory that log-probabilities of terms take at a time; more terms are cut into chunks."""
+"""Most memory that log-probabilities of terms take at a time on a CPU; more terms are cut into chunks."""
+_LOGITS_PART, _MOST_LOGITS_BYTES = 1 / 64, 2 * 2**30
+"""Of a GPU's memory. Each chunk reads and writes the head's whole gradient, so few large ones are faster."""
 MOMENTS = {"sgd": 1, "adam": 2, "adamw": 2}
 _STEP_BYTES = 4
 """Adam's step counter, a tensor for each parameter."""
@@ -67,10 +69,28 @@ class MemoryEstimate:
         return self.total - self.host
 
 
-def estimate(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection, tokens: int) -> MemoryEstimate:
-    """Return the peak memory of the fullest rank in a step whose microbatches have `tokens` tokens."""
+def logits_budget(device_bytes: int | None) -> int:
+    """Return the most bytes of logits at a time on a device with that much memory; None: a CPU, or not known."""
+    if device_bytes is None:
+        return LOGITS_BYTES
+    return min(max(LOGITS_BYTES, int(_LOGITS_PART * device_bytes)), _MOST_LOGITS_BYTES)
+
+
+def estimate(
+    shape: ModelShape,
+    *,
+    dims: ParallelDims,
+    policy: PolicySection,
+    tokens: int,
+    device_bytes: int | None = None,
+) -> MemoryEstimate:
+    """Return the peak memory of the fullest rank in a step whose microbatches have `tokens` tokens.
+
+    device_bytes: memory of the rank's GPU, which sets its `logits_budget`.
+    """
     stages = cut_layers(shape.num_layers, num_stages(policy.parallel))
-    ranks = [_Rank(shape, dims, policy, tokens, stages, place=place) for place in range(dims.pp)]
+    budget = logits_budget(device_bytes)
+    ranks = [_Rank(shape, dims, policy, tokens, stages, place=place, budget=budget) for place in range(dims.pp)]
     return max((rank.estimate() for rank in ranks), key=lambda found: found.device)
 
 
@@ -86,9 +106,10 @@ class _Rank:
         stages: Sequence[range],
         *,
         place: int,
+        budget: int,
     ) -> None:
         self.shape, self.dims, self.policy = shape, dims, policy
-        self.place = place
+        self.place, self.budget = place, budget
         self.stages = [stages[number] for number in range(place, len(stages), dims.pp)]
         self.first, self.last = place == 0, place == dims.pp - 1
         self.tokens = -(-tokens // dims.cp)
@@ -202,7 +223,7 @@ class _Rank:
         # The head: the last norm, and the hidden states that predict a term. Its backward pass precedes the layers'.
         head = ((4 + stream + self.bytes) * hidden + _PLACES_BYTES) * self.tokens
         outputs = -(-self.shape.vocabulary // self.dims.tp)
-        logits = min(4 * outputs * self.tokens, LOGITS_BYTES)
+        logits = min(4 * outputs * self.tokens, self.budget)
         in_head = 4 * outputs * hidden + 3 * stream * hidden * self.tokens
         return round(kept + head), logits, round(max(in_head, in_layer - head - logits))
 

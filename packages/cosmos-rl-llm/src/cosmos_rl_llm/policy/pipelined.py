@@ -30,7 +30,8 @@ from cosmos_rl_core.interfaces import MicrobatchLoss
 from cosmos_rl_core.parallel.axes.fsdp import reshard
 from cosmos_rl_core.parallel.axes.tied import tied_gradients
 from cosmos_rl_core.parallel.config import ParallelSection
-from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
+from cosmos_rl_core.parallel.device import memory_of
+from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.parallel.pipeline import Pipeline
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.stages import cut_layers, num_stages
@@ -147,7 +148,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
         chat: Chat | None = None,
         temperature: float = 1.0,
         compute_dtype: torch.dtype | None = None,
-        logits_bytes: int = LOGITS_BYTES,
+        logits_bytes: int | None = None,
     ) -> None:
         """Take over the whole `model`, keep the parts of this rank's stages, and shard them over the ranks of `setup`.
 
@@ -156,7 +157,8 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
             chat: the encoder of rows in supervised training.
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
             compute_dtype: dtype of matrix products; the weights keep theirs.
-            logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms.
+            logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
+                by the memory of the device.
 
         Raises UserError for a model that cannot be split or sharded according to `setup`, or whose log-probabilities
         would differ from those of transformers.
@@ -172,7 +174,7 @@ class PipelinedPolicy(PolicyBase[PreTrainedModel]):
                 stage,
                 temperature=temperature,
                 compute_dtype=compute_dtype,
-                logits_bytes=logits_bytes,
+                logits_bytes=logits_bytes or logits_budget(memory_of(setup.device)),
                 mesh=mesh,
                 sequence_parallel=section.sequence_parallel,
                 unpacked=unpacked,

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from cosmos_rl_core.parallel.estimate import LOGITS_BYTES
+from cosmos_rl_core.parallel.device import memory_of
+from cosmos_rl_core.parallel.estimate import logits_budget
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
@@ -48,7 +49,7 @@ class CausalLMPolicy(PolicyBase[TermModel]):
         temperature: float = 1.0,
         compute_dtype: torch.dtype | None = None,
         setup: ModelSetup | None = None,
-        logits_bytes: int = LOGITS_BYTES,
+        logits_bytes: int | None = None,
     ) -> None:
         """Take over `model` (its attention is replaced), and shard it over the ranks of `setup`.
 
@@ -57,14 +58,15 @@ class CausalLMPolicy(PolicyBase[TermModel]):
             temperature: log-probabilities are of softmax(logits / temperature); 0 (greedy) counts as 1.
             compute_dtype: dtype of matrix products; the weights keep theirs.
             setup: the mesh and the memory options; None: one process without memory options.
-            logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms.
+            logits_bytes: maximum memory for logits at a time; larger microbatches are split into chunks of terms. None:
+                by the memory of the device.
         """
         setup = setup or ModelSetup()
         module = TermModel(
             model,
             temperature=temperature,
             compute_dtype=compute_dtype,
-            logits_bytes=logits_bytes,
+            logits_bytes=logits_bytes or logits_budget(memory_of(setup.device)),
             mesh=setup.mesh,
             sequence_parallel=setup.parallel.sequence_parallel,
             unpacked=runs_unpacked(model, compute_dtype=compute_dtype, mesh=setup.mesh),
