@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -61,6 +62,25 @@ def test_a_microbatch_waits_for_nothing(kind):
     wanted = trained(CausalLMPolicy(small(kind, **values)), one_microbatch())
     for mine, right in zip(gradients, wanted, strict=True):
         torch.testing.assert_close(mine.held, right, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe", "gpt_oss"])
+def test_mixed_precision_computes_in_bfloat16(kind, monkeypatch):
+    """Attention and experts too, which autocast does not cover on CUDA."""
+    monkeypatch.setattr("cosmos_rl_llm.policy.kernels.available", lambda device: {"flash"})
+    multiplied, grouped_mm = set(), F.grouped_mm
+    monkeypatch.setattr(F, "grouped_mm", lambda a, b, offs: multiplied.add(a.dtype) or grouped_mm(a, b, offs=offs))
+    with pretend_cuda() as record:
+        policy = CausalLMPolicy(small(kind).to("cuda"), compute_dtype=torch.bfloat16)
+        multiplied.clear()
+        record.clear()
+        gradients = trained(policy, one_microbatch())
+    assert not record.mismatches and not record.math_attention and not record.synchronisations, record
+    assert multiplied == (set() if kind == "qwen3" else {torch.bfloat16})
+    wanted = trained(CausalLMPolicy(small(kind), compute_dtype=torch.bfloat16), one_microbatch())
+    for mine, right in zip(gradients, wanted, strict=True):
+        assert mine.dtype == torch.float32
+        assert (mine.held - right).norm() <= 0.2 * right.norm() + 1e-3  # experts round on the GPU alone
 
 
 @pytest.mark.parametrize("bias", [None, torch.ones(4, 16)])

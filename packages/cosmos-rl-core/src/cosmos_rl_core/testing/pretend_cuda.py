@@ -155,6 +155,18 @@ def _set_device(device: Any) -> None:
     HERE.device = 0
 
 
+_BY_DEVICE = [(torch, "is_autocast_enabled"), (torch, "get_autocast_dtype"), (torch.autocast, "__init__")]
+"""Functions of autocast, which on the pretend device is that of the CPU: values are there."""
+
+
+def _on_cpu(function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        kwargs = {name: "cpu" if value == "cuda" else value for name, value in kwargs.items()}
+        return function(*("cpu" if isinstance(arg, str) and arg == "cuda" else arg for arg in args), **kwargs)
+
+    return call
+
+
 class _Runtime:
     """The CUDA runtime, as far as memory is pinned with it."""
 
@@ -212,6 +224,8 @@ def pretend_cuda() -> Iterator[Record]:
     with contextlib.ExitStack() as stack:
         for name, value in _patches(record).items():
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
+        for owner, name in _BY_DEVICE:
+            stack.enter_context(mock.patch.object(owner, name, _on_cpu(getattr(owner, name))))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))

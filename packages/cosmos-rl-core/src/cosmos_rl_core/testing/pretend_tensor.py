@@ -164,8 +164,8 @@ class Operation:
         device = kwargs.get("device")
         self.target = None if device is None else torch.device(device).type
         self.in_autograd = _in_autograd()
-        if self.in_autograd and self.on_gpu and self.target == "cpu":
-            self.target = "cuda"  # a gradient made by autograd, which takes the device of `held`
+        if (self.in_autograd or func is _aten._to_copy.default) and self.on_gpu and self.target == "cpu":
+            self.target = "cuda"  # made by autograd or by a change of dtype in C++, which take the device of `held`
 
     def run(self) -> Any:
         """Count what CUDA would object to or wait for, compute on the CPU, wrap the results."""
@@ -203,9 +203,7 @@ class Operation:
             self._count_copy(*self.args[:2], blocking=not (len(self.args) > 2 and self.args[2]))
         elif self.func is _aten._to_copy.default:
             blocking = not self.kwargs.get("non_blocking", False)
-            if self.on_gpu and self.target == "cpu":
-                self.record.download(blocking=blocking)
-            elif not self.on_gpu and self.target == "cuda":
+            if not self.on_gpu and self.target == "cuda":
                 self.record.upload(blocking=blocking or not is_pinned(self.args[0]))
         elif self.in_autograd:
             pass
