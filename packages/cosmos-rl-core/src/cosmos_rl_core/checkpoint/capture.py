@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from cosmos_rl_core.checkpoint.contents import Contents, file_of, key_of
+from cosmos_rl_core.checkpoint.host import copy_to_host, host_buffers
 from cosmos_rl_core.checkpoint.manifest import TrainState
 from cosmos_rl_core.checkpoint.pieces import Piece, assign, local_part, local_pieces
-from cosmos_rl_core.checkpoint.safetensors_file import Spec, as_bytes, by_alignment, header, num_bytes
+from cosmos_rl_core.checkpoint.safetensors_file import as_bytes, by_alignment, header
 from cosmos_rl_core.parallel.rank_group import RankGroup
 
 
@@ -49,6 +50,8 @@ class SnapshotPlanner:
         self._mine: list[Piece] = []
         self._contents = Contents([], {})
         self._buffers: dict[str, Tensor] = {}
+        self._stream: torch.cuda.Stream | None = None
+        """Stream of the copies, where tensors are on a GPU."""
 
     def take(self, tensors: Mapping[str, Tensor], state: TrainState, *, copy: bool) -> Snapshot:
         """Cut a snapshot out of live tensors; all ranks call this at the same time.
@@ -80,26 +83,8 @@ class SnapshotPlanner:
     def _copied(self, boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not self._buffers:
             self._buffers = host_buffers(boxes)
-        for name, box in boxes.items():
-            if box.is_cuda:
-                self._buffers[name].copy_(box, non_blocking=True)
-            else:  # one thread is as fast as memory; torch's threads wait for one another on busy cores
-                as_bytes(self._buffers[name])[:] = as_bytes(box)
-        if torch.cuda.is_available():
-            torch.cuda.synchronize()
+        gpu = next((box.device for box in boxes.values() if box.is_cuda), None)
+        if gpu is not None and self._stream is None:
+            self._stream = torch.cuda.Stream(gpu)
+        copy_to_host(boxes, self._buffers, None if gpu is None else self._stream)
         return self._buffers
-
-
-def host_buffers(boxes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return buffers for copies, in one block of host memory; page-locked where the boxes are on a GPU."""
-    specs: list[Spec] = by_alignment((name, box.dtype, tuple(box.shape)) for name, box in boxes.items())
-    total = sum(num_bytes(dtype, shape) for _, dtype, shape in specs)
-    on_gpu = any(box.is_cuda for box in boxes.values())
-    block = torch.empty(total, dtype=torch.uint8, pin_memory=on_gpu)
-    buffers: dict[str, Tensor] = {}
-    start = 0
-    for name, dtype, shape in specs:
-        end = start + num_bytes(dtype, shape)
-        buffers[name] = block[start:end].view(dtype).reshape(shape)
-        start = end
-    return buffers

@@ -17,9 +17,7 @@ from types import MethodType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.graph import saved_tensors_hooks
-from torch.distributed.tensor import DTensor
+from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -29,9 +27,7 @@ from torch.utils.checkpoint import (
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import MemorySection
 from cosmos_rl_core.parallel.device import log_choice
-
-MIN_OFFLOADED_BYTES = 64 * 1024
-"""Smaller tensors stay where they are: a copy costs more than they hold."""
+from cosmos_rl_core.parallel.memory.offload import offload_activations
 
 _KEPT = (
     ("aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
@@ -107,15 +103,6 @@ def checkpoint_activations(blocks: Iterable[nn.Module], mode: Literal["none", "s
         block.forward = partial(_checkpointed, block.forward, mode == "selective")
 
 
-def offload_activations(blocks: Iterable[nn.Module], *, min_bytes: int = MIN_OFFLOADED_BYTES) -> None:
-    """Keep tensors saved for the backward pass of each block in the host's memory, but parameters and small ones.
-
-    With "full" checkpointing that is the input of each block. On a CPU it costs a copy and gains nothing.
-    """
-    for block in blocks:
-        block.forward = partial(_offloaded, block, block.forward, min_bytes)
-
-
 def compile_blocks(blocks: Iterable[nn.Module]) -> None:
     """Run each block through torch.compile; blocks of one class share the compiled code.
 
@@ -161,48 +148,3 @@ def _kept_operators() -> frozenset[Any]:
         operators = getattr(torch.ops, namespace)
         found += [getattr(operators, name).default for name in names if name in dir(operators)]
     return frozenset(found)
-
-
-def _offloaded(block: nn.Module, forward: Forward, min_bytes: int, *args: Any, **kwargs: Any) -> Any:
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    held = {_address(parameter) for parameter in block.parameters()}
-    moved: dict[Any, tuple[Tensor, Callable[[], Tensor]]] = {}
-
-    def pack(saved: Tensor) -> Callable[[], Tensor]:
-        small = saved.numel() * saved.itemsize < min_bytes
-        if small or type(saved) not in (Tensor, DTensor) or _address(saved) in held:
-            return lambda: saved
-        key = (_address(saved), saved.storage_offset(), saved.shape, saved.stride(), saved._version)
-        if key not in moved:
-            moved[key] = (saved, _to_host(saved))  # kept until the block ends, so that its address stays its own
-        return moved[key][1]
-
-    try:
-        with saved_tensors_hooks(pack, lambda fetch: fetch()):
-            return forward(*args, **kwargs)
-    finally:
-        moved.clear()
-
-
-def _to_host(saved: Tensor) -> Callable[[], Tensor]:
-    """Copy to pinned memory, in order with the GPU's other work; the returned function copies back."""
-    here = _local(saved)
-    host = torch.empty_like(here, device="cpu", pin_memory=here.is_cuda)
-    host.copy_(here, non_blocking=here.is_cuda)
-    device = here.device
-    if not isinstance(saved, DTensor):
-        return lambda: host.to(device, non_blocking=True)
-    mesh, placements, shape, stride = saved.device_mesh, saved.placements, saved.shape, saved.stride()
-    return lambda: DTensor.from_local(
-        host.to(device, non_blocking=True), mesh, placements, run_check=False, shape=shape, stride=stride
-    )
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
-def _address(tensor: Tensor) -> int:
-    """The address of a tensor's storage: views of a parameter, such as its transpose, share it."""
-    return _local(tensor).untyped_storage().data_ptr()

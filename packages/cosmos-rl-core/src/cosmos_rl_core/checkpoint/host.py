@@ -1,0 +1,91 @@
+"""Host memory for copies of tensors, page-locked for those on a GPU, and the copies themselves.
+
+torch's allocator of pinned memory rounds up to powers of two, 20.4 GiB to 32. Here memory of the exact size is mapped
+in pieces and registered with the CUDA runtime. A piece holds whole tensors: a copy may not cross two registered ranges.
+Unproven on hardware: tests run on the pretend device of `cosmos_rl_core.testing.pretend_cuda`.
+"""
+
+from __future__ import annotations
+
+import mmap
+import weakref
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from cosmos_rl_core.checkpoint.safetensors_file import Spec, as_bytes, by_alignment, num_bytes
+from cosmos_rl_core.parallel.device import log_choice
+
+PIECE_BYTES = 1 << 30
+"""Maximum size of a piece that holds several tensors."""
+
+
+def host_buffers(boxes: Mapping[str, Tensor], *, piece_bytes: int = PIECE_BYTES) -> dict[str, Tensor]:
+    """Return buffers for copies of `boxes`, in few blocks of host memory; page-locked where the boxes are on a GPU."""
+    specs: list[Spec] = by_alignment((name, box.dtype, tuple(box.shape)) for name, box in boxes.items())
+    gpu = next((box.device for box in boxes.values() if box.is_cuda), None)
+    buffers: dict[str, Tensor] = {}
+    for piece in [specs] if gpu is None else list(_pieces(specs, piece_bytes)):
+        sizes = [num_bytes(dtype, shape) for _, dtype, shape in piece]
+        block = torch.empty(sum(sizes), dtype=torch.uint8) if gpu is None else pinned(sum(sizes), gpu)
+        start = 0
+        for (name, dtype, shape), size in zip(piece, sizes):
+            buffers[name] = block[start : start + size].view(dtype).reshape(shape)
+            start += size
+    return buffers
+
+
+def copy_to_host(boxes: Mapping[str, Tensor], buffers: Mapping[str, Tensor], stream: torch.cuda.Stream | None) -> None:
+    """Copy each box into its buffer; boxes may change when this returns.
+
+    stream: for the copies of boxes on a GPU. It waits for this thread's earlier work, and the host for the copies.
+    """
+    if stream is not None:
+        stream.wait_stream(torch.cuda.current_stream(stream.device))
+        with torch.cuda.stream(stream):
+            for name, box in boxes.items():
+                if box.is_cuda:
+                    buffers[name].copy_(box, non_blocking=True)
+    for name, box in boxes.items():
+        if not box.is_cuda:  # one thread is as fast as memory; torch's threads wait for one another on busy cores
+            as_bytes(buffers[name])[:] = as_bytes(box)
+    if stream is not None:
+        copied = torch.cuda.Event()
+        copied.record(stream)
+        copied.synchronize()
+
+
+def _pieces(specs: list[Spec], piece_bytes: int) -> Iterator[list[Spec]]:
+    """Yield consecutive specs of together at most `piece_bytes`, or a single one that is larger."""
+    piece: list[Spec] = []
+    size = 0
+    for spec in specs:
+        own = num_bytes(spec[1], spec[2])
+        if piece and size + own > piece_bytes:
+            yield piece
+            piece, size = [], 0
+        piece.append(spec)
+        size += own
+    if piece:
+        yield piece
+
+
+def pinned(size: int, device: torch.device) -> Tensor:
+    """Return uint8 [size] in page-locked host memory, which is unlocked when it is freed.
+
+    Where the system refuses (a limit on locked memory), it is pageable, with a line in the log.
+    """
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)  # whole pages: no other range shares them
+    with torch.cuda.device(device):
+        runtime: Any = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(memory.ctypes.data, size, 0))
+    if error:
+        log_choice(f"checkpoints: memory cannot be pinned (CUDA error {error}), copies are slower; raise `ulimit -l`")
+    else:  # before the pages are unmapped: the array is freed first
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+    return torch.from_numpy(memory)
