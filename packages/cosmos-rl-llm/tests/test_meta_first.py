@@ -32,10 +32,10 @@ def write(directory, family, **sizes):
     write_tokenizer(directory)
 
 
-def build_policy(path, *, dims=None, lora=None):
+def build_policy(path, *, dims=None, lora=None, dtype="float32", frozen=False):
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu")) if dims else None
-    setup = ModelSetup(mesh=mesh, parallel=ParallelSection(**dims or {}))
-    model = LLMModelConfig.model_validate({"path": path, "lora": lora})
+    setup = ModelSetup(mesh=mesh, parallel=ParallelSection(**dims or {}), frozen=frozen)
+    model = LLMModelConfig.model_validate({"path": path, "lora": lora, "dtype": dtype})
     data = LLMDataConfig(path="unused.jsonl", chat_template="none")
     return LLM.build_policy(model, data=data, sampling=None, seed=0, setup=setup)
 
@@ -95,6 +95,28 @@ def test_every_family_is_read_by_boxes(tmp_path, family):
             assert torch.equal(reader(weights[name])(...), tensor), name
     buffers = dict(loaded.named_buffers())
     assert all(torch.equal(buffer, buffers[name]) for name, buffer in empty.named_buffers())
+
+
+def reference_beside_policy(rank, world_size, *, path, dims):
+    found = {}
+    for name, frozen in (("policy", False), ("reference", True)):
+        policy = build_policy(path, dims=dims, dtype="bfloat16", frozen=frozen)
+        microbatch = parity.make_batch(0, share=Share(), supervised=True, microbatch_terms=1000).microbatches[0]
+        with torch.no_grad():
+            found[name] = policy.forward(microbatch).logprobs.numpy()
+        dtypes = {parameter.dtype for parameter in policy.module.parameters()}
+        assert dtypes == {torch.bfloat16 if frozen else torch.float32}
+    return found
+
+
+@pytest.mark.parametrize(
+    ("family", "dims"),
+    [("qwen3", {"tp": 2}), ("gemma3", {"dp_shard": 2}), ("qwen3-moe", {"dp_shard": 2, "ep": 2}), ("llama", {"pp": 2})],
+)
+def test_a_reference_without_masters_computes_the_same_bits(tmp_path, family, dims):
+    write(tmp_path, family)
+    for found in run_ranks(reference_beside_policy, 2, path=str(tmp_path), dims=dims):
+        assert np.array_equal(found["policy"], found["reference"])
 
 
 class HeldBytes(TorchDispatchMode):

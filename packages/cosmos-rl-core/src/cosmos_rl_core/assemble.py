@@ -245,14 +245,20 @@ def build_reference(
         return None
     if (reference := trainer.policy.reference()) is not None:
         return reference
-    copy = _build_policy(config, domain, mesh)
+    copy = _build_policy(config, domain, mesh, frozen=True)
     copy.module.requires_grad_(False)
     return copy
 
 
-def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None) -> Policy:
+def _build_policy(config: RunConfig, domain: Domain, mesh: ReplicaMesh | None, *, frozen: bool = False) -> Policy:
     section = config.policy
-    setup = ModelSetup(mesh=mesh, parallel=section.parallel, memory=section.memory, precision=section.precision)
+    setup = ModelSetup(
+        mesh=mesh,
+        parallel=section.parallel,
+        memory=section.memory,
+        precision=section.precision,
+        frozen=frozen,
+    )
     return domain.build_policy(
         config.model, data=config.data, sampling=config.policy_sampling, seed=config.run.seed, setup=setup
     )

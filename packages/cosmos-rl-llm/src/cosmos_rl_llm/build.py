@@ -73,6 +73,8 @@ def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torc
             'parameters = "float32"'
         )
     held, computed = getattr(torch, setup.precision.parameters), getattr(torch, model.dtype)
+    if setup.frozen and setup.mesh is not None:
+        return computed, None
     return held, None if held == computed else computed
 
 

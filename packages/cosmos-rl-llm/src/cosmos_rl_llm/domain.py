@@ -16,21 +16,24 @@ from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import quiet_torchao
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
+from cosmos_rl_core.parallel.held import Held
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
-from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve
+from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve, torch_engine_parts
 from cosmos_rl_llm.rewards import REWARDS
 
 if TYPE_CHECKING:
     from torch import Tensor
     from transformers import GenerationConfig, PreTrainedModel
 
+    from cosmos_rl_core.parallel.estimate import MemoryEstimate
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
+    from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_llm.data.chat import Chat
     from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
     from cosmos_rl_llm.policy.policy import TextPolicy
@@ -107,7 +110,9 @@ class LLMDomain(DomainBase):
         return shared(options, processes=processes) if name == "vllm" else options
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
-        """Names, shapes and dtypes from the headers of a local directory's safetensors; None for a hub id.
+        """Names, shapes and dtypes from the headers of a local directory's safetensors, or else its config.json.
+
+        None for a hub id.
 
         Raises:
             UserError: the path denotes a directory that does not exist or has no model.
@@ -115,16 +120,36 @@ class LLMDomain(DomainBase):
         directory = Path(resolve(model.path))
         if not directory.is_dir() or model.lora is not None:  # adapters are created with the model
             return None
-        return read_specs(directory)
+        return _specs(directory)
 
     def model_shape(self, model: LLMModelConfig, *, data: LLMDataConfig, sampling: Any) -> ModelShape | None:
-        """The shape from config.json and the headers of a local directory's safetensors; None for a hub id.
+        """The shape from config.json and, if they are there, the headers of safetensors; None for a hub id.
 
         Raises:
             UserError: as `weight_specs`.
         """
         directory = Path(resolve(model.path))
-        return read_shape(directory, model) if directory.is_dir() else None
+        return read_shape(directory, model, _specs(directory)) if directory.is_dir() else None
+
+    def is_own_reference(self, config: RunConfig) -> bool:
+        """Never: the reference is a second model. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        return False
+
+    def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
+        """Nothing beyond the network. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        return ()
+
+    def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
+        """Keys and values, and logits. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        options = config.rollout.options
+        if config.rollout.engine == "vllm":
+            chosen = engine_options(VllmEngineOptions, options)
+            name = "vLLM's keys, values and activations, within its gpu_memory_utilization"
+            return (Held(name=name, bytes=chosen.cache_bytes),)
+        if config.rollout.engine != "torch":
+            return (Held(name="the engine's caches and activations", bytes=None),)
+        chosen = engine_options(TorchEngineOptions, options)
+        return torch_engine_parts(_directory(config.model), config.model, chosen)
 
     def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
         return REWARDS
@@ -155,6 +180,15 @@ class LLMDomain(DomainBase):
 
         base = read_tensors(_directory(model))
         return merge(base, tensors, scaling=model.lora.scaling)
+
+
+def _specs(directory: Path) -> Sequence[WeightSpec]:
+    """The weights of a directory; of one with config.json alone by a model on meta, which loads transformers."""
+    if found := read_specs(directory):
+        return found
+    from cosmos_rl_llm.model.weights import specs_of_config
+
+    return specs_of_config(directory)
 
 
 def _torch_engine(model: LLMModelConfig, data: LLMDataConfig, options: TorchEngineOptions) -> RolloutEngine:

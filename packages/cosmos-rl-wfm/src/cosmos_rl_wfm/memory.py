@@ -71,7 +71,9 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
         found += [*parts.encoders(at=(CAPTIONS,)), *parts.codec(), *parts.encoding()]
     elif sampling is not None and sampling.guidance is not None:
         found += parts.encoders(at=(START,), only=START)
-    if ranks > 1:
+        if config.algorithm.kl_coef and not model.lora and not model.pulls_to_average:
+            found.append(Held(name="policy, while its reference is loaded", bytes=rank.parameters, at=(START,)))
+    if ranks > 1 and not model.path:  # one of a folder is built on meta
         found.append(
             Held(name="the whole network before sharding", bytes=size * sum(parts.numbers.values()), at=(START,))
         )

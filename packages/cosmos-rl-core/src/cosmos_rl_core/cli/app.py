@@ -75,9 +75,13 @@ def plan(
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Memory of a device, such as 80GiB: show whether the run fits.")
     ] = None,
+    gpu: Annotated[
+        bool | None,
+        typer.Option("--gpu/--no-gpu", help="Count CUDA's own memory; by default if this machine has GPUs."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write JSON instead of tables.")] = False,
 ) -> None:
-    """Show the processes of a run and their memory, without starting anything."""
+    """Show the processes of a run and their memory, without starting anything; exit code 1 if it does not fit."""
     import_from(file)
     import json
 
@@ -86,8 +90,10 @@ def plan(
     from cosmos_rl_core.recipe.load import load_config
 
     size = None if memory is None else parse_bytes(memory)
-    planned = plan_config(load_config(file, overrides or ()), memory=size)
+    planned = plan_config(load_config(file, overrides or ()), memory=size, gpu=gpu)
     typer.echo(json.dumps(planned.as_json(), indent=2) if as_json else planned)
+    if planned.memory is not None and planned.memory.fits is False:
+        raise typer.Exit(1)
 
 
 @app.command()

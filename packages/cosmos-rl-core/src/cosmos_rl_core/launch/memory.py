@@ -9,11 +9,11 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.optional import CountsMemory
+from cosmos_rl_core.optional import CountsMemory, SpreadsEngines
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
-from cosmos_rl_core.parallel.held import STEP, Held, Needs
+from cosmos_rl_core.parallel.held import REDUCED, STEP, Held, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.load import load_domain
@@ -26,6 +26,10 @@ Change = Mapping[str, Any]
 MOST_CHANGES = 3
 WITH_ROOM = 0.8
 """Part of the plan's bytes that a policy rank may need after it ran out of memory."""
+CONTEXT_BYTES = 600 * 2**20
+"""A process's CUDA context with the kernels of torch, cuBLAS and NCCL; an assumption, not measured."""
+COMMUNICATOR_BYTES = 200 * 2**20
+"""Buffers of one NCCL communicator within a node and between nodes; an assumption, not measured."""
 SMALLEST_MICROBATCH = 512
 """Tokens; smaller microbatches do not use a device efficiently."""
 _ITEM_BYTES = {**BYTES, "float16": 2}
@@ -47,13 +51,21 @@ def estimate_of(shape: ModelShape, policy: PolicySection, *, device_bytes: int |
     return estimate(shape, dims=dims, policy=policy, tokens=tokens, device_bytes=device_bytes)
 
 
-def policy_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, device_bytes: int | None = None) -> Needs:
-    """Return the memory needs of the policy replica's fullest rank, on GPUs of `device_bytes` if they are known."""
+def policy_needs(
+    shape: ModelShape, config: RunConfig, domain: Domain, *, device_bytes: int | None = None, gpu: bool = False
+) -> Needs:
+    """Return the memory needs of the policy replica's fullest rank.
+
+    Args:
+        device_bytes: memory of each GPU, if it is known.
+        gpu: count CUDA's own memory.
+    """
     rank = estimate_of(shape, config.policy, device_bytes=device_bytes)
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     memory = config.policy.memory
     offloaded = memory.parameter_offload and dims.world_size > 1
     counts = domain if isinstance(domain, CountsMemory) else None
+    policy_dtype = config.policy.precision.parameters
     parts = [
         Held(name="parameters", bytes=rank.parameters, host=offloaded),
         Held(name="gradients", bytes=rank.gradients, host=offloaded),
@@ -63,21 +75,39 @@ def policy_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, device
         Held(name="activations", bytes=rank.activations, at=(STEP,), host=memory.activation_offload),
         Held(name="logits", bytes=rank.logits, at=(STEP,)),
         Held(name="backward pass", bytes=rank.backward, at=(STEP,)),
+        Held(name="embedding and head, gathered, with gradients", bytes=rank.root, at=(REDUCED,)),
     ]
     if _copies_reference(shape, config, counts):
-        parts.append(Held(name="reference of the KL term", bytes=rank.parameters, host=offloaded))
+        held = policy_dtype if dims.world_size == 1 else shape.reference_dtype or policy_dtype
+        size = rank.parameters * BYTES[held] // BYTES[policy_dtype]
+        parts.append(Held(name="reference of the KL term", bytes=size, host=offloaded))
+    if gpu:
+        parts += [Held(name="CUDA context", bytes=CONTEXT_BYTES), *_communicators(dims)]
     if counts is not None:
         parts += counts.held_by_policy(config, rank)
     return Needs(process="a policy rank", parts=tuple(parts))
 
 
-def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs | None:
+def _communicators(dims: ParallelDims) -> list[Held]:
+    """Buffers of NCCL: one communicator for the replica, one for each axis that ranks are spread over."""
+    if dims.world_size == 1:
+        return []
+    shards = dims.dp_shard * dims.cp
+    axes = [shards, dims.dp_replicate, dims.cp, dims.tp, dims.pp, dims.ep, shards * dims.tp // dims.ep * (dims.ep > 1)]
+    number = 1 + sum(size > 1 for size in axes)
+    return [Held(name=f"{number} NCCL communicators", bytes=number * COMMUNICATOR_BYTES)]
+
+
+def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: bool = False) -> Needs | None:
     """Return the memory needs of a rollout replica; None in supervised fine-tuning, which has none."""
     if config.is_sft:
         return None
     numbers = sum(math.prod(spec.shape) for spec in shape.weights) + shape.adapter_parameters
     sent = shape.adapter_parameters or numbers
-    parts = [Held(name="weights", bytes=BYTES[shape.compute_dtype] * numbers)]
+    gpus = 1
+    if isinstance(domain, SpreadsEngines):
+        gpus = domain.gpus_per_engine(config.rollout.engine, config.rollout.options)
+    parts = [Held(name="weights", bytes=BYTES[shape.compute_dtype] * -(-numbers // gpus))]
     if config.sync.staging == "shadow":
         sent *= _ITEM_BYTES[config.sync.dtype or config.policy.precision.parameters]
         parts.append(Held(name="next version, staged", bytes=sent, host=True))
@@ -85,6 +115,8 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain) -> Needs
         parts += domain.held_by_rollout(config)
     else:
         parts.append(Held(name="the engine's caches and activations", bytes=None))
+    if gpu:
+        parts.append(Held(name="CUDA context", bytes=CONTEXT_BYTES))
     return Needs(process="a rollout replica", parts=tuple(parts))
 
 
@@ -96,13 +128,19 @@ def _copies_reference(shape: ModelShape, config: RunConfig, counts: CountsMemory
 
 
 def changes_that_fit(
-    shape: ModelShape, config: RunConfig, domain: Domain, *, memory: int, device_bytes: int | None = None
+    shape: ModelShape,
+    config: RunConfig,
+    domain: Domain,
+    *,
+    memory: int,
+    device_bytes: int | None = None,
+    gpu: bool = False,
 ) -> list[Change]:
     """Return the first few changes, cheapest first, after which a rank needs at most `memory` bytes of its device."""
     found: list[Change] = []
     for change in _candidates(config, tokens_per_term=shape.tokens_per_term):
         changed = config.model_copy(update={"policy": _changed(config.policy, change)})
-        fits = policy_needs(shape, changed, domain, device_bytes=device_bytes).device <= memory
+        fits = policy_needs(shape, changed, domain, device_bytes=device_bytes, gpu=gpu).device <= memory
         if fits and not any(_contains(change, other) for other in found):
             found.append(change)
         if len(found) == MOST_CHANGES:

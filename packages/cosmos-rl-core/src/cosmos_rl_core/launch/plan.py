@@ -18,6 +18,7 @@ from cosmos_rl_core.parallel.dims import AXES, ParallelDims
 from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
 from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, Held, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
+from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.weight_sync import SyncCost
@@ -176,8 +177,12 @@ class Plan:
         return "\n\n".join(parts)
 
 
-def plan(config: RunConfig, *, memory: int | None = None) -> Plan:
-    """Return roles, processes and amounts of a run; `memory`: bytes of each device.
+def plan(config: RunConfig, *, memory: int | None = None, gpu: bool | None = None) -> Plan:
+    """Return roles, processes and amounts of a run.
+
+    Args:
+        memory: bytes of each device.
+        gpu: whether devices are GPUs, where CUDA takes memory too; None: as on this machine.
 
     Raises UserError for a model that cannot be parallelised according to [policy.parallel].
     """
@@ -198,7 +203,7 @@ def plan(config: RunConfig, *, memory: int | None = None) -> Plan:
         generated_terms_per_step=rollouts * config.rollout.sampling.max_terms,
         microbatch_terms=config.policy.microbatch_terms,
         weights=_weights(config),
-        memory=_memory(config, memory),
+        memory=_memory(config, memory, gpu=bool(machine_gpus(os.environ)) if gpu is None else gpu),
     )
 
 
@@ -218,22 +223,23 @@ def _ranks(config: RunConfig) -> Ranks:
     )
 
 
-def _memory(config: RunConfig, given: int | None) -> Memory | None:
+def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None:
     domain = load_domain(config.run.domain)
     shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     if shape is None:
         return None
     found = Memory(
         rank=estimate_of(shape, config.policy, device_bytes=given),
-        policy=policy_needs(shape, config, domain, device_bytes=given),
-        rollout=rollout_needs(shape, config, domain),
+        policy=policy_needs(shape, config, domain, device_bytes=given, gpu=gpu),
+        rollout=rollout_needs(shape, config, domain, gpu=gpu),
         shared=config.run.placement == "inline",
         given=given,
     )
     room = None if given is None else given - (sum(found.devices) - found.policy.device if found.shared else 0)
     if room is None or found.policy.device <= room:
         return found
-    return replace(found, changes=tuple(changes_that_fit(shape, config, domain, memory=room, device_bytes=given)))
+    fitting = changes_that_fit(shape, config, domain, memory=room, device_bytes=given, gpu=gpu)
+    return replace(found, changes=tuple(fitting))
 
 
 def _weights(config: RunConfig) -> Weights | None:

@@ -3,6 +3,7 @@
     weights     parameters + gradients + optimizer state, cut over tp, ep, pp and FSDP
     passing     blocks that FSDP has gathered, and gradients on their way to their owners
     microbatch  activations that wait for the backward pass, the logits, and the backward pass's own tensors
+    root        after them, the gathered embedding, norm and head with their whole gradients, while those are reduced
 
 The weights are exact. The rest is a close upper bound, for a microbatch as full as [policy] microbatch_terms allows,
 in which every token is a term.
@@ -14,7 +15,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -55,13 +56,20 @@ class MemoryEstimate:
     """Of the terms that are computed at a time."""
     backward: int
     """Gradients of activations, and activations of the one layer that is recomputed."""
+    root: int = 0
+    """At the end of the backward pass, in place of the five parts before: what FSDP's root takes to be reduced."""
     host: int = 0
     """The part of the above that [policy.memory] keeps in the host's memory; on a CPU it is the same memory."""
 
     @property
     def total(self) -> int:
-        """Sum of all parts."""
-        return sum(getattr(self, field.name) for field in fields(self) if field.name != "host")
+        """Sum of the weights, and of the passes or the root's reduction, whichever is more."""
+        return self.parameters + self.gradients + self.optimizer + max(self.passes, self.root)
+
+    @property
+    def passes(self) -> int:
+        """Bytes of the forward and backward passes, beside the weights."""
+        return self.gathered + self.reduction + self.activations + self.logits + self.backward
 
     @property
     def device(self) -> int:
@@ -131,7 +139,7 @@ class _Rank:
         gradients = trained_bytes * trained
         optimizer = trained_bytes * MOMENTS[policy.optimizer.name] * trained + steps
         kept, logits, backward = self._microbatch()
-        gathered, reduction = self._passing()
+        gathered, reduction, root = self._passing()
         memory = policy.memory
         offloaded = memory.parameter_offload and self.dims.world_size > 1
         host = (weights + gradients + optimizer if offloaded else 0) + (kept if memory.activation_offload else 0)
@@ -144,6 +152,7 @@ class _Rank:
             activations=kept,
             logits=logits,
             backward=backward,
+            root=root,
             host=host,
         )
 
@@ -184,8 +193,11 @@ class _Rank:
         rows, row = self._cut(spec)
         return rows * row // (self.dims.ep if is_expert(spec.name) else 1)
 
-    def _passing(self) -> tuple[int, int]:
-        """Bytes that FSDP has gathered, and that it is reducing. A layer's experts are gathered by themselves."""
+    def _passing(self) -> tuple[int, int, int]:
+        """Bytes that FSDP has gathered, that it reduces, and those of its root at the end.
+
+        A layer's experts are gathered by themselves. The root's gradients are reduced together.
+        """
         blocks: Counter[int] = Counter()
         experts: Counter[int] = Counter()
         root = 0
@@ -196,13 +208,17 @@ class _Rank:
             else:
                 (experts if is_expert(spec.name) else blocks)[layer] += self._gathered(spec)
         if self.dims.world_size == 1:
-            return self._casts(), 0
+            return self._casts(), 0, 0
         largest = max(blocks.values(), default=0)
         following = max(experts.values(), default=largest)
         everything = blocks.total() + experts.total()
         at_a_time = largest + following if self.policy.parallel.reshard_after_forward else everything
-        reduced = everything + root if self.policy.parallel.reduce_once else max(largest, following)
-        return self.bytes * (at_a_time + root), BYTES[self.policy.precision.reduce] * reduced
+        parallel, summed = self.policy.parallel, BYTES[self.policy.precision.reduce]
+        sums = summed * (everything + root if parallel.reduce_once else max(largest, following))
+        ending = (2 * self.bytes + summed) * root + (sums if parallel.reduce_once else 0)
+        if not (parallel.reshard_after_forward or parallel.reduce_once):
+            sums = max(sums - self.bytes * largest, 0)  # a block whose gradients are reduced is no longer gathered
+        return self.bytes * (at_a_time + root), sums, ending
 
     def _casts(self) -> int:
         """Copies of matrices in the compute type, which autocast makes in a replica of one process."""
@@ -225,6 +241,8 @@ class _Rank:
         outputs = -(-self.shape.vocabulary // self.dims.tp)
         logits = min(4 * outputs * self.tokens, self.budget)
         in_head = 4 * outputs * hidden + 3 * stream * hidden * self.tokens
+        if self.dims.world_size > 1:  # the root's gradients, the head's among them, wait for the end
+            in_layer += self.bytes * outputs * hidden
         return round(kept + head), logits, round(max(in_head, in_layer - head - logits))
 
     def _layer(self, layer: int) -> LayerBytes:

@@ -12,7 +12,9 @@ START = "the model is loaded"
 """The time before all others: parts that are held from the start on do not count yet."""
 STEP = "a step is computed"
 """The time of a policy's forward and backward passes."""
-NOT_COUNTED = "the device's own context, workspaces of kernels, the allocator's fragmentation, buffers between ranks"
+REDUCED = "gradients of embedding and head are summed"
+"""The time at the end of a backward pass over ranks."""
+NOT_COUNTED = "workspaces of kernels, the allocator's fragmentation"
 """Memory that no estimate includes, as it depends on the device and its libraries."""
 
 

@@ -22,6 +22,9 @@ class ModelSetup:
     parallel: ParallelSection = field(default_factory=ParallelSection)
     memory: MemorySection = field(default_factory=MemorySection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
+    frozen: bool = False
+    """The policy is never trained, as the reference of a KL term. Over ranks, its weights then need no float32 masters
+    where the model computes in exactly the dtype that they are gathered in."""
 
     @property
     def device(self) -> torch.device:

@@ -51,6 +51,8 @@ class ModelShape:
     """First layers without experts, in a model with experts."""
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     """Type of activations."""
+    reference_dtype: Literal["float32", "bfloat16"] | None = None
+    """Type of the weights of a KL term's reference over ranks; None: as the trained weights."""
     weights: tuple[WeightSpec, ...]
     """All of them by checkpoint name; the first number in a name is the layer."""
     tokens_per_term: int = 1

@@ -10,11 +10,13 @@ from typing import Any
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
 from cosmos_rl_core.parallel.estimate import is_expert, layer_of
+from cosmos_rl_core.parallel.held import Held
+from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_llm.config import LLMModelConfig
+from cosmos_rl_llm.config import LLMModelConfig, TorchEngineOptions
 
 _DTYPES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn"}
 
@@ -65,11 +67,16 @@ _GATE_COPIES = {"gpt_oss": 7}
 _EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
 
 
-def read_shape(directory: Path, model: LLMModelConfig) -> ModelShape | None:
-    """Return the shape of the model in `directory`; None for a family with other config keys for its sizes."""
+def read_shape(
+    directory: Path, model: LLMModelConfig, weights: Sequence[WeightSpec] | None = None
+) -> ModelShape | None:
+    """Return the shape of the model in `directory`; None for a family with other config keys for its sizes.
+
+    `weights`: of the model; None: by its safetensors.
+    """
+    weights = read_specs(directory) if weights is None else weights
     whole = read_json_object(directory / "config.json", hint="see model.path")
     config = whole.get("text_config", whole)
-    weights = read_specs(directory)
     if not weights or not all(isinstance(config.get(key), int) for key in _SIZES):
         return None
     layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
@@ -90,6 +97,7 @@ def read_shape(directory: Path, model: LLMModelConfig) -> ModelShape | None:
         sinks=any(spec.name.endswith(".sinks") for spec in weights),
         gate_copies=_GATE_COPIES.get(config.get("model_type", ""), 4),
         compute_dtype=model.dtype,
+        reference_dtype=model.dtype,
         weights=tuple(weights),
         adapter_parameters=_adapter_parameters(weights, model.lora, experts=_first(config, _EXPERTS)),
         **_expert_sizes(config, weights),
@@ -130,3 +138,23 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
     if len(spec.shape) != 2 or layer_of(spec.name) is None or is_expert(spec.name) or spec.shape[0] == experts:
         return False
     return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)
+
+
+def torch_engine_parts(directory: Path, model: LLMModelConfig, options: TorchEngineOptions) -> tuple[Held, ...]:
+    """Return the memory of the torch engine beside the weights: keys and values of running sequences, and logits."""
+    whole = read_json_object(directory / "config.json", hint="see model.path")
+    config = whole.get("text_config", whole)
+    if not all(isinstance(config.get(key), int) for key in _SIZES):
+        return (Held(name="the engine's caches and activations", bytes=None),)
+    layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
+    row = 2 * (config.get("num_key_value_heads") or heads) * (config.get("head_dim") or hidden // heads)
+    if "kv_lora_rank" in config:
+        row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    longest = model.max_length or config.get("max_position_embeddings")
+    cache = options.cache_bytes
+    if longest is not None:
+        cache = min(cache, options.max_sequences * longest * layers * row * BYTES[model.dtype])
+    return (
+        Held(name="keys and values", bytes=cache),
+        Held(name="logits and probabilities", bytes=2 * BYTES["float32"] * options.max_sequences * vocabulary),
+    )

@@ -32,6 +32,8 @@ from transformers.core_model_loading import (
 
 from cosmos_rl_core.parallel.dtensor import Index
 from cosmos_rl_core.storage.json_files import read_json_object
+from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_llm.model.causal_lm import empty_model, named_weights
 from cosmos_rl_llm.model.checkpoint import read_specs, resolve
 
 Shape = tuple[int, ...]
@@ -123,6 +125,12 @@ def _weight(
         return None
     pieces = tuple((len(piece), *shapes[piece[0]]) if stacked else shapes[piece[0]] for piece in names)
     return Weight(names, stacked=stacked, dim=joins[0].dim if joins else 0, pieces=pieces)
+
+
+def specs_of_config(directory: Path) -> list[WeightSpec]:
+    """Return the weights by config.json alone, as float32. Raises UserError if there is no such model."""
+    weights = named_weights(empty_model(directory, dtype=torch.float32))
+    return [WeightSpec(name=name, shape=tuple(weights[name].shape), dtype="float32") for name in sorted(weights)]
 
 
 @contextmanager
