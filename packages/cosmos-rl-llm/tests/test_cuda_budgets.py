@@ -20,6 +20,7 @@ from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.domain import _recommend_vllm
 from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
 from cosmos_rl_llm.model.miniature import miniature
+from cosmos_rl_llm.policy import probe
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import probe_samples
 
@@ -178,3 +179,14 @@ def test_a_policy_takes_the_logits_budget_of_its_gpu():
         policy = CausalLMPolicy(small("qwen3").to("cuda"))
     assert policy.module._logits_bytes == logits_budget(80 * 2**30)
     assert CausalLMPolicy(small("qwen3")).module._logits_bytes == logits_budget(None)
+
+
+def test_a_family_is_checked_without_tf32(monkeypatch):
+    """Products of TF32 differ by as much as the check allows."""
+    seen = []
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
+    monkeypatch.setattr(
+        probe, "compare", lambda model: seen.append(torch.backends.cuda.matmul.allow_tf32) or (0.0, 0.0)
+    )
+    probe._verdict.__wrapped__(*probe.describe(small("qwen3")), "cpu")
+    assert seen == [False] and torch.backends.cuda.matmul.allow_tf32

@@ -38,6 +38,20 @@ def memory_of(device: torch.device) -> int | None:
     return torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else None
 
 
+@contextmanager
+def exact_products() -> Iterator[None]:
+    """Multiply float32 matrices on a GPU without rounding them to TF32 inside, whatever [run] tf32 says."""
+    settings = torch.backends.cuda.matmul, torch.backends.cudnn
+    before = [setting.allow_tf32 for setting in settings]
+    for setting in settings:
+        setting.allow_tf32 = False
+    try:
+        yield
+    finally:
+        for setting, value in zip(settings, before):
+            setting.allow_tf32 = value
+
+
 @cache
 def log_choice(text: str) -> None:
     """Write a choice that depends on the hardware, such as "float8: emulated", to rank 0's log, once a process."""

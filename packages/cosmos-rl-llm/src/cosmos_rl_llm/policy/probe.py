@@ -22,6 +22,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import exact_products
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import Sample, pack_batch
@@ -120,7 +121,8 @@ def family_miniature(kind: type[PreTrainedModel], config: str, *, device: str = 
 
 @lru_cache(maxsize=64)
 def _verdict(kind: type[PreTrainedModel], config: str, device: str) -> bool:
-    packed, unpacked = compare(family_miniature(kind, config, device=device))
+    with exact_products():
+        packed, unpacked = compare(family_miniature(kind, config, device=device))
     if packed <= TOLERANCE:
         return False
     if unpacked <= TOLERANCE:

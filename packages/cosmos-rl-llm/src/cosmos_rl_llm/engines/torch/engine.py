@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.axes.linear import MIN_ROWS
+from cosmos_rl_core.parallel.device import exact_products
 from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.batch import EngineStats, Request, RunningBatch, RunningSequence
@@ -44,7 +45,8 @@ def check_generation(model: PreTrainedModel) -> None:
             f'rollout.engine = "torch" packs prompts and caches only keys and values, while {name} carries more '
             'from token to token; set rollout.engine = "vllm"'
         )
-    error = _largest_error(*describe(model), str(model.device))
+    with exact_products():
+        error = _largest_error(*describe(model), str(model.device))
     if not error <= TOLERANCE:
         raise UserError(
             f'rollout.engine = "torch" generates with log-probabilities {error:.2g} nats off with {name}; set '
