@@ -9,6 +9,7 @@ from torch.nn.attention import flex_attention as flex
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
+from cosmos_rl_core.parallel.memory.remat import _kept_operators
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import pack_batch
@@ -134,6 +135,10 @@ def test_a_kernel_gets_the_arguments_of_the_layer(kernel, scoring, narrow, monke
         results.append([output, *(x.grad for x in given)])
     for found, wanted in zip(*results):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+def test_selective_recomputation_keeps_the_attention_of_windows():
+    assert torch.ops.torch_attn._varlen_attn.default in _kept_operators()
 
 
 def fake_flex(query, key, value, scoring):

@@ -41,7 +41,7 @@ def memory_of(device: torch.device) -> int | None:
 @contextmanager
 def exact_products() -> Iterator[None]:
     """Multiply float32 matrices on a GPU without rounding them to TF32 inside, whatever [run] tf32 says."""
-    settings = torch.backends.cuda.matmul, torch.backends.cudnn
+    settings: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.cudnn)
     before = [setting.allow_tf32 for setting in settings]
     for setting in settings:
         setting.allow_tf32 = False

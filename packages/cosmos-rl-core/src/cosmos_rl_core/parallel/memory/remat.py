@@ -34,6 +34,7 @@ _KEPT = (
     ("aten", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
     ("aten", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
     ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
+    ("torch_attn", "_varlen_attn"),
     ("mkldnn", "_linear_pointwise"),
     ("_c10d_functional", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"),
 )
@@ -143,6 +144,8 @@ def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolic
 @cache
 def _kept_operators() -> frozenset[Any]:
     """The operators of `_KEPT` that this build of torch has."""
+    from torch.nn.attention import varlen  # noqa: F401  registers its operator
+
     found = []
     for namespace, *names in _KEPT:
         operators = getattr(torch.ops, namespace)
