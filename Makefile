@@ -1,5 +1,5 @@
 # Each target sets up .venv by itself; the second time that takes a moment.
-.PHONY: help setup demo test test-ci test-slow test-times lint bench wheels lock clean
+.PHONY: help setup demo test test-ci test-slow test-times lint bench gpu-first-hour wheels lock clean
 PYTHON ?= python3
 BIN := .venv/bin
 export OMP_WAIT_POLICY := PASSIVE
@@ -10,6 +10,7 @@ help:
 	@echo "             test-times: the thirty slowest of the default tests"
 	@echo "make lint    ruff, pyright, import contracts"
 	@echo "make bench   the quick form of every benchmark"
+	@echo "make gpu-first-hour  steps with targets on a machine with GPUs; benchmarks/out/gpu.json and gpu.md"
 	@echo "make wheels  the packages, in dist/"
 	@echo "make lock    resolve the dependencies again"
 
@@ -40,6 +41,9 @@ lint: setup
 
 bench: setup
 	@for name in benchmarks/[a-z]*.py; do echo "== $$name"; $(BIN)/python $$name --quick || exit 1; done
+
+gpu-first-hour: setup
+	$(BIN)/python tests/gpu/first_hour.py
 
 wheels: setup
 	$(BIN)/uv build --all-packages --wheel --no-sources --out-dir dist

@@ -105,6 +105,21 @@ def test_attention_without_a_fused_kernel_is_counted(record, dtype, heads, maske
     assert bool(record.math_attention) == falls
 
 
+def test_mixed_precision_computes_on_the_device(record):
+    layer = torch.nn.Linear(8, 4).to("cuda")
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        found = layer(torch.ones(2, 8, device="cuda"))
+        weights = torch.softmax(found, -1, dtype=torch.float32)
+        torch.cuda.synchronize()
+    weights.sum().backward()
+    assert (found.dtype, found.device) == (torch.bfloat16, CUDA)
+    assert (weights.dtype, weights.device) == (torch.float32, CUDA)
+    assert layer.weight.grad.dtype == torch.float32
+    assert not torch.is_autocast_enabled("cpu")
+    assert not record.mismatches, record
+    assert not record.synchronisations, record
+
+
 def test_torch_is_as_before_afterwards():
     with pretend_cuda():
         assert torch.cuda.is_available()

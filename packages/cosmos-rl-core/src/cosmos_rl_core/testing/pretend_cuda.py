@@ -181,6 +181,27 @@ class _Runtime:
         return 0
 
 
+class _Autocast:
+    """torch.autocast("cuda"), and that of the CPU with it, as tensors of the pretend device dispatch like the CPU's."""
+
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+
+    @staticmethod
+    def __enter__(self: Any) -> Any:
+        entered = _Autocast.enter(self)
+        if self.device == "cuda":
+            on_cpu = torch.autocast("cpu", dtype=self.fast_dtype, enabled=self._enabled)
+            self.__dict__.setdefault("on_cpu", []).append(on_cpu)
+            _Autocast.enter(on_cpu)
+        return entered
+
+    @staticmethod
+    def __exit__(self: Any, *error: Any) -> Any:
+        if self.device == "cuda":
+            _Autocast.leave(self.on_cpu.pop(), *error)
+        return _Autocast.leave(self, *error)
+
+
 def _patches(record: Record) -> dict[str, Any]:
     """Attributes of torch.cuda inside."""
     return {
@@ -205,6 +226,10 @@ def _patches(record: Record) -> dict[str, Any]:
         "cudart": _Runtime,
         "stream": lambda stream: stream if stream is not None else contextlib.nullcontext(),
         "empty_cache": lambda: None,
+        "memory_allocated": lambda device=None: 0,
+        "max_memory_allocated": lambda device=None: 0,
+        "reset_peak_memory_stats": lambda device=None: None,
+        "set_sync_debug_mode": lambda mode: None,
     }
 
 
@@ -229,6 +254,8 @@ def pretend_cuda() -> Iterator[Record]:
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
+        for name in ("__enter__", "__exit__"):
+            stack.enter_context(mock.patch.object(torch.autocast, name, getattr(_Autocast, name)))
         stack.callback(PINNED.clear)
         HERE.__dict__.clear()
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
