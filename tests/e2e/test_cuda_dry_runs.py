@@ -29,22 +29,26 @@ GUIDED = {"num_steps": 3, "guidance": 4.0, "window": "fixed", "steps": [0, 1]}
 CLEAN = {"num_steps": 3, "rule": "ode", "old_decay": "slow", "guidance": 4.0, "window": None, "steps": None}
 OFT = {"rollout": {"group_size": 2, "sampling": {"terms": "token"}}, "data": {"options": {"image_size": 32}}}
 
+MIXED = {"dtype": "bfloat16"}
+"""float32 weights, products in bfloat16: what GPUs train with."""
+
 RUNS = {
     "llm with reference and evaluation": ("llm", {"algorithm": {"kl_coef": 0.1}, "eval": {}}),
-    "llm adapters": ("llm", {"algorithm": {"kl_coef": 0.1}, "model": {"lora": {"rank": 2}}}),
-    "OpenVLA GRPO": (
+    "llm adapters in bfloat16": ("llm", {"algorithm": {"kl_coef": 0.1}, "model": {"lora": {"rank": 2}, **MIXED}}),
+    "OpenVLA GRPO in bfloat16": (
         "vla",
-        {"model": {"family": "openvla_oft", "num_steps": None}, "algorithm": {"name": "grpo"}, **OFT},
+        {"model": {"family": "openvla_oft", "num_steps": None, **MIXED}, "algorithm": {"name": "grpo"}, **OFT},
     ),
     "MLP PPO": ("vla", {"model": {"family": "mlp", "horizon": 1, "num_steps": None}}),
+    "pi0.5 PPO in bfloat16": ("vla", {"model": MIXED}),
     "guided FlowGRPO with reference": (
         "wfm",
         {"model": WAN, "data": CLIPS, "rollout": {"sampling": GUIDED}, "algorithm": {"kl_coef": 0.04}},
     ),
-    "guided DDRL": (
+    "guided DDRL in bfloat16": (
         "wfm",
         {
-            "model": WAN,
+            "model": WAN | MIXED,
             "data": CLIPS,
             "rollout": {"sampling": GUIDED},
             "algorithm": {"name": "ddrl"},

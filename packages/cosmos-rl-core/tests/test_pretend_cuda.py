@@ -110,7 +110,7 @@ def test_mixed_precision_computes_on_the_device(record):
     with torch.autocast("cuda", dtype=torch.bfloat16):
         found = layer(torch.ones(2, 8, device="cuda"))
         weights = torch.softmax(found, -1, dtype=torch.float32)
-        torch.cuda.synchronize()
+        assert (F.rms_norm(found, (4,)).dtype, found.exp().dtype) == (torch.float32, torch.float32)
     weights.sum().backward()
     assert (found.dtype, found.device) == (torch.bfloat16, CUDA)
     assert (weights.dtype, weights.device) == (torch.float32, CUDA)

@@ -38,6 +38,30 @@ from cosmos_rl_core.testing.pretend_tensor import CUDA, PINNED, REGISTERED, Disp
 
 _FROM_DATA = {torch.tensor, torch.as_tensor, torch.asarray}
 """Functions that copy Python or numpy data."""
+_FLOAT32 = frozenset(
+    [
+        "exp",
+        "log",
+        "log1p",
+        "rsqrt",
+        "reciprocal",
+        "pow",
+        "__pow__",
+        "softplus",
+        "softmax",
+        "log_softmax",
+        "logsumexp",
+        "layer_norm",
+        "rms_norm",
+        "group_norm",
+        "norm",
+        "sum",
+        "prod",
+        "cumsum",
+        "mse_loss",
+    ]
+)
+"""Functions that CUDA's autocast computes in float32 and that of the CPU does not (`ATen/autocast_mode.h`), as used."""
 
 
 def _with_index(value: Any) -> Any:
@@ -66,6 +90,9 @@ class _Calls(TorchFunctionMode):
             self._check(*args, **kwargs)
         if func is Tensor.cuda:
             return args[0].to(CUDA)
+        if getattr(func, "__name__", "") in _FLOAT32 and torch.is_autocast_enabled("cuda"):
+            half = (torch.bfloat16, torch.float16)
+            args = tuple(arg.float() if isinstance(arg, PretendTensor) and arg.dtype in half else arg for arg in args)
         if func in _FROM_DATA and kwargs.get("device") == CUDA:  # they would allocate past the dispatch mode
             return func(*args, **kwargs | {"device": "cpu"}).to(CUDA)
         return func(*[_with_index(arg) for arg in args], **kwargs)
@@ -181,27 +208,6 @@ class _Runtime:
         return 0
 
 
-class _Autocast:
-    """torch.autocast("cuda"), and that of the CPU with it, as tensors of the pretend device dispatch like the CPU's."""
-
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-
-    @staticmethod
-    def __enter__(self: Any) -> Any:
-        entered = _Autocast.enter(self)
-        if self.device == "cuda":
-            on_cpu = torch.autocast("cpu", dtype=self.fast_dtype, enabled=self._enabled)
-            self.__dict__.setdefault("on_cpu", []).append(on_cpu)
-            _Autocast.enter(on_cpu)
-        return entered
-
-    @staticmethod
-    def __exit__(self: Any, *error: Any) -> Any:
-        if self.device == "cuda":
-            _Autocast.leave(self.on_cpu.pop(), *error)
-        return _Autocast.leave(self, *error)
-
-
 def _patches(record: Record) -> dict[str, Any]:
     """Attributes of torch.cuda inside."""
     return {
@@ -254,8 +260,6 @@ def pretend_cuda() -> Iterator[Record]:
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))
-        for name in ("__enter__", "__exit__"):
-            stack.enter_context(mock.patch.object(torch.autocast, name, getattr(_Autocast, name)))
         stack.callback(PINNED.clear)
         HERE.__dict__.clear()
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
