@@ -98,6 +98,10 @@ class SideStream:
         done.synchronize()
         return host
 
+    def sums(self, sums: Tensor) -> tuple[int, ...]:
+        """Return additive hashes int64 [n] on the GPU; waits for them alone, and for what was queued before."""
+        return tuple(value & MASK for value in self.to_host(sums, torch.int64).tolist())
+
     def mark(self) -> torch.cuda.Event:
         """Return an event after everything queued so far; a thread that waits for it sleeps."""
         with torch.cuda.device(self.device):

@@ -24,6 +24,10 @@ def shapes_of(manifest: Manifest) -> dict[str, Shape]:
     return shapes | {alias: shapes[name] for alias, name in manifest.tied.items()}
 
 
+NOT_HASHED = 0
+"""`Proof.hash` of a bucket that stays on GPUs: its additive hashes alone are compared."""
+
+
 @dataclass(frozen=True, slots=True)
 class Proof:
     hash: int

@@ -14,6 +14,8 @@ from torch import Tensor
 from cosmos_rl_transfer.layout.manifest import Box
 
 Raw = np.ndarray[Any, Any]
+Block = Any
+"""Bytes uint8 [n]: a `Raw` in host memory, or a Tensor on a GPU, by the transport."""
 _UINT = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 SAME_WIDTH = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """By bytes of an element."""
@@ -45,7 +47,7 @@ def raw_view(memory: Raw, at: int, shape: tuple[int, ...], item_bytes: int) -> R
 class Run:
     """Contiguous bytes, and their position in a packed bucket."""
 
-    data: Raw
+    data: Block
     """uint8 [n], contiguous."""
     at: int
     """First byte in the packed bucket."""

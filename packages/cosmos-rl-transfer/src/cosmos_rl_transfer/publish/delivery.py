@@ -17,10 +17,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 
 import numpy as np
+from torch import Tensor
 
 from cosmos_rl_transfer.content.digest import bucket_hash
-from cosmos_rl_transfer.content.proof import Proof, packed_pieces, run_pieces
-from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.proof import NOT_HASHED, Proof, packed_pieces, run_pieces
+from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.errors import Superseded
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 from cosmos_rl_transfer.publish.holders import PASS_ON_S, Partial
@@ -115,7 +116,7 @@ class Delivery:
             if self._passes_on is not None:
                 self._passes_on.wait(lease.version, self._buckets[index], timeout_s=PASS_ON_S)
             self._revoked.discard(index)
-            if request.want == "link":
+            if request.want == "link" or (self._supply.on_gpu and self._outlet is self._supply.link_outlet):
                 return self._serve_own(lease, index)
             delta = None if request.want == "dense" else self._delta(lease, index)
             if delta is None and request.want == "delta":
@@ -177,7 +178,7 @@ class Delivery:
         self._send_later(lambda: self._send_slot(data, out, hold))
         return True
 
-    def _packed(self, lease: Lease, index: int, delta: Delta | None, hold: Hold) -> tuple[m.Data, Raw]:
+    def _packed(self, lease: Lease, index: int, delta: Delta | None, hold: Hold) -> tuple[m.Data, Block]:
         """Pack a bucket into a slot; return its head and its bytes. Raises Superseded, with the slot freed."""
         num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
         out = self._supply.outlet.slots[hold.slot][:num_bytes]
@@ -189,17 +190,21 @@ class Delivery:
         self._supply.versions.read(lease, index)
         if self._outlet.keeps_slot:
             self._being_read[index] = lease, hold
-        if delta is None:
+        if isinstance(out, Tensor):
+            proof = Proof(NOT_HASHED, sums or ())
+        elif delta is None:
             bucket = self._buckets[index]
             proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out), sums=sums)
         else:
             proof = Proof(bucket_hash(out), delta.sums)
         self._supply.slots.start_reading(hold)
         located = self._outlet.locate([Run(out, 0)])
-        return m.Data(index, out.nbytes, proof.hash, proof.sums, hold.slot, located, delta is not None), out
+        return m.Data(index, num_bytes, proof.hash, proof.sums, hold.slot, located, delta is not None), out
 
-    def _fill(self, out: Raw, lease: Lease, index: int, delta: Delta | None) -> tuple[int, ...] | None:
+    def _fill(self, out: Block, lease: Lease, index: int, delta: Delta | None) -> tuple[int, ...] | None:
         """Return each piece's additive hash, if the bucket was packed just now."""
+        if isinstance(out, Tensor):
+            return self._fill_there(out, lease, index)
         if delta is not None:
             np.copyto(out, delta.data)
             del self._deltas[index]
@@ -210,7 +215,17 @@ class Delivery:
             np.copyto(out, copied)
             return None
 
-    def _send_slot(self, data: m.Data, out: Raw, hold: Hold) -> None:
+    def _fill_there(self, out: Tensor, lease: Lease, index: int) -> tuple[int, ...]:
+        """Do the same in a slot on the GPU."""
+        bucket, staged = self._buckets[index], self._supply.staged
+        assert staged is not None, "a supply with slots on a GPU has weights there"
+        with self._supply.versions.reading(lease, index) as copied:
+            if copied is None:
+                return staged.pack_there(bucket, out)
+            staged.upload(copied, out)
+            return self._supply.prove(lease.version, bucket, packed_pieces(bucket, copied)).sums
+
+    def _send_slot(self, data: m.Data, out: Block, hold: Hold) -> None:
         """In the sender."""
         self._transmit(data, [Run(out, 0)])
         if not self._outlet.keeps_slot and not self._supply.slots.free(hold):

@@ -65,8 +65,20 @@ class StagedWeights:
             done = self._side.mark()
         done.synchronize()
         shared = data.numpy()
-        shared.flags.writeable = False
         return Packed(shared, tuple(value & MASK for value in hashes.tolist()))
+
+    def pack_there(self, bucket: Bucket, out: torch.Tensor) -> tuple[int, ...]:
+        """Gather the live bucket into `out` uint8 [bucket.num_bytes] on the GPU; return each piece's additive hash."""
+        with self._side.current():
+            sums = self._live.gather(bucket, out, table=self._side.table)
+        return self._side.sums(sums)
+
+    def upload(self, copied: Raw, out: torch.Tensor) -> None:
+        """Copy a bucket that a fence kept in host memory into `out` on the GPU."""
+        with self._side.current():
+            out.copy_(torch.from_numpy(copied), non_blocking=True)
+            done = self._side.mark()
+        done.synchronize()
 
     def runs(self, bucket: Bucket) -> list[Run] | None:
         """Return None: the bytes are in no memory that a transport has exposed."""

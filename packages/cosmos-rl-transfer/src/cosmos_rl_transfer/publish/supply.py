@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
+from torch import Tensor
 
 from cosmos_rl_transfer.content.proof import Proof, Proofs, pieces_hash, prove, shapes_of
 from cosmos_rl_transfer.content.raw import Raw
@@ -31,7 +32,7 @@ from cosmos_rl_transfer.publish.holders import Directory, Partial
 from cosmos_rl_transfer.publish.outgoing import Outgoing
 from cosmos_rl_transfer.publish.staged import StagedWeights
 from cosmos_rl_transfer.publish.versions import Versions
-from cosmos_rl_transfer.transports.base import Run, Transport
+from cosmos_rl_transfer.transports.base import Run, Transport, TransportUnavailable
 from cosmos_rl_transfer.transports.select import open_outlet
 from cosmos_rl_transfer.transports.tcp import Tcp
 
@@ -186,13 +187,18 @@ class Supply:
         self.wire_dtypes = wire_dtypes
         """Dtype by tensor in which weights travel to the target that joined last."""
         self._shapes = shapes_of(manifest)
-        self.outgoing, self.partial, self._staged = outgoing, partial, staged
+        self.outgoing, self.partial, self.staged = outgoing, partial, staged
         self.spare = Spare(bucket_bytes)
         self.versions = Versions(recycle=self.spare.give)
         self.holders = Directory(relay)
         self.proofs = Proofs()
         self.slots = Slots(NUM_SLOTS, patience_s=max(patience_s, LEAST_PATIENCE_S))
         self.transport, self.outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
+        self.on_gpu = any(isinstance(slot, Tensor) for slot in self.outlet.slots)
+        """Whether buckets of `outlet` stay on the GPU."""
+        if self.on_gpu and staged is None:
+            self.outlet.close()
+            raise TransportUnavailable(f"{self.transport} moves weights of a GPU, without deltas; these are not")
         self.link_outlet = Tcp().open(bucket_bytes=0, num_slots=0)
         """For subscribers that cannot use `outlet`: over the link, out of the slots of `outlet`."""
         self.sent_bytes = 0
@@ -231,8 +237,8 @@ class Supply:
 
         From a GPU it is the copy that all readers share.
         """
-        if self._staged is not None:
-            return self._staged.packed(bucket).data if copied is None else copied
+        if self.staged is not None:
+            return self.staged.packed(bucket).data if copied is None else copied
         out = self.spare.take(bucket.num_bytes)
         if copied is None:
             self.memory.pack(bucket, out)

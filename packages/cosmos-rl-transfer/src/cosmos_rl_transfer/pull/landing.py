@@ -25,7 +25,7 @@ from torch import Tensor
 from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, outward, row_strides
 from cosmos_rl_transfer.content.digest import add, tensor_sum
-from cosmos_rl_transfer.content.gpu import SideStream, gpu_of, pin
+from cosmos_rl_transfer.content.gpu import SideStream, device_sum, gpu_of, pin, typed
 from cosmos_rl_transfer.content.proof import gain
 from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width
 from cosmos_rl_transfer.content.staging import LivePart
@@ -90,6 +90,11 @@ class Shadow:
         if self._pending is not None:
             self._pending.add_whole(bucket)
         return self._sums.confirm(bucket, found, sums)
+
+    def write_there(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
+        """Do the same with packed bytes on a GPU, which are copied to the host."""
+        side = self.side or SideStream(data.device)
+        return self.write(bucket, side.to_host(data, torch.uint8).numpy(), sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
         """Change some elements if the pieces then have these hashes; else write nothing and return false."""
@@ -209,6 +214,20 @@ class InPlace:
                 packed = raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[part.dtype])
                 found.append(part.write(piece.box, packed))
         return self._sums.confirm(bucket, found, sums)
+
+    def write_there(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
+        if self.side is None:
+            return self.write(bucket, SideStream(data.device).to_host(data, torch.uint8).numpy(), sums)
+        found = []
+        with self.side.current():
+            mine = data.to(self.side.device, copy=True)  # the slot may be reused between the hash and the copy
+            for piece in bucket.pieces:
+                part, item_bytes = self._live(piece), ITEM_BYTES[piece.dtype]
+                packed = mine[piece.at : piece.at + piece.box.numel * item_bytes]
+                found.append(device_sum(packed, piece.box, part.shape, item_bytes=item_bytes, table=self.side.table))
+                part.at(piece.box).copy_(typed(mine, piece.at, piece.box.shape, piece.dtype))
+            found = torch.stack(found)
+        return self._sums.confirm(bucket, self.side.sums(found), sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
         patches, gains = [], []

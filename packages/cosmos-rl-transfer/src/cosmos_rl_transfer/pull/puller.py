@@ -15,14 +15,15 @@ from collections.abc import Set as AbstractSet
 from concurrent.futures import Executor, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 import numpy as np
+from torch import Tensor
 
 from cosmos_rl_transfer.content.delta import Extent, decode
 from cosmos_rl_transfer.content.digest import bucket_hash
 from cosmos_rl_transfer.content.proof import packed_pieces, pieces_hash
-from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
@@ -31,9 +32,6 @@ from cosmos_rl_transfer.pull.feed import Feed
 from cosmos_rl_transfer.pull.landing import InPlace, Landing, Shadow
 from cosmos_rl_transfer.transports.base import Inlet
 from cosmos_rl_transfer.wire import messages as m
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -245,7 +243,7 @@ class Puller:
             wait([future for _, _, future in landing])
         return finished
 
-    def _body(self, inlet: Inlet, bucket: Bucket, data: m.Data, buffer: Raw) -> Raw:
+    def _body(self, inlet: Inlet, bucket: Bucket, data: m.Data, buffer: Raw) -> Block:
         """Receive the bytes of a head."""
         if not data.num_bytes:
             return np.empty(0, np.uint8)
@@ -254,11 +252,13 @@ class Puller:
         place = None if data.delta else self.landing.place(bucket)
         return inlet.receive(data, out=buffer[: data.num_bytes] if place is None else place)
 
-    def _land(self, feed: Feed, bucket: Bucket, data: m.Data, packed: Raw) -> bool:
+    def _land(self, feed: Feed, bucket: Bucket, data: m.Data, packed: Block) -> bool:
         """Verify and write a bucket and release its slot; false if its hashes differ."""
         if not data.num_bytes:
             return False  # there is no delta
-        if data.delta:
+        if isinstance(packed, Tensor):
+            good = self.landing.write_there(bucket, packed, data.sums)
+        elif data.delta:
             if not packed.flags.writeable:  # the publisher's slot, which may be reused between two reads of it
                 packed = packed.copy()
             good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)

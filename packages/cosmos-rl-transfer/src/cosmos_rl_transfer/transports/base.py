@@ -21,7 +21,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from cosmos_rl_transfer.content.raw import Raw, Run
+from cosmos_rl_transfer.content.raw import Block, Raw, Run
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
 
@@ -29,8 +29,9 @@ from cosmos_rl_transfer.wire.messages import Data
 class Outlet(Protocol):
     """A publisher's end, shared by all its subscribers. Several threads call it, each with its own link."""
 
-    slots: Sequence[Raw]
-    """uint8 [bucket_bytes] each, pages allocated: buffers of packed buckets, reused."""
+    slots: Sequence[Block]
+    """uint8 [bucket_bytes] each, pages allocated: buffers of packed buckets, reused. On a GPU, buckets never pass
+    through host memory, and only their additive hashes are verified."""
     keeps_slot: bool
     """Whether a slot must stay as it is until the subscriber has read it (shared memory, RDMA)."""
     direct: bool
@@ -68,12 +69,12 @@ class Inlet(Protocol):
     views: bool
     """Whether `receive` returns a view of the publisher's slot and needs no `out`."""
 
-    def receive(self, data: Data, *, out: Raw | None) -> Raw:
+    def receive(self, data: Data, *, out: Raw | None) -> Block:
         """Return the packed bytes uint8 [data.num_bytes] that `data` announced.
 
         That is `out` [data.num_bytes], filled, a part of the memory given to `attach`; or, with `views`, a read-only
-        view of the publisher's slot, valid until the slot is released. Raises PeerLost if the publisher is lost or
-        silent past the link's deadline.
+        view of the publisher's slot, valid until the slot is released, or memory of its own on a GPU. Raises PeerLost
+        if the publisher is lost or silent past the link's deadline.
         """
         ...
 

@@ -10,13 +10,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
-from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.gpu import SideStream
+from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
@@ -39,8 +42,9 @@ class Collective:
     def __init__(self, group: ProcessGroup | None = None, *, peer: int | None = None, device: str = "cpu") -> None:
         """Exchange buckets with rank `peer` of `group`.
 
-        group: None for the default group. peer: None for the other one of two. device: of the group's tensors ("cuda"
-        for NCCL: buckets are copied there and back).
+        group: None for the default group. peer: None for the other one of two. device: of the group's tensors. With a
+        GPU (NCCL), buckets are packed and received there, without a copy in host memory; the engine writes them to its
+        live tensors with staging = "in_place". Unproven on hardware.
         """
         self._group, self._peer, self._device = group, peer, device
 
@@ -75,24 +79,38 @@ class _Pair:
     def __init__(self, group: ProcessGroup, peer: int, device: torch.device) -> None:
         self.rank, self.peer = group.rank(), peer
         self._group, self._device = group, device
+        self._side = SideStream(device) if device.type == "cuda" else None
 
     def key(self, publisher: int, subscriber: int) -> str:
         """Name a publisher and its subscriber."""
         return f"{publisher}>{subscriber}/{self._group.size()}"
 
-    def send(self, runs: Sequence[Raw], link: Link) -> None:
-        """Send runs of bytes, one message each."""
-        tensors = [torch.from_numpy(run).to(self._device) for run in runs]
-        self._wait([self._group.send([tensor], self.peer, _TAG) for tensor in tensors], link)
+    @property
+    def on_gpu(self) -> bool:
+        return self._side is not None
 
-    def receive(self, runs: Sequence[Raw], link: Link) -> None:
+    def blocks(self, num_bytes: int, count: int) -> list[Block]:
+        """Allocate memory that the group sends and receives: uint8 [num_bytes] each."""
+        if not self.on_gpu:
+            return [host_memory(num_bytes) for _ in range(count)]  # full takes the page faults now
+        with self._beside():
+            return [torch.zeros(num_bytes, dtype=torch.uint8, device=self._device) for _ in range(count)]
+
+    def send(self, runs: Sequence[Block], link: Link) -> None:
+        """Send runs of bytes, one message each."""
+        with self._beside():
+            works = [self._group.send([_tensor(run)], self.peer, _TAG) for run in runs]
+        self._wait(works, link)
+
+    def receive(self, runs: Sequence[Block], link: Link) -> None:
         """Receive as many runs of the same lengths."""
-        outs = [torch.from_numpy(run) for run in runs]
-        tensors = [torch.empty_like(out, device=self._device) for out in outs] if self._device.type != "cpu" else outs
-        self._wait([self._group.recv([tensor], self.peer, _TAG) for tensor in tensors], link)
-        for out, tensor in zip(outs, tensors):
-            if tensor is not out:
-                out.copy_(tensor)
+        with self._beside():
+            works = [self._group.recv([_tensor(run)], self.peer, _TAG) for run in runs]
+        self._wait(works, link)
+
+    def _beside(self) -> AbstractContextManager[None]:
+        """The stream that NCCL waits for must not be the one that trains."""
+        return nullcontext() if self._side is None else self._side.current()
 
     def _wait(self, works: Sequence[Work], link: Link) -> None:
         """Wait in a thread of its own: gloo has neither a completion signal nor short timed waits."""
@@ -114,6 +132,10 @@ class _Pair:
             raise PeerLost(f"rank {self.peer} of the process group is lost: {failures[0]}") from failures[0]
 
 
+def _tensor(run: Block) -> Tensor:
+    return run if isinstance(run, Tensor) else torch.from_numpy(run)
+
+
 class _Outlet:
     keeps_slot = False
     direct = True
@@ -121,8 +143,7 @@ class _Outlet:
     def __init__(self, pair: _Pair, bucket_bytes: int, num_slots: int) -> None:
         self._pair = pair
         self.offer: Mapping[str, str] = {"group": pair.key(pair.rank, pair.peer)}
-        # full takes the page faults now
-        self.slots: Sequence[Raw] = [host_memory(bucket_bytes) for _ in range(num_slots)]
+        self.slots: Sequence[Block] = pair.blocks(bucket_bytes, num_slots)
 
     def expose(self, memory: Sequence[Raw]) -> None:
         """Do nothing: the group reads any memory."""
@@ -141,13 +162,14 @@ class _Outlet:
 
 
 class _Inlet:
-    views = False
-
     def __init__(self, pair: _Pair, link: Link) -> None:
         self._pair, self._link = pair, link
+        self.views = pair.on_gpu
 
-    def receive(self, data: Data, *, out: Raw | None) -> Raw:
-        """Receive each run into its position in `out`."""
+    def receive(self, data: Data, *, out: Block | None) -> Block:
+        """Receive each run into its position in `out`, or in new memory on the GPU."""
+        if self._pair.on_gpu:
+            [out] = self._pair.blocks(data.num_bytes, 1)
         assert out is not None and out.nbytes == data.num_bytes, "a group receives into the caller's memory"
         if any(at < 0 or size < 0 or at + size > out.nbytes for _, at, size in data.runs):
             raise TransferError(f"bucket {data.bucket}: the publisher named bytes outside its {out.nbytes}")

@@ -1,0 +1,133 @@
+"""Weights that stay on (pretend) GPUs all the way: packed, received and verified there."""
+
+import asyncio
+import queue
+
+import pytest
+import torch
+from transfer_samples import TOKEN, blank, weights_at
+
+from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from cosmos_rl_transfer.publish.publisher import Publisher
+from cosmos_rl_transfer.pull.subscriber import Subscriber
+from cosmos_rl_transfer.transports.base import TransportUnavailable
+from cosmos_rl_transfer.transports.collective import Collective
+
+pytestmark = pytest.mark.cuda_dry
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def record():
+    with pretend_cuda() as record:
+        torch.cuda.set_device(0)
+        yield record
+
+
+class Work:
+    """A send that is done, or a receive."""
+
+    def __init__(self, finish=lambda: None):
+        self.finish = finish
+
+    def wait(self, timeout):
+        self.finish()
+
+
+class Nccl:
+    """A rank of a group of two that passes tensors of one device on, and notes where they were."""
+
+    def __init__(self, rank, wires, devices):
+        self._rank, self._wires, self._devices = rank, wires, devices
+
+    def rank(self):
+        return self._rank
+
+    def size(self):
+        return 2
+
+    def send(self, tensors, peer, tag):
+        [tensor] = tensors
+        self._devices.append(tensor.device)
+        self._wires[peer].put(tensor.held.clone())
+        return Work()
+
+    def recv(self, tensors, peer, tag):
+        [tensor] = tensors
+        self._devices.append(tensor.device)
+        wire = self._wires[self._rank]
+        return Work(lambda: tensor.held.copy_(wire.get(timeout=10)))
+
+
+def group():
+    wires, devices = [queue.Queue(), queue.Queue()], []
+    first, second = (Collective(Nccl(rank, wires, devices), device="cuda:0") for rank in (0, 1))
+    return first, second, devices
+
+
+def on_gpu(weights):
+    return {name: tensor.to("cuda") for name, tensor in weights.items()}
+
+
+async def moved(trained, live, publishing, reading, *, staging):
+    publisher = Publisher(trained, token=TOKEN, transport=publishing, bucket_bytes=2048)
+    subscriber = Subscriber(
+        publisher.address, live, token=TOKEN, transport=reading, timeout_s=10, staging=staging, serve=False
+    )
+    for version in (1, 2):
+        await publisher.fence()
+        for name, tensor in weights_at(version).items():
+            trained[name].held.copy_(tensor)
+        await publisher.publish(version, trained)
+        await subscriber.stage(after=version - 1)
+        subscriber.apply()
+    pulled, buckets = subscriber.pulled, subscriber._made.stream(0, 0)
+    await subscriber.close()
+    await publisher.close()
+    return pulled, len(buckets)
+
+
+@pytest.mark.parametrize("staging", ["in_place", "shadow"])
+def test_nccl_moves_buckets_without_copies_in_host_memory(record, staging):
+    trained, live = on_gpu(weights_at(0)), on_gpu(blank())
+    publishing, reading, devices = group()
+    record.clear()
+    pulled, buckets = asyncio.run(moved(trained, live, publishing, reading, staging=staging))
+    for name, tensor in weights_at(2).items():
+        assert torch.equal(live[name].held, tensor), name
+    assert not pulled.repaired
+    assert set(devices) == {GPU}
+    for counts in (record.mismatches, record.stray, record.synchronisations, record.uploads):
+        assert not counts, record
+    assert not [stream for stream in record.streams if "default stream" in stream], record
+    if staging == "in_place":  # the hashes alone, at both ends
+        down = sum(count for stream, count in record.streams.items() if stream.startswith("to the host"))
+        assert down == 2 * 2 * buckets, record
+        up = sum(count for stream, count in record.streams.items() if stream.startswith("to the GPU"))
+        assert up == 4, record  # the table of the hash, for each stream: of the publisher, the engine and the transport
+
+
+def test_damage_on_the_way_is_found_on_the_gpu(record):
+    trained, live = on_gpu(weights_at(0)), on_gpu(blank())
+    publishing, reading, _ = group()
+    sends = []
+
+    def damaged(tensors, peer, tag, send=publishing._group.send):
+        sends.append(tensors)
+        if len(sends) == 2:
+            broken = tensors[0].clone()
+            broken.held[3] ^= 1
+            return send([broken], peer, tag)
+        return send(tensors, peer, tag)
+
+    publishing._group.send = damaged
+    _, buckets = asyncio.run(moved(trained, live, publishing, reading, staging="shadow"))
+    for name, tensor in weights_at(2).items():
+        assert torch.equal(live[name].held, tensor), name
+    assert len(sends) == 2 * buckets + 1
+
+
+def test_weights_in_host_memory_are_refused(record):
+    publishing, _, _ = group()
+    with pytest.raises(TransportUnavailable, match="moves weights of a GPU"):
+        Publisher(weights_at(0), token=TOKEN, transport=publishing)
