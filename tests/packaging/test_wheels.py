@@ -25,7 +25,7 @@ ENTRY_POINTS = {
     "cosmos-rl-llm": {"cosmos_rl.domains": {"llm"}, "vllm.general_plugins": {"cosmos_rl"}},
     "cosmos-rl-transfer": {
         "cosmos_rl.weight_sync": {"transfer"},
-        "cosmos_rl.transports": {"shm", "tcp", "nixl", "collective"},
+        "cosmos_rl.transports": {"shm", "tcp", "nixl", "collective", "cuda_ipc"},
     },
     "cosmos-rl-vla": {
         "cosmos_rl.domains": {"vla"},

@@ -1,6 +1,6 @@
 import pytest
 
-from cosmos_rl_transfer.doctor import MEMCPY, RAW_STREAM, Finding, Measurement, diagnose, render, ucx_path
+from cosmos_rl_transfer.doctor import MEMCPY, RAW_STREAM, Finding, Measurement, _weights, diagnose, render, ucx_path
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 
 UCX_SAYS = """
@@ -57,8 +57,15 @@ def test_the_table_says_what_auto_offers():
 @pytest.mark.slow
 def test_everything_is_tried_and_nothing_raises():
     found = {finding.name: finding for finding in diagnose(mib=4, rounds=1)}
-    assert {"shm", "tcp", "nixl", "collective", "rdma", "cuda ipc"} <= set(found)
+    assert {"shm", "tcp", "nixl", "collective", "rdma", "cuda ipc", "weights"} <= set(found)
     assert all(finding.reason for finding in found.values())
     for name in ("memcpy", "raw stream", "shm", "tcp"):
         assert found[name].works, found[name].reason
     assert not found["nixl"].works or "over" in found["nixl"].reason
+
+
+@pytest.mark.parametrize(("gpus", "path"), [(0, "pageable"), (2, "pinned host")])
+def test_it_names_the_memory_through_which_weights_leave(gpus, path):
+    weights, ipc = _weights(gpus)
+    assert (weights.name, weights.works, weights.reason) == ("weights", True, path)
+    assert ("no CUDA device" in ipc.reason) == (gpus == 0)

@@ -10,8 +10,10 @@ from transfer_samples import TOKEN, blank, weights_at
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber
+from cosmos_rl_transfer.transports import cuda_ipc
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 from cosmos_rl_transfer.transports.collective import Collective
+from cosmos_rl_transfer.transports.cuda_ipc import CudaIpc
 
 pytestmark = pytest.mark.cuda_dry
 GPU = torch.device("cuda", 0)
@@ -131,3 +133,96 @@ def test_weights_in_host_memory_are_refused(record):
     publishing, _, _ = group()
     with pytest.raises(TransportUnavailable, match="moves weights of a GPU"):
         Publisher(weights_at(0), token=TOKEN, transport=publishing)
+
+
+@pytest.fixture
+def shared(monkeypatch):
+    """Exported memory by handle, in place of the driver; each export is good for one mapping."""
+    exported = {}
+
+    def export(block):
+        key = str(len(exported)).encode()
+        exported[key] = block
+        return cuda_ipc.Handle(key, block.nbytes, 0, b"", 0, b"", False)
+
+    def mapped(handle, device):
+        if handle.memory not in exported:
+            raise RuntimeError("invalid resource handle")
+        return exported.pop(handle.memory)
+
+    monkeypatch.setattr(cuda_ipc, "export", export)
+    monkeypatch.setattr(cuda_ipc, "map_exported", mapped)
+    return exported
+
+
+@pytest.mark.parametrize("staging", ["in_place", "shadow"])
+def test_cuda_ipc_moves_buckets_from_gpu_to_gpu(record, shared, staging):
+    trained, live = on_gpu(weights_at(0)), on_gpu(blank())
+    record.clear()
+    pulled, buckets = asyncio.run(moved(trained, live, CudaIpc(), CudaIpc(), staging=staging))
+    for name, tensor in weights_at(2).items():
+        assert torch.equal(live[name].held, tensor), name
+    assert not pulled.repaired
+    for counts in (record.mismatches, record.stray, record.synchronisations, record.uploads):
+        assert not counts, record
+    assert not [stream for stream in record.streams if "default stream" in stream], record
+    if staging == "in_place":  # the hashes at both ends, and the nonces of two slots
+        down = sum(count for stream, count in record.streams.items() if stream.startswith("to the host"))
+        assert down == 2 * 2 * buckets + 2, record
+
+
+def test_a_subscriber_on_another_host_reads_over_tcp(record, shared, monkeypatch):
+    trained, live = on_gpu(weights_at(0)), on_gpu(blank())
+    asyncio.run(moved(trained, live, CudaIpc(), "auto", staging="shadow"))
+    for name, tensor in weights_at(2).items():
+        assert torch.equal(live[name].held, tensor), name
+    assert not record.mismatches, record
+    assert not [stream for stream in record.streams if "default stream, weights" in stream], record
+
+
+def test_memory_that_cannot_be_mapped_is_named(record, shared):
+    outlet = CudaIpc().open(bucket_bytes=64, num_slots=1)
+    offer = dict(outlet.offer)
+    shared.clear()
+    with pytest.raises(TransportUnavailable, match="invalid resource handle"):
+        CudaIpc().attach(None, offer=offer, memory=[])
+    with pytest.raises(TransportUnavailable, match="not the one it offered"):
+        CudaIpc().attach(None, offer=dict(outlet.offer) | {"nonce": "00" * 16}, memory=[])
+    with pytest.raises(TransportUnavailable, match="not on a GPU"):
+        CudaIpc().attach(None, offer={}, memory=[])
+
+
+def test_a_bucket_that_a_fence_copied_is_loaded_into_a_slot(record, shared):
+    trained, live = on_gpu(weights_at(1)), on_gpu(blank())
+
+    async def leave():
+        publisher = Publisher(trained, token=TOKEN, bucket_bytes=2048, transport=CudaIpc())
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, transport=CudaIpc(), timeout_s=10, serve=False)
+        await publisher.publish(1, trained)
+        feed = subscriber._sources.feeds()[0]
+        lease = feed.borrow(1, keep=True, held=-1)
+        await publisher.fence()
+        for tensor in trained.values():
+            tensor.held.zero_()
+        subscriber._puller.pull([(feed, lease)], version=1, pool=subscriber._pool, done=subscriber.pulled)
+        subscriber._puller.landing.apply(pool=subscriber._pool)
+        await subscriber.close()
+        await publisher.close()
+
+    asyncio.run(leave())
+    for name, tensor in weights_at(1).items():
+        assert torch.equal(live[name].held, tensor), name
+
+
+def test_without_a_gpu_it_is_unavailable():
+    with pytest.raises(TransportUnavailable, match="needs a GPU"):
+        CudaIpc().open(bucket_bytes=64, num_slots=1)
+
+
+def test_the_path_of_the_weights_is_logged_once(record, shared, caplog):
+    caplog.set_level("INFO", "cosmos_rl_transfer.publish.publisher")
+    trained = on_gpu(weights_at(0))
+    for transport in ("shm", CudaIpc(), group()[0]):
+        asyncio.run(Publisher(trained, token=TOKEN, bucket_bytes=2048, transport=transport).close())
+    asyncio.run(Publisher(weights_at(0), token=TOKEN, bucket_bytes=2048).close())
+    assert caplog.messages == [f"weights: {path}" for path in ("pinned host", "cuda ipc", "collective", "pageable")]

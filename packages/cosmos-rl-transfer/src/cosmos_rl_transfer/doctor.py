@@ -138,11 +138,21 @@ def _one_pass() -> Finding:
 def _hardware() -> list[Finding]:
     import torch
 
-    devices = infiniband()
-    rdma = f"NIXL uses {', '.join(devices)}" if devices else f"no device in {Path('/sys/class/infiniband')}"
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    cuda = "weights on a GPU are packed into host memory first" if gpus else "no CUDA device"
-    return [Finding("rdma", bool(devices), rdma), Finding("cuda ipc", False, cuda)]
+    return [*_network(infiniband()), *_weights(gpus)]
+
+
+def _network(devices: Sequence[str]) -> list[Finding]:
+    rdma = f"NIXL uses {', '.join(devices)}" if devices else f"no device in {Path('/sys/class/infiniband')}"
+    return [Finding("rdma", bool(devices), rdma)]
+
+
+def _weights(gpus: int) -> list[Finding]:
+    """Return the memory through which weights leave a process that trains on one of `gpus` GPUs, 0 for none."""
+    if not gpus:
+        return [Finding("weights", True, "pageable"), Finding("cuda ipc", False, "no CUDA device")]
+    ipc = 'not tried; transport = "cuda_ipc" and staging = "in_place" use it'
+    return [Finding("weights", True, "pinned host"), Finding("cuda ipc", False, ipc)]
 
 
 @dataclass(frozen=True, slots=True)

@@ -203,27 +203,12 @@ class Delivery:
 
     def _fill(self, out: Block, lease: Lease, index: int, delta: Delta | None) -> tuple[int, ...] | None:
         """Return each piece's additive hash, if the bucket was packed just now."""
-        if isinstance(out, Tensor):
-            return self._fill_there(out, lease, index)
         if delta is not None:
             np.copyto(out, delta.data)
             del self._deltas[index]
             return None
         with self._supply.versions.reading(lease, index) as copied:
-            if copied is None:
-                return self._supply.memory.pack(self._buckets[index], out)
-            np.copyto(out, copied)
-            return None
-
-    def _fill_there(self, out: Tensor, lease: Lease, index: int) -> tuple[int, ...]:
-        """Do the same in a slot on the GPU."""
-        bucket, staged = self._buckets[index], self._supply.staged
-        assert staged is not None, "a supply with slots on a GPU has weights there"
-        with self._supply.versions.reading(lease, index) as copied:
-            if copied is None:
-                return staged.pack_there(bucket, out)
-            staged.upload(copied, out)
-            return self._supply.prove(lease.version, bucket, packed_pieces(bucket, copied)).sums
+            return self._supply.fill(lease.version, self._buckets[index], out, copied)
 
     def _send_slot(self, data: m.Data, out: Block, hold: Hold) -> None:
         """In the sender."""

@@ -17,6 +17,7 @@ spreads the load. Stages of a pipeline hold different tensors.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -40,6 +41,9 @@ from cosmos_rl_transfer.transports.base import Transport
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
+
+
+log = logging.getLogger(__name__)
 
 
 class Publisher:
@@ -104,6 +108,14 @@ class Publisher:
         self._versions, self._outlet = self._supply.versions, self._supply.outlet
         self._outlet.expose([copy.arena.memory] if copy else [])
         self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s)
+        log.info("weights: %s", self.path)
+
+    @property
+    def path(self) -> str:
+        """The memory through which weights leave: "pageable", "pinned host", or a GPU's ("cuda ipc", "collective")."""
+        if self._supply.on_gpu:
+            return self._supply.transport.replace("_", " ")
+        return "pageable" if self._side is None else "pinned host"
 
     def publishes_from(self, num_hosts: int) -> None:
         """Set the number of hosts of the ranks that publish together."""

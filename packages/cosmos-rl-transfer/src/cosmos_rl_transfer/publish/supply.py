@@ -22,8 +22,8 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from cosmos_rl_transfer.content.proof import Proof, Proofs, pieces_hash, prove, shapes_of
-from cosmos_rl_transfer.content.raw import Raw
+from cosmos_rl_transfer.content.proof import Proof, Proofs, packed_pieces, pieces_hash, prove, shapes_of
+from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece, Plan, plan
@@ -245,6 +245,19 @@ class Supply:
         else:
             np.copyto(out, copied)
         return out
+
+    def fill(self, version: int, bucket: Bucket, out: Block, copied: Raw | None) -> tuple[int, ...] | None:
+        """Write a version's bucket into a slot: `copied`, or live memory. Return its hashes, if known afterwards."""
+        if isinstance(out, Tensor):
+            assert self.staged is not None, "slots on a GPU are for weights there"
+            if copied is None:
+                return self.staged.pack_there(bucket, out)
+            self.staged.upload(copied, out)
+            return self.prove(version, bucket, packed_pieces(bucket, copied)).sums
+        if copied is None:
+            return self.memory.pack(bucket, out)
+        np.copyto(out, copied)
+        return None
 
     def prove(
         self,

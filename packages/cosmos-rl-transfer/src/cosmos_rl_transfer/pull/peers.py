@@ -236,8 +236,9 @@ class Offer:
     ) -> None:
         """Arguments as for `PeerServer`. bind: None for the address from which publishers are reached."""
         self._manifest, self._rank, self._token = manifest, rank, token
-        # an instance, or a process group, reaches one peer only
-        self._transport = transport if isinstance(transport, str) and transport != "collective" else "auto"
+        # an instance, or a process group, reaches one peer only; the shadow is in host memory
+        one_to_one = not isinstance(transport, str) or transport in ("collective", "cuda_ipc")
+        self._transport = "auto" if one_to_one else str(transport)
         self._bind, self._timeout_s = bind, timeout_s
         self._server: PeerServer | None = None
         self._works = True

@@ -1,0 +1,145 @@
+"""CUDA IPC on one host: the publisher packs into slots on its GPU that the subscriber's process has mapped.
+
+The subscriber copies a bucket from GPU to GPU (NVLink or PCIe) and verifies it there; with staging = "in_place" it goes
+straight to the live tensors. Handles are torch's (torch/multiprocessing/reductions.py): each `offer` exports the slots
+once more, since a handle counts one process that maps it. A nonce behind each slot shows that it is the same memory.
+
+Unproven on hardware: tests replace `export` and `map_exported`. "auto" does not choose it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+
+from cosmos_rl_core.parallel.device import own_device
+from cosmos_rl_transfer.content.gpu import SideStream
+from cosmos_rl_transfer.content.raw import Block, Raw
+from cosmos_rl_transfer.errors import TransferError
+from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
+
+_NONCE_BYTES = 16
+
+
+class Handle(msgspec.Struct, frozen=True):
+    """The arguments by which torch maps memory of another process; see `UntypedStorage._share_cuda_`."""
+
+    memory: bytes
+    size: int
+    offset: int
+    counter: bytes
+    counter_offset: int
+    event: bytes
+    event_sync: bool
+
+
+def export(block: Tensor) -> Handle:
+    """Make the storage of a tensor on a GPU available to one other process. Raises RuntimeError."""
+    storage: Any = block.untyped_storage()
+    _, memory, size, offset, counter, counter_offset, event, event_sync = storage._share_cuda_()
+    return Handle(memory, size, offset, counter, counter_offset, event, event_sync)
+
+
+def map_exported(handle: Handle, device: torch.device) -> Tensor:
+    """Map another process's memory for the use of `device`, as uint8 [n]. Raises RuntimeError."""
+    kind: Any = torch.UntypedStorage
+    storage = kind._new_shared_cuda(device.index, *msgspec.structs.astuple(handle))
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+class CudaIpc:
+    """The CUDA IPC transport, for weights and engines on GPUs of one host."""
+
+    name = "cuda_ipc"
+
+    def open(self, *, bucket_bytes: int, num_slots: int) -> _Outlet:
+        """Make slots on this process's GPU."""
+        return _Outlet(SideStream(_device()), bucket_bytes, num_slots)
+
+    def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
+        """Map the publisher's slots."""
+        if "gpu_slots" not in offer:
+            raise TransportUnavailable("the publisher's slots are not on a GPU")
+        device, nonce = _device(), bytes.fromhex(offer["nonce"])
+        try:
+            handles = msgspec.json.decode(offer["gpu_slots"], type=list[Handle])
+            slots = [map_exported(handle, device) for handle in handles]
+        except (msgspec.ValidationError, RuntimeError) as error:
+            raise TransportUnavailable(f"the publisher's GPU memory cannot be mapped: another host? {error}") from error
+        side = SideStream(device)
+        if any(bytes(side.to_host(slot[-_NONCE_BYTES:], torch.uint8).tolist()) != nonce for slot in slots):
+            raise TransportUnavailable("the publisher's GPU memory is not the one it offered")
+        return _Inlet([slot[:-_NONCE_BYTES] for slot in slots])
+
+
+def _device() -> torch.device:
+    device = own_device()
+    if device.type != "cuda":
+        raise TransportUnavailable("CUDA IPC needs a GPU, and torch sees none")
+    return device
+
+
+class _Outlet:
+    keeps_slot = True
+    direct = False
+
+    def __init__(self, side: SideStream, bucket_bytes: int, num_slots: int) -> None:
+        self._nonce = os.urandom(_NONCE_BYTES)
+        with side.current():
+            nonce = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).pin_memory()
+            self._blocks = [
+                torch.zeros(bucket_bytes + _NONCE_BYTES, dtype=torch.uint8, device=side.device)
+                for _ in range(num_slots)
+            ]
+            for block in self._blocks:
+                block[bucket_bytes:].copy_(nonce, non_blocking=True)
+        side.mark().synchronize()
+        self.slots: Sequence[Block] = [block[:bucket_bytes] for block in self._blocks]
+        try:
+            [export(block) for block in self._blocks[:1]]
+        except RuntimeError as error:
+            raise TransportUnavailable(f"GPU memory cannot be exported: {error}") from error
+
+    @property
+    def offer(self) -> Mapping[str, str]:
+        """Handles for one subscriber."""
+        handles = msgspec.json.encode([export(block) for block in self._blocks]).decode()
+        return {"gpu_slots": handles, "nonce": self._nonce.hex()}
+
+    def expose(self, memory: Sequence[Raw]) -> None:
+        """Do nothing: only slots are shared."""
+
+    def locate(self, runs: Sequence[Run]) -> tuple[tuple[int, int, int], ...]:
+        """Return (): the slot number is enough."""
+        return ()
+
+    def send(self, link: Link, runs: Sequence[Run], *, num_bytes: int) -> None:
+        """Do nothing: the subscriber has mapped the slot."""
+
+    def close(self) -> None:
+        """Drop the slots; torch frees them when no process maps them."""
+        self._blocks, self.slots = [], []
+
+
+class _Inlet:
+    views = True
+
+    def __init__(self, slots: list[Tensor]) -> None:
+        self._slots = slots
+
+    def receive(self, data: Data, *, out: Raw | None) -> Block:
+        """View the slot's bytes on the GPU."""
+        if not 0 <= data.slot < len(self._slots) or data.num_bytes > self._slots[data.slot].nbytes:
+            raise TransferError(f"{data.num_bytes} bytes were announced in slot {data.slot}, which is not shared")
+        return self._slots[data.slot][: data.num_bytes]
+
+    def close(self) -> None:
+        """Unmap the slots with their last view."""
+        self._slots = []
