@@ -15,7 +15,7 @@ from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, 
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
-from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
+from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate, Traffic, traffic
 from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, Held, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.processes import machine_gpus
@@ -78,6 +78,8 @@ class Memory:
     """A rollout replica; None in supervised fine-tuning."""
     shared: bool
     """Whether policy and rollout share one process and device."""
+    traffic: Traffic
+    """Parameters that FSDP gathers and gradients that it reduces for a microbatch."""
     given: int | None = None
     """Memory of each device in bytes."""
     changes: tuple[Change, ...] = ()
@@ -228,11 +230,13 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None
     shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     if shape is None:
         return None
+    dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     found = Memory(
         rank=estimate_of(shape, config.policy, device_bytes=given),
         policy=policy_needs(shape, config, domain, device_bytes=given, gpu=gpu),
         rollout=rollout_needs(shape, config, domain, gpu=gpu),
         shared=config.run.placement == "inline",
+        traffic=traffic(shape, dims=dims, policy=config.policy),
         given=given,
     )
     room = None if given is None else given - (sum(found.devices) - found.policy.device if found.shared else 0)
@@ -303,10 +307,19 @@ def _rank_tables(ranks: Ranks) -> list[str]:
 
 def _memory_texts(memory: Memory) -> list[str]:
     texts = [_needs_table(needs) for needs in memory.processes]
+    if memory.traffic.gathers:
+        texts.append(table(_traffic_rows(memory.traffic)))
     if memory.unknown:
         texts.append("not counted, for it is not known before the run:\n  " + "\n  ".join(memory.unknown))
     texts.append(f"not counted either: {NOT_COUNTED}")
     return texts if memory.given is None else [*texts, _verdict(memory, memory.given)]
+
+
+def _traffic_rows(found: Traffic) -> list[tuple[str, str]]:
+    return [
+        ("parameters gathered, a microbatch", f"{found.gathers} calls, {_mebibytes(found.gathered_bytes)}"),
+        ("gradients reduced, each time", f"{found.reductions} calls, {_mebibytes(found.reduced_bytes)}"),
+    ]
 
 
 def _needs_table(needs: Needs) -> str:

@@ -77,6 +77,17 @@ class MemoryEstimate:
         return self.total - self.host
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Traffic:
+    """Collectives of FSDP for one microbatch of the rank with the most; bytes are those of whole tensors."""
+
+    gathers: int
+    gathered_bytes: int
+    reductions: int
+    """Once a step with `reduce_once`."""
+    reduced_bytes: int
+
+
 def logits_budget(device_bytes: int | None) -> int:
     """Return the most bytes of logits at a time on a device with that much memory; None: a CPU, or not known."""
     if device_bytes is None:
@@ -100,6 +111,13 @@ def estimate(
     budget = logits_budget(device_bytes)
     ranks = [_Rank(shape, dims, policy, tokens, stages, place=place, budget=budget) for place in range(dims.pp)]
     return max((rank.estimate() for rank in ranks), key=lambda found: found.device)
+
+
+def traffic(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection) -> Traffic:
+    """Return the gathered parameters and summed gradients of a microbatch's forward and backward pass."""
+    stages = cut_layers(shape.num_layers, num_stages(policy.parallel))
+    ranks = [_Rank(shape, dims, policy, 1, stages, place=place, budget=LOGITS_BYTES) for place in range(dims.pp)]
+    return max((rank.traffic() for rank in ranks), key=lambda found: found.gathered_bytes)
 
 
 class _Rank:
@@ -192,6 +210,22 @@ class _Rank:
         """Numbers of a weight where FSDP has gathered it."""
         rows, row = self._cut(spec)
         return rows * row // (self.dims.ep if is_expert(spec.name) else 1)
+
+    def traffic(self) -> Traffic:
+        if self.dims.world_size == 1:
+            return Traffic(gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0)
+        sizes: Counter[tuple[int | None, bool]] = Counter()
+        for spec in self.specs:
+            layer = layer_of(spec.name)
+            sizes[layer, layer is not None and is_expert(spec.name)] += self._gathered(spec)
+        root = {key: size for key, size in sizes.items() if key[0] is None}
+        passes = 2 if self.policy.parallel.reshard_after_forward else 1  # blocks are gathered again, the root is not
+        return Traffic(
+            gathers=passes * (len(sizes) - len(root)) + len(root),
+            gathered_bytes=self.bytes * (passes * (sizes.total() - sum(root.values())) + sum(root.values())),
+            reductions=len(sizes),
+            reduced_bytes=BYTES[self.policy.precision.reduce] * sizes.total(),
+        )
 
     def _passing(self) -> tuple[int, int, int]:
         """Bytes that FSDP has gathered, that it reduces, and those of its root at the end.
