@@ -79,6 +79,7 @@ def test_a_run_mixes_no_devices(tmp_path, name, recipe_of):
         result = run(tables)
     assert len(result.metrics) == 2
     assert not record.mismatches, record
+    assert not record.math_attention, record
     assert threads_of(record.synchronisations) & ENGINE_THREADS, "the engine was not on the device"
     assert not threads_of(record.stray) & ENGINE_THREADS, record
 

@@ -229,6 +229,7 @@ def transfer(hour: Hour) -> None:
     async def move() -> list[float]:
         publisher = Publisher(trained, token=b"secret")
         subscriber = Subscriber(publisher.address, live, token=b"secret")
+        hour.note(f"weights: {publisher.path}")
         taken = []
         for version in range(1, 1 + hour.size(4, 2)):
             begun = asyncio.get_running_loop().time()

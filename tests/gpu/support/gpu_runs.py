@@ -23,6 +23,7 @@ COMMAND = [sys.executable, "-c", "from cosmos_rl_core.cli.app import main; main(
 MODEL_7B, SECOND_NODE = "COSMOS_RL_GPU_MODEL", "COSMOS_RL_GPU_SECOND_NODE"
 """Environment: a folder with Qwen2.5-7B-Instruct; a command that runs its arguments on another node, as "ssh node2"."""
 AXES = ("dp_shard", "dp_replicate", "tp", "cp", "pp")
+EXPERT_LAYOUTS = [{"dp_shard": 2, "ep": 2}]
 
 
 # -- recipes, from tables
@@ -52,6 +53,19 @@ def sums(directory: Path, *, algorithm: str, steps: int) -> dict[str, Any]:
         tables["rollout"] = {"group_size": 4, "sampling": {"max_tokens": 5}}
         tables["reward"] = {"functions": [{"name": "exact"}]}
     return tables
+
+
+def write_experts(directory: Path) -> None:
+    """Replace the model of `sums` by one with experts."""
+    import torch
+
+    from cosmos_rl_llm.model.causal_lm import make_model
+
+    shape = json.loads((directory / "config.json").read_text())
+    kept = ("vocab_size", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
+    config = {name: shape[name] for name in (*kept, "max_position_embeddings", "eos_token_id", "pad_token_id")}
+    config |= {"model_type": "qwen3_moe", "num_hidden_layers": 2, "num_experts": 8, "num_experts_per_tok": 2}
+    make_model(config | {"moe_intermediate_size": 128}, dtype=torch.float32, seed=0).save_pretrained(directory)
 
 
 def seven(directory: Path, model: str, *, train: str) -> dict[str, Any]:
@@ -266,23 +280,26 @@ def vllm(hour: Hour) -> None:
 
 
 def parallelism(hour: Hour) -> None:
-    """Expect supervised losses of dp_shard, dp_replicate, tp, cp and pp on two GPUs within 1e-2 of one GPU.
+    """Expect supervised losses of dp_shard, dp_replicate, tp, cp, pp and ep on two GPUs within 1e-2 of one GPU.
 
     Failing: a hang longer than a minute: `py-spy dump`, then NCCL's flight recorder; first suspects are the order of
     sends of pp, and a rank without gradients. Two processes on a GPU: a thread that never set its device made a context
-    on GPU 0.
+    on GPU 0. ep alone apart: an exchange of tokens whose sizes the ranks count differently.
     """
-    tables = sums(hour.directory, algorithm="sft", steps=hour.size(20, 2))
-    tables["data"]["response_column"] = "response"
-    expected = [line["loss"] for line in Running(hour, tables, gpus=[0]).finish(timeout_s=300)]
-    for axis in AXES[: hour.size(len(AXES), 1)]:
-        tables["run"]["output_dir"] = str(hour.directory / axis)
-        tables["policy"]["parallel"] = {axis: 2}
-        running = Running(hour, tables, gpus=[0, 1])
-        losses = [line["loss"] for line in running.finish(timeout_s=300)]
-        apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
-        hour.measured(f"{axis} = 2: loss beside one GPU", apart, "", "<= 0.01", always=True)
-        hour.measured(f"{axis} = 2: processes of a GPU", running.processes_of_a_gpu, "", "<= 1")
+    dense, experts = (sums(hour.directory / kind, algorithm="sft", steps=hour.size(20, 2)) for kind in ("dense", "moe"))
+    write_experts(Path(experts["model"]["path"]))
+    for tables, layouts in ((dense, [{axis: 2} for axis in AXES[: hour.size(None, 1)]]), (experts, EXPERT_LAYOUTS)):
+        tables["data"]["response_column"] = "response"
+        expected = [line["loss"] for line in Running(hour, tables, gpus=[0]).finish(timeout_s=300)]
+        for layout in layouts:
+            name = " ".join(f"{axis} = {size}" for axis, size in layout.items())
+            tables["run"]["output_dir"] = str(hour.directory / name.replace(" ", ""))
+            tables["policy"]["parallel"] = layout
+            running = Running(hour, tables, gpus=[0, 1])
+            losses = [line["loss"] for line in running.finish(timeout_s=300)]
+            apart = max(abs(a - b) for a, b in zip(losses, expected, strict=True))
+            hour.measured(f"{name}: loss beside one GPU", apart, "", "<= 0.01", always=True)
+            hour.measured(f"{name}: processes of a GPU", running.processes_of_a_gpu, "", "<= 1")
 
 
 def large_run(hour: Hour) -> None:
