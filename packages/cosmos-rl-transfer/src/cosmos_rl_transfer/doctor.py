@@ -25,6 +25,7 @@ from typing import Protocol
 import numpy as np
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.content.raw import Raw
@@ -75,7 +76,7 @@ def diagnose(*, mib: int = 64, rounds: int = 5) -> list[Finding]:
         _measured("nixl", "", mib, rounds),
         _measured(NIXL_OVER_TCP, "what NIXL does where reading another process is forbidden", mib, rounds),
     ]
-    return [*found, _collective(), _one_pass(), *_hardware()]
+    return [*found, _collective(), _one_pass(), *_hardware(), _versions()]
 
 
 def render(findings: Sequence[Finding]) -> str:
@@ -153,6 +154,11 @@ def _weights(gpus: int) -> list[Finding]:
         return [Finding("weights", True, "pageable"), Finding("cuda ipc", False, "no CUDA device")]
     ipc = 'not tried; transport = "cuda_ipc" and staging = "in_place" use it'
     return [Finding("weights", True, "pinned host"), Finding("cuda ipc", False, ipc)]
+
+
+def _versions() -> Finding:
+    old = too_old()
+    return Finding("versions", not old, "; ".join(old) or "all libraries are as new as those of the tests")
 
 
 @dataclass(frozen=True, slots=True)

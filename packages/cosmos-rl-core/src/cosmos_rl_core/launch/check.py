@@ -11,6 +11,7 @@ from cosmos_rl_core.assemble import build_reward, load_engine, look_up_parts
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.launch.gpus import assignment_text
+from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.optional import ChecksModels, Warns
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
@@ -69,9 +70,9 @@ def check(config: RunConfig, *, file: str = "") -> Checked:
 
 
 def warnings_for(config: RunConfig) -> Sequence[str]:
-    """Return the domain's warnings about a valid recipe."""
+    """Return the domain's warnings about a valid recipe, and those about old libraries."""
     domain = load_domain(config.run.domain)
-    return domain.warnings(config) if isinstance(domain, Warns) else ()
+    return (*(domain.warnings(config) if isinstance(domain, Warns) else ()), *too_old())
 
 
 def _gpu_warnings(config: RunConfig) -> list[str]:
