@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel import device as devices
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection
 from cosmos_rl_core.parallel.gradients import clip_gradients
@@ -18,6 +19,7 @@ from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.workers import agent, ranks
 from cosmos_rl_core.workers.agent import use_interface
+from cosmos_rl_core.workers.context import Assignment, WorkerContext
 from cosmos_rl_core.workers.node import Node, interface_of
 
 SELECTIVE = {"activation_checkpointing": "selective"}
@@ -138,6 +140,23 @@ def test_another_machine_asks_the_route(monkeypatch):
         server.bind(("127.0.0.1", 0))
         node = Node(index=1, num_nodes=2, rendezvous=f"127.0.0.1:{server.getsockname()[1]}")
         assert interface_of(node.own_address()) == "lo"
+
+
+@pytest.mark.cuda_dry
+@pytest.mark.parametrize(("tf32", "text"), [(True, "TF32"), (False, "exact")])
+def test_float32_products_use_tf32_unless_the_recipe_says_no(monkeypatch, capsys, tf32, text):
+    class Config:
+        class run:
+            pass
+
+    Config.run.tf32 = tf32
+    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not tf32)
+    context = WorkerContext(name="", token=b"", timeline=Timeline(""), threads=None, shares_process=True)
+    keys = dict.fromkeys(("domain", "compute", "run_dir", "last_step"))
+    with pretend_cuda():
+        Assignment(context=context, config=Config(), resume_from="", kept=(), **keys).prepare_torch()
+        assert torch.backends.cuda.matmul.allow_tf32 is tf32
+    assert capsys.readouterr().err == f"float32 matrix products: {text}\n"
 
 
 @pytest.mark.cuda_dry

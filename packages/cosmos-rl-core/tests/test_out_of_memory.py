@@ -120,7 +120,7 @@ def test_the_run_ends_with_part_and_key(tmp_path):
 def counted(monkeypatch):
     """A plan with sizes, of which recomputation frees the activations."""
 
-    def needs(shape, config, domain):
+    def needs(shape, config, domain, **_):
         kept = 300 if config.policy.memory.activation_checkpointing == "none" else 10
         parts = (Held(name="parameters", bytes=100 << 20), Held(name="activations", bytes=kept << 20, at=(STEP,)))
         return Needs(process="a policy rank", parts=parts)
@@ -131,7 +131,7 @@ def counted(monkeypatch):
     monkeypatch.setattr(memory, "policy_needs", needs)
     monkeypatch.setattr(Full, "model_shape", lambda self, model, *, data, sampling: Shape())
     rollout = Needs(process="a rollout replica", parts=(Held(name="weights", bytes=7 << 20),))
-    monkeypatch.setattr(memory, "rollout_needs", lambda *_: rollout)
+    monkeypatch.setattr(memory, "rollout_needs", lambda *_, **__: rollout)
 
 
 @pytest.mark.usefixtures("counted")

@@ -228,7 +228,8 @@ def memory_advice(config: RunConfig, *, role: str) -> str:
     shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
     counted = "cosmos-rl plan does not know the sizes of this model"
     if shape is not None:
-        needs = policy_needs(shape, config, domain) if role == "policy" else rollout_needs(shape, config, domain)
+        find = policy_needs if role == "policy" else rollout_needs
+        needs = find(shape, config, domain, gpu=True)
         assert needs is not None, "supervised fine-tuning has no rollouts"
         parts = sorted(
             (part for part in needs.parts if part.bytes and not part.host), key=lambda part: -(part.bytes or 0)
@@ -242,8 +243,8 @@ def memory_advice(config: RunConfig, *, role: str) -> str:
         )
     found: list[Change] = []
     if shape is not None:
-        room = int(WITH_ROOM * policy_needs(shape, config, domain).device)
-        found = changes_that_fit(shape, config, domain, memory=room)
+        room = int(WITH_ROOM * policy_needs(shape, config, domain, gpu=True).device)
+        found = changes_that_fit(shape, config, domain, memory=room, gpu=True)
     changes = [written(change) for change in found] or [
         f"policy.microbatch_terms={config.policy.microbatch_terms // 2}"
     ]
