@@ -79,6 +79,24 @@ def test_a_bucket_is_copied_once_a_version_on_a_side_stream(record, transport, n
     assert sum(published) == buckets, record
 
 
+def test_an_engine_may_switch_inside_a_default_device(record):
+    trained, live = on_gpu(weights_at(1)), on_gpu(blank())
+
+    async def switch():
+        publisher = Publisher(trained, token=TOKEN, bucket_bytes=2048, transport="shm")
+        subscriber = Subscriber(publisher.address, live, token=TOKEN, timeout_s=10, staging="in_place")
+        await publisher.publish(1, trained)
+        await subscriber.stage(after=0)
+        torch.cuda.set_device(0)
+        with torch.device("cuda", 0):  # as a vLLM worker
+            subscriber.apply()
+        await subscriber.close()
+        await publisher.close()
+
+    asyncio.run(switch())
+    assert_version(live, 1)
+
+
 @pytest.mark.parametrize("options", [{"staging": "in_place"}, {"delta": True}])
 def test_other_ways_to_stage_keep_to_the_side_stream(record, options):
     trained, live = on_gpu(weights_at(0)), on_gpu(blank())

@@ -115,7 +115,8 @@ def pinned(num_bytes: int) -> Tensor:
 
     Torch rounds the size up to a power of two, as buckets are; see `pin` for other sizes.
     """
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+    # by name: engines switch inside `with torch.device("cuda")`
+    return torch.empty(num_bytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
 
 def pin(memory: Raw, device: torch.device) -> None:
