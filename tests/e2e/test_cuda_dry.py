@@ -26,3 +26,6 @@ def test_a_run_mixes_no_devices(tmp_path, domain, algorithm, recipe_of):
     assert record.streams, "nothing ran on the device"
     assert not record.mismatches, record
     assert not record.math_attention, record
+    assert not record.stray, record
+    steps = [place for place in record.synchronisations if f"cosmos_rl_{domain}/policy" in place]
+    assert not [place for place in steps if "/probe.py" not in place], record  # of a microbatch

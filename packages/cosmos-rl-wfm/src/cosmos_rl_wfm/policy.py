@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.checkpoint.contents import AVERAGE
 from cosmos_rl_core.interfaces import MicrobatchLoss, Reference
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_wfm.ema import Follower, FollowerReference
@@ -86,7 +87,7 @@ class FlowPolicy(PolicyBase[nn.Module]):
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         """Log-probabilities [T]. No entropy: the noise of steps is fixed."""
         device = next(self.module.parameters()).device
-        inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
+        inputs = to_device(microbatch.inputs, device)
         condition = Condition(**{field.name: inputs[field.name] for field in fields(Condition) if field.name in inputs})
         return self._of_steps(inputs, condition) if "states" in inputs else self._of_clean(inputs, condition)
 

@@ -9,12 +9,13 @@ these "terms" is imitation.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
 
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.train.policy_base import PolicyBase
 from cosmos_rl_core.types import Microbatch, PolicyOutputs
 from cosmos_rl_vla.models.base import Inputs, Randomness
@@ -84,10 +85,11 @@ class VLAPolicy(PolicyBase[nn.Module]):
     def _outputs(self, microbatch: Microbatch, *, with_entropy: bool) -> PolicyOutputs:
         """Return log-probabilities of terms, values of a critic, and entropy if the weights determine it."""
         device = next(self.module.parameters()).device
-        inputs = {name: tensor.to(device) for name, tensor in microbatch.inputs.items()}
+        inputs = to_device(microbatch.inputs, device)
         observed = Inputs(**{name: inputs[name] for name in ("images", "state", "tokens", "token_mask")})
         if "actions" in inputs:
-            return self._of_demonstrations(observed, inputs)
+            seeds = microbatch.inputs["seeds"].tolist()  # of the host's copy
+            return self._of_demonstrations(observed, inputs, seeds=seeds)
         return self._of_decisions(observed, inputs, with_entropy=with_entropy)
 
     def weights(self) -> dict[str, Tensor]:
@@ -128,8 +130,9 @@ class VLAPolicy(PolicyBase[nn.Module]):
         of_actions = first.expand(valid.shape).reshape(-1)
         return of_actions if self._sampling.terms == "action" else of_actions.repeat_interleave(action_dim)
 
-    def _of_demonstrations(self, observed: Inputs, inputs: Mapping[str, Tensor]) -> PolicyOutputs:
-        seeds = inputs["seeds"].tolist()
+    def _of_demonstrations(
+        self, observed: Inputs, inputs: Mapping[str, Tensor], *, seeds: Sequence[int]
+    ) -> PolicyOutputs:
         losses = self._model.supervised(
             observed,
             inputs["actions"],
