@@ -11,6 +11,7 @@ import torch
 from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.objective import build_objective
 from cosmos_rl_core.algorithms.table import TABLE
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.rollout.engine_thread import EngineRequest, ThreadedEngine
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import PolicyOutputs, TermBatch, TrainBatch
@@ -31,17 +32,20 @@ def loss_of(config, device):
         return 0.1 * torch.randn(TERMS, generator=generator)
 
     rollout_logprobs = noise() - 1
-    terms = TermBatch(
-        rollout_logprobs=rollout_logprobs,
-        advantages=noise(),
-        loss_mask=(torch.arange(TERMS) % 5 > 0).float(),
-        rollout_index=torch.arange(ROLLOUTS).repeat_interleave(TERMS // ROLLOUTS),
-        num_rollouts=ROLLOUTS,
-        ref_logprobs=rollout_logprobs + noise(),
-        old_logprobs=rollout_logprobs + noise(),
-        values=noise(),
-        returns=noise(),
-    ).to(device)
+    terms = to_device(
+        TermBatch(
+            rollout_logprobs=rollout_logprobs,
+            advantages=noise(),
+            loss_mask=(torch.arange(TERMS) % 5 > 0).float(),
+            rollout_index=torch.arange(ROLLOUTS).repeat_interleave(TERMS // ROLLOUTS),
+            num_rollouts=ROLLOUTS,
+            ref_logprobs=rollout_logprobs + noise(),
+            old_logprobs=rollout_logprobs + noise(),
+            values=noise(),
+            returns=noise(),
+        ),
+        device,
+    )
     logprobs = (rollout_logprobs + noise()).to(device).requires_grad_()
     values, entropy = (noise().to(device).requires_grad_() for _ in range(2))
     objective = build_objective(config, max_terms=TERMS)

@@ -68,7 +68,7 @@ def test_a_missing_tokenizer_says_which(tmp_path):
 
 
 def test_what_the_controller_may_load_brings_no_torch():
-    names = ("actions", "models.noise", "models.pi.config", "models.instructions")
+    names = ("actions", "config", "models.pi.config", "models.instructions")
     imports = "; ".join(f"import cosmos_rl_vla.{name}" for name in names)
     code = f"import sys; {imports}; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

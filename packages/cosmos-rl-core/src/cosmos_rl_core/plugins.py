@@ -25,6 +25,7 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "tcp": "cosmos_rl_transfer.transports.tcp:Tcp",
         "nixl": "cosmos_rl_transfer.transports.nixl:Nixl",
         "collective": "cosmos_rl_transfer.transports.collective:Collective",
+        "cuda_ipc": "cosmos_rl_transfer.transports.cuda_ipc:CudaIpc",
     },
     "cosmos_rl.rewards": {"remote": "cosmos_rl_core.reward.remote:RemoteReward"},
     "cosmos_rl.algorithms": {
