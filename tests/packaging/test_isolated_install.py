@@ -31,6 +31,7 @@ pythonpath = tests/support
 timeout = 180
 markers =
     ci: slower proofs
+    cuda_dry: on a pretend CUDA device
     slow: longer than CI can afford
 filterwarnings =
     error

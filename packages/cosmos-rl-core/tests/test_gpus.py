@@ -38,6 +38,7 @@ def recipe(*, replicas=1, size=1, **run):
         "data": {},
         "rollout": {"engine": "tiny", "replicas": replicas, "options": {"size": size}},
         "reward": {"functions": [{"name": "hits"}]},
+        "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
     })  # fmt: skip
 
 
