@@ -144,16 +144,16 @@ def test_another_machine_asks_the_route(monkeypatch):
 
 @pytest.mark.cuda_dry
 @pytest.mark.parametrize(("tf32", "text"), [(True, "TF32"), (False, "exact")])
-def test_float32_products_use_tf32_unless_the_recipe_says_no(monkeypatch, capsys, tf32, text):
+def test_float32_products_use_tf32_unless_the_recipe_says_no(capsys, tf32, text):
     class Config:
         class run:
             pass
 
     Config.run.tf32 = tf32
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", not tf32)
     context = WorkerContext(name="", token=b"", timeline=Timeline(""), threads=None, shares_process=True)
     keys = dict.fromkeys(("domain", "compute", "run_dir", "last_step"))
     with pretend_cuda():
+        torch.backends.cuda.matmul.allow_tf32 = not tf32
         Assignment(context=context, config=Config(), resume_from="", kept=(), **keys).prepare_torch()
         assert torch.backends.cuda.matmul.allow_tf32 is tf32
     assert capsys.readouterr().err == f"float32 matrix products: {text}\n"

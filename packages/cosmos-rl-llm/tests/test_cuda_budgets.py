@@ -184,9 +184,10 @@ def test_a_policy_takes_the_logits_budget_of_its_gpu():
 def test_a_family_is_checked_without_tf32(monkeypatch):
     """Products of TF32 differ by as much as the check allows."""
     seen = []
-    monkeypatch.setattr(torch.backends.cuda.matmul, "allow_tf32", True)
     monkeypatch.setattr(
         probe, "compare", lambda model: seen.append(torch.backends.cuda.matmul.allow_tf32) or (0.0, 0.0)
     )
-    probe._verdict.__wrapped__(*probe.describe(small("qwen3")), "cpu")
-    assert seen == [False] and torch.backends.cuda.matmul.allow_tf32
+    with pretend_cuda():  # restores the setting
+        torch.backends.cuda.matmul.allow_tf32 = True
+        probe._verdict.__wrapped__(*probe.describe(small("qwen3")), "cpu")
+        assert seen == [False] and torch.backends.cuda.matmul.allow_tf32

@@ -265,6 +265,8 @@ def pretend_cuda() -> Iterator[Record]:
         overwrites = torch.__future__.get_overwrite_module_params_on_conversion()
         torch.__future__.set_overwrite_module_params_on_conversion(True)  # nn.Module.to replaces CPU parameters
         stack.callback(torch.__future__.set_overwrite_module_params_on_conversion, overwrites)
+        matmul = torch.backends.cuda.matmul
+        stack.callback(setattr, matmul, "allow_tf32", matmul.allow_tf32)
         torch._C._ensureCUDADeviceGuardSet()  # pyright: ignore: torch.device("cuda") in a build without CUDA
         with _modes(record):
             yield record
