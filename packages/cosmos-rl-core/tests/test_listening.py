@@ -1,4 +1,4 @@
-"""Bounded strangers, seldom complaints and an accept() that may fail, on the event loop."""
+"""Bounded unauthenticated, seldom complaints and an accept() that may fail, on the event loop."""
 
 import asyncio
 import contextlib
@@ -6,7 +6,7 @@ import resource
 import socket
 
 from cosmos_rl_core.testing.descriptors import descriptors_left
-from cosmos_rl_core.wire.listening import SeldomLog, Strangers, accept_forever, raise_descriptor_limit
+from cosmos_rl_core.wire.listening import SeldomLog, UnauthenticatedConnections, accept_forever, raise_descriptor_limit
 
 
 def test_the_same_complaint_is_passed_on_once_a_minute_and_counted_meanwhile():
@@ -25,18 +25,18 @@ def test_the_same_complaint_is_passed_on_once_a_minute_and_counted_meanwhile():
 def test_a_newcomer_waits_for_room_and_then_takes_the_place_of_the_oldest():
     async def main():
         said, dropped = [], []
-        strangers = Strangers(2, complain=said.append, grace_s=0.05)
+        unauthenticated = UnauthenticatedConnections(2, complain=said.append, grace_s=0.05)
         for name in ("first", "second"):
-            await strangers.make_room()
-            strangers.enter(name, drop=lambda name=name: dropped.append(name))
-        waiting = asyncio.create_task(strangers.make_room())
+            await unauthenticated.make_room()
+            unauthenticated.enter(name, drop=lambda name=name: dropped.append(name))
+        waiting = asyncio.create_task(unauthenticated.make_room())
         await asyncio.sleep(0)
-        strangers.leave("second")
+        unauthenticated.leave("second")
         await waiting
         assert dropped == []
-        strangers.enter("third", drop=lambda: dropped.append("third"))
-        await strangers.make_room()
-        assert dropped == ["first"] and "first" not in strangers and len(strangers) == 1
+        unauthenticated.enter("third", drop=lambda: dropped.append("third"))
+        await unauthenticated.make_room()
+        assert dropped == ["first"] and "first" not in unauthenticated and len(unauthenticated) == 1
         assert said == ["more than 2 idle connections: the oldest are closed"]
 
     asyncio.run(main())

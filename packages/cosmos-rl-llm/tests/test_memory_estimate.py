@@ -9,15 +9,13 @@ import torch
 from llm_parity import FAMILIES, make_tiny
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import estimate
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.live_bytes import LiveBytes
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.train.optim import build_optimizer
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Share
@@ -31,33 +29,6 @@ from cosmos_rl_llm.policy.policy import CausalLMPolicy
 LAYERS = 2
 LENGTH = 400
 """Tokens of a microbatch: enough that activations are the greater part, as they are in earnest."""
-
-
-class LiveBytes(TorchDispatchMode):
-    """Counts the storages that operators made and that are still there."""
-
-    def __init__(self, *, without: list[Tensor]) -> None:
-        super().__init__()
-        self.peak = 0
-        self._without = {local(tensor.detach()).untyped_storage()._cdata for tensor in without}
-        self._alive: dict[int, StorageWeakRef] = {}
-
-    def now(self) -> int:
-        storages = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._alive.items()}
-        self._alive = {key: ref for key, ref in self._alive.items() if storages[key] is not None}
-        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor):
-                storage = tensor.untyped_storage()
-                if storage._cdata not in self._without:
-                    self._alive[storage._cdata] = StorageWeakRef(storage)
-        self.peak = max(self.peak, self.now())
-        return result
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -6,15 +6,13 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.live_bytes import LiveBytes
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm import build
@@ -119,33 +117,11 @@ def test_a_reference_without_masters_computes_the_same_bits(tmp_path, family, di
         assert np.array_equal(found["policy"], found["reference"])
 
 
-class HeldBytes(TorchDispatchMode):
-    """The most bytes of real storages that operations use or return and that are alive at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage)
-        held = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._alive.items()}
-        self._alive = {key: ref for key, ref in self._alive.items() if held[key] is not None}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in held.values() if storage is not None))
-        return result
-
-
 def held_while_building(rank, world_size, *, path, dims):
     model = empty_model(path, dtype=torch.float32)
     build_policy(path, dims=dims)  # the check of the family on a small model is cached from here on
     blocks = [*model.base_model.layers, model.get_input_embeddings(), model.get_output_embeddings()]
-    with HeldBytes() as held:
+    with LiveBytes(inputs=True) as held:
         policy = build_policy(path, dims=dims)
     tensors = [*policy.module.parameters(), *policy.module.buffers()]
     return {

@@ -209,7 +209,7 @@ def test_a_bucket_can_be_had_when_it_has_landed_and_not_after_the_end():
     made = plan(manifest, manifest, bucket_bytes=64, relay="off")
     first, second = made.stream(0, 0)[:2]
     partial = Partial()
-    partial.describe(made, 0)
+    partial.set_plan(made, 0)
     assert partial.stream(made.digest, 0) == made.stream(0, 0)
     assert partial.stream("another", 0) is None
     partial.begin(4)

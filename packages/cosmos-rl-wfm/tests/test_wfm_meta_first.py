@@ -4,9 +4,6 @@ import pytest
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from wfm_fixtures import mock_data
 
 from cosmos_rl_core.parallel.config import ParallelSection, PrecisionSection
@@ -15,6 +12,7 @@ from cosmos_rl_core.parallel.dtensor import whole
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing import ranks
+from cosmos_rl_core.testing.live_bytes import LiveBytes
 from cosmos_rl_wfm.build import build_policy
 from cosmos_rl_wfm.models.build import build_model
 from cosmos_rl_wfm.models.config import WFMModelConfig
@@ -26,28 +24,6 @@ from cosmos_rl_wfm.sampling import FlowSampling
 ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.models.build")
 
 WORDS = {"encoder": "words"}
-
-
-class HeldBytes(TorchDispatchMode):
-    """The most bytes of real storages that operations use or return and that are alive at a time."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.peak = 0
-        self._alive: dict[int, StorageWeakRef] = {}
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if DTensor in types:
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves((args, kwargs, result)):
-            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
-                storage = tensor.untyped_storage()
-                self._alive[storage._cdata] = StorageWeakRef(storage)
-        held = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._alive.items()}
-        self._alive = {key: ref for key, ref in self._alive.items() if held[key] is not None}
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in held.values() if storage is not None))
-        return result
 
 
 def setup_of(dims, parameters):
@@ -89,7 +65,7 @@ def test_parameters_buffers_and_adapters_are_those_of_one_process(tmp_path, lora
 
 
 def held_while_building(rank, world_size, *, path, dims):
-    with HeldBytes() as held:
+    with LiveBytes(inputs=True) as held:
         policy = policy_of(path, dims=dims)
     tensors = [*policy.module.parameters(), *policy.module.buffers()]
     return {"peak": held.peak, "part": sum(num_bytes(tensor) for tensor in tensors)}

@@ -165,7 +165,7 @@ _DEFAULT = _Stream(name="default stream")
 
 
 class _Device:
-    """torch.cuda.device: sets the thread's device inside."""
+    """Stands in for the context manager torch.cuda.device."""
 
     def __init__(self, device: Any) -> None:
         pass

@@ -28,7 +28,7 @@ from cosmos_rl_core.wire.handshake import HANDSHAKE_S, PROTOCOL_VERSION, TOKEN_B
 from cosmos_rl_core.wire.listening import (
     Address,
     SeldomLog,
-    Strangers,
+    UnauthenticatedConnections,
     accept_forever,
     bound_address,
     listen,
@@ -49,7 +49,7 @@ __all__ = [
 log = logging.getLogger(__name__)
 
 _CLOSE_GRACE_S = 1.0
-MOST_STRANGERS = 256
+MAX_UNAUTHENTICATED = 256
 """Maximum unauthenticated connections of a server at a time, each for at most HANDSHAKE_S."""
 
 OnConnect = Callable[[Connection], Awaitable[None]]
@@ -67,7 +67,7 @@ class Server:
         self._protocols: set[WireProtocol] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         self._complain = SeldomLog(log.warning)
-        self._strangers = Strangers(MOST_STRANGERS, complain=self._complain)
+        self._unauthenticated = UnauthenticatedConnections(MAX_UNAUTHENTICATED, complain=self._complain)
         self._listener: socket.socket | None = None
         self._accepting: asyncio.Task[None] | None = None
         self._closing = False
@@ -96,10 +96,10 @@ class Server:
         """Serve each connection to `listener` by a protocol of its own."""
 
         async def admit(connection: socket.socket) -> None:
-            await self._strangers.make_room()
+            await self._unauthenticated.make_room()
             protocol = make()
             self._protocols.add(protocol)
-            self._strangers.enter(protocol, drop=lambda: protocol.abort("too many others wait for the handshake"))
+            self._unauthenticated.enter(protocol, drop=lambda: protocol.abort("too many others wait for the handshake"))
             try:
                 await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
             except OSError:
@@ -112,10 +112,10 @@ class Server:
 
     def _lost(self, protocol: WireProtocol) -> None:
         self._protocols.discard(protocol)
-        self._strangers.leave(protocol)
+        self._unauthenticated.leave(protocol)
 
     def _opened(self, connection: Connection) -> None:
-        self._strangers.leave(connection.protocol)
+        self._unauthenticated.leave(connection.protocol)
         task = asyncio.get_running_loop().create_task(self._talk(connection), name=f"wire {connection.peer.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -3,7 +3,7 @@
 raise_descriptor_limit()                          at the start of a process that listens
 listener = listen(parse_address("tcp://127.0.0.1:0"), allow_remote=False)
 complain = SeldomLog(log.warning)                 the same complaint once a minute
-strangers = Strangers(256, complain=complain)     a bounded number of unauthenticated connections
+unauthenticated = UnauthenticatedConnections(256, complain=complain)     a bounded number of unauthenticated connections
 await accept_forever(listener, admit, ...)        continues after errors of accept()
 """
 
@@ -32,7 +32,7 @@ COMPLAIN_EVERY_S = 60.0
 RETRY_S = 0.1
 """Pause after an accept() without a free descriptor or memory."""
 GRACE_S = 0.25
-"""Minimum time that a stranger stays while others wait for room: a handshake takes milliseconds."""
+"""Minimum time that an unauthenticated connection stays while others wait for room: a handshake takes milliseconds."""
 _FEW_DESCRIPTORS = 1024
 _BACKLOG = 4096
 
@@ -165,13 +165,13 @@ class SeldomFilter(logging.Filter):
         return self._seldom.due(record.getMessage()) is not None
 
 
-class Strangers:
-    """Unauthenticated connections. At most `most`: then a newcomer takes the place of the oldest. Used in one loop."""
+class UnauthenticatedConnections:
+    """At most `most` unauthenticated connections: a new one closes the oldest. Not thread-safe: for one event loop."""
 
     def __init__(self, most: int, *, complain: Callable[[str], None], grace_s: float = GRACE_S) -> None:
         self._most, self._complain, self._grace_s = most, complain, grace_s
         self._since: dict[object, tuple[float, Callable[[], None]]] = {}
-        """Oldest first: time of its arrival, and the function that ends it."""
+        """Oldest first: when it was accepted, and the function that closes it."""
         self._fewer = asyncio.Event()
 
     def __contains__(self, key: object) -> bool:
@@ -181,7 +181,7 @@ class Strangers:
         return len(self._since)
 
     def keys(self) -> KeysView[object]:
-        """Return all that are counted."""
+        """Return the counted connections."""
         return self._since.keys()
 
     def age(self, key: object) -> float:
@@ -189,7 +189,7 @@ class Strangers:
         return time.monotonic() - self._since[key][0]
 
     def enter(self, key: object, *, drop: Callable[[], None]) -> None:
-        """Count a connection; `drop` ends it."""
+        """Count a connection; `drop` closes it."""
         self._since[key] = (time.monotonic(), drop)
 
     def leave(self, key: object) -> None:
@@ -198,7 +198,7 @@ class Strangers:
             self._fewer.set()
 
     async def make_room(self) -> None:
-        """Return once there is room for one more; the oldest is dropped for it after its grace."""
+        """Return once there is room for one more; if necessary the oldest is closed, once it is `grace_s` old."""
         while len(self._since) >= self._most:
             key, (since, drop) = next(iter(self._since.items()))
             left_s = since + self._grace_s - time.monotonic()

@@ -112,7 +112,7 @@ class Partial:
         """Wire dtype by tensor."""
         return {} if self._made is None else self._made.wire_dtypes
 
-    def describe(self, made: Plan, rank: int) -> None:
+    def set_plan(self, made: Plan, rank: int) -> None:
         """Set the plan by which the publishers send to this rank."""
         with self._changed:
             self._made, self._rank = made, rank

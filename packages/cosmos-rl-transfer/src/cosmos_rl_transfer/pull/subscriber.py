@@ -266,7 +266,7 @@ class Subscriber:
             self._join_one(feed, made, sources)
         if self._offer is not None:
             puller.when_landed = self._offer.partial.landed
-            self._offer.partial.describe(made, self._rank)
+            self._offer.partial.set_plan(made, self._rank)
             self._offer.announce(feeds)
 
     def _join_peers(self, addresses: Mapping[int, str], opened: ExitStack) -> list[Feed]:

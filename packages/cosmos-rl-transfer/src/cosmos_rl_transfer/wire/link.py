@@ -1,7 +1,7 @@
 """Authenticated TCP connections (`Link`), and the socket that accepts them (`Listener`).
 
 A link has the frames of `cosmos_rl_core.wire`, and raw bytes after a frame. Both ends prove that they have the run's
-token before a message is read, so a stranger can neither read weights nor reach the decoder. Messages are
+token before a message is read, so an unauthenticated peer can neither read weights nor reach the decoder. Messages are
 authenticated; the raw bytes are not, and nothing is encrypted: keyed hashes of the buckets cost a third of the speed or
 more.
 """
@@ -25,14 +25,14 @@ import numpy as np
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.handshake import Hello, Violation, WrongTag
-from cosmos_rl_core.wire.listening import RETRY_S, SeldomLog, Strangers, accept_forever
+from cosmos_rl_core.wire.listening import RETRY_S, SeldomLog, UnauthenticatedConnections, accept_forever
 from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
 from cosmos_rl_transfer.wire.messages import Reply, Request
 
 log = logging.getLogger(__name__)
 
 HANDSHAKE_S = 5.0
-MOST_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 """Maximum unauthenticated connections of a listener at a time."""
 _MAX_FRAME_BYTES = 1 << 30
 _MAX_PARTS = 1024
@@ -165,7 +165,7 @@ class Listener:
         """Address for peers: "host:port"."""
         seldom = SeldomLog(log.warning)
         self._complain: Callable[[str], None] = lambda text: seldom(f"{name}: {text}")
-        self._strangers = Strangers(MOST_STRANGERS, complain=self._complain)
+        self._unauthenticated = UnauthenticatedConnections(MAX_UNAUTHENTICATED, complain=self._complain)
         """Used in the accepting thread alone."""
         self._talking: dict[Link, threading.Thread] = {}
         """Connections with a thread."""
@@ -192,7 +192,7 @@ class Listener:
 
     async def _admit(self, connection: socket.socket) -> None:
         """Start a connection's thread."""
-        await self._strangers.make_room()
+        await self._unauthenticated.make_room()
         try:
             link, peer = Link(connection, timeout_s=HANDSHAKE_S, side="publisher"), connection.getpeername()
         except (OSError, PeerLost) as error:  # it was gone before its options were set
@@ -200,7 +200,7 @@ class Listener:
             log.info("%s: a peer left: %s", self._name, error)
             return
         thread = threading.Thread(target=self._serve, args=(link, peer), name=f"{self._name}-serve", daemon=True)
-        self._strangers.enter(link, drop=link.close)
+        self._unauthenticated.enter(link, drop=link.close)
         self._talking[link] = thread
         try:
             thread.start()
@@ -215,7 +215,7 @@ class Listener:
             with ExitStack() as on_error:
                 on_error.callback(link.close)
                 link.authenticate(self._token)
-                self._in_loop(self._strangers.leave, link)
+                self._in_loop(self._unauthenticated.leave, link)
                 self._talk(link)
                 on_error.pop_all()
         except AuthenticationError as error:
@@ -227,7 +227,7 @@ class Listener:
 
     def _forget(self, link: Link) -> None:
         self._talking.pop(link, None)
-        self._in_loop(self._strangers.leave, link)
+        self._in_loop(self._unauthenticated.leave, link)
 
     def _in_loop(self, call: Callable[..., object], *arguments: object) -> None:
         """Run a call in the accepting thread, unless that has ended."""

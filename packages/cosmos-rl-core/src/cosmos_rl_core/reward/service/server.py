@@ -20,7 +20,7 @@ from cosmos_rl_core.reward.service.settings import ServerSettings
 from cosmos_rl_core.wire.listening import (
     SeldomFilter,
     SeldomLog,
-    Strangers,
+    UnauthenticatedConnections,
     accept_forever,
     is_loopback,
     raise_descriptor_limit,
@@ -71,7 +71,7 @@ class HttpServer(uvicorn.Server):
         logging.getLogger("uvicorn.error").addFilter(_SELDOM)
         self._head_s = head_s
         self._complain = SeldomLog(log)
-        self._idle = Strangers(max(_LEAST_IDLE, min(most_idle, MOST_IDLE)), complain=self._complain)
+        self._idle = UnauthenticatedConnections(max(_LEAST_IDLE, min(most_idle, MOST_IDLE)), complain=self._complain)
         self._accepting: list[asyncio.Task[None]] = []
 
     @contextlib.contextmanager

@@ -30,7 +30,7 @@ class _SteadyProducts(TorchFunctionMode):
 
 
 def use_steady_experts(model: PreTrainedModel) -> None:
-    """Make experts and routers of a model on the CPU batch-invariant, to the bit."""
+    """On a CPU: the output of experts and routers no longer depends on the batch, to the bit."""
     if model.device.type != "cpu":
         return
     for module in model.modules():

@@ -1,4 +1,4 @@
-"""A vLLM model without memory, as built by any rank of any layout, in one process.
+"""A vLLM model on the meta device, as any rank of any layout builds it, in one process.
 
 with acting_as(rank, tp=4, pp=2):
     model = twin(vllm_config)

@@ -1,0 +1,48 @@
+"""The memory that operators hold: `with LiveBytes() as live: ...`, then `live.peak`."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+
+class LiveBytes(TorchDispatchMode):
+    """Counts the real storages that operators return, and with `inputs` those they use, while they are alive.
+
+    A distributed tensor counts with its local part; tensors on meta have no storage to count.
+    """
+
+    def __init__(self, *, inputs: bool = False, without: Collection[Tensor] = ()) -> None:
+        """without: tensors whose storages are not counted."""
+        super().__init__()
+        self.peak = 0
+        """Bytes of all counted storages, at most so far."""
+        self._inputs = inputs
+        locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in without)
+        self._without = {tensor.untyped_storage()._cdata for tensor in locals_}
+        self._alive: dict[int, StorageWeakRef] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:
+        if DTensor in types:
+            return NotImplemented  # its local operators follow
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves((args, kwargs, result) if self._inputs else result):
+            if isinstance(tensor, Tensor) and not isinstance(tensor, DTensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                if storage._cdata not in self._without:
+                    self._alive[storage._cdata] = StorageWeakRef(storage)
+        self.peak = max(self.peak, self.now())
+        return result
+
+    def now(self) -> int:
+        """Return the bytes that are alive, and forget the storages that are not."""
+        storages = {key: torch.UntypedStorage._new_with_weak_ptr(ref.cdata) for key, ref in self._alive.items()}
+        self._alive = {key: ref for key, ref in self._alive.items() if storages[key] is not None}
+        return sum(storage.nbytes() for storage in storages.values() if storage is not None)
