@@ -3,7 +3,7 @@
 Open it as a notebook (VS Code, PyCharm, Jupyter with jupytext), or run it: python cookbook/notebook_grpo.py [DIR]
 """
 
-# %% A model of 0.4 million parameters with random weights, and sums that it will be asked for
+# %% A model of 0.4 million parameters with random weights, and sums as prompts
 import random
 import sys
 from pathlib import Path
@@ -20,13 +20,13 @@ rows = [{"prompt": f"{a}+{b}=", "answer": str(a + b)} for a, b in sums]
 
 # %% The reward: one finite number for each answer of a prompt
 def closeness(group: RolloutGroup) -> list[float]:
-    """1 for the right sum, less the further away, 0 for what is no number."""
+    """1 for the right sum, less the further away, 0 for anything that is not a number."""
     wanted = int(group.prompt.row["answer"])
     answers = [rollout.text for rollout in group.rollouts]
     return [max(0.0, 1 - abs(int(text) - wanted) / 100) if text.isdecimal() else 0.0 for text in answers]
 
 
-# %% Twenty steps. "inline" keeps all in this process, which has the reward; `numeric`, of weight 0, is only recorded
+# %% Twenty steps. "inline" runs all in this process, where the reward is defined; `numeric` (weight 0) is only recorded
 result = run(
     {
         "run": {"domain": "llm", "placement": "inline", "max_steps": 20, "log_every": 5},

@@ -1,12 +1,12 @@
-"""Write docs/families.md: transformers' causal language models that can be trained, each tried in a small size.
+"""Write docs/families.md: transformers' causal language models that can be trained, each tested in a small size.
 
 .venv/bin/python scripts/model_families.py            # write the page
 .venv/bin/python scripts/model_families.py --check    # exit 1 if it is out of date
-.venv/bin/python scripts/model_families.py qwen3 ...  # try some kinds and print the results
+.venv/bin/python scripts/model_families.py qwen3 ...  # test some kinds and print the results
 
 For each kind: log-probabilities and gradients of packed rollouts with shared prompts, by `CausalLMPolicy`, against
-transformers' own forward pass in eval mode, one sequence at a time. A kind must be right, or refused by a UserError;
-otherwise the script ends with an error.
+transformers' own forward pass in eval mode, one sequence at a time. A kind must match, or be refused with a
+UserError; otherwise the script ends with an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _INDEXER: Mapping[str, Any] = {
     "indexer_compress_ratio": 4,
 }
 VALUES: Mapping[str, Mapping[str, Any]] = {
-    # what the class leaves open and every checkpoint says
+    # values without a default in the class, which every checkpoint sets
     "cohere_compass_text": {"layer_types": _EVERY_OTHER * 20, "rope_parameters": dict.fromkeys(_EVERY_OTHER, _ROPE)},
     "deepseek_v2": {"num_experts_per_tok": 6},
     "dots1": {"n_routed_experts": 64, "n_shared_experts": 1, "num_experts_per_tok": 4},
@@ -74,25 +74,26 @@ VALUES: Mapping[str, Mapping[str, Any]] = {
     "qwen4_exp_text": _INDEXER,
     "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1},
 }
-"""Values of configurations beside the defaults of transformers' classes."""
+"""Values of configurations that replace the defaults of transformers' classes."""
 INTRO = """\
 # Families of language models
 
-<!-- Written by scripts/model_families.py, which tries each of them. -->
+<!-- Written by scripts/model_families.py, which tests each of them. -->
 
-Every causal language model of transformers {version}, tried with few layers and small sizes: log-probabilities and
-gradients of packed rollouts against transformers' own forward pass, one sequence at a time in eval mode. *packed* and
-*unpacked* are equal to it, to {logprob:g} nats and {gradient:g} of the largest gradient.
+Every causal language model of transformers {version}, tested with few layers and small sizes: log-probabilities and
+gradients of packed rollouts are compared with transformers' forward pass in eval mode, one sequence at a time. For
+*packed* and *unpacked* they agree within {logprob:g} nats and {gradient:g} of the largest gradient.
 
-- **packed**: sequences of any lengths lie end to end in one row, and the prompt of a group is computed once.
+- **packed**: sequences of any lengths are concatenated in one row, and the prompt of a group is computed once.
 - **unpacked**: layers carry a state from token to token (recurrent, linear attention, convolutions). Each sequence has
-  a row of its own, right-padded beside others of similar length, and prompts are not shared; `tp` and `cp` are refused.
-- **refused**: an error at the start says so, before the first step.
+  its own row, right-padded in a batch with sequences of similar length, and prompts are not shared; `tp` and `cp` are
+  refused.
+- **refused**: the run ends with an error before the first step.
 
-The column *engine* says whether `rollout.engine = "torch"` generates with it; vLLM has a list of its own.
-At its start each policy and each torch engine makes the same check with a small model of its own configuration
-([decision 0014](decisions/0014-a-small-model-is-asked.md)), so that a family which is not here, or a newer
-transformers, is judged too.
+The column *engine* shows whether `rollout.engine = "torch"` supports the model; vLLM has its own list of models.
+At start-up each policy and each torch engine runs the same check on a small model of its own configuration
+([decision 0014](decisions/0014-a-small-model-is-asked.md)). It therefore also covers families that are not listed here
+and newer versions of transformers.
 """
 
 
@@ -112,7 +113,7 @@ class Finding:
 
 
 def try_kind(kind: str) -> Finding:
-    """Train a step's worth of one kind and compare."""
+    """Compare log-probabilities and gradients of one training batch of a kind."""
     try:
         model, reference = (_make(kind) for _ in range(2))
     except Exception as error:  # of any family's own code
@@ -185,7 +186,7 @@ def _tokens(rng: np.random.Generator, size: int) -> np.ndarray:
 
 
 def _note(error: Exception) -> str:
-    """An error as a cell of the table, without facts that the table has already, and without measured numbers."""
+    """An error as a cell of the table, without facts of other columns and without measured numbers."""
     text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
     text = text.removeprefix("model.path: ").partition("; choose")[0].partition("; set rollout")[0]
     return re.sub(r"are [\d.e+-]+ nats from", "are not", text).replace("|", "\\|")[:200]
@@ -197,12 +198,12 @@ def render(findings: Sequence[Finding]) -> str:
     order = ("packed", "unpacked", "refused", "not built")
     counts = ", ".join(f"{sum(each.training == name for each in findings)} {name}" for name in order)
     built = sorted(findings, key=lambda each: (order.index(each.training), each.kind))
-    table = ["| model_type | training | engine | why not |", "|---|---|---|---|", *(each.row for each in built)]
+    table = ["| model_type | training | engine | reason |", "|---|---|---|---|", *(each.row for each in built)]
     return "\n".join([intro, f"{len(findings)} kinds: {counts}.\n", *table]) + "\n"
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Try kinds; return the exit status."""
+    """Test kinds; return the exit status."""
     logging.disable(logging.WARNING)
     check = "--check" in arguments
     named = [argument for argument in arguments if argument != "--check"]

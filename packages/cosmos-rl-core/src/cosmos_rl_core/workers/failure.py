@@ -1,6 +1,6 @@
 """Reports of failed ranks: from the rank to the agent that started it, and from the agent to the controller.
 
-    rank        writes its error, and whether it only lost its peers         (a killed rank writes nothing)
+    rank        writes its error, and whether it is a lost connection to a peer     (a killed rank writes nothing)
     agent       ends the other ranks, finds the cause among all failures, reports it
     controller  ends the run with it
 

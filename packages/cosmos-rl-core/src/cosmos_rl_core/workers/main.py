@@ -3,8 +3,8 @@
     python -m cosmos_rl_core.workers.main --controller tcp://127.0.0.1:4000 --role rollout --name rollout-0 \
         --token-file runs/demo/token
 
-For a policy replica of several ranks it becomes their agent (`workers.agent`). `run_role` runs in separate processes
-(`local`), concurrently in one process (`inline`), and in rank 0 of several ranks, whose other ranks run `follow`.
+For a policy replica of several ranks this process becomes their agent (`workers.agent`). `run_role` runs in separate
+processes (`local`), concurrently in one process (`inline`), and in rank 0 of several ranks, whose other ranks run `follow`.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
     welcome = await connection.receive()
     if context.ranks is not None:
         await context.ranks.broadcast(welcome)
-    if isinstance(welcome, p.Stop):  # the run ended while this worker came
+    if isinstance(welcome, p.Stop):  # the run ended while this worker was starting
         connection.close()
         return
     client = ControllerClient(connection)

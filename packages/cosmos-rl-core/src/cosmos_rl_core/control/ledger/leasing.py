@@ -21,7 +21,7 @@ def request_leases(ledger: LedgerState, replica: str, message: p.RequestLeases) 
     if member.role != "rollout" or member.state is not MemberState.READY or message.capacity < 1:
         reason = f"{replica} is a {member.state} {member.role} and requests {message.capacity} leases"
         return ledger.reject(replica, reason)
-    ledger.sessions.ask_leases(
+    ledger.sessions.queue_lease_request(
         replica,
         lineage=message.lineage,
         version=min(message.version, ledger.version),
@@ -52,14 +52,14 @@ def leases_to_grant(ledger: LedgerState, version: int) -> int:
     deadline = ledger.window.deadline(version)
     room = ledger.window.room(ledger.samples.outstanding, deadline, next_step=ledger.next_step)
     supply = ledger.samples.count(PENDING) + ledger.stream_left()
-    return min(room, supply, ledger.places_left())
+    return min(room, supply, ledger.groups_needed())
 
 
 def is_generated(ledger: LedgerState) -> bool:
     """Return whether no lease is open and none is needed, unless a group turns out to be unreadable."""
     if ledger.samples.count(LEASED):
         return False
-    return ledger.places_left() <= 0 or not (ledger.samples.count(PENDING) or ledger.stream_left())
+    return ledger.groups_needed() <= 0 or not (ledger.samples.count(PENDING) or ledger.stream_left())
 
 
 def _grant_in_turns(ledger: LedgerState, waiting: dict[str, int], deadline: int, room: int) -> None:

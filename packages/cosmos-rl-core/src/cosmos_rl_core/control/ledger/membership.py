@@ -149,7 +149,7 @@ class Sessions:
             if not self.lease_requests[key]:
                 del self.lease_requests[key]
 
-    def ask_leases(self, replica: str, *, lineage: int, version: int, capacity: int) -> None:
+    def queue_lease_request(self, replica: str, *, lineage: int, version: int, capacity: int) -> None:
         """Queue a request for leases; it replaces an earlier one."""
         self.withdraw(replica)
         self._weights[replica] = (lineage, version)

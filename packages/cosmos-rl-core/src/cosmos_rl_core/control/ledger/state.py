@@ -132,7 +132,7 @@ class LedgerState:
         total = self.config.total_samples
         return UNBOUNDED if total is None else max(total - self.samples.next_sample, 0)
 
-    def places_left(self) -> int:
+    def groups_needed(self) -> int:
         """Return the number of groups that the remaining steps need beyond the outstanding ones."""
         if self.config.max_steps is None:
             return UNBOUNDED
