@@ -26,7 +26,7 @@ def closeness(group: RolloutGroup) -> list[float]:
     return [max(0.0, 1 - abs(int(text) - wanted) / 100) if text.isdecimal() else 0.0 for text in answers]
 
 
-# %% Twenty steps. "inline" runs all in this process, where the reward is defined; `numeric` has weight 0: recorded only
+# %% Twenty steps. "inline" runs everything in this process, where the reward is defined; `numeric` is only recorded
 result = run(
     {
         "run": {"domain": "llm", "placement": "inline", "max_steps": 20, "log_every": 5},

@@ -4,7 +4,8 @@
         --token-file runs/demo/token
 
 For a policy replica of several ranks this process becomes their agent (`workers.agent`). `run_role` runs in separate
-processes (`local`), concurrently in one process (`inline`), and in rank 0 of several ranks, whose other ranks run `follow`.
+processes (`local`), concurrently in one process (`inline`), and in rank 0 of several ranks; the other ranks run
+`follow`.
 """
 
 from __future__ import annotations
