@@ -1,6 +1,7 @@
 """The trainer's sum, its step, and what it does with a gradient that is not finite."""
 
 import math
+from contextlib import contextmanager
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
@@ -8,10 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from cosmos_rl_core.algorithms.objective import data_term_objective
+from cosmos_rl_core.parallel.device import to_device
+from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.gradients import accumulate, clip_gradients
+from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.train.optim import build_optimizer, factor, parameter_groups
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import LossTerm, Microbatch, PolicyOutputs, TermBatch, TrainBatch
@@ -229,21 +235,56 @@ def parameters(*values):
 
 def test_gradients_are_clipped_by_their_joint_norm():
     trained = parameters(3.0, None, 4.0)
-    assert clip_gradients(trained, max_norm=2.5) == (5.0, True)
+    assert clip_gradients(trained, max_norm=2.5) == 5.0
     assert [None if p.grad is None else p.grad.item() for p in trained] == pytest.approx([1.5, None, 2.0])
 
 
 @pytest.mark.parametrize("max_norm", [5.5, 0.0])
 def test_gradients_within_the_norm_are_left_alone_and_zero_switches_clipping_off(max_norm):
     trained = parameters(3.0, 4.0)
-    assert clip_gradients(trained, max_norm=max_norm) == (5.0, True)
+    assert clip_gradients(trained, max_norm=max_norm) == 5.0
     assert [p.grad.item() for p in trained] == [3.0, 4.0]
 
 
 def test_a_gradient_that_is_not_finite_is_reported_and_not_touched():
     trained = parameters(3.0, math.inf)
-    assert clip_gradients(trained, max_norm=1.0) == (math.inf, False)
-    assert trained[0].grad.item() == 3.0
+    assert clip_gradients(trained, max_norm=1.0) == math.inf
+    assert [p.grad.item() for p in trained] == [3.0, math.inf]
+
+
+@pytest.mark.cuda_dry
+@pytest.mark.parametrize("bad", [0.0, math.inf])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_step_waits_for_the_gpu_once(num_ranks, bad):
+    """To read the norm together with the metrics; clipping, and with several ranks their sums, stay on the GPU."""
+    with pretend_cuda() as record, fake_ranks(num_ranks) as mesh:
+        policy: Any = Linear()
+        policy.module.to("cuda")
+        optimizer = build_optimizer(
+            "adamw", policy.module, learning_rate=0.1, betas=(0.0, 0.9), eps=1e-8, weight_decay=0.0
+        )
+        keys = {"optimizer": optimizer, "lr_factor": lambda step: 1.0, "max_grad_norm": 0.1, "mesh": mesh}
+        trainer = Trainer(policy, objective=TwoLosses(), **keys)
+        whole = to_device(batch(1, 2, 3), torch.device("cuda", 0))
+        whole.microbatches[0].terms.advantages[0] += bad
+        run_all(trainer, whole)
+        record.clear()
+        assert trainer.optim_step().skipped is (bad > 0)
+        assert record.synchronisations.total() == 1 and not record.waits, record
+        assert not record.mismatches and not record.uploads, record
+
+
+@contextmanager
+def fake_ranks(size):
+    """The mesh of rank 0 of `size` on the pretend GPU, whose collectives do nothing; None for one."""
+    if size == 1:
+        yield None
+        return
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield SimpleNamespace(dims=ParallelDims(dp_shard=size), rank=0, device=torch.device("cuda", 0))
+    finally:
+        dist.destroy_process_group()
 
 
 def test_vectors_do_not_decay_and_frozen_parameters_are_left_out():

@@ -7,6 +7,7 @@ import pytest
 import torch
 from transfer_samples import TOKEN, blank, weights_at
 
+from cosmos_rl_core.parallel.device import log_choice
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber
@@ -212,6 +213,48 @@ def test_a_bucket_that_a_fence_copied_is_loaded_into_a_slot(record, shared):
     asyncio.run(leave())
     for name, tensor in weights_at(1).items():
         assert torch.equal(live[name].held, tensor), name
+
+
+@pytest.fixture
+def allocator():
+    """torch's real settings of allocators, which a build without CUDA has too."""
+    before = torch._C._accelerator_getAllocatorSettings()
+    log_choice.cache_clear()
+    yield torch._C._accelerator_setAllocatorSettings
+    torch._C._accelerator_setAllocatorSettings(before)
+    log_choice.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("settings", "inside", "logged"),
+    [
+        ("", "", ""),
+        ("expandable_segments:False", "expandable_segments:False", ""),
+        (
+            "max_split_size_mb:100,expandable_segments:True",
+            "max_split_size_mb:100,expandable_segments:True,expandable_segments:False",
+            "cuda ipc: slots are allocated outside expandable segments\n",
+        ),
+    ],
+)
+def test_slots_are_outside_expandable_segments(
+    record, shared, allocator, monkeypatch, capsys, settings, inside, logged
+):
+    """torch cannot share such a segment with a process that may not read this one's file descriptors."""
+    allocator(settings)
+    at_allocation, zeros = [], torch.zeros
+    monkeypatch.setattr(
+        torch,
+        "zeros",
+        lambda *args, **keys: (
+            at_allocation.append(torch._C._accelerator_getAllocatorSettings()) or zeros(*args, **keys)
+        ),
+    )
+    for _ in range(2):
+        CudaIpc().open(bucket_bytes=64, num_slots=2).close()
+    assert at_allocation == [inside] * 4
+    assert torch._C._accelerator_getAllocatorSettings() == settings
+    assert capsys.readouterr().err == logged
 
 
 def test_without_a_gpu_it_is_unavailable():

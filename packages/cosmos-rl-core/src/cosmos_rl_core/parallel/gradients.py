@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from cosmos_rl_core.interfaces import MicrobatchLoss, Policy
 from cosmos_rl_core.types import Microbatch
@@ -30,10 +30,11 @@ def clip_gradients(
     num_stages: int = 1,
     device: torch.device | None = None,
     elsewhere: Collection[nn.Parameter] = (),
-) -> tuple[float, bool]:
+) -> Tensor:
     """Scale all gradients so that their joint 2-norm is at most `max_norm` (0: only measure).
 
-    Returns (norm before, finite); the same on every rank, where there are several and all call this together.
+    Returns the norm before, a float32 scalar on the gradients' device, without waiting for the device. Gradients whose
+    norm is not finite stay unchanged. All ranks of a replica call this together and get the same norm.
 
     Args:
         num_stages: of the pipeline: a parameter is on the ranks of one stage.
@@ -45,10 +46,9 @@ def clip_gradients(
     distributed = device is not None or num_stages > 1 or any(isinstance(p, DTensor) for p in trained)
     counted = [p.grad for p in trained if p.grad is not None and id(p) not in skipped]
     norm = _norm_over_ranks(counted, num_stages=num_stages, device=device) if distributed else get_total_norm(counted)
-    finite = bool(torch.isfinite(norm))
-    if finite and max_norm > 0:
-        _scale(trained, max_norm, norm, distributed=distributed)
-    return float(norm), finite
+    if max_norm > 0:
+        _scale([p.grad for p in trained if p.grad is not None], max_norm, norm)
+    return norm
 
 
 def _norm_over_ranks(gradients: Sequence[Tensor], *, num_stages: int, device: torch.device | None) -> Tensor:
@@ -74,16 +74,14 @@ def num_shards(tensor: Tensor) -> int:
     return math.prod(size for placement, size in sizes if placement.is_shard())
 
 
-def _scale(parameters: list[nn.Parameter], max_norm: float, norm: Tensor, *, distributed: bool) -> None:
-    if not distributed:
-        clip_grads_with_norm_(parameters, max_norm, norm)
-        return
-    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-    for parameter in parameters:  # one at a time: a list must not mix meshes
-        assert parameter.grad is not None
-        gradient = parameter.grad
+def _scale(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
+    by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-        local.mul_(factor.to(local.device))
+        by_device[local.device].append(local)
+    for device, parts in by_device.items():
+        torch._foreach_mul_(parts, factor.to(device))
 
 
 def accumulate(

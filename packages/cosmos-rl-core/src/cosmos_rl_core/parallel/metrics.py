@@ -16,29 +16,35 @@ from torch import Tensor
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 
 
-def sum_metrics(metrics: Mapping[str, Tensor], mesh: ReplicaMesh) -> dict[str, float]:
+def sum_metrics(
+    metrics: Mapping[str, Tensor], mesh: ReplicaMesh, *, equal: Mapping[str, Tensor] | None = None
+) -> dict[str, float]:
     """Return each metric's sum over the whole batch, the same on all ranks. All ranks of the replica call this.
 
-    Every contributing rank has the same names; the others' metrics are not read.
+    Every contributing rank has the same names; the others' metrics are not read. `equal`: metrics that are equal on all
+    ranks, returned as they are. The host waits for the device once.
     """
     at = mesh.dims.coordinates(mesh.rank)
     last_stage = mesh.dims.pp - 1
     contributes = at["pp"] == last_stage and at["cp"] == at["tp"] == 0
     source = next(r for r in range(mesh.dims.world_size) if mesh.dims.coordinates(r)["pp"] == last_stage)
-    names = _shared_names(sorted(metrics), source=source, device=mesh.device)
-    values = [metrics[name].double() if contributes else torch.zeros((), dtype=torch.float64) for name in names]
-    total = torch.stack([value.to(mesh.device) for value in values]) if names else torch.zeros(0)
+    names = _shared_names(sorted(metrics), source=source)
+    total = torch.zeros(len(names), dtype=torch.float64, device=mesh.device)
+    if names and contributes:
+        total = torch.stack([metrics[name].double().to(mesh.device) for name in names])
     if names:
         dist.all_reduce(total)
-    return dict(zip(names, total.tolist()))
+    equal = equal or {}
+    kept = [value.double().to(mesh.device).reshape(1) for value in equal.values()]
+    return dict(zip((*names, *equal), torch.cat([total, *kept]).tolist()))
 
 
-def _shared_names(names: list[str], *, source: int, device: torch.device) -> list[str]:
-    """Return the names that rank `source` has."""
-    content = torch.frombuffer(bytearray(msgspec.json.encode(names)), dtype=torch.uint8).to(device)
-    size = torch.tensor(len(content), device=device)
+def _shared_names(names: list[str], *, source: int) -> list[str]:
+    """Return the names that rank `source` has. They are exchanged in host memory, apart from the device's work."""
+    content = torch.frombuffer(bytearray(msgspec.json.encode(names)), dtype=torch.uint8)
+    size = torch.tensor(len(content))
     dist.broadcast(size, src=source)
     if dist.get_rank() != source:
-        content = torch.empty(int(size), dtype=torch.uint8, device=device)
+        content = torch.empty(int(size), dtype=torch.uint8)
     dist.broadcast(content, src=source)
-    return msgspec.json.decode(content.cpu().numpy().tobytes(), type=list[str])
+    return msgspec.json.decode(content.numpy().tobytes(), type=list[str])

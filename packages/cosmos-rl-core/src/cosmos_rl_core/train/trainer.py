@@ -8,6 +8,7 @@ aggregation, or the loss term's own, so that any split into microbatches gives t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -118,13 +119,15 @@ class Trainer:
         last: no further update belongs to this step, which then makes a new version.
         """
         assert self._batch is not None
-        norm, finite = clip_gradients(
+        norm = clip_gradients(
             self.policy.module.parameters(),
             max_norm=self._max_grad_norm,
             num_stages=self._mesh.dims.pp if self._mesh else 1,
             device=self._mesh.device if self._mesh else None,
             elsewhere=self.policy.second_copies(),
         )
+        summed = self._read(norm)
+        finite = math.isfinite(summed["grad_norm"])
         scale = self._lr_factor(self.version)
         if finite:
             for group, base in zip(self.optimizer.param_groups, self._base_lrs, strict=True):
@@ -134,17 +137,17 @@ class Trainer:
         self.version += last
         if finite and last:
             self.policy.stepped(self.version)
-        metrics = {**self._batch.metrics, **self._metrics(), **self.policy.metrics()}
-        metrics |= {"grad_norm": norm, "learning_rate": self._base_lrs[0] * scale}
+        metrics = {**self._batch.metrics, **summed, **self.policy.metrics()}
+        metrics["learning_rate"] = self._base_lrs[0] * scale
         self._batch = None
         return StepResult(policy_version=self.version, metrics=metrics, skipped=not finite)
 
-    def _metrics(self) -> dict[str, float]:
+    def _read(self, norm: torch.Tensor) -> dict[str, float]:
+        """Return the step's metrics and the gradients' norm: the only wait for the device in a step."""
         if self._mesh is not None:
-            return sum_metrics(self._sums, self._mesh)
-        if not self._sums:
-            return {}
-        return dict(zip(self._sums, torch.stack([value.double() for value in self._sums.values()]).tolist()))
+            return sum_metrics(self._sums, self._mesh, equal={"grad_norm": norm})
+        values = {**self._sums, "grad_norm": norm}
+        return dict(zip(values, torch.stack([value.double().to(norm.device) for value in values.values()]).tolist()))
 
     def _add(self, name: str, value: torch.Tensor) -> None:
         """Add to a metric on its own device; it is read once a step, so that a GPU need not wait."""

@@ -17,7 +17,7 @@ import signal
 import sys
 import tomllib
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -37,6 +37,8 @@ from cosmos_rl_core.workers.failure import Failure
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 
 CONNECT_TIMEOUT_S = 60.0
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables with torch's allocator settings; torch 2.13 reads the second only without the first."""
 
 
 def main() -> None:
@@ -47,8 +49,8 @@ def run_worker(worker: WorkerAddress, node: Node) -> int:
     """Work until the run ends and return the exit code. A worker of one process does not return: it exits."""
     raise_descriptor_limit()
     os.environ.update(child_environment(node.python_path.split(os.pathsep)))  # for the ranks too
-    if worker.role == "policy":  # rows of many lengths leave gaps in the allocator's blocks
-        os.environ.setdefault("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    if worker.role == "policy":
+        use_expandable_segments(os.environ)
     if node.num_ranks > 1:
         from cosmos_rl_core.workers.agent import run_node  # torch's agent takes a second to import
 
@@ -59,6 +61,12 @@ def run_worker(worker: WorkerAddress, node: Node) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # does not wait for the thread of a reward that never returns
+
+
+def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
+    """Let torch's CUDA segments grow, as rows of varying length fragment fixed ones. The user's settings stay."""
+    if not any(name in environment for name in ALLOCATOR):
+        environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
 async def connect_to(worker: WorkerAddress) -> Connection:

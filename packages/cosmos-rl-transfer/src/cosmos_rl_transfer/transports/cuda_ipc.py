@@ -4,20 +4,26 @@ The subscriber copies a bucket from GPU to GPU (NVLink or PCIe) and verifies it 
 straight to the live tensors. Handles are torch's (torch/multiprocessing/reductions.py): each `offer` exports the slots
 once more, since a handle counts one process that maps it. A nonce behind each slot shows that it is the same memory.
 
+Slots are allocated outside expandable segments (`PYTORCH_CUDA_ALLOC_CONF`, which policies set by default). torch shares
+such a segment by a file descriptor that the other process fetches with pidfd_getfd (`ExpandableSegment::fromShared` in
+torch 2.13's CUDACachingAllocator.cpp); kernels before 5.6 lack it, and without the rights of a debugger over the
+publisher's process, as in most containers, it fails.
+
 Unproven on hardware: tests replace `export` and `map_exported`. "auto" does not choose it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.parallel.device import own_device
+from cosmos_rl_core.parallel.device import log_choice, own_device
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.errors import TransferError
@@ -52,6 +58,21 @@ def map_exported(handle: Handle, device: torch.device) -> Tensor:
     kind: Any = torch.UntypedStorage
     storage = kind._new_shared_cuda(device.index, *msgspec.structs.astuple(handle))
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+@contextmanager
+def outside_expandable_segments() -> Iterator[None]:
+    """Switch expandable segments off for the allocations inside; the process's other settings stay."""
+    settings: str = torch._C._accelerator_getAllocatorSettings()
+    if "expandable_segments:true" not in settings.replace(" ", "").lower():
+        yield
+        return
+    log_choice("cuda ipc: slots are allocated outside expandable segments")
+    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
+    try:
+        yield
+    finally:
+        torch._C._accelerator_setAllocatorSettings(settings)
 
 
 class CudaIpc:
@@ -92,7 +113,7 @@ class _Outlet:
 
     def __init__(self, side: SideStream, bucket_bytes: int, num_slots: int) -> None:
         self._nonce = os.urandom(_NONCE_BYTES)
-        with side.current():
+        with side.current(), outside_expandable_segments():
             nonce = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).pin_memory()
             self._blocks = [
                 torch.zeros(bucket_bytes + _NONCE_BYTES, dtype=torch.uint8, device=side.device)
