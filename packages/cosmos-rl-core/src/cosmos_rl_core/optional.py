@@ -93,6 +93,18 @@ class SpreadsEngines(Protocol):
 
 
 @runtime_checkable
+class NamesModules(Protocol):
+    """A domain whose workers may be forked from one process that has imported their modules."""
+
+    def worker_modules(self, config: RunConfig) -> Sequence[str]:
+        """Return the modules that policy and rollout workers import; none if they must not be forked.
+
+        Their import must start no thread and use no GPU. Modules of a recipe's "module:attribute" names are left out.
+        """
+        ...
+
+
+@runtime_checkable
 class ShowsRows(Protocol):
     """A domain whose rows hold the inputs of rewards, so that real data can be scored as rollouts are."""
 

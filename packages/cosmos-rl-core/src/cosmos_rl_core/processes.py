@@ -107,7 +107,7 @@ class ChildProcess:
         if self._ended is None:
             loop = asyncio.get_running_loop()
             self._ended = loop.create_future()
-            watch = threading.Thread(target=self._watch, args=(loop, self._ended), name=f"wait {self.pid}", daemon=True)
+            watch = threading.Thread(target=self._watch, args=(loop, self._ended), name="wait for a child", daemon=True)
             watch.start()
         return await asyncio.shield(self._ended)
 

@@ -19,6 +19,7 @@ from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.held import Held
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.settings.problems import engine_options
+from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch, WeightSpec
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
@@ -108,6 +109,22 @@ class LLMDomain(DomainBase):
     def share_gpu(self, name: str, options: Mapping[str, Any], *, processes: int) -> Mapping[str, Any]:
         """vLLM reserves a part of the GPU's memory. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
         return shared(options, processes=processes) if name == "vllm" else options
+
+    def worker_modules(self, config: RunConfig) -> Sequence[str]:
+        """The policy, the torch engine and the model's module of transformers; none with vLLM, which starts processes.
+
+        Implements `cosmos_rl_core.optional.NamesModules`.
+        """
+        if config.rollout.engine != "torch":
+            return ()
+        directory = Path(resolve(config.model.path))
+        kind = (
+            read_json_object(directory / "config.json", hint="see model.path").get("model_type")
+            if directory.is_dir()
+            else None
+        )
+        model = [f"transformers.models.{kind}.modeling_{kind}"] if kind else []
+        return ("cosmos_rl_llm.build", "cosmos_rl_llm.engines.torch.engine", *model)
 
     def weight_specs(self, model: LLMModelConfig) -> Sequence[WeightSpec] | None:
         """Names, shapes and dtypes from the headers of a local directory's safetensors, or else its config.json.

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
     from cosmos_rl_core.parallel.setup import ModelSetup
     from cosmos_rl_core.parallel.shape import ModelShape
+    from cosmos_rl_core.recipe.run import RunConfig
     from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
     from cosmos_rl_vla.policy.policy import VLAPolicy
 
@@ -57,6 +58,10 @@ class VLADomain(DomainBase):
         from cosmos_rl_vla.engines.torch import TorchEngineOptions
 
         return build_engine(model, data=data, options=engine_options(TorchEngineOptions, options))
+
+    def worker_modules(self, config: RunConfig) -> Sequence[str]:
+        """The policy and the engine of this package. Implements `cosmos_rl_core.optional.NamesModules`."""
+        return ("cosmos_rl_vla.build", "cosmos_rl_vla.engines.torch") if config.rollout.engine == "torch" else ()
 
     def model_shape(
         self, model: VLAModelConfig, *, data: VLADataConfig, sampling: VLASampling | None

@@ -7,17 +7,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import IO
 
 from cosmos_rl_core.errors import WorkerFailed
 from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.launch.placement import STOP_GRACE_S, Launch, threads
-from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
+from cosmos_rl_core.optional import NamesModules
+from cosmos_rl_core.plugins import locate
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines, machine_gpus
+from cosmos_rl_core.recipe.load import load_domain
+from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.wire.handshake import keep_token
-from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
+from cosmos_rl_core.workers.fork_server import ENTRY, ForkedProcess, ForkServer
+from cosmos_rl_core.workers.node import Node, WorkerAddress, policy_node, to_arguments
+
+ROLES = tuple(f"cosmos_rl_core.workers.{name}" for name in ("policy", "rollout", "steps"))
+"""Modules of every domain's workers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -60,6 +71,8 @@ class LocalWorkers:
     """Content of `token_file`; a removed file is written again before a worker starts."""
     policy_keeps: tuple[int, ...] = ()
     """Descriptors inherited by a policy process, so that a lock is held until it ends."""
+    fork_server: ForkServer | None = None
+    """Forks workers of one process; without one, and after its end, they are started as commands."""
     spools: Path | None = None
     """Folder of this machine's spools, removed when the workers have left."""
     _workers: dict[str, WorkerProcess] = field(default_factory=dict)
@@ -125,20 +138,30 @@ class LocalWorkers:
                 keep_token(self.token_file, self.token)
         worker.log.parent.mkdir(parents=True, exist_ok=True)
         with worker.log.open("ab") as log:
-            worker.process = ChildProcess(
-                [*PYTHON, "-m", "cosmos_rl_core.workers.main", *to_arguments(worker.address, worker.node)],
-                environment=environment(self.python_path, threads=worker.address.threads, gpus=worker.gpus),
-                output=log,
-                keeps=self.policy_keeps if worker.address.role == "policy" else (),
-            )
+            worker.process = self._process(worker, log)
         worker.starts += 1
         watcher = asyncio.create_task(self._watch(worker, worker.process))
         self._watchers.add(watcher)
         watcher.add_done_callback(self._watchers.discard)
 
+    def _process(self, worker: WorkerProcess, log: IO[bytes]) -> ChildProcess:
+        arguments = to_arguments(worker.address, worker.node)
+        variables = environment(self.python_path, threads=worker.address.threads, gpus=worker.gpus)
+        keeps = self.policy_keeps if worker.address.role == "policy" else ()
+        if self.fork_server is not None and worker.node.num_ranks == 1:
+            forked = self.fork_server.start(arguments, environment=variables, output=log, keeps=keeps)
+            if forked is not None:
+                return forked
+        return ChildProcess([*PYTHON, "-m", ENTRY, *arguments], environment=variables, output=log, keeps=keeps)
+
     async def _watch(self, worker: WorkerProcess, process: ChildProcess) -> None:
         status = await process.ended()
         if self._stopping or process.exit_code == 0:
+            return
+        if isinstance(process, ForkedProcess) and not process.started:
+            self.fork_server = None  # it has ended
+            worker.starts -= 1
+            self._spawn(worker)
             return
         restarting = (
             worker.address.role == "rollout" and worker.starts <= self.restart_workers and process.exit_code != 2
@@ -147,6 +170,27 @@ class LocalWorkers:
         self.on_death(Death(name=name, status=status, last_lines=end, restarting=restarting))
         if restarting:
             self._spawn(worker)
+
+
+@contextlib.contextmanager
+def fork_server(config: RunConfig, directory: Path, *, python_path: Sequence[str]) -> Iterator[ForkServer | None]:
+    """Start importing for the run's workers.
+
+    None on a machine with GPUs, for workers that must not be forked, and where there are not two to share the imports.
+    """
+    node = policy_node(config.policy, bind=config.run.bind)
+    workers = 0 if config.is_sft else config.rollout.replicas + (node.num_ranks == 1)
+    domain = load_domain(config.run.domain)
+    modules: Sequence[str] = ()
+    if config.run.placement == "local" and workers > 1 and sys.platform == "linux" and not machine_gpus(os.environ):
+        modules = domain.worker_modules(config) if isinstance(domain, NamesModules) else ()
+    if not modules:
+        yield None
+        return
+    sync = locate("cosmos_rl.weight_sync", config.sync.backend).partition(":")[0]
+    variables = environment(python_path, threads=threads(config)[0])
+    with ForkServer((*ROLES, sync, *modules), environment=variables, log=directory / "logs" / "imports.log") as server:
+        yield server
 
 
 async def start_processes(launch: Launch) -> LocalWorkers:
@@ -172,6 +216,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         on_death=on_death,
         python_path=launch.python_path,
         policy_keeps=(launch.lock,),
+        fork_server=launch.fork_server,
         spools=spools,
     )
     node = launch.policy_node

@@ -31,7 +31,7 @@ from cosmos_rl_core.launch.check import warnings_for
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.gpus import assign_gpus
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
-from cosmos_rl_core.launch.local import start_processes
+from cosmos_rl_core.launch.local import fork_server, start_processes
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
@@ -45,6 +45,7 @@ from cosmos_rl_core.wire.handshake import make_token
 from cosmos_rl_core.wire.listening import is_loopback, raise_descriptor_limit
 from cosmos_rl_core.workers.directory import Removals, RunDirectory, explain_no_room
 from cosmos_rl_core.workers.failure import AGENT, receive_report
+from cosmos_rl_core.workers.fork_server import ForkServer
 from cosmos_rl_core.workers.node import policy_node
 
 STATUS_S = 1.0
@@ -90,8 +91,9 @@ def run(
             if resume is None:
                 claim_root(given.config, directory.path, overwrite=overwrite)
             given.write_rows(path, resumed=resumption is not None)
-            started = _Run(given, path.resolve(), resumption, lock=directory.lock)
-            return run_to_end(started.run(directory.notes))
+            with fork_server(given.config, path, python_path=given.python_path) as forks:
+                started = _Run(given, path.resolve(), resumption, lock=directory.lock, forks=forks)
+                return run_to_end(started.run(directory.notes))
     except OutOfMemory as error:
         raise UserError(f"{error}\n{memory_advice(given.config, role=error.role)}") from error
     except OSError as error:
@@ -103,8 +105,11 @@ def run(
 class _Run:
     """The parts of one run and the order in which they start and stop."""
 
-    def __init__(self, given: Given, directory: Path, resumption: Resumption | None, *, lock: int) -> None:
+    def __init__(
+        self, given: Given, directory: Path, resumption: Resumption | None, *, lock: int, forks: ForkServer | None
+    ) -> None:
         self._given = given
+        self._forks = forks
         self._config = config = given.config
         self._directory = directory
         self._resumption = resumption
@@ -276,6 +281,7 @@ class _Run:
                 rewards=self._given.rewards,
                 observer=self._observer,
                 lock=self._lock,
+                fork_server=self._forks,
             )
         )
         try:

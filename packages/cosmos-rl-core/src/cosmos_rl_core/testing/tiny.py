@@ -15,6 +15,7 @@ from typing import Any
 from cosmos_rl_core.domain_base import DomainBase
 from cosmos_rl_core.interfaces import Policy, RewardFn, RolloutEngine
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import SamplingSection
 from cosmos_rl_core.testing.tiny_task import TinyData, TinyModel, hits, not_a_number, too_few, words
 from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBatch
@@ -41,6 +42,10 @@ class Tiny(DomainBase):
         from cosmos_rl_core.testing.tiny_model import TinyEngine
 
         return TinyEngine(model, delay_s=float(options.get("delay_s", 0.0)))
+
+    def worker_modules(self, config: RunConfig) -> Sequence[str]:
+        """The model's module. Implements `cosmos_rl_core.optional.NamesModules`."""
+        return ("cosmos_rl_core.testing.tiny_model",)
 
     def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
         return {

@@ -90,13 +90,17 @@ class Assignment:
 
 @contextmanager
 def collector_paused() -> Iterator[None]:
-    """Pause garbage collection; objects created inside are moved to the oldest generation afterwards."""
-    running = gc.isenabled()
+    """Pause garbage collection; objects created inside are moved to the oldest generation afterwards.
+
+    In a forked worker they stay young: its imports are frozen, and a collection that visits them copies their pages.
+    """
+    running, forked = gc.isenabled(), gc.get_freeze_count() > 0
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
-        gc.unfreeze()  # moves them to the oldest generation, so that frequent scans of the youngest stay cheap
+        if not forked:
+            gc.freeze()
+            gc.unfreeze()  # moves them to the oldest generation, so that frequent scans of the youngest stay cheap
         if running:
             gc.enable()

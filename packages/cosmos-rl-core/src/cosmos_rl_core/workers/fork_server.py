@@ -1,0 +1,298 @@
+"""A process that imports a run's modules once and forks its workers, which share the memory of the imports.
+
+    with ForkServer(modules, environment=environment(folders), log=path) as server:
+        child = server.start(arguments, environment=..., output=log)     # at once; the fork follows the imports
+
+    run   --one byte; descriptors of a status socket, the request and the log-->   server
+          <--process id, exit status: on the worker's status socket--
+
+The server has one thread, no event loop and no GPU: otherwise it ends without a fork, and workers are started as
+commands. It is the parent of the workers and reports how they end. They do not end with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from cosmos_rl_core.imports import PYTHON
+from cosmos_rl_core.processes import ChildProcess, inherited_socket, unnamed_memory
+
+ENTRY = "cosmos_rl_core.workers.main"
+LONGEST_COMMAND = 4096
+"""Bytes for a worker's command line, as `ps` shows it."""
+_MOST_DESCRIPTORS = 16
+_NUMBER = struct.Struct("i")
+
+
+class ForkServer:
+    """The server of one run. It is closed after its workers have ended."""
+
+    def __init__(self, modules: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
+        """Start the server, which imports `modules`; those that cannot be imported are left to the workers.
+
+        log: the file for output of the imports.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        command = [*PYTHON, "-m", __name__, *modules, " " * LONGEST_COMMAND]
+        with log.open("ab") as output:
+            self._process, self._socket = ChildProcess.connected(command, environment=environment, output=output)
+
+    def __enter__(self) -> ForkServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._socket.close()
+        self._process.kill()
+        self._process.wait()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def start(
+        self, arguments: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes], keeps: Sequence[int] = ()
+    ) -> ForkedProcess | None:
+        """Start a worker with these arguments; None if the server has ended. The others are as in `ChildProcess`."""
+        request = unnamed_memory()
+        ours, theirs = socket.socketpair()
+        try:
+            os.write(request, json.dumps({"arguments": arguments, "environment": environment}).encode())
+            socket.send_fds(self._socket, [b"\0"], [theirs.fileno(), request, output.fileno(), *keeps])
+        except (BrokenPipeError, ConnectionResetError):
+            ours.close()
+            return None
+        finally:
+            theirs.close()
+            os.close(request)
+        return ForkedProcess(_Forked(ours))
+
+
+class ForkedProcess(ChildProcess):
+    """A worker of a fork server."""
+
+    _process: _Forked
+
+    def __init__(self, process: _Forked) -> None:
+        self._process, self._ended = process, None
+
+    @property
+    def started(self) -> bool:
+        """Whether the server has forked it; if it is False after the end, the server had ended, or it was killed."""
+        return self._process.started
+
+    @property
+    def status(self) -> str:
+        return "unknown, its fork server had ended" if self._process.orphaned else super().status
+
+    def kill(self) -> None:
+        if self._process.withdraw():
+            try:
+                os.killpg(self.pid, signal.SIGKILL)
+            except ProcessLookupError:  # it has ended, or has no session of its own yet
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
+
+
+class _Forked:
+    """A forked process with the methods of `subprocess.Popen` that `ChildProcess` uses. Safe in several threads."""
+
+    def __init__(self, status: socket.socket) -> None:
+        self._socket = status
+        self._pid = 0
+        self._code = 1
+        self._forked, self._ended = threading.Event(), threading.Event()
+        self.orphaned = False
+        """Whether it ended after its server, so that its exit status is lost."""
+        threading.Thread(target=self._follow, name="forked worker", daemon=True).start()
+
+    def _follow(self) -> None:
+        """Wait for the fork and the end."""
+        with self._socket:
+            self._pid = self._receive() or 0
+            self._forked.set()
+            if self._pid:
+                code = self._receive()
+                if code is None:
+                    _await_end(self._pid)
+                    self.orphaned = True
+                else:
+                    self._code = code
+            self._ended.set()
+
+    def _receive(self) -> int | None:
+        """The next number; None if the server has ended."""
+        data = self._socket.recv(_NUMBER.size, socket.MSG_WAITALL)
+        return _NUMBER.unpack(data)[0] if len(data) == _NUMBER.size else None
+
+    @property
+    def started(self) -> bool:
+        return self._pid > 0
+
+    @property
+    def pid(self) -> int:
+        """Its id. Waits until it is forked. Raises ProcessLookupError if the server ended before."""
+        self._forked.wait()
+        if not self._pid:
+            raise ProcessLookupError("the fork server ended before it forked this worker")
+        return self._pid
+
+    def poll(self) -> int | None:
+        return self._code if self._ended.is_set() else None
+
+    def wait(self, timeout: float | None = None) -> int:
+        if not self._ended.wait(timeout):
+            raise subprocess.TimeoutExpired("forked worker", timeout or 0.0)
+        return self._code
+
+    def terminate(self) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signal.SIGTERM)
+
+    def withdraw(self) -> bool:
+        """Take the request back if nothing was forked yet; return whether there is a process to kill."""
+        if not self._forked.is_set():
+            with contextlib.suppress(OSError):  # the socket was closed meanwhile
+                self._socket.shutdown(socket.SHUT_RDWR)
+            self._forked.wait()
+        return self.started and not self._ended.is_set()
+
+
+def _await_end(pid: int) -> None:
+    """Wait for the end of a process that is not a child."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    poll = select.poll()
+    poll.register(handle, select.POLLIN)
+    poll.poll()
+    os.close(handle)
+
+
+# -- the server's side
+
+
+def main() -> None:
+    server = inherited_socket()
+    _import(sys.argv[1:-2])
+    if pid := os.fork():  # OpenBLAS ends its threads at the first fork
+        os.waitpid(pid, 0)
+    else:
+        os._exit(0)
+    if number := len(os.listdir("/proc/self/task")) - 1:
+        print(f"imports have left {number} threads running: workers are started one by one", file=sys.stderr)  # noqa: T201
+        return
+    _serve(server)
+
+
+def _import(modules: Sequence[str]) -> None:
+    gc.disable()
+    for module in (ENTRY, *modules):
+        with contextlib.suppress(Exception):  # the worker that needs it reports the error
+            importlib.import_module(module)
+    gc.freeze()  # a collection writes to every object that it visits, and a write copies a shared page
+
+
+def _serve(server: socket.socket) -> None:
+    """Fork on request and report ends, until the run closes its end of the socket."""
+    running: dict[int, tuple[int, socket.socket]] = {}
+    poll = select.poll()
+    poll.register(server, select.POLLIN)
+    while True:
+        for descriptor, _ in poll.poll():
+            if descriptor in running:
+                poll.unregister(descriptor)
+                _report_end(descriptor, *running.pop(descriptor))
+                continue
+            data, received, *_ = socket.recv_fds(server, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+            if not data:
+                return
+            status, pid = socket.socket(fileno=received[0]), os.fork()
+            if pid == 0:
+                server.close()
+                for handle, (_, other) in running.items():
+                    os.close(handle)
+                    other.close()
+                _become_worker(status, request=received[1], log=received[2])
+            for each in received[1:]:
+                os.close(each)
+            handle = os.pidfd_open(pid)
+            running[handle] = pid, status
+            poll.register(handle, select.POLLIN)
+            try:
+                status.send(_NUMBER.pack(pid), socket.MSG_NOSIGNAL)
+            except OSError:  # killed before it was forked
+                os.kill(pid, signal.SIGKILL)
+
+
+def _report_end(handle: int, pid: int, status: socket.socket) -> None:
+    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    with contextlib.suppress(OSError):  # the run has ended
+        status.send(_NUMBER.pack(code), socket.MSG_NOSIGNAL)
+    status.close()
+    os.close(handle)
+
+
+def _become_worker(status: socket.socket, *, request: int, log: int) -> None:
+    """Work as the command `python -m cosmos_rl_core.workers.main` does, and exit."""
+    code = 1
+    try:
+        status.close()
+        os.setsid()
+        os.dup2(log, 1)
+        os.dup2(log, 2)
+        asked: dict[str, Any] = json.loads(os.pread(request, os.fstat(request).st_size, 0))
+        os.close(request)
+        os.close(log)
+        os.environ.clear()
+        os.environ.update(asked["environment"])
+        _show_command([*PYTHON, "-m", ENTRY, *asked["arguments"]])
+        gc.enable()
+        code = _work(asked["arguments"])
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _work(arguments: Sequence[str]) -> int:
+    import numpy as np
+    import torch
+
+    from cosmos_rl_core.workers.main import run_worker
+    from cosmos_rl_core.workers.node import from_arguments
+
+    np.random.seed()  # otherwise the same numbers in all workers; Python's and torch's are seeded elsewhere
+    worker, node = from_arguments(arguments, program="worker")
+    if worker.threads is not None:
+        torch.set_num_threads(worker.threads)  # OMP_NUM_THREADS was read in the server
+    return run_worker(worker, node)
+
+
+def _show_command(command: Sequence[str]) -> None:
+    """Write the command line over the server's, for `ps`."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    start, end = int(fields[45]), int(fields[46])  # arg_start and arg_end: proc(5)
+    text = b"".join(os.fsencode(word) + b"\0" for word in command)
+    if start and len(text) <= end - start:
+        ctypes.memmove(start, text.ljust(end - start, b"\0"), end - start)
+
+
+if __name__ == "__main__":
+    main()

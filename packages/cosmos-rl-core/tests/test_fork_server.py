@@ -1,0 +1,185 @@
+"""Workers that are forked from a process with a run's imports."""
+
+import asyncio
+import contextlib
+import os
+import socket
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl_core.launch.local import LocalWorkers
+from cosmos_rl_core.processes import environment
+from cosmos_rl_core.wire.handshake import make_token
+from cosmos_rl_core.workers.fork_server import ForkedProcess, ForkServer
+from cosmos_rl_core.workers.node import WorkerAddress, to_arguments
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
+
+STARTS_A_THREAD = "import threading, time\nthreading.Thread(target=time.sleep, args=(60,), daemon=True).start()\n"
+
+
+@pytest.fixture
+def quiet():
+    """An address that accepts connections and says nothing, so that workers wait there."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        yield f"tcp://127.0.0.1:{listening.getsockname()[1]}"
+
+
+@pytest.fixture
+def serving(tmp_path):
+    """Opens servers that import from the test's folder."""
+    with contextlib.ExitStack() as stack:
+
+        def open_server(*modules):
+            variables = environment() | {"PYTHONPATH": str(tmp_path)}
+            return stack.enter_context(ForkServer(modules, environment=variables, log=tmp_path / "imports.log"))
+
+        yield open_server
+
+
+@pytest.fixture
+def started(tmp_path):
+    """Starts a worker of a server; its log is tmp_path / NAME.log."""
+    make_token(tmp_path / "token")
+
+    def start(server, *, controller, name="rollout-0", token="token", **keys):
+        address = WorkerAddress(controller=controller, role="rollout", name=name, token_file=tmp_path / token)
+        with (tmp_path / f"{name}.log").open("wb") as log:
+            return server.start(to_arguments(address), environment=environment() | keys, output=log)
+
+    return start
+
+
+def words_of(pid, file="cmdline"):
+    return Path(f"/proc/{pid}/{file}").read_bytes().split(b"\0")
+
+
+def waits(pid, seconds=60.0):
+    """Wait until a worker shows its own command."""
+    deadline = time.monotonic() + seconds
+    while b"--name" not in words_of(pid):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_forked_worker_is_a_process_like_a_command(serving, started, tmp_path, quiet):
+    server = serving()
+    child = started(server, controller=quiet)
+    waits(child.pid)
+    assert child.started and child.status == "" and child.exit_code is None
+    words = words_of(child.pid)
+    assert words[1:4] == [b"-P", b"-m", b"cosmos_rl_core.workers.main"]
+    assert str(tmp_path / "token").encode() in words and b"rollout-0" in words
+    assert os.getsid(child.pid) == child.pid != os.getsid(server.pid)
+    child.kill()
+    assert child.wait(30) == child.status == "signal SIGKILL"
+    child.kill()  # again, without effect
+
+
+def test_the_exit_code_and_the_output_of_each_worker_are_its_own(serving, started, tmp_path):
+    server = serving()
+    unreachable = started(server, controller="tcp://127.0.0.1:9", name="rollout-0")
+    no_token = started(server, controller="tcp://127.0.0.1:9", name="rollout-1", token="missing")
+    assert (unreachable.wait(60), no_token.wait(60)) == ("exit code 1", "exit code 2")
+    assert (tmp_path / "rollout-0.log").read_text().startswith("rollout-0: cannot connect to tcp://127.0.0.1:9")
+    assert "cannot read the token file" in (tmp_path / "rollout-1.log").read_text()
+    assert (tmp_path / "imports.log").read_text() == ""
+
+
+def test_workers_survive_their_server_which_then_forks_no_more(serving, started, quiet):
+    server = serving()
+    child = started(server, controller=quiet)
+    waits(child.pid)
+    os.kill(server.pid, 9)
+    assert child.wait(0.2) == ""
+    while (late := started(server, controller=quiet, name="rollout-1")) is not None:
+        assert late.wait(30) == "exit code 1" and not late.started
+    child.kill()
+    assert child.wait(30) == "unknown, its fork server had ended"
+    assert child.exit_code == 1
+
+
+def test_a_worker_killed_before_the_fork_is_not_forked(serving, started, tmp_path, quiet):
+    (tmp_path / "takes_long.py").write_text("import time\ntime.sleep(1.0)\n")
+    server = serving("takes_long")
+    early, other = (started(server, controller=quiet, name=name) for name in ("rollout-0", "rollout-1"))
+    early.kill()
+    assert early.wait(5) == "exit code 1" and not early.started
+    waits(other.pid)
+    children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+    names = [words_of(pid) for pid in map(int, children)]
+    assert all(b"rollout-0" not in words for words in names) and len(names) <= 2
+    other.kill()
+
+
+@pytest.mark.parametrize(
+    ("module", "told"), [(STARTS_A_THREAD, "1 threads running"), ("import os; os._exit(3)", "")], ids=["thread", "exit"]
+)
+def test_without_a_server_workers_are_started_as_commands(module, told, serving, tmp_path):
+    (tmp_path / "unsuitable.py").write_text(module)
+    make_token(tmp_path / "token")
+    deaths: asyncio.Queue = asyncio.Queue()
+
+    async def go():
+        workers = LocalWorkers(
+            controller="tcp://127.0.0.1:9",
+            token_file=tmp_path / "token",
+            log_dir=tmp_path,
+            restart_workers=1,
+            on_death=deaths.put_nowait,
+            fork_server=serving("unsuitable"),
+        )
+        workers.start("rollout", threads=1, gpus=[[]])
+        found = [await asyncio.wait_for(deaths.get(), 60.0) for _ in range(2)]
+        await workers.leave(grace_s=10.0)
+        return found
+
+    first, second = asyncio.run(go())
+    assert (first.status, first.restarting, second.restarting) == ("exit code 1", True, False)
+    assert first.last_lines.startswith("rollout-0: cannot connect to")
+    assert told in (tmp_path / "imports.log").read_text()
+
+
+def test_a_restarted_worker_is_forked_again(serving, tmp_path, quiet):
+    make_token(tmp_path / "token")
+    deaths: asyncio.Queue = asyncio.Queue()
+
+    async def go():
+        workers = LocalWorkers(
+            controller=quiet,
+            token_file=tmp_path / "token",
+            log_dir=tmp_path,
+            restart_workers=1,
+            on_death=deaths.put_nowait,
+            fork_server=(server := serving()),
+        )
+        workers.start("rollout", threads=1, gpus=[[]])
+        first = await asyncio.to_thread(workers.pid, "rollout-0")
+        os.kill(first, 9)
+        death = await asyncio.wait_for(deaths.get(), 60.0)
+        second = await asyncio.to_thread(workers.pid, "rollout-0")
+        parent = int(Path(f"/proc/{second}/stat").read_text().rpartition(")")[2].split()[1])
+        workers.kill()
+        await workers.leave(grace_s=10.0)
+        return death, first != second, parent == server.pid
+
+    death, another, forked = asyncio.run(go())
+    assert (death.status, death.restarting, another, forked) == ("signal SIGKILL", True, True, True)
+
+
+def test_a_module_that_cannot_be_imported_is_left_to_the_worker(serving, started, tmp_path):
+    (tmp_path / "broken.py").write_text("raise RuntimeError('broken')\n")
+    child = started(serving("broken", "no_such_module"), controller="tcp://127.0.0.1:9")
+    assert isinstance(child, ForkedProcess)
+    assert child.wait(60) == "exit code 1" and child.started
+
+
+def test_the_server_ends_with_the_run(serving, tmp_path):
+    with ForkServer((), environment=environment(), log=tmp_path / "imports.log") as server:
+        handle = os.pidfd_open(server.pid)
+    with pytest.raises(ProcessLookupError):
+        os.kill(server.pid, 0)
+    os.close(handle)
