@@ -1,13 +1,16 @@
-"""Float32 matrix products on CPUs through oneDNN.
+"""Float32 matrix products on CPUs through oneDNN, where it is faster.
 
 torch sends them to MKL, which leaves AVX-512 unused on CPUs that are not Intel's: there oneDNN, which torch carries
-for other dtypes anyway, is about twice as fast for the same float32 arithmetic. Its operator is the one that torch's
-own compiler emits for linear layers (`mkldnn::_linear_pointwise`); where this build of torch lacks oneDNN, or the
-tensors are of another kind, the ordinary product is taken.
+for other dtypes anyway, is about twice as fast for the same float32 arithmetic. With AVX2 alone the two are close, and
+for narrow layers MKL wins; a measurement decides for each shape class (`kernel_choice`). The operator is the one that
+torch's own compiler emits for linear layers (`mkldnn::_linear_pointwise`); where this build of torch lacks oneDNN, or
+the tensors are of another kind, the ordinary product is taken.
 """
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -15,11 +18,14 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-MIN_WEIGHTS = 128 * 128
-"""Elements of the smallest weight for which the call's fixed cost of some 10 microseconds pays in generation.
+from cosmos_rl_core.kernel_choice import fastest
 
-It applies with one thread and at least two columns. With more threads or one column, MKL cuts the product so that the
-last bit of a row depends on how many rows there are; a rollout must not depend on the others in its batch.
+MIN_WEIGHTS = 128 * 128
+"""Elements of the smallest weight for which the call's fixed cost of some 10 microseconds may pay.
+
+In generation it applies with one thread and at least two columns. With more threads or one column, MKL cuts the
+product so that the last bit of a row depends on how many rows there are; a rollout must not depend on the others in
+its batch.
 """
 MIN_ROWS = 4
 """Fewest rows of a batch in generation, filled up with rows that are thrown away.
@@ -27,22 +33,27 @@ MIN_ROWS = 4
 Products of one to three rows go through other CPU kernels that round differently. From four rows on, oneDNN was seen
 to give a row the same bits whatever its neighbours.
 """
+_HAS_ONEDNN = torch.backends.mkldnn.is_available()
 _MKL_ROWS = 16
 """`MIN_ROWS` of MKL's products on Intel's CPUs, whose kernels for few rows serve more rows the longer a row is."""
-MIN_TRAINED_WEIGHTS = 64 * 64
-"""`MIN_WEIGHTS` in training, where many more rows share one call."""
+_FEW, _MANY = 64, 256
+"""Row classes in training, by the number that is measured: up to twice the first, and more."""
+_MAX_SIDE = 512
+"""Longest side of a weight that is measured; for longer ones the ratio of the two libraries is the same."""
 
 
 def product(input: Tensor, weight: Tensor, bias: Tensor | None = None, *, many_rows: bool = False) -> Tensor:
     """input [..., in], weight [out, in] -> input @ weight.T + bias [..., out], differentiable.
 
-    `many_rows`: without gradients there are as many rows as in training, and the same products go through oneDNN.
+    `many_rows`: without gradients there are as many rows as in training, and the same kernel computes both.
     """
     if not _is_served(input, weight):
         return F.linear(input, weight, bias)
     trained = torch.is_grad_enabled() and (input.requires_grad or weight.requires_grad)
     if trained or many_rows:
-        if weight.numel() < MIN_TRAINED_WEIGHTS:
+        # With `many_rows` a layer has one kernel, however many rows there are: its bits do not depend on them.
+        rows = _MANY if many_rows or input.numel() > 2 * _FEW * input.shape[-1] else _FEW
+        if weight.numel() < MIN_WEIGHTS or not _wins(rows, weight.shape, torch.get_num_threads()):
             return F.linear(input, weight, bias)
     elif weight.numel() < MIN_WEIGHTS and len(weight) > 1 and torch.get_num_threads() == 1:
         return _steady_mkl(input, weight, bias)
@@ -64,14 +75,40 @@ class ManyRowsLinear(OneDnnLinear):
     many_rows = True
 
 
-def use_onednn(model: nn.Module, *, many_rows: bool = False) -> None:
+def use_onednn(model: nn.Module, *, many_rows: bool = False, generates: bool = False) -> None:
     """Let the plain float32 linear layers of a model on the CPU use oneDNN. Names and weights stay as they are.
 
-    `many_rows` as for `product`. Layers on meta are changed too: `product` decides again when they run.
+    `many_rows` as for `product`. Small layers change only in a model that `generates`, where a rollout must not depend
+    on the others in its batch. Layers on meta are changed too: `product` decides again when they run.
     """
     for module in model.modules():
-        if type(module) is nn.Linear and (module.weight.is_meta or _is_served(module.weight, module.weight)):
+        if type(module) is not nn.Linear or not (generates or module.weight.numel() >= MIN_WEIGHTS):
+            continue
+        if module.weight.is_meta or _is_served(module.weight, module.weight):
             module.__class__ = ManyRowsLinear if many_rows else OneDnnLinear
+
+
+@cache
+def _wins(rows: int, shape: torch.Size, threads: int) -> bool:
+    """Return whether oneDNN is faster than MKL for products with a weight of this shape, and their gradients."""
+    out, width = (min(1 << side.bit_length() - 1, _MAX_SIDE) for side in shape)  # rounded down to powers of two
+
+    def choose() -> str:
+        # In a thread of its own, which has none of the caller's modes of torch.
+        torch.set_num_threads(threads)
+        input, weight = (torch.full((n, width), 0.01, requires_grad=True) for n in (rows, out))
+        slope = torch.full((rows, out), 0.01)
+        candidates = {"mkl": F.linear, "onednn": _Product.apply}
+        return fastest(
+            f"float32 products, {rows} rows, {width} to {out}, {threads} threads",
+            {
+                name: partial(lambda run: torch.autograd.grad(run(input, weight, None), (input, weight), slope), run)
+                for name, run in candidates.items()
+            },
+        )
+
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        return pool.submit(choose).result() == "onednn"
 
 
 def _is_served(input: Tensor, weight: Tensor) -> bool:
@@ -79,7 +116,7 @@ def _is_served(input: Tensor, weight: Tensor) -> bool:
         input.dtype == weight.dtype == torch.float32
         and weight.device.type == "cpu"
         and type(weight) in (nn.Parameter, Tensor)  # not a shard of a distributed tensor
-        and torch.backends.mkldnn.is_available()
+        and _HAS_ONEDNN
         and not torch.is_autocast_enabled("cpu")
     )
 

@@ -123,7 +123,7 @@ class RunningBatch:
         record_routes: bool = False,
     ) -> None:
         install_attention(model)
-        use_onednn(model)
+        use_onednn(model, generates=True)
         use_steady_experts(model)
         use_steady_activations(model)
         model.eval().requires_grad_(False)
