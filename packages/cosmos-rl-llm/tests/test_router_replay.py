@@ -6,7 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import PreTrainedModel
+from transformers import AutoConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.memory.remat import checkpoint_activations
@@ -14,6 +15,7 @@ from cosmos_rl_core.types import Microbatch, Prompt, Rollout, RolloutGroup, Samp
 from cosmos_rl_llm.data.collate import collate
 from cosmos_rl_llm.engines.torch.engine import TorchEngine
 from cosmos_rl_llm.model.causal_lm import decoder_layers, make_model
+from cosmos_rl_llm.model.miniature import miniature
 from cosmos_rl_llm.policy.packing import PackedLayout, install_attention
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.routing import ExpertLoad, RouteRecorder, install_replay, routers
@@ -223,6 +225,17 @@ def test_load_figures_tell_an_even_load_from_one_expert_for_all():
     hidden_states(model, torch.tensor([3, 5]).expand(LENGTH, 2, 2))
     skewed = load.take(None)
     assert skewed == {"expert_load_max": pytest.approx(4.0), "expert_load_entropy": pytest.approx(math.log(2, 8))}
+
+
+@pytest.mark.parametrize("family", ["aria_text", "deepseek_v3", "granitemoe", "mixtral"])
+def test_families_with_other_keys_for_the_number_of_experts_are_counted(family):
+    config = AutoConfig.for_model(family)
+    model = miniature(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)], config)
+    load = ExpertLoad(model)
+    model(input_ids=torch.arange(12)[None])
+    metrics = load.take(None)
+    assert 1.0 <= metrics["expert_load_max"] <= 4.0
+    assert 0.0 < metrics["expert_load_entropy"] <= 1.0
 
 
 def test_a_dense_model_has_no_load_and_nothing_to_record():

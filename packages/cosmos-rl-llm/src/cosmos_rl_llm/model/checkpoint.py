@@ -64,7 +64,8 @@ def _read_header(path: Path) -> list[WeightSpec]:
 _SIZES = ("num_hidden_layers", "hidden_size", "num_attention_heads", "vocab_size")
 _GATE_COPIES = {"gpt_oss": 7}
 """Families whose gated activation is not activation(gate) * up: gpt-oss clamps both and scales the gate."""
-_EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
+EXPERT_KEYS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""Keys of config.json under which families have the number of routed experts."""
 
 
 def read_shape(
@@ -99,14 +100,14 @@ def read_shape(
         compute_dtype=model.dtype,
         reference_dtype=model.dtype,
         weights=tuple(weights),
-        adapter_parameters=_adapter_parameters(weights, model.lora, experts=_first(config, _EXPERTS)),
+        adapter_parameters=_adapter_parameters(weights, model.lora, experts=_first(config, EXPERT_KEYS)),
         **_expert_sizes(config, weights),
     )
 
 
 def _expert_sizes(config: Mapping[str, Any], weights: Iterable[WeightSpec]) -> dict[str, Any]:
     """Additional sizes of a mixture of experts; empty for a dense model."""
-    number = _first(config, _EXPERTS)
+    number = _first(config, EXPERT_KEYS)
     with_experts = sorted(
         {layer for spec in weights if is_expert(spec.name) and (layer := layer_of(spec.name)) is not None}
     )

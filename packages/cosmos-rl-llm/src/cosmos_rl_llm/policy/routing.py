@@ -27,6 +27,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.axes.expert import count_slots
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_llm.model.causal_lm import decoder_layers
+from cosmos_rl_llm.model.checkpoint import EXPERT_KEYS
 from cosmos_rl_llm.policy.experts import is_experts
 
 _ROUTERS = ("gate", "router")
@@ -123,7 +124,9 @@ class ExpertLoad:
         # again, which does not change their proportions.
         chosen = _choice(outputs) if torch.is_grad_enabled() else None
         if chosen is not None:
-            counts = count_slots(chosen.detach(), self._shape[1])
+            num_experts = self._shape[1]
+            slots = max(_num_scores(router) or 0, num_experts)  # no-op experts come last and are not counted
+            counts = count_slots(chosen.detach(), slots)[:num_experts]
             self._counts[layer] = self._counts[layer] + counts if layer in self._counts else counts
 
 
@@ -221,5 +224,5 @@ def _num_scores(router: nn.Module) -> int | None:
 def _sizes(model: PreTrainedModel) -> tuple[int, int]:
     """Layers of the whole model, and experts of each; 0 experts in a dense model."""
     config = model.config.get_text_config()
-    num_experts = getattr(config, "num_local_experts", None) or getattr(config, "num_experts", None)
-    return config.num_hidden_layers, num_experts or 0
+    numbers = (getattr(config, key, None) for key in EXPERT_KEYS)
+    return config.num_hidden_layers, next(filter(None, numbers), 0)
