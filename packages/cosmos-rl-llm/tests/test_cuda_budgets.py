@@ -11,8 +11,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from cosmos_rl_core.parallel.axes import expert
 from cosmos_rl_core.parallel.axes.expert import grouped_linear
+from cosmos_rl_core.parallel.config import ParallelSection
 from cosmos_rl_core.parallel.device import log_choice, to_device
 from cosmos_rl_core.parallel.estimate import logits_budget
+from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.testing.pretend_record import Record
 from cosmos_rl_core.types import Sampling, Share
@@ -21,8 +23,10 @@ from cosmos_rl_llm.domain import _recommend_vllm
 from cosmos_rl_llm.engines.torch.batch import Request, RunningBatch
 from cosmos_rl_llm.model.miniature import miniature
 from cosmos_rl_llm.policy import probe
+from cosmos_rl_llm.policy.parallelize import parallelize
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import probe_samples
+from cosmos_rl_llm.policy.token_model import TermModel
 
 pytestmark = pytest.mark.cuda_dry
 
@@ -179,6 +183,30 @@ def test_a_policy_takes_the_logits_budget_of_its_gpu():
         policy = CausalLMPolicy(small("qwen3").to("cuda"))
     assert policy.module._logits_bytes == logits_budget(80 * 2**30)
     assert CausalLMPolicy(small("qwen3")).module._logits_bytes == logits_budget(None)
+
+
+@pytest.mark.parametrize(
+    ("kind", "parallel", "reason"),
+    [
+        ("qwen3_moe", {}, "experts"),
+        ("qwen3", {"tp": 2}, "tp = 2"),
+        ("qwen3", {"cp": 2}, "cp = 2"),
+        ("qwen3", {}, None),
+    ],
+)
+def test_a_policy_that_compilation_is_unproven_for_is_not_compiled(monkeypatch, capfd, kind, parallel, reason):
+    """The policy and its reference log it once."""
+    log_choice.cache_clear()
+    monkeypatch.setattr("cosmos_rl_core.parallel.memory.remat._missing_toolchain", lambda: "")
+    compiled = []
+    monkeypatch.setattr("cosmos_rl_core.parallel.memory.remat.compile_blocks", lambda blocks: compiled.extend(blocks))
+    with pretend_cuda():
+        for frozen in (False, True):
+            setup = ModelSetup(parallel=ParallelSection(**parallel), frozen=frozen)
+            parallelize(TermModel(small(kind).to("cuda")), setup)
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("compile:")]
+    assert lines == ["compile: each block" if reason is None else f"compile: off ({reason})"]
+    assert bool(compiled) is (reason is None)
 
 
 def test_a_family_is_checked_without_tf32(monkeypatch):

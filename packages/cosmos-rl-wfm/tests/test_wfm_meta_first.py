@@ -1,5 +1,6 @@
 """Networks over ranks are built on meta: a rank holds its shards and at most one block, and the values are right."""
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -26,16 +27,16 @@ ranks.preload("diffusers.models.transformers.transformer_wan", "cosmos_rl_wfm.mo
 WORDS = {"encoder": "words"}
 
 
-def setup_of(dims, parameters):
+def setup_of(dims, parameters, *, frozen=False):
     mesh = ReplicaMesh.build(ParallelDims(**dims), device=torch.device("cpu")) if dims else None
     precision = PrecisionSection(parameters=parameters)
-    return ModelSetup(mesh=mesh, parallel=ParallelSection(**dims), precision=precision)
+    return ModelSetup(mesh=mesh, parallel=ParallelSection(**dims), precision=precision, frozen=frozen)
 
 
-def policy_of(path, *, dims, lora=None, parameters="float32"):
-    model = WFMModelConfig.model_validate({"path": path, "codec": "pixels", "text": WORDS, "lora": lora})
-    sampling = FlowSampling(guidance=2.0)
-    return build_policy(model, data=mock_data(), sampling=sampling, seed=0, setup=setup_of(dims, parameters))
+def policy_of(path, *, dims, lora=None, parameters="float32", frozen=False, **model):
+    model = WFMModelConfig.model_validate({"path": path, "codec": "pixels", "text": WORDS, "lora": lora, **model})
+    setup = setup_of(dims, parameters, frozen=frozen)
+    return build_policy(model, data=mock_data(), sampling=FlowSampling(guidance=2.0), seed=0, setup=setup)
 
 
 def tensors_of(policy, *, dtype):
@@ -62,6 +63,29 @@ def test_parameters_buffers_and_adapters_are_those_of_one_process(tmp_path, lora
         assert set(found) == set(expected)
         for name, value in expected.items():
             assert (found[name] == value).all(), name
+
+
+def reference_beside_policy(rank, world_size, *, path, dims):
+    found, generator = {}, torch.Generator().manual_seed(0)
+    for name, frozen in (("policy", False), ("reference", True)):
+        network = policy_of(path, dims=dims, dtype="bfloat16", frozen=frozen).module
+        assert {p.dtype for p in network.parameters()} == {torch.bfloat16 if frozen else torch.float32}
+        latents = torch.randn(1, network.config.in_channels, 2, 8, 8, generator=generator.manual_seed(rank))
+        words = torch.randn(1, 5, network.config.text_dim, generator=generator)
+        with torch.no_grad():
+            inputs = {"hidden_states": latents, "timestep": torch.tensor([937.5]), "encoder_hidden_states": words}
+            found[name] = network(**inputs, return_dict=False)[0].float().numpy()
+        found[f"buffers of the {name}"] = np.concatenate([b.float().flatten().numpy() for b in network.buffers()])
+    return found
+
+
+@pytest.mark.parametrize("dims", [{"dp_shard": 2}, {"cp": 2}])
+def test_a_reference_without_masters_computes_the_same_bits(tmp_path, dims):
+    build_model(WFMModelConfig(family="wan", tiny=True, codec="pixels", text=WORDS)).network.save_pretrained(tmp_path)
+    for found in ranks.run_ranks(reference_beside_policy, 2, path=str(tmp_path), dims=dims):
+        assert np.abs(found["policy"]).max() > 0
+        assert np.array_equal(found["policy"], found["reference"])
+        assert np.array_equal(found["buffers of the policy"], found["buffers of the reference"])
 
 
 def held_while_building(rank, world_size, *, path, dims):

@@ -72,9 +72,8 @@ def _dtypes(model: LLMModelConfig, setup: ModelSetup) -> tuple[torch.dtype, torc
             '[policy.precision] parameters = "bfloat16" computes in bfloat16: set model.dtype = "bfloat16" too, or '
             'parameters = "float32"'
         )
-    held, computed = getattr(torch, setup.precision.parameters), getattr(torch, model.dtype)
-    if setup.frozen and setup.mesh is not None:
-        return computed, None
+    computed = getattr(torch, model.dtype)
+    held = setup.parameter_dtype(computed)
     return held, None if held == computed else computed
 
 

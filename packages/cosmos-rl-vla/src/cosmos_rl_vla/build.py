@@ -8,6 +8,8 @@ import torch
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import own_device
+from cosmos_rl_core.parallel.dtensor import materialise
+from cosmos_rl_core.parallel.lora import fill_adapters
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_vla.config import VLADataConfig, VLAModelConfig, VLASampling
 from cosmos_rl_vla.engines.torch import SimulationEngine, TorchEngineOptions
@@ -41,12 +43,16 @@ def build_policy(
         config,
         stats=None if measured is None else measured.stats,
         words=() if measured is None else measured.instructions,
+        on_meta=setup.mesh is not None,
     )
     _check_terms(loaded, sampling)
     loaded.module.eval()  # permanently: no dropout; `parallel.remat` decides activation checkpointing
     if setup.mesh is None:
         loaded.module.to(own_device())
     parallelize(loaded, setup, compute_dtype=getattr(torch, config.dtype))
+    if setup.mesh is not None:
+        materialise(loaded.module, device=torch.device("cpu") if setup.memory.parameter_offload else setup.mesh.device)
+        fill_adapters(loaded.module, seed=config.seed)
     loaded.fill()
     return VLAPolicy(
         loaded,

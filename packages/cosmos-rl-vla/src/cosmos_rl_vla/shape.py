@@ -69,6 +69,7 @@ def read_shape(model: VLAModelConfig, sampling: VLASampling | None) -> ModelShap
         intermediate=decoder.intermediate,
         vocabulary=decoder.vocabulary,
         compute_dtype=model.dtype,
+        reference_dtype=model.dtype,
         weights=weights,
         tokens_per_term=-(-decoder.tokens // _terms_of_a_decision(model, sampling)),
         axes=frozenset(),

@@ -23,8 +23,7 @@ class ModelSetup:
     memory: MemorySection = field(default_factory=MemorySection)
     precision: PrecisionSection = field(default_factory=PrecisionSection)
     frozen: bool = False
-    """The policy is never trained, as the reference of a KL term. Over ranks, its weights then need no float32 masters
-    where the model computes in exactly the dtype that they are gathered in."""
+    """The policy is never trained: the reference of a KL term."""
 
     @property
     def device(self) -> torch.device:
@@ -32,6 +31,17 @@ class ModelSetup:
         from cosmos_rl_core.parallel.device import own_device
 
         return own_device() if self.mesh is None else self.mesh.device
+
+    def parameter_dtype(self, compute_dtype: torch.dtype) -> torch.dtype:
+        """Return the dtype of the weights: [policy.precision] parameters, or `compute_dtype` if frozen, over ranks.
+
+        Ranks gather weights in the dtype that they compute in: a model that is never trained computes the same values
+        without float32 masters. In one process autocast may use the masters themselves.
+        """
+        import torch
+
+        in_use = self.frozen and self.mesh is not None
+        return compute_dtype if in_use else getattr(torch, self.precision.parameters)
 
     def compiles(self, *, obstacle: str = "") -> bool:
         """Return whether the blocks are compiled. obstacle: a part of the model that "auto" does not compile with."""

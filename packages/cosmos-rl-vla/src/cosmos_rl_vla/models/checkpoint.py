@@ -9,7 +9,7 @@ A family has its `Names`; loading and errors are common to all.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, TypeVar
@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.device import forked_rng
-from cosmos_rl_core.parallel.dtensor import Index, fill_own_part
+from cosmos_rl_core.parallel.dtensor import Index, fill_own_part, parameters_on_meta
 from cosmos_rl_core.parallel.lora import base_name
 
 
@@ -99,15 +99,15 @@ class WithHeads(Protocol):
 M = TypeVar("M", bound=WithHeads)
 
 
-def empty(make: Callable[[], M], *, seed: int) -> M:
+def empty(make: Callable[[], M], *, seed: int, on_meta: bool = False) -> M:
     """Build a model with uninitialised parameters, except for its heads, initialised by `seed`.
 
-    Computed buffers such as rotary frequencies are initialised.
+    Computed buffers such as rotary frequencies are initialised. `on_meta`: the uninitialised parameters are on meta.
     """
     with forked_rng(seed=seed):
         from transformers.initialization import no_init_weights  # not thread-safe: it patches a global
 
-        with no_init_weights():
+        with no_init_weights(), parameters_on_meta() if on_meta else nullcontext():
             model = make()
         model.init_heads()
     return model

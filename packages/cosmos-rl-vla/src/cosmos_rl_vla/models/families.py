@@ -35,12 +35,16 @@ def load(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Seq
     return loaded
 
 
-def make(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = ()) -> Loaded:
+def make(
+    config: VLAModelConfig, *, stats: ActionStats | None = None, words: Sequence[str] = (), on_meta: bool = False
+) -> Loaded:
     """Return the policy of a [model] section; `Loaded.fill` reads its weights once it is on its device and sharded.
 
     Args:
         stats: measured on demonstrations; those named by the recipe or stored beside the model take precedence.
         words: instructions of the demonstrations, for the tokenizer of a model from scratch.
+        on_meta: leave a directory's weights on meta, for a model that is sharded first; its heads have values.
+            `parallel.dtensor.materialise` then allocates this rank's shards.
 
     Raises UserError for a missing directory, and for sizes or statistics that do not fit.
     """
@@ -53,11 +57,11 @@ def make(config: VLAModelConfig, *, stats: ActionStats | None = None, words: Seq
     elif family in _OPENVLA:
         from cosmos_rl_vla.models.openvla.family import make_openvla
 
-        loaded = make_openvla(config, stats=known, words=(*config.words, *words))
+        loaded = make_openvla(config, stats=known, words=(*config.words, *words), on_meta=on_meta)
     else:
         from cosmos_rl_vla.models.pi.family import make_pi
 
-        loaded = make_pi(config, stats=known, words=(*config.words, *words))
+        loaded = make_pi(config, stats=known, words=(*config.words, *words), on_meta=on_meta)
     if config.train == "expert":
         _freeze_trunk(loaded)
     if config.lora is not None:

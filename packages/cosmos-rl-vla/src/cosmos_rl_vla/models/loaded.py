@@ -1,8 +1,8 @@
 """A policy: the network, its normalisation statistics and its tokenizer.
 
-loaded = make(config)    a directory's model has uninitialised parameters
-... cast, adapt, shard   each rank keeps its shards of them
-loaded.fill()            reads those shards
+loaded = make(config, on_meta=...)   a directory's model has uninitialised parameters, over ranks none
+... cast, adapt, shard, materialise  each rank has memory for its shards of them
+loaded.fill()                        reads those shards
 """
 
 from __future__ import annotations

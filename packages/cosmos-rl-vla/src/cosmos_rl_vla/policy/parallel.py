@@ -30,8 +30,8 @@ CALLS = ("act", "evaluate", "supervised")
 def parallelize(loaded: Loaded, setup: ModelSetup, *, compute_dtype: torch.dtype = torch.float32) -> None:
     """Shard the model in place; with a mesh every parameter is a DTensor afterwards.
 
-    Shards are cut from the rank's own copy without communication: all ranks must have the same values. Gradients are
-    sums over all ranks.
+    Shards are cut from the rank's own copy without communication: all ranks must have the same values, or fill them in
+    later. Gradients are sums over all ranks.
 
     Args:
         compute_dtype: of all modules outside `exact`, independent of the parameter dtype.
@@ -39,7 +39,7 @@ def parallelize(loaded: Loaded, setup: ModelSetup, *, compute_dtype: torch.dtype
     Raises UserError for a model that cannot be sharded by `setup`.
     """
     check_axes(setup.parallel, setup.precision, compute_dtype=compute_dtype)
-    dtype = getattr(torch, setup.precision.parameters)
+    dtype = setup.parameter_dtype(compute_dtype)
     loaded.cast_parameters(dtype)
     compiled = setup.compiles(obstacle="action models")
     save_memory(loaded.blocks, setup.memory, compiled=compiled)

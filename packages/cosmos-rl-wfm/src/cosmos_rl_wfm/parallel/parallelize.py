@@ -35,8 +35,8 @@ def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.d
     are whole on every rank; gradients of parameters are sums over all ranks.
 
     Args:
-        compute_dtype: with a mesh, the dtype in which parameters are gathered and the network computes; its weights
-            keep theirs. Times are never rounded to it. In one process the model's own autocast does that.
+        compute_dtype: with a mesh, the dtype in which parameters are gathered and the network computes; weights that
+            are trained keep theirs. Times are never rounded to it. In one process the model's own autocast does that.
 
     Raises UserError for a network that does not support `setup`.
     """
@@ -52,7 +52,7 @@ def parallelize(network: nn.Module, setup: ModelSetup, *, compute_dtype: torch.d
     save_memory(blocks, setup.memory, compiled=compiled)
     if mesh is None:
         return
-    _hold_in_one_type(network, getattr(torch, setup.precision.parameters))
+    _hold_in_one_type(network, setup.parameter_dtype(compute_dtype or getattr(torch, setup.precision.parameters)))
     network.register_forward_hook(_own_storage)
     shard_fully(
         network,

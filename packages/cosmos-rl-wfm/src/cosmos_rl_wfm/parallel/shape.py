@@ -90,6 +90,7 @@ def model_shape(
         intermediate=_inner(shapes),
         vocabulary=shapes["proj_out.weight"][0],
         compute_dtype=dtype,
+        reference_dtype=dtype,
         weights=tuple(WeightSpec(name=name, shape=shape, dtype="float32") for name, shape in sorted(shapes.items())),
         adapter_parameters=_adapter_parameters(shapes, rank=lora_rank, targets=lora_targets),
         stream_norms=2 if joint else 3,

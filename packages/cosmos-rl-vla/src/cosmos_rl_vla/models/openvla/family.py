@@ -44,9 +44,9 @@ def random_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
         return OpenVLAModel(config)
 
 
-def empty_openvla(config: OpenVLAConfig, *, seed: int) -> OpenVLAModel:
-    """Build a model with uninitialised parameters, except for its critic, initialised by `seed`."""
-    return empty(lambda: OpenVLAModel(config), seed=seed)
+def empty_openvla(config: OpenVLAConfig, *, seed: int, on_meta: bool = False) -> OpenVLAModel:
+    """Build a model with uninitialised parameters, or with `on_meta` none, except for its critic, set by `seed`."""
+    return empty(lambda: OpenVLAModel(config), seed=seed, on_meta=on_meta)
 
 
 def fill_openvla(model: OpenVLAModel, directory: Path) -> None:
@@ -148,8 +148,10 @@ MAX_TOKENS = {"words": 24, "openvla": 128}
 """Maximum prompt tokens by template."""
 
 
-def make_openvla(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str]) -> Loaded:
-    """Build a directory's model, or a small random one. Raises UserError for sizes that do not fit."""
+def make_openvla(
+    config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str], on_meta: bool = False
+) -> Loaded:
+    """Build a directory's model (see `make`), or a small random one. Raises UserError for sizes that do not fit."""
     _refuse(config)
     if stats is None:
         raise UserError(
@@ -161,7 +163,7 @@ def make_openvla(config: VLAModelConfig, *, stats: ActionStats | None, words: Se
     if config.path:
         sizes = _chosen(read_config(directory, family=family, action_dim=len(stats.action)), config)
         instructions = Instructions.load(directory, format=sizes.prompt, max_length=MAX_TOKENS[sizes.prompt])
-        model = empty_openvla(sizes, seed=config.seed)
+        model = empty_openvla(sizes, seed=config.seed, on_meta=on_meta)
     else:
         assert family is not None and config.action_dim is not None and config.state_dim is not None
         instructions = word_instructions(words, max_length=MAX_TOKENS["words"])

@@ -38,9 +38,9 @@ def random_pi(config: PiConfig, *, seed: int) -> PiModel:
         return PiModel(config)
 
 
-def empty_pi(config: PiConfig, *, seed: int) -> PiModel:
-    """Build a model with uninitialised parameters, except for its heads, initialised by `seed`."""
-    return empty(lambda: PiModel(config), seed=seed)
+def empty_pi(config: PiConfig, *, seed: int, on_meta: bool = False) -> PiModel:
+    """Build a model with uninitialised parameters, or with `on_meta` none, except for its heads, set by `seed`."""
+    return empty(lambda: PiModel(config), seed=seed, on_meta=on_meta)
 
 
 def fill_pi(model: PiModel, directory: Path) -> list[str]:
@@ -122,13 +122,15 @@ MAX_TOKENS = {"words": 24, "pi0": 48, "pi05": 200}
 """Maximum prompt tokens by template, as in openpi."""
 
 
-def make_pi(config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str]) -> Loaded:
-    """Build a directory's model, or a small random one. Raises UserError for sizes that do not fit."""
+def make_pi(
+    config: VLAModelConfig, *, stats: ActionStats | None, words: Sequence[str], on_meta: bool = False
+) -> Loaded:
+    """Build a directory's model (see `make`), or a small random one. Raises UserError for sizes that do not fit."""
     directory = Path(config.path).expanduser()
     if config.path:
         sizes = _chosen(read_config(directory), config)
         instructions = Instructions.load(directory, format=sizes.prompt, max_length=MAX_TOKENS[sizes.prompt])
-        model = empty_pi(sizes, seed=config.seed)
+        model = empty_pi(sizes, seed=config.seed, on_meta=on_meta)
     else:
         instructions = word_instructions(words, max_length=MAX_TOKENS["words"])
         assert config.action_dim is not None and config.state_dim is not None
