@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import subprocess
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, median
 
 import _digits
+from _overlap import read_spans, rollout_s, training_s
 from _watch import Watched, watch
 
 HERE = Path(__file__).resolve().parent
@@ -49,6 +51,8 @@ class Outcome:
     reward: float
     """Mean of the last five steps."""
     watched: Watched
+    overlap: float = math.nan
+    """Of ours: the median step over the longer of generation and training."""
 
 
 class Sides:
@@ -91,7 +95,12 @@ class Sides:
             environment=self._environment,
             timeout_s=TIMEOUT_S,
         )
-        return outcome(out / "metrics.jsonl", watched, warm=workload.warm)
+        one = outcome(out / "metrics.jsonl", watched, warm=workload.warm)
+        if side == TRL:
+            return one
+        steady, spans = range(workload.warm, workload.steps - 1), read_spans(out)
+        phases = training_s(spans, steady), rollout_s(spans, steady, groups=workload.prompts_per_step)
+        return replace(one, overlap=one.step_s / max(phases))
 
     def _trl_command(self, workload: Workload, out: Path) -> list[str]:
         cores = len(os.sched_getaffinity(0))

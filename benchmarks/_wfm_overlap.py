@@ -1,8 +1,7 @@
 """Rollouts, rewards and training at the same time: a real run in processes, measured by its own files.
 
-    metrics.jsonl    step_s       time from one step to the next
-    timeline.json    rollouts     a span per group: denoising, then the reward
-                     training     collate, forward_backward, optim_step of each step
+    metrics.jsonl    step_s, the time from one step to the next
+    timeline.json    the phases (_overlap.py)
 
 Rollouts and training have one core each; the reward only waits, like the client of a remote service.
 """
@@ -10,19 +9,17 @@ Rollouts and training have one core each; the reward only waits, like the client
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import _wfm_ours
+from _overlap import read_spans, rollout_s, training_s
 from _wfm_work import Model, Work
 
 from cosmos_rl_core import run
 
 HERE = Path(__file__).resolve().parent
-TRAINING = ("collate", "forward_backward", "optim_step")
 MAX_STALENESS = 2
 WARM = 4
 """Steps at the start, in which the pipeline fills, that are not counted; likewise those at the end, where it drains."""
@@ -56,29 +53,10 @@ def measure(model: Model, folder: Path, *, work: Work, steps: int, reward_s: flo
     run(recipe, overwrite=True, python_path=[str(HERE)])
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     steady = range(WARM, steps - MAX_STALENESS - 1)
-    spans = [event for event in json.loads((out / "timeline.json").read_text())["traceEvents"] if event["ph"] == "X"]
+    spans = read_spans(out)
     return Phases(
         step=median(metrics[step]["step_s"] for step in steady),
-        rollout=_rollout(spans, steady, groups=work.num_prompts, reward_s=reward_s),
+        rollout=rollout_s(spans, steady, groups=work.num_prompts, reward_s=reward_s),
         reward=reward_s,
-        train=median(_train(spans, step) for step in steady),
+        train=training_s(spans, steady),
     )
-
-
-def _train(spans: Iterable[Mapping[str, Any]], step: int) -> float:
-    return sum(each["dur"] for each in spans if each["name"] in TRAINING and each["args"]["step"] == step) / 1e6
-
-
-def _rollout(spans: Iterable[Mapping[str, Any]], steady: range, *, groups: int, reward_s: float) -> float:
-    """Busy time of the engine over the groups of the steady steps: the union of their spans without the reward."""
-    wanted = range(steady.start * groups, steady.stop * groups)
-    denoised = sorted(
-        (each["ts"] / 1e6, (each["ts"] + each["dur"]) / 1e6 - reward_s)
-        for each in spans
-        if each["name"] == "rollout" and each["args"]["sample"] in wanted
-    )
-    busy, end = 0.0, 0.0
-    for first, last in denoised:
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
-    return busy / len(steady)

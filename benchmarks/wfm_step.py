@@ -150,7 +150,7 @@ def _overlap(phases: Phases) -> list[Figure]:
             metric="overlap: step / max(rollout, reward, train)",
             value=phases.step / phases.longest,
             unit="x",
-            target="<= 1.15",
+            target="<= 1.05",
         ),
         Figure(
             metric="overlap: step / max(rollout, train)",
