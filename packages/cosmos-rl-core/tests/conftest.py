@@ -10,7 +10,7 @@ NEEDS = {
         "test_reward_client.py",
         "test_reward_service.py",
         "test_reward_service_faults.py",
-        "test_reward_service_strangers.py",
+        "test_reward_service_unauthenticated.py",
     ],
 }
 collect_ignore = [file for module, files in NEEDS.items() if find_spec(module) is None for file in files]

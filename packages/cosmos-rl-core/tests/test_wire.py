@@ -13,7 +13,7 @@ import pytest
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.blocking import BlockingConnection
-from cosmos_rl_core.wire.channel import MOST_STRANGERS, Connection, ConnectionClosed, Hello, adopt, connect, serve
+from cosmos_rl_core.wire.channel import MAX_UNAUTHENTICATED, Connection, ConnectionClosed, Hello, adopt, connect, serve
 from cosmos_rl_core.wire.frames import HEADER_BYTES, FrameReader, FrameSealer
 from cosmos_rl_core.wire.handshake import PREAMBLE_BYTES, Violation, WrongTag, make_preamble, session_keys
 
@@ -467,16 +467,16 @@ def test_a_slow_handshake_is_cut(start):
     run(scenario())
 
 
-def test_strangers_are_few_at_a_time_and_who_knows_the_token_is_served_beside_them(caplog):
+def test_unauthenticated_connections_are_bounded_and_a_client_with_the_token_is_served_beside_them(caplog):
     async def main():
         server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
-        strangers = [await RawClient.connect(server) for _ in range(MOST_STRANGERS + 40)]
+        unauthenticated = [await RawClient.connect(server) for _ in range(MAX_UNAUTHENTICATED + 40)]
         connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
         await connection.send(Say(7))
         assert await connection.receive() == Say(7)
-        assert len(server._protocols) <= MOST_STRANGERS + 1
-        for stranger in strangers:
-            stranger.writer.close()
+        assert len(server._protocols) <= MAX_UNAUTHENTICATED + 1
+        for client in unauthenticated:
+            client.writer.close()
         connection.close()
         await server.close()
 
@@ -488,10 +488,10 @@ def test_a_server_without_descriptors_says_so_once_and_accepts_again(caplog):
     async def main():
         server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=echo)
         with descriptors_left(1):
-            stranger = await RawClient.connect(server)
+            client = await RawClient.connect(server)
             await asyncio.sleep(0.3)
         connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
-        stranger.writer.close()
+        client.writer.close()
         connection.close()
         await server.close()
 

@@ -1,4 +1,4 @@
-"""What strangers at a listening socket cost: no thread that is needed, no descriptor, and never the socket."""
+"""Unauthenticated connections cost a listening socket no thread that is needed, no descriptor, and never the socket."""
 
 import asyncio
 import contextlib
@@ -14,7 +14,7 @@ from transfer_samples import TOKEN, blank, weights_at
 from cosmos_rl_core.testing.descriptors import descriptors_left
 from cosmos_rl_core.wire.frames import FrameSealer
 from cosmos_rl_transfer import PeerLost, Publisher, ReplicaSubscriber, Subscriber, TransferError
-from cosmos_rl_transfer.wire.link import MOST_STRANGERS, Link, Listener
+from cosmos_rl_transfer.wire.link import MAX_UNAUTHENTICATED, Link, Listener
 from cosmos_rl_transfer.wire.messages import Hello, Register
 
 BROKEN_TEXT = b"\x82\xa4type\xa4Join\xa6target\xa2\xff\xfe"
@@ -81,10 +81,10 @@ def test_strangers_are_few_at_a_time_and_who_knows_the_token_is_served_beside_th
         publisher = Publisher(weights_at(0), token=TOKEN, transport="tcp")
         await publisher.publish(0, weights_at(0))
         before = threading.active_count()
-        with idle_connections(publisher.address, MOST_STRANGERS + 60):
+        with idle_connections(publisher.address, MAX_UNAUTHENTICATED + 60):
             subscriber = Subscriber(publisher.address, blank(), token=TOKEN, transport="tcp", timeout_s=10)
             assert await subscriber.stage(after=-1) == 0
-            until(lambda: threading.active_count() - before < MOST_STRANGERS + 20)  # those that were closed end
+            until(lambda: threading.active_count() - before < MAX_UNAUTHENTICATED + 20)  # those that were closed end
             await subscriber.close()
         await publisher.close()
 
@@ -94,7 +94,9 @@ def test_strangers_are_few_at_a_time_and_who_knows_the_token_is_served_beside_th
 
 def test_many_who_know_the_token_may_come_at_once(caplog):
     with listening() as listener:
-        threads = [threading.Thread(target=knows_the_token, args=[listener.address]) for _ in range(2 * MOST_STRANGERS)]
+        threads = [
+            threading.Thread(target=knows_the_token, args=[listener.address]) for _ in range(2 * MAX_UNAUTHENTICATED)
+        ]
         for thread in threads:
             thread.start()
         for thread in threads:
