@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cosmos_rl_transfer.content import digest
-from cosmos_rl_transfer.content.digest import add, bucket_hash, copy_sum, run_sum, tensor_sum
+from cosmos_rl_transfer.content.digest import add, bucket_hash, run_sum, tensor_sum
 from cosmos_rl_transfer.layout.manifest import Box, whole_box
 
 WIDTHS = [np.uint8, np.uint16, np.uint32, np.uint64]
@@ -136,17 +136,12 @@ def boxes(draw):
 
 @settings(max_examples=300, deadline=None)
 @given(boxes(), st.sampled_from(WIDTHS))
-def test_compiled_passes_equal_those_of_numpy_and_copy_every_element(case, width):
+def test_the_compiled_pass_equals_those_of_numpy(case, width):
     shape, box, held, inside = case
     if math.prod(held) > 1 << 20:
         return
-    source, target = random_tensor(held, width), np.zeros(held, width)
-    part, out = source[(*inside.slices(), ...)], target[(*inside.slices(), ...)]
-    wanted = digest.box_sum(part, box, shape)
-    assert tensor_sum(part, box, shape) == wanted
-    assert copy_sum(part, out, box, shape) == wanted
-    assert np.array_equal(out, part)
-    assert np.count_nonzero(target) == np.count_nonzero(out)
+    part = random_tensor(held, width)[(*inside.slices(), ...)]
+    assert tensor_sum(part, box, shape) == digest.box_sum(part, box, shape)
 
 
 def test_rows_of_whole_words_are_passed_over_by_compiled_code():
@@ -156,9 +151,7 @@ def test_rows_of_whole_words_are_passed_over_by_compiled_code():
     source = random_tensor(shape, np.uint16)
     wanted = digest.box_sum(source[box.slices()], box, shape)
     source.flags.writeable = False
-    out = np.zeros(box.shape, np.uint16)
-    assert copy_sum(source[box.slices()], out, box, shape) == wanted == tensor_sum(source[box.slices()], box, shape)
-    assert np.array_equal(out, source[box.slices()])
+    assert tensor_sum(source[box.slices()], box, shape) == wanted
 
 
 def test_bucket_hash_is_xxh3():

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from cosmos_rl_transfer.content.digest import copy_sum, tensor_sum
+from cosmos_rl_transfer.content.digest import tensor_sum
+from cosmos_rl_transfer.content.passes import Part
+from cosmos_rl_transfer.content.proof import Proof, copy_proof
 from cosmos_rl_transfer.content.raw import Raw, Run, raw_view, same_width
 from cosmos_rl_transfer.content.staging import as_torch, host_memory
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Box, Manifest
@@ -106,12 +108,12 @@ class Arena:
             padded = first + piece.box.numel * place.item_bytes == place.num_bytes
         return None if base is None else self.memory[base : base + bucket.num_bytes]
 
-    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash.
+    def pack(self, bucket: Bucket, out: Raw) -> Proof:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return their hashes.
 
         Casts pieces that travel in another dtype. Padding stays as it is.
         """
-        return tuple(self._copied(self._cast(p), self._packed(out, p), p) for p in bucket.pieces)
+        return copy_proof([self._part(self._cast(p), self._packed(out, p), p) for p in bucket.pieces])
 
     def _cast(self, piece: Piece) -> Raw:
         """Return a piece's elements in the dtype in which it travels."""
@@ -120,9 +122,13 @@ class Arena:
             return held
         return same_width(as_torch(held, dtype).to(getattr(torch, piece.dtype)))
 
-    def scatter(self, data: Raw, bucket: Bucket) -> tuple[int, ...]:
-        """Write a bucket's packed bytes to their places in the arena and return each piece's additive hash."""
-        return tuple(self._copied(self._packed(data, p), self.piece(p), p) for p in bucket.pieces)
+    def scatter(self, data: Raw, bucket: Bucket) -> Proof:
+        """Write a bucket's packed bytes to their places in the arena; return the hashes of what is there."""
+        return copy_proof([self._part(self._packed(data, p), self.piece(p), p) for p in bucket.pieces])
+
+    def prove(self, bucket: Bucket) -> Proof:
+        """Return the hashes of a bucket that was received in the arena, at `run`."""
+        return copy_proof([self._part(self.piece(p), None, p) for p in bucket.pieces])
 
     def sums(self, bucket: Bucket) -> tuple[int, ...]:
         """Return the additive hash of each piece as stored in the arena."""
@@ -131,5 +137,5 @@ class Arena:
     def _packed(self, data: Raw, piece: Piece) -> Raw:
         return raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[piece.dtype])
 
-    def _copied(self, source: Raw, target: Raw, piece: Piece) -> int:
-        return copy_sum(source, target, piece.box, self.places[piece.name].shape)
+    def _part(self, source: Raw, target: Raw | None, piece: Piece) -> Part:
+        return Part(source, target, piece.box, self.places[piece.name].shape)

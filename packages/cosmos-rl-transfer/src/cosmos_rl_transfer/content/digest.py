@@ -11,6 +11,7 @@ since mix(k) is odd. Of a word's last element only mix(k)'s low bits count: two 
 with a chance of at most 2^-16, which the buckets' hashes make up for. Neither hash guards against an attacker.
 
 Rows of whole words take one pass, by compiled.py where numba is installed; everything else takes several of numpy.
+Both hashes of a bucket, while it is copied: passes.py.
 """
 
 from __future__ import annotations
@@ -85,19 +86,6 @@ def tensor_sum(array: Raw, box: Box, shape: tuple[int, ...]) -> int:
     if code is None or rows is None or found is None:
         return box_sum(array, box, shape)
     return int(code.sum_rows(*found, rows.count, rows.width, rows.first, rows.stride))
-
-
-def copy_sum(array: Raw, out: Raw, box: Box, shape: tuple[int, ...]) -> int:
-    """Copy `array` to `out` [*box.shape], any strides, and return its `tensor_sum`: that of the very bytes written."""
-    if not box.numel:
-        return 0
-    code, rows = compiled(), Rows.of(box, shape, array.itemsize)
-    source = None if rows is None else rows.words_in(array)
-    target = None if rows is None else rows.words_in(out)
-    if code is None or rows is None or source is None or target is None:
-        np.copyto(out, array)
-        return tensor_sum(out, box, shape)
-    return int(code.copy_rows(*source, *target, rows.count, rows.width, rows.first, rows.stride))
 
 
 def sum_change(positions: Raw, old: Raw, new: Raw) -> int:

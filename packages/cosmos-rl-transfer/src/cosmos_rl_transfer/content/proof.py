@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import xxhash
 
 from cosmos_rl_transfer.content.delta import outward, row_strides
-from cosmos_rl_transfer.content.digest import sum_change, tensor_sum
+from cosmos_rl_transfer.content.digest import sum_change
+from cosmos_rl_transfer.content.passes import Part, copied_and_hashed
 from cosmos_rl_transfer.content.raw import Raw, raw_view
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
@@ -50,11 +51,12 @@ def run_pieces(bucket: Bucket, runs: Iterable[Raw]) -> Iterable[tuple[Piece, Raw
 
 def prove(pieces: Iterable[tuple[Piece, Raw]], shapes: Mapping[str, Shape]) -> Proof:
     """Hash pieces in their order; each array [*box.shape] is contiguous."""
-    state, sums = xxhash.xxh3_64(), []
-    for piece, array in pieces:
-        state.update(array.reshape(-1).view(np.uint8).data)
-        sums.append(tensor_sum(array, piece.box, shapes[piece.name]))
-    return Proof(state.intdigest(), tuple(sums))
+    return copy_proof([Part(array, None, piece.box, shapes[piece.name]) for piece, array in pieces])
+
+
+def copy_proof(parts: Sequence[Part]) -> Proof:
+    """Copy a bucket and prove the bytes in its targets."""
+    return Proof(*copied_and_hashed(parts))
 
 
 def pieces_hash(pieces: Iterable[tuple[Piece, Raw]]) -> int:

@@ -3,19 +3,21 @@
 host_memory    allocates slots, receive buffers and copies of weights
 LivePart       reads and writes boxes of one live tensor, casting where its dtype is not the wire dtype
 
-A tensor in host memory with the wire dtype is read and written in one pass with its hash. One of another dtype is
-copied by torch and hashed in host memory. A tensor on a GPU is read by publish/staged.py, and written here out of
+A tensor in host memory with the wire dtype is copied and hashed by passes.py. One of another dtype is cast by torch
+from or to host memory, where it is hashed. A tensor on a GPU is read by publish/staged.py, and written here out of
 pinned memory without waiting, on the stream of the caller (`gpu.SideStream`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch import Tensor
 
-from cosmos_rl_transfer.content.digest import copy_sum, tensor_sum
 from cosmos_rl_transfer.content.gpu import pinned, typed
+from cosmos_rl_transfer.content.passes import Part
 from cosmos_rl_transfer.content.raw import Raw, raw_view, same_width
 from cosmos_rl_transfer.layout.dtensor import dtype_name, local
 from cosmos_rl_transfer.layout.manifest import Box
@@ -58,31 +60,40 @@ class LivePart:
         """View the elements of `box`."""
         return self.tensor[box.within(self.box).slices()]
 
-    def read(self, box: Box, out: Raw) -> int:
-        """Copy `box` into `out` [*box.shape] and return its additive hash."""
+    def reading(self, box: Box, out: Raw) -> Part:
+        """Return the copy of `box` into `out` [*box.shape]; where the dtype is another one it is made at once."""
         if self.host is not None:
-            return copy_sum(self.host[(*box.within(self.box).slices(), ...)], out, box, self.shape)
+            return Part(self._host(box), out, box, self.shape)
         as_torch(out, self.dtype).copy_(self.at(box))
-        return tensor_sum(out, box, self.shape)
+        return Part(out, None, box, self.shape)
 
-    def write(self, box: Box, packed: Raw) -> int:
-        """Copy `packed` [*box.shape] into `box` and return the additive hash of the bytes that were written."""
+    def writing(self, box: Box, packed: Raw) -> tuple[Part, Callable[[], object]]:
+        """Return the copy of `packed` [*box.shape] into `box`, and a function to be called after it.
+
+        Where the dtype or the device is another one, the copy goes to memory of its own, and the function casts that
+        into the tensor: the caller's memory may be reused meanwhile.
+        """
         if self.host is not None:
-            return copy_sum(packed, self.host[(*box.within(self.box).slices(), ...)], box, self.shape)
+            return Part(packed, self._host(box), box, self.shape), _nothing
         if self.tensor.device.type == "cuda":
-            mine = pinned(packed.nbytes)  # the caller's buffer is used again before the GPU has read it
-            found = copy_sum(packed, raw_view(mine.numpy(), 0, packed.shape, packed.itemsize), box, self.shape)
-            self.at(box).copy_(typed(mine, 0, box.shape, self.dtype), non_blocking=True)
-            return found
-        if not packed.flags.writeable:  # a publisher's slot, which may be reused between the hash and the copy
-            packed = packed.copy()
-        found = tensor_sum(packed, box, self.shape)
-        self.at(box).copy_(as_torch(packed, self.dtype))
-        return found
+            mine = pinned(packed.nbytes)
+            copy = raw_view(mine.numpy(), 0, packed.shape, packed.itemsize)
+            typed_copy = typed(mine, 0, box.shape, self.dtype)
+            return Part(packed, copy, box, self.shape), lambda: self.at(box).copy_(typed_copy, non_blocking=True)
+        copy = np.empty(packed.shape, packed.dtype)
+        return Part(packed, copy, box, self.shape), lambda: self.at(box).copy_(as_torch(copy, self.dtype))
+
+    def _host(self, box: Box) -> Raw:
+        assert self.host is not None, "its bytes are not those on the wire"
+        return self.host[(*box.within(self.box).slices(), ...)]
 
     def store(self, box: Box, packed: Raw) -> None:
         """Copy verified `packed` [*box.shape] in host memory into `box`; on a GPU without waiting."""
         if self.host is not None:
-            np.copyto(self.host[(*box.within(self.box).slices(), ...)], packed)
+            np.copyto(self._host(box), packed)
         else:
             self.at(box).copy_(as_torch(packed, self.dtype), non_blocking=True)
+
+
+def _nothing() -> None:
+    pass

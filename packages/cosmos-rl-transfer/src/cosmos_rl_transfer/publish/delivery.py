@@ -183,7 +183,7 @@ class Delivery:
         num_bytes = self._buckets[index].num_bytes if delta is None else delta.data.nbytes
         out = self._supply.outlet.slots[hold.slot][:num_bytes]
         try:
-            sums = self._fill(out, lease, index, delta)
+            found = self._fill(out, lease, index, delta)
         except Superseded:
             self._supply.slots.free(hold)
             raise
@@ -191,18 +191,18 @@ class Delivery:
         if self._outlet.keeps_slot:
             self._being_read[index] = lease, hold
         if isinstance(out, Tensor):
-            proof = Proof(NOT_HASHED, sums or ())
+            proof = found or Proof(NOT_HASHED, ())
         elif delta is None:
             bucket = self._buckets[index]
-            proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out), sums=sums)
+            proof = self._supply.prove(lease.version, bucket, packed_pieces(bucket, out), found=found)
         else:
             proof = Proof(bucket_hash(out), delta.sums)
         self._supply.slots.start_reading(hold)
         located = self._outlet.locate([Run(out, 0)])
         return m.Data(index, num_bytes, proof.hash, proof.sums, hold.slot, located, delta is not None), out
 
-    def _fill(self, out: Block, lease: Lease, index: int, delta: Delta | None) -> tuple[int, ...] | None:
-        """Return each piece's additive hash, if the bucket was packed just now."""
+    def _fill(self, out: Block, lease: Lease, index: int, delta: Delta | None) -> Proof | None:
+        """Return the bucket's hashes, if it was packed just now."""
         if delta is not None:
             np.copyto(out, delta.data)
             del self._deltas[index]

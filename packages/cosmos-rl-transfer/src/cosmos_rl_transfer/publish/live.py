@@ -9,6 +9,8 @@ import torch
 
 from cosmos_rl_transfer.content.arena import DIRECT_BYTES
 from cosmos_rl_transfer.content.gpu import device_sum, typed
+from cosmos_rl_transfer.content.passes import Part
+from cosmos_rl_transfer.content.proof import Proof, copy_proof
 from cosmos_rl_transfer.content.raw import Raw, Run, raw_view
 from cosmos_rl_transfer.content.staging import LivePart
 from cosmos_rl_transfer.errors import LayoutError
@@ -61,16 +63,13 @@ class LiveWeights:
             found.append(Run(flat[first : first + num_bytes], piece.at))
         return found
 
-    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
-        """Gather and cast a bucket into `out` uint8 [bucket.num_bytes]; return each piece's additive hash.
-
-        The padding stays as it is.
-        """
-        sums = []
+    def pack(self, bucket: Bucket, out: Raw) -> Proof:
+        """Gather and cast a bucket into `out` uint8 [bucket.num_bytes]; return its hashes. The padding stays."""
+        parts = list[Part]()
         for piece in bucket.pieces:
             part = self._part(piece)
-            sums.append(part.read(piece.box, raw_view(out, piece.at, piece.box.shape, ITEM_BYTES[part.dtype])))
-        return tuple(sums)
+            parts.append(part.reading(piece.box, raw_view(out, piece.at, piece.box.shape, ITEM_BYTES[part.dtype])))
+        return copy_proof(parts)
 
     def gather(self, bucket: Bucket, out: Tensor, *, table: Tensor) -> Tensor:
         """Gather and cast a bucket into `out` uint8 [bucket.num_bytes] on the weights' GPU; nothing waits for it.

@@ -30,7 +30,7 @@ from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, Extent, encode, encoded_bytes, inward, outward, row_strides, widen
 from cosmos_rl_transfer.content.digest import add
 from cosmos_rl_transfer.content.gpu import SideStream
-from cosmos_rl_transfer.content.proof import gain
+from cosmos_rl_transfer.content.proof import Proof, gain
 from cosmos_rl_transfer.content.raw import Raw, same_width, torch_view
 from cosmos_rl_transfer.errors import Superseded, TransferError
 from cosmos_rl_transfer.layout.dtensor import local
@@ -318,8 +318,8 @@ class Outgoing:
         self._wait(bucket)
         return self._live.runs(bucket) if self.bypass else self.arena.runs(bucket)
 
-    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
+    def pack(self, bucket: Bucket, out: Raw) -> Proof:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return their hashes."""
         self._wait(bucket)
         return self._live.pack(bucket, out) if self.bypass else self.arena.pack(bucket, out)
 

@@ -25,7 +25,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, GPU_BUCKET_BYTES, RankExchange
-from cosmos_rl_transfer.content import digest
+from cosmos_rl_transfer.content import passes
 from cosmos_rl_transfer.content.gpu import SideStream, computed, gpu_of
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, TensorLayout
 from cosmos_rl_transfer.planning.plan import wire_dtype_of
@@ -78,7 +78,7 @@ class Publisher:
         sent whole. relay: whether subscribers that want the same buckets pass them on to one another; "auto": without
         deltas, where they have more hosts than publishers.
         """
-        digest.compiled()  # not while a subscriber waits
+        passes.prepare()  # not while a subscriber waits
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         self._memory = LiveWeights(manifest, rank=rank)

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from cosmos_rl_transfer.content.gpu import MASK, SideStream, pinned
+from cosmos_rl_transfer.content.proof import Proof, packed_pieces, pieces_hash
 from cosmos_rl_transfer.content.raw import Raw, Run
 from cosmos_rl_transfer.planning.plan import Bucket, Piece
 from cosmos_rl_transfer.publish.live import LiveWeights
@@ -26,8 +27,8 @@ class Packed:
 
     data: Raw
     """uint8 [bucket.num_bytes], pinned and shared: read only."""
-    sums: tuple[int, ...]
-    """Additive hash of each piece, computed on the GPU."""
+    proof: Proof
+    """Its hashes; those of the pieces were computed on the GPU."""
 
 
 class StagedWeights:
@@ -65,7 +66,8 @@ class StagedWeights:
             done = self._side.mark()
         done.synchronize()
         shared = data.numpy()
-        return Packed(shared, tuple(value & MASK for value in hashes.tolist()))
+        whole = pieces_hash(packed_pieces(bucket, shared))
+        return Packed(shared, Proof(whole, tuple(value & MASK for value in hashes.tolist())))
 
     def pack_there(self, bucket: Bucket, out: torch.Tensor) -> tuple[int, ...]:
         """Gather the live bucket into `out` uint8 [bucket.num_bytes] on the GPU; return each piece's additive hash."""
@@ -84,8 +86,8 @@ class StagedWeights:
         """Return None: the bytes are in no memory that a transport has exposed."""
         return None
 
-    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
+    def pack(self, bucket: Bucket, out: Raw) -> Proof:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return their hashes."""
         packed = self.packed(bucket)
         np.copyto(out, packed.data)
-        return packed.sums
+        return packed.proof

@@ -22,7 +22,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from cosmos_rl_transfer.content.proof import Proof, Proofs, packed_pieces, pieces_hash, prove, shapes_of
+from cosmos_rl_transfer.content.proof import NOT_HASHED, Proof, Proofs, packed_pieces, prove, shapes_of
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.layout.manifest import Manifest
@@ -151,8 +151,8 @@ class Memory(Protocol):
         """Return the bucket's bytes in place, or None where they have to be packed."""
         ...
 
-    def pack(self, bucket: Bucket, out: Raw) -> tuple[int, ...]:
-        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return each piece's additive hash."""
+    def pack(self, bucket: Bucket, out: Raw) -> Proof:
+        """Write the bucket's packed bytes into `out` uint8 [bucket.num_bytes]; return their hashes."""
         ...
 
 
@@ -246,14 +246,14 @@ class Supply:
             np.copyto(out, copied)
         return out
 
-    def fill(self, version: int, bucket: Bucket, out: Block, copied: Raw | None) -> tuple[int, ...] | None:
+    def fill(self, version: int, bucket: Bucket, out: Block, copied: Raw | None) -> Proof | None:
         """Write a version's bucket into a slot: `copied`, or live memory. Return its hashes, if known afterwards."""
         if isinstance(out, Tensor):
             assert self.staged is not None, "slots on a GPU are for weights there"
             if copied is None:
-                return self.staged.pack_there(bucket, out)
+                return Proof(NOT_HASHED, self.staged.pack_there(bucket, out))
             self.staged.upload(copied, out)
-            return self.prove(version, bucket, packed_pieces(bucket, copied)).sums
+            return Proof(NOT_HASHED, self.prove(version, bucket, packed_pieces(bucket, copied)).sums)
         if copied is None:
             return self.memory.pack(bucket, out)
         np.copyto(out, copied)
@@ -265,12 +265,12 @@ class Supply:
         bucket: Bucket,
         pieces: Iterable[tuple[Piece, Raw]],
         *,
-        sums: tuple[int, ...] | None = None,
+        found: Proof | None = None,
     ) -> Proof:
-        """Return the hashes of a version's bucket, computed once; `sums`: its pieces' additive hashes, if known."""
+        """Return the hashes of a version's bucket, computed once. found: the same, if they are known."""
         proof = self.proofs.get(version, bucket)
         if proof is None:
-            proof = prove(pieces, self._shapes) if sums is None else Proof(pieces_hash(pieces), sums)
+            proof = found or prove(pieces, self._shapes)
             self.proofs.keep(version, bucket, proof)
             if self.outgoing is not None:
                 self.outgoing.keep_sums(version, bucket, proof.sums)

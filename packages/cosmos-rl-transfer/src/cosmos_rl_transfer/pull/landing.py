@@ -26,7 +26,7 @@ from cosmos_rl_transfer.content.arena import Arena
 from cosmos_rl_transfer.content.delta import Change, outward, row_strides
 from cosmos_rl_transfer.content.digest import add, tensor_sum
 from cosmos_rl_transfer.content.gpu import SideStream, device_sum, gpu_of, pin, typed
-from cosmos_rl_transfer.content.proof import gain
+from cosmos_rl_transfer.content.proof import NOT_HASHED, Proof, copy_proof, gain
 from cosmos_rl_transfer.content.raw import SAME_WIDTH, Raw, raw_view, same_width
 from cosmos_rl_transfer.content.staging import LivePart
 from cosmos_rl_transfer.layout.dtensor import local
@@ -80,16 +80,17 @@ class Shadow:
         """Return where the bucket's packed bytes may be received directly, padding included, or None."""
         return self.arena.run(bucket)
 
-    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
-        """Write packed bytes uint8 [bucket.num_bytes] to their pieces; false if the written pieces have other hashes.
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int], *, whole: int | None = None) -> bool:
+        """Write packed bytes uint8 [bucket.num_bytes] to their pieces; false if what was written has other hashes.
 
-        The bucket must then be written again before the weights are used.
+        sums: additive hashes of the pieces; whole: xxh3-64 of all, None where it is not known. After false the bucket
+        must be written again before the weights are used.
         """
         is_there = np.may_share_memory(self.memory, data)  # received at `place`
-        found = self.arena.sums(bucket) if is_there else self.arena.scatter(data, bucket)
+        found = self.arena.prove(bucket) if is_there else self.arena.scatter(data, bucket)
         if self._pending is not None:
             self._pending.add_whole(bucket)
-        return self._sums.confirm(bucket, found, sums)
+        return self._sums.confirm(bucket, found, sums, whole=whole)
 
     def write_there(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
         """Do the same with packed bytes on a GPU, which are copied to the host."""
@@ -206,14 +207,18 @@ class InPlace:
     def place(self, bucket: Bucket) -> Raw | None:
         return None
 
-    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int]) -> bool:
-        found = []
+    def write(self, bucket: Bucket, data: Raw, sums: Sequence[int], *, whole: int | None = None) -> bool:
         with self._on_side():
-            for piece in bucket.pieces:
-                part = self._live(piece)
-                packed = raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[part.dtype])
-                found.append(part.write(piece.box, packed))
-        return self._sums.confirm(bucket, found, sums)
+            writes = [
+                self._live(piece).writing(
+                    piece.box, raw_view(data, piece.at, piece.box.shape, ITEM_BYTES[self._wire[piece.name]])
+                )
+                for piece in bucket.pieces
+            ]
+            good = self._sums.confirm(bucket, copy_proof([part for part, _ in writes]), sums, whole=whole)
+            for _, finish in writes if good else ():
+                finish()
+        return good
 
     def write_there(self, bucket: Bucket, data: Tensor, sums: Sequence[int]) -> bool:
         if self.side is None:
@@ -227,7 +232,7 @@ class InPlace:
                 found.append(device_sum(packed, piece.box, part.shape, item_bytes=item_bytes, table=self.side.table))
                 part.at(piece.box).copy_(typed(mine, piece.at, piece.box.shape, piece.dtype))
             found = torch.stack(found)
-        return self._sums.confirm(bucket, self.side.sums(found), sums)
+        return self._sums.confirm(bucket, Proof(NOT_HASHED, self.side.sums(found)), sums)
 
     def write_delta(self, bucket: Bucket, changes: Sequence[Change], sums: Sequence[int]) -> bool:
         patches, gains = [], []
@@ -284,9 +289,9 @@ class KnownSums:
         self._known: dict[tuple[Piece, ...], Sequence[int]] = {}
         self.clear = self._known.clear
 
-    def confirm(self, bucket: Bucket, found: Sequence[int], expected: Sequence[int]) -> bool:
-        """Store the found hashes if they equal the expected ones; return whether they do."""
-        if tuple(found) != tuple(expected):
+    def confirm(self, bucket: Bucket, found: Proof, expected: Sequence[int], *, whole: int | None = None) -> bool:
+        """Store the found hashes if they equal the expected ones; return whether they do. whole: as in `write`."""
+        if found.sums != tuple(expected) or whole not in (None, found.hash):
             self._known.pop(bucket.pieces, None)
             return False
         self._known[bucket.pieces] = expected

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from cosmos_rl_transfer.content.delta import Extent, decode
 from cosmos_rl_transfer.content.digest import bucket_hash
-from cosmos_rl_transfer.content.proof import packed_pieces, pieces_hash
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.content.staging import host_memory
 from cosmos_rl_transfer.errors import Superseded, TransferError, WeightMismatch
@@ -263,8 +262,7 @@ class Puller:
                 packed = packed.copy()
             good = bucket_hash(packed) == data.hash and self._land_delta(bucket, data, packed)
         else:
-            arrived = pieces_hash(packed_pieces(bucket, packed))
-            good = arrived == data.hash and self.landing.write(bucket, packed, data.sums)
+            good = self.landing.write(bucket, packed, data.sums, whole=data.hash)
         feed.done_with(bucket)
         if good:
             self._landed.add((bucket.source, bucket.index))

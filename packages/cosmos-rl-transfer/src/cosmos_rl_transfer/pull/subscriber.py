@@ -22,7 +22,7 @@ from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
-from cosmos_rl_transfer.content import digest
+from cosmos_rl_transfer.content import passes
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Plan
@@ -73,7 +73,7 @@ class Subscriber:
         serve: whether others may read what is staged in the shadow (peers.py). bind: address to listen on for them;
         None: the one that publishers are reached from.
         """
-        digest.compiled()  # not while a publisher waits
+        passes.prepare()  # not while a publisher waits
         self._sources = Sources(address, token=token, timeout_s=timeout_s, joined=self._join)
         self._weights = weights
         self._token, self._transport, self._timeout_s = token, transport, timeout_s
