@@ -22,8 +22,9 @@ from cosmos_rl_core.parallel.estimate import Traffic, estimate, is_expert, layer
 from cosmos_rl_core.parallel.held import START, STEP, Held, Needs
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
-from cosmos_rl_core.recipe.sections import RunSection, SamplingSection
+from cosmos_rl_core.recipe.sections import RunSection, SamplingSection, SyncSection
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_core.weight_sync import BUCKET_BYTES, GPU_BUCKET_BYTES
 
 H, INNER, VOCABULARY, LAYERS = 64, 96, 500, 4
 
@@ -329,13 +330,49 @@ def changed(config, change):
     return config.model_copy(update={"policy": _changed(config.policy, change)})
 
 
+RECEIVED = 2 * BUCKET_BYTES
+
+
 def test_a_rollout_replica_has_the_weights_in_the_type_it_computes_in_and_a_version_on_the_host():
     needs = rollout_needs(shape(compute_dtype="bfloat16"), rl_recipe(), Plain())
     assert needs is not None and needs.unknown
-    assert (needs.device, needs.host) == (2 * WHOLE, 4 * WHOLE)
+    assert (needs.device, needs.host) == (2 * WHOLE, 2 * WHOLE + RECEIVED)  # sent in the engine's dtype
     adapters = rollout_needs(shape(adapter_parameters=1000), rl_recipe(), Counting())
     assert adapters is not None and not adapters.unknown
-    assert (adapters.device, adapters.host) == (4 * (WHOLE + 1000), 4000)  # adapters alone are sent
+    assert (adapters.device, adapters.host) == (4 * (WHOLE + 1000), 4000 + RECEIVED)  # adapters alone are sent
+
+
+class Half(Counting):
+    """Its engines have a dtype of their own."""
+
+    def engine_dtype(self, config):
+        return "float16"
+
+
+def test_an_engine_with_a_dtype_of_its_own_holds_and_receives_that():
+    needs = rollout_needs(shape(), rl_recipe(), Half())
+    assert needs is not None
+    assert (needs.device, needs.host) == (2 * WHOLE, 2 * WHOLE + RECEIVED)
+    policy = {part.name: part.bytes for part in policy_needs(shape(), rl_recipe(), Half()).parts}
+    assert policy["version that an engine still reads"] == 2 * WHOLE
+
+
+@pytest.mark.parametrize(
+    ("sync", "gpu", "copies", "slots"),
+    [
+        ({}, False, 4 * WHOLE, 2 * BUCKET_BYTES),
+        ({}, True, 8 * WHOLE, 2 * GPU_BUCKET_BYTES),
+        ({"dtype": "bfloat16"}, True, 4 * WHOLE, 2 * GPU_BUCKET_BYTES),
+        ({"delta": True}, True, 4 * WHOLE, 2 * GPU_BUCKET_BYTES),
+        ({"bucket_bytes": 2**20, "transport": "cuda_ipc"}, True, 8 * WHOLE, 0),
+    ],
+)
+def test_published_versions_are_held_in_the_hosts_memory(sync, gpu, copies, slots):
+    config = rl_recipe().model_copy(update={"sync": SyncSection(**sync)})
+    needs = policy_needs(shape(), config, Plain(), gpu=gpu)
+    assert needs.host == copies + slots
+    on_device = 0 if slots else 2 * 2**20
+    assert needs.device == policy_needs(shape(), rl_recipe(), Plain(), gpu=gpu).device + on_device
 
 
 WEIGHTS = Held(name="weights", bytes=10)

@@ -64,7 +64,7 @@ def measure(
     parallel: Mapping[str, Any] | None = None,
     memory: Mapping[str, Any] | None = None,
     dtype: str = "float32",
-    lora: bool = False,
+    lora: Mapping[str, Any] | None = None,
 ) -> dict[str, int]:
     """Bytes of this rank: of its weights, after the forward pass of a microbatch, and at the peak of two."""
     mesh = ReplicaMesh.build(ParallelDims(**dims or {}), device=torch.device("cpu")) if world_size > 1 else None
@@ -72,7 +72,7 @@ def measure(
     setup = ModelSetup(mesh=mesh, parallel=section, memory=MemorySection.model_validate(memory or {}))
     model = make_tiny(family, num_layers=LAYERS)
     if lora:
-        add_adapters(model, LLMLoraSection(rank=4), base=family)
+        add_adapters(model, LLMLoraSection.model_validate(lora), base=family)
     kind = PipelinedPolicy if section.pp > 1 else CausalLMPolicy
     policy = kind(model, setup=setup, compute_dtype=torch.bfloat16 if dtype == "bfloat16" else None)
     optimizer = build_optimizer(
@@ -102,11 +102,10 @@ def measure(
     return found
 
 
-def planned(folder, family: str, *, dims=None, parallel=None, memory=None, dtype="float32", lora=False):
+def planned(folder, family: str, *, dims=None, parallel=None, memory=None, dtype="float32", lora=None):
     """What plan would say of the same."""
     make_tiny(family, num_layers=LAYERS).save_pretrained(folder)
-    adapters = {"rank": 4} if lora else None
-    model = LLMModelConfig.model_validate({"path": str(folder), "dtype": dtype, "lora": adapters})
+    model = LLMModelConfig.model_validate({"path": str(folder), "dtype": dtype, "lora": lora})
     shape = read_shape(folder, model)
     assert shape is not None
     policy = PolicySection(
@@ -146,9 +145,11 @@ def test_recomputation_and_bfloat16(tmp_path, family, mode, dtype):
     check(planned(tmp_path, **options), measure(0, 1, **options))
 
 
-def test_adapters(tmp_path):
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "v_proj"]])
+def test_adapters(tmp_path, targets):
     pytest.importorskip("peft")
-    check(planned(tmp_path, "qwen3", lora=True), measure(0, 1, family="qwen3", lora=True))
+    lora = {"rank": 4, "target_modules": targets}
+    check(planned(tmp_path, "qwen3", lora=lora), measure(0, 1, family="qwen3", lora=lora))
 
 
 SPREADS = [

@@ -47,6 +47,19 @@ def test_reference_root_and_the_engine_are_counted(folder):
     assert not memory.unknown
 
 
+def test_an_engines_own_dtype_is_that_of_its_weights_and_of_what_it_receives(folder):
+    config = load_config(tables(folder))
+    engine = {"engine": "vllm", "options": {"dtype": "float16", "cache_bytes": 2**20}}
+    half = load_config(tables(folder, dtype="float32") | {"rollout": {"group_size": 2, **engine}})
+    found, expected = plan(half, gpu=False), plan(config, gpu=False)
+    assert found.memory is not None and found.memory.rollout is not None and found.weights is not None
+    assert expected.memory is not None and expected.memory.rollout is not None and expected.weights is not None
+    for name in ("weights", "next version, staged"):
+        assert parts_of(found.memory.rollout)[name] == parts_of(expected.memory.rollout)[name]
+    assert found.weights.engine_bytes == 4 * found.weights.parameters  # live and staged
+    assert found.weights.sync is not None and found.weights.sync.received_bytes == 2 * found.weights.parameters
+
+
 def test_a_gpu_has_a_context_and_communicators(folder):
     config = load_config(tables(folder, dp_shard=2, tp=2))
     plain, on_gpu = (plan(config, gpu=gpu).memory for gpu in (False, True))

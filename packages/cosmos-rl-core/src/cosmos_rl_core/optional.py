@@ -76,6 +76,15 @@ class CountsMemory(Protocol):
 
 
 @runtime_checkable
+class SetsEngineDtype(Protocol):
+    """A domain with engines whose weights need not have the dtype in which the model computes."""
+
+    def engine_dtype(self, config: RunConfig) -> str:
+        """Return the dtype of the engine's weights: "float32", "bfloat16" or "float16"."""
+        ...
+
+
+@runtime_checkable
 class SpreadsEngines(Protocol):
     """A domain with engines that can be spread over several GPUs."""
 

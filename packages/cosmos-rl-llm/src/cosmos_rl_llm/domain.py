@@ -157,7 +157,7 @@ class LLMDomain(DomainBase):
         return ()
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
-        """Keys and values, and logits. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        """Keys and values, activations, and logits. Implements `cosmos_rl_core.optional.CountsMemory`."""
         options = config.rollout.options
         if config.rollout.engine == "vllm":
             chosen = engine_options(VllmEngineOptions, options)
@@ -166,7 +166,19 @@ class LLMDomain(DomainBase):
         if config.rollout.engine != "torch":
             return (Held(name="the engine's caches and activations", bytes=None),)
         chosen = engine_options(TorchEngineOptions, options)
-        return torch_engine_parts(_directory(config.model), config.model, chosen)
+        return torch_engine_parts(
+            _directory(config.model),
+            config.model,
+            chosen,
+            group_size=config.rollout.group_size,
+            max_terms=config.rollout.sampling.max_terms,
+        )
+
+    def engine_dtype(self, config: RunConfig) -> str:
+        """vLLM has a dtype of its own. Implements `cosmos_rl_core.optional.SetsEngineDtype`."""
+        if config.rollout.engine != "vllm":
+            return config.model.dtype
+        return engine_options(VllmEngineOptions, config.rollout.options).dtype or config.model.dtype
 
     def reward_table(self) -> Mapping[str, Callable[..., RewardFn]]:
         return REWARDS

@@ -9,7 +9,7 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
-from cosmos_rl_core.optional import CountsMemory, SpreadsEngines
+from cosmos_rl_core.optional import CountsMemory, SetsEngineDtype, SpreadsEngines
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.estimate import MemoryEstimate, estimate
@@ -19,6 +19,7 @@ from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.weight_sync import BUCKET_BYTES, GPU_BUCKET_BYTES
 
 Change = Mapping[str, Any]
 """Dotted keys of the recipe and their new values."""
@@ -32,7 +33,7 @@ COMMUNICATOR_BYTES = 200 * 2**20
 """Buffers of one NCCL communicator within a node and between nodes; an assumption, not measured."""
 SMALLEST_MICROBATCH = 512
 """Tokens; smaller microbatches do not use a device efficiently."""
-_ITEM_BYTES = {**BYTES, "float16": 2}
+ITEM_BYTES = {**BYTES, "float16": 2}
 UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 
 
@@ -83,6 +84,8 @@ def policy_needs(
         parts.append(Held(name="reference of the KL term", bytes=size, host=offloaded))
     if gpu:
         parts += [Held(name="CUDA context", bytes=CONTEXT_BYTES), *_communicators(dims)]
+    if not config.is_sft:
+        parts += _publishing(shape, config, domain, rank, gpu=gpu)
     if counts is not None:
         parts += counts.held_by_policy(config, rank)
     return Needs(process="a policy rank", parts=tuple(parts))
@@ -98,6 +101,36 @@ def _communicators(dims: ParallelDims) -> list[Held]:
     return [Held(name=f"{number} NCCL communicators", bytes=number * COMMUNICATOR_BYTES)]
 
 
+def _publishing(
+    shape: ModelShape, config: RunConfig, domain: Domain, rank: MemoryEstimate, *, gpu: bool
+) -> Iterator[Held]:
+    """Copies of a rank's part of the weights, and slots of the transfer; see cosmos_rl_transfer/publish."""
+    sync = config.sync
+    dtype = sent_dtype(config, domain, computed=shape.compute_dtype)
+    sent = rank.gradients if shape.adapter_parameters else rank.parameters
+    size = sent * ITEM_BYTES[dtype] // BYTES[config.policy.precision.parameters]
+    if sync.delta:
+        yield Held(name="last version, of which changes are sent", bytes=size, host=True)
+    elif gpu:  # a slow engine still reads the version before
+        yield Held(name="two versions in pinned memory", bytes=2 * size, host=True)
+    else:
+        yield Held(name="version that an engine still reads", bytes=size, host=True)
+    bucket_bytes = sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
+    yield Held(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport != "cuda_ipc")
+
+
+def engine_dtype(config: RunConfig, domain: Domain, *, computed: str) -> str:
+    """Return the dtype of an engine's weights: `computed`, that of the model's products, unless the domain differs."""
+    return domain.engine_dtype(config) if isinstance(domain, SetsEngineDtype) else computed
+
+
+def sent_dtype(config: RunConfig, domain: Domain, *, computed: str) -> str:
+    """Return the dtype in which weights travel: [sync] dtype or the engine's, where that is narrower."""
+    held = config.policy.precision.parameters
+    wanted = config.sync.dtype or engine_dtype(config, domain, computed=computed)
+    return wanted if ITEM_BYTES[wanted] < ITEM_BYTES[held] else held
+
+
 def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: bool = False) -> Needs | None:
     """Return the memory needs of a rollout replica; None in supervised fine-tuning, which has none."""
     if config.is_sft:
@@ -107,10 +140,13 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
     gpus = 1
     if isinstance(domain, SpreadsEngines):
         gpus = domain.gpus_per_engine(config.rollout.engine, config.rollout.options)
-    parts = [Held(name="weights", bytes=BYTES[shape.compute_dtype] * -(-numbers // gpus))]
+    dtype = engine_dtype(config, domain, computed=shape.compute_dtype)
+    parts = [Held(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus))]
     if config.sync.staging == "shadow":
-        sent *= _ITEM_BYTES[config.sync.dtype or config.policy.precision.parameters]
+        sent *= ITEM_BYTES[sent_dtype(config, domain, computed=shape.compute_dtype)]
         parts.append(Held(name="next version, staged", bytes=sent, host=True))
+    bucket_bytes = config.sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
+    parts.append(Held(name="buckets being received", bytes=2 * bucket_bytes, host=True))
     if isinstance(domain, CountsMemory):
         parts += domain.held_by_rollout(config)
     else:

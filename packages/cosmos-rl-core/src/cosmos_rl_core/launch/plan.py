@@ -11,7 +11,17 @@ from typing import Any
 from cosmos_rl_core.assemble import build_sync, look_up_parts, sync_settings
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.gpus import assignment_text, gpus_per_rollout
-from cosmos_rl_core.launch.memory import Change, changes_that_fit, estimate_of, policy_needs, rollout_needs, written
+from cosmos_rl_core.launch.memory import (
+    ITEM_BYTES,
+    Change,
+    changes_that_fit,
+    engine_dtype,
+    estimate_of,
+    policy_needs,
+    rollout_needs,
+    sent_dtype,
+    written,
+)
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.observe.console import table
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
@@ -247,23 +257,29 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None
 
 
 def _weights(config: RunConfig) -> Weights | None:
-    specs = load_domain(config.run.domain).weight_specs(config.model)
+    domain = load_domain(config.run.domain)
+    specs = domain.weight_specs(config.model)
     if not specs:
         return None
     parameters = sum(math.prod(spec.shape) for spec in specs)
     size = BYTES[config.policy.precision.parameters]
-    sync, engine_copies = None, 0
+    sync, engine_bytes = None, 0
     if not config.is_sft:
         settings = sync_settings(config, token=b"")
+        shape = domain.model_shape(config.model, data=config.data, sampling=config.policy_sampling)
+        computed = config.policy.precision.parameters if shape is None else shape.compute_dtype
+        live, sent = (find(config, domain, computed=computed) for find in (engine_dtype, sent_dtype))
+        specs = [replace(spec, dtype=sent) if "float" in spec.dtype else spec for spec in specs]
         axes = _ranks(config).axes
         sync = build_sync(config).plan(specs, settings=settings, policy=axes, replicas=config.rollout.replicas)
-        engine_copies = 1 if settings.staging == "in_place" else 2
+        staged = 0 if settings.staging == "in_place" else ITEM_BYTES[sent]
+        engine_bytes = (ITEM_BYTES[live] + staged) * parameters
     return Weights(
         parameters=parameters,
         policy_bytes=size * parameters,
         gradient_bytes=size * parameters,
         optimizer_bytes=size * MOMENTS[config.policy.optimizer.name] * parameters,
-        engine_bytes=4 * engine_copies * parameters,
+        engine_bytes=engine_bytes,
         sync=sync,
     )
 

@@ -96,7 +96,7 @@ def read_shape(
         head_norms=any("q_norm" in spec.name for spec in weights),
         latent=(config.get("q_lora_rank") or 0) + config.get("kv_lora_rank", 0) if latent_head else 0,
         sinks=any(spec.name.endswith(".sinks") for spec in weights),
-        gate_copies=_GATE_COPIES.get(config.get("model_type", ""), 4),
+        gate_copies=_GATE_COPIES.get(config.get("model_type", ""), 4) - _is_down_frozen(weights, model.lora),
         compute_dtype=model.dtype,
         reference_dtype=model.dtype,
         weights=tuple(weights),
@@ -113,7 +113,7 @@ def _expert_sizes(config: Mapping[str, Any], weights: Iterable[WeightSpec]) -> d
     )
     if not number or not with_experts:
         return {}
-    width = config.get("moe_intermediate_size") or config["intermediate_size"]
+    width = _expert_width(config)
     return {
         "experts": number,
         "experts_per_token": config.get("num_experts_per_tok", 1),
@@ -122,6 +122,10 @@ def _expert_sizes(config: Mapping[str, Any], weights: Iterable[WeightSpec]) -> d
         or config.get("shared_expert_intermediate_size", 0),
         "dense_layers": with_experts[0],
     }
+
+
+def _expert_width(config: Mapping[str, Any]) -> int:
+    return config.get("moe_intermediate_size") or config.get("intermediate_size") or 0
 
 
 def _first(config: Mapping[str, Any], keys: Sequence[str]) -> int:
@@ -135,27 +139,59 @@ def _adapter_parameters(weights: Iterable[WeightSpec], lora: LoraSection | None,
     return sum(lora.rank * sum(spec.shape) for spec in weights if _is_adapted(spec, lora, experts=experts))
 
 
+def _is_down_frozen(weights: Iterable[WeightSpec], lora: LoraSection | None) -> bool:
+    """Whether the last layer of the feed-forward is neither trained nor adapted: its input is then not kept."""
+    if lora is None:
+        return False
+    return not any(_is_adapted(spec, lora, experts=0) for spec in weights if "down_proj" in spec.name)
+
+
 def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
     if len(spec.shape) != 2 or layer_of(spec.name) is None or is_expert(spec.name) or spec.shape[0] == experts:
         return False
     return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)
 
 
-def torch_engine_parts(directory: Path, model: LLMModelConfig, options: TorchEngineOptions) -> tuple[Held, ...]:
-    """Return the memory of the torch engine beside the weights: keys and values of running sequences, and logits."""
+PROMPTS = "prompts are read"
+TERMS = "terms are sampled"
+
+
+def torch_engine_parts(
+    directory: Path, model: LLMModelConfig, options: TorchEngineOptions, *, group_size: int, max_terms: int
+) -> tuple[Held, ...]:
+    """Return the memory of the torch engine beside the weights: keys and values, activations, and logits.
+
+    Rollouts are as long as `model.max_length` or the model's context, with `max_terms` terms; the engine is as full as
+    its options allow.
+    """
     whole = read_json_object(directory / "config.json", hint="see model.path")
     config = whole.get("text_config", whole)
     if not all(isinstance(config.get(key), int) for key in _SIZES):
         return (Held(name="the engine's caches and activations", bytes=None),)
     layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
-    row = 2 * (config.get("num_key_value_heads") or heads) * (config.get("head_dim") or hidden // heads)
-    if "kv_lora_rank" in config:
-        row = config["kv_lora_rank"] + config["qk_rope_head_dim"]
+    size, head_dim = BYTES[model.dtype], config.get("head_dim") or hidden // heads
+    values = 2 * (config.get("num_key_value_heads") or heads) * head_dim
+    row = config["kv_lora_rank"] + config["qk_rope_head_dim"] if "kv_lora_rank" in config else values
     longest = model.max_length or config.get("max_position_embeddings")
-    cache = options.cache_bytes
-    if longest is not None:
-        cache = min(cache, options.max_sequences * longest * layers * row * BYTES[model.dtype])
+    cached = options.cache_bytes // (layers * row * size)
+    prompt_tokens = cached // group_size  # each prompt is read once and cached for all of its rollouts
+    if longest is not None:  # slots and their length are powers of two where that fits
+        cached = min(cached, _power_of_two(options.max_sequences) * _power_of_two(longest))
+        prompts = -(-options.max_sequences // group_size)
+        prompt_tokens = min(prompt_tokens, prompts * max(longest - max_terms, 1))
+    inner = max(config.get("intermediate_size") or 0, config.get("num_experts_per_tok", 0) * _expert_width(config))
+    widest = max(3 * inner, 3 * heads * head_dim + values)
     return (
-        Held(name="keys and values", bytes=cache),
-        Held(name="logits and probabilities", bytes=2 * BYTES["float32"] * options.max_sequences * vocabulary),
+        Held(name="keys and values", bytes=cached * layers * row * size),
+        Held(name="activations", bytes=size * prompt_tokens * (3 * hidden + widest), at=(PROMPTS,)),
+        Held(
+            name="logits and probabilities",
+            bytes=2 * BYTES["float32"] * options.max_sequences * vocabulary,
+            at=(PROMPTS, TERMS),
+        ),
     )
+
+
+def _power_of_two(number: int) -> int:
+    """The smallest that is at least `number`."""
+    return 1 << (number - 1).bit_length()

@@ -52,7 +52,8 @@ def _lora_targets(lora: WFMLoraSection | None, class_name: str) -> tuple[str, ..
 _JOINT = {"SD3Transformer2DModel"}
 """Classes that attend to text and video at once, and have no cross-attention."""
 _FEED_FORWARD_COPIES = 2
-"""Tensors of a feed-forward's width that its backward pass needs: before and after the activation; no gate."""
+"""Tensors of a feed-forward's width that its backward pass needs: before and after the activation; no gate. The second
+is the input of a linear layer: it is not needed if that is frozen without an adapter."""
 
 
 def model_shape(
@@ -95,7 +96,7 @@ def model_shape(
         adapter_parameters=_adapter_parameters(shapes, rank=lora_rank, targets=lora_targets),
         stream_norms=2 if joint else 3,
         head_norms=any(name.endswith("norm_q.weight") for name in shapes),
-        gate_copies=_FEED_FORWARD_COPIES,
+        gate_copies=_FEED_FORWARD_COPIES - _is_frozen(shapes, "net.2", rank=lora_rank, targets=lora_targets),
         latent=3 * hidden // 4 if joint else 2 * hidden,
     )
 
@@ -114,6 +115,14 @@ def _inner(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return next(
         shape[0] for name, shape in shapes.items() if name.endswith(("ff.net.0.proj.weight", "ffn.net.0.proj.weight"))
     )
+
+
+def _is_frozen(shapes: Mapping[str, Any], layer: str, *, rank: int, targets: Iterable[str] | None) -> bool:
+    """Whether linear layers whose names end with `layer` are neither trained nor adapted."""
+    if not rank or targets is None:
+        return False
+    ends = tuple(f".{target}" for target in targets)
+    return not any(f".{name.removesuffix('.weight')}".endswith(ends) for name in shapes if f"{layer}.weight" in name)
 
 
 def _adapter_parameters(shapes: Mapping[str, tuple[int, ...]], *, rank: int, targets: Iterable[str] | None) -> int:

@@ -48,7 +48,8 @@ class SlotCache(Cache):
         generous = max(self.slots, _power_of_two(slots)), max(self.capacity, _power_of_two(capacity))
         self.slots, self.capacity = generous if math.prod(generous) <= self._limit else (slots, capacity)
         assert self.slots * self.capacity <= self._limit, "admission checks the limit"
-        self._stores = [pair and (self._grown(pair[0]), self._grown(pair[1])) for pair in self._stores]
+        for layer, pair in enumerate(self._stores):  # one at a time: only that layer is held twice
+            self._stores[layer] = pair and (self._grown(pair[0]), self._grown(pair[1]))
 
     def begin_prefill(self, source: Tensor, slot: Tensor, place: Tensor) -> None:
         """Copy packed rows `source` [m] of the next pass to (`slot` [m], `place` [m])."""
