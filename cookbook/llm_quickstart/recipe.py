@@ -1,4 +1,4 @@
-"""Make a tiny model, a tokenizer and arithmetic problems on the spot; warm up by SFT; then asynchronous GRPO.
+"""Create a tiny model, a tokenizer and arithmetic problems; warm up by SFT; then run asynchronous GRPO.
 
 python cookbook/llm_quickstart/recipe.py [--dir runs/llm_quickstart] [section.key=value ...]
 """

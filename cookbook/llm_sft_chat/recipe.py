@@ -1,4 +1,4 @@
-"""Make a tiny model and chats that keep a running sum; then supervised fine-tuning with a held-out loss.
+"""Create a tiny model and chats that keep a running sum; then run supervised fine-tuning with a held-out loss.
 
 python cookbook/llm_sft_chat/recipe.py [--dir runs/llm_sft_chat] [section.key=value ...]
 """
