@@ -146,10 +146,20 @@ def test_a_kl_term_towards_the_start_holds_a_second_network(folder):
     assert parts["reference of the KL term"].bytes == parts["parameters"].bytes
 
 
-def test_an_encoder_whose_files_are_not_here_is_named_and_nothing_is_said_to_fit(folder, tmp_path):
+def test_config_json_alone_is_enough_for_encoders_and_autoencoder(folder, tmp_path):
+    bare = tmp_path / "bare"
+    shutil.copytree(folder, bare, ignore=shutil.ignore_patterns("*.safetensors"))
+    found, expected = (plan(config_of(path), memory=parse_bytes("80GiB")).memory for path in (bare, folder))
+    assert found is not None and expected is not None and expected.rollout is not None
+    assert (found.policy, found.rollout) == (expected.policy, expected.rollout)
+    assert {"text encoder", "autoencoder"} <= {part.name for part in expected.rollout.parts if part.bytes}
+    assert found.fits is True
+
+
+def test_an_encoder_of_unknown_size_is_named_and_nothing_is_said_to_fit(folder, tmp_path):
     bare = tmp_path / "bare"
     shutil.copytree(folder, bare)
-    for file in (bare / "text_encoder").glob("*.safetensors"):
+    for file in [*(bare / "text_encoder").glob("*.safetensors"), bare / "text_encoder" / "config.json"]:
         file.unlink()
     planned = plan(config_of(bare), memory=parse_bytes("80GiB"))
     assert planned.memory is not None and planned.memory.fits is None

@@ -3,7 +3,8 @@
     policy rank       averages and old weights; for real clips the autoencoder, the encoders and their activations
     rollout replica   the autoencoder, the encoders, and the activations of denoising and decoding
 
-Weights are counted from the headers of their files; activations of networks and autoencoders by a run on fake tensors.
+Weights are counted from the headers of their files, or from config.json where there are none; activations of networks
+and autoencoders by a run on fake tensors.
 Loads torch and diffusers.
 """
 
@@ -27,7 +28,7 @@ from cosmos_rl_wfm.models.base import Size
 from cosmos_rl_wfm.models.build import WORDS, quiet
 from cosmos_rl_wfm.models.classes import compression
 from cosmos_rl_wfm.models.config import WFMModelConfig
-from cosmos_rl_wfm.models.dry_run import CodecBytes, codec_bytes, network_bytes
+from cosmos_rl_wfm.models.dry_run import CodecBytes, codec_bytes, encoder_numbers, network_bytes
 from cosmos_rl_wfm.models.folder import ModelFolder, network_of, open_source, vae_of
 from cosmos_rl_wfm.models.networks.families import make_family
 from cosmos_rl_wfm.models.networks.family import Family
@@ -245,12 +246,16 @@ def _first(config: Mapping[str, Any], *keys: str) -> int:
 
 
 def _weight_bytes(folder: ModelFolder, name: str, *, dtype: str) -> int | None:
-    """Bytes of a part's weights in `dtype`; None where its files are not on this machine."""
+    """Bytes of an encoder's weights in `dtype`, by their headers or config.json; None where neither tells the size."""
     files = sorted(folder.part(name).glob("*.safetensors")) if folder.has(name) else []
-    if not files:
-        return None
     numbers = 0
     for path in files:
         with path.open("rb") as file:
             numbers += sum(math.prod(place.shape) for place in read_header(file, name=str(path)).values())
+    if not files:
+        config = folder.config(name) if folder.has(name) else {}
+        found = encoder_numbers(folder.classes[name][1], config) if config else None
+        if found is None:
+            return None
+        numbers = found
     return BYTES[dtype] * numbers

@@ -106,6 +106,23 @@ def _codec_bytes(
     return CodecBytes(weights=weights, encode=encoding.peak, decode=decoding.peak)
 
 
+def encoder_numbers(class_name: str, config: Mapping[str, Any]) -> int | None:
+    """Return the number of parameters of an encoder of transformers; None if it has no class of that name."""
+    return _encoder_numbers(class_name, json.dumps(config, sort_keys=True))
+
+
+@cache
+def _encoder_numbers(class_name: str, config: str) -> int | None:
+    import transformers
+
+    kind = getattr(transformers, class_name, None)
+    if kind is None:
+        return None
+    with torch.device("meta"):
+        encoder = kind(kind.config_class.from_dict(json.loads(config)))
+    return sum(parameter.numel() for parameter in encoder.parameters())
+
+
 def network_bytes(
     class_name: str,
     config: Mapping[str, Any],
