@@ -51,6 +51,18 @@ def test_a_term_stands_for_its_part_of_a_decision(saved):
 
 
 @pytest.mark.parametrize("saved", ["pi05"], indirect=True)
+def test_the_actions_of_a_decision_are_those_of_the_directory(saved):
+    loaded, folder = saved
+    config = loaded.model.config
+    tokens = {
+        terms: read_shape(VLAModelConfig(path=str(folder)), VLASampling(terms=terms)).tokens_per_term
+        for terms in ("chunk", "action", "token")
+    }
+    assert tokens["action"] == -(-tokens["chunk"] // config.horizon)
+    assert tokens["token"] == -(-tokens["chunk"] // (config.horizon * config.action_dim))
+
+
+@pytest.mark.parametrize("saved", ["pi05"], indirect=True)
 def test_with_the_expert_alone_the_language_and_vision_model_learns_nothing(saved):
     folder = saved[1]
     shape = read_shape(VLAModelConfig(path=str(folder), train="expert"), None)

@@ -71,18 +71,19 @@ def read_shape(model: VLAModelConfig, sampling: VLASampling | None) -> ModelShap
         compute_dtype=model.dtype,
         reference_dtype=model.dtype,
         weights=weights,
-        tokens_per_term=-(-decoder.tokens // _terms_of_a_decision(model, sampling)),
+        tokens_per_term=-(-decoder.tokens // _terms_of_a_decision(directory, model, sampling)),
         axes=frozenset(),
         adapter_parameters=0 if lora is None else lora.rank * sum(map(sum, adapted)),
         frozen=frozenset(spec.name for spec in weights if model.train == "expert" and _TRUNK in spec.name),
     )
 
 
-def _terms_of_a_decision(model: VLAModelConfig, sampling: VLASampling | None) -> int:
+def _terms_of_a_decision(directory: Path, model: VLAModelConfig, sampling: VLASampling | None) -> int:
     if sampling is None or sampling.terms == "chunk":
         return 1
-    actions = model.horizon or _CHUNK["horizon"]
-    return actions if sampling.terms == "action" else actions * (model.action_dim or _CHUNK["action_dim"])
+    held = {**_CHUNK, **read_json_object(directory / "config.json", hint="see model.path")}
+    actions = model.horizon or held["horizon"]
+    return actions if sampling.terms == "action" else actions * (model.action_dim or held["action_dim"])
 
 
 def _decoder(directory: Path, model: VLAModelConfig) -> _Decoder | None:
