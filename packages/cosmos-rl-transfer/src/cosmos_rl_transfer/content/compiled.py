@@ -66,14 +66,17 @@ def sum_rows(words: Any, step: Any, count: Any, width: Any, first: Any, stride: 
 def _emit_stripes(builder: Any, arguments: Any, *, copies: bool) -> Any:
     """Emit the loop over `count` stripes with vectors of eight words; return sum_k table[k] * words[k].
 
-    arguments: addresses of the words, their copy, the table, the secret, the accumulators, and count. The compiler
-    does not make such vectors of a loop by itself.
+    arguments: addresses of the words, their copy, the table, the secret, memory to prefetch, the accumulators, and
+    count. The compiler does not make such vectors of a loop by itself.
     """
     word, byte = ir.IntType(64), ir.IntType(8)
     vector = ir.VectorType(word, 8)
     *addresses, count = arguments
-    words, copy, table, secret = (builder.inttoptr(address, byte.as_pointer()) for address in addresses[:4])
-    accumulators = builder.inttoptr(addresses[4], vector.as_pointer())
+    words, copy, table, secret, ahead = (builder.inttoptr(address, byte.as_pointer()) for address in addresses[:5])
+    accumulators = builder.inttoptr(addresses[5], vector.as_pointer())
+    hints = [ir.Constant(ir.IntType(32), hint) for hint in (0, 3, 1)]  # to be read, in all caches, data
+    kind = ir.FunctionType(ir.VoidType(), [byte.as_pointer(), *(hint.type for hint in hints)])
+    prefetch = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
     zero = ir.Constant(vector, [0] * 8)
     low, shift = (ir.Constant(vector, [value] * 8) for value in ((1 << 32) - 1, 32))
     totals = [cgutils.alloca_once_value(builder, zero) for _ in range(3)]
@@ -86,6 +89,7 @@ def _emit_stripes(builder: Any, arguments: Any, *, copies: bool) -> Any:
 
     with cgutils.for_range(builder, count) as loop:
         offset = builder.shl(loop.index, ir.Constant(word, 6))
+        builder.call(prefetch, [builder.gep(ahead, [offset]), *hints])
         data = builder.load(at(words, offset), align=8)
         if copies:
             builder.store(data, at(copy, offset), align=8)
@@ -103,16 +107,20 @@ def _emit_stripes(builder: Any, arguments: Any, *, copies: bool) -> Any:
     return total
 
 
-_SIGNATURE = uint64(*(uint64,) * 6)
+_SIGNATURE = uint64(*(uint64,) * 7)
 
 
 @intrinsic
-def _hash_stripes(context: Any, words: Any, copy: Any, table: Any, secret: Any, accumulators: Any, count: Any) -> Any:
+def _hash_stripes(
+    context: Any, words: Any, copy: Any, table: Any, secret: Any, ahead: Any, accumulators: Any, count: Any
+) -> Any:
     return _SIGNATURE, lambda _, builder, __, arguments: _emit_stripes(builder, arguments, copies=False)
 
 
 @intrinsic
-def _copy_stripes(context: Any, words: Any, copy: Any, table: Any, secret: Any, accumulators: Any, count: Any) -> Any:
+def _copy_stripes(
+    context: Any, words: Any, copy: Any, table: Any, secret: Any, ahead: Any, accumulators: Any, count: Any
+) -> Any:
     return _SIGNATURE, lambda _, builder, __, arguments: _emit_stripes(builder, arguments, copies=True)
 
 
@@ -169,6 +177,8 @@ def pass_rows(
     total, secret, table = uint64(0), uint64(_SECRET.ctypes.data), uint64(TABLE.ctypes.data)
     source, target, sums = uint64(words.ctypes.data), uint64(out.ctypes.data), uint64(accumulators.ctypes.data)
     copies = source != target
+    to_rows = step <= width and out_step > width
+    ahead = uint64(8) * (out_step if to_rows else step if step > width else uint64(0))  # the next row is prefetched
     left = (count * width - uint64(1 if last else 0)) // _STRIPE
     for row in range(count):
         done, copied, here, there = uint64(0), uint64(0), row * step, row * out_step
@@ -184,10 +194,11 @@ def pass_rows(
                 n = min(n, max((copied - done) // _STRIPE, uint64(1)))
             mix = table + uint64(8) * (at if room else uint64(0))
             key = secret + uint64(8) * stripe
+            soon = (go if to_rows else come) + ahead
             if copies and not copied:
-                part = _copy_stripes(come, go, mix, key, sums, n)
+                part = _copy_stripes(come, go, mix, key, soon, sums, n)
             else:
-                part = _hash_stripes(go, go, mix, key, sums, n)
+                part = _hash_stripes(go, go, mix, key, soon, sums, n)
             total += part * _factor(index // _BLOCK) if room else _sum_words(out, there + done, _STRIPE, index)
             stripe, left, done = stripe + n, left - n, done + n * _STRIPE
             if stripe == _STRIPES:
@@ -200,5 +211,5 @@ def pass_rows(
         total += _sum_words(out, there + done, width - done, first + row * stride + done)
     if last:
         end = target + uint64(8) * ((count - uint64(1)) * out_step + width - _STRIPE)
-        _hash_stripes(end, end, table, secret + _LAST, sums, uint64(1))
+        _hash_stripes(end, end, table, secret + _LAST, end, sums, uint64(1))
     return total

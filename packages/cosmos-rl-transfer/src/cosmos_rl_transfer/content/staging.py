@@ -10,7 +10,10 @@ pinned memory without waiting, on the stream of the caller (`gpu.SideStream`).
 
 from __future__ import annotations
 
+import mmap
+import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 import torch
@@ -24,8 +27,14 @@ from cosmos_rl_transfer.layout.manifest import Box
 
 
 def host_memory(num_bytes: int, *, lazy: bool = False) -> Raw:
-    """Return zeros uint8 [num_bytes]. The page faults happen now, or with `lazy` at the first write."""
-    memory = np.zeros(num_bytes, np.uint8)
+    """Return zeros uint8 [num_bytes], aligned to a page. The page faults happen now, or with `lazy` at first writes."""
+    if not num_bytes:
+        return np.zeros(0, np.uint8)
+    mapped = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        with suppress(OSError):  # a kernel without huge pages
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    memory = np.frombuffer(mapped, np.uint8)
     if not lazy:
         memory.fill(0)
     return memory
