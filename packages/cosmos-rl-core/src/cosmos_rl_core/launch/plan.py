@@ -246,7 +246,9 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None
         policy=policy_needs(shape, config, domain, device_bytes=given, gpu=gpu),
         rollout=rollout_needs(shape, config, domain, gpu=gpu),
         shared=config.run.placement == "inline",
-        traffic=traffic(shape, dims=dims, policy=config.policy),
+        traffic=traffic(
+            shape, dims=dims, policy=config.policy, tokens=config.policy.microbatch_terms * shape.tokens_per_term
+        ),
         given=given,
     )
     room = None if given is None else given - (sum(found.devices) - found.policy.device if found.shared else 0)
@@ -332,10 +334,13 @@ def _memory_texts(memory: Memory) -> list[str]:
 
 
 def _traffic_rows(found: Traffic) -> list[tuple[str, str]]:
-    return [
+    rows = [
         ("parameters gathered, a microbatch", f"{found.gathers} calls, {_mebibytes(found.gathered_bytes)}"),
         ("gradients reduced, each time", f"{found.reductions} calls, {_mebibytes(found.reduced_bytes)}"),
     ]
+    if found.sums:
+        rows.append(("activations summed over tp", f"{found.sums} calls, {_mebibytes(found.summed_bytes)}"))
+    return rows
 
 
 def _needs_table(needs: Needs) -> str:

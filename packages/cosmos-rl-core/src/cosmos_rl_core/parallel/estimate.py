@@ -86,6 +86,15 @@ class Traffic:
     reductions: int
     """Once a step with `reduce_once`."""
     reduced_bytes: int
+    sums: int | None = 0
+    """All-reduces over tp; None if they are not counted: with experts, or sequence_parallel."""
+    summed_bytes: int = 0
+
+
+_SUMS = {"none": 4, "selective": 4, "full": 5}
+"""A layer's all-reduces over tp: two forward, two backward, and one of the two again when it is recomputed."""
+_SUMS_OF_LOGITS = 3
+"""Maximum, sum and chosen logit of each term; their bytes are not counted."""
 
 
 def logits_budget(device_bytes: int | None) -> int:
@@ -113,10 +122,10 @@ def estimate(
     return max((rank.estimate() for rank in ranks), key=lambda found: found.device)
 
 
-def traffic(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection) -> Traffic:
-    """Return the gathered parameters and summed gradients of a microbatch's forward and backward pass."""
+def traffic(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection, tokens: int) -> Traffic:
+    """Return the collectives of the forward and backward pass of a microbatch of `tokens` tokens, all of them terms."""
     stages = cut_layers(shape.num_layers, num_stages(policy.parallel))
-    ranks = [_Rank(shape, dims, policy, 1, stages, place=place, budget=LOGITS_BYTES) for place in range(dims.pp)]
+    ranks = [_Rank(shape, dims, policy, tokens, stages, place=place, budget=LOGITS_BYTES) for place in range(dims.pp)]
     return max((rank.traffic() for rank in ranks), key=lambda found: found.gathered_bytes)
 
 
@@ -219,13 +228,25 @@ class _Rank:
             layer = layer_of(spec.name)
             sizes[layer, layer is not None and is_expert(spec.name)] += self._gathered(spec)
         root = {key: size for key, size in sizes.items() if key[0] is None}
+        sums = self._sums()
         passes = 2 if self.policy.parallel.reshard_after_forward else 1  # blocks are gathered again, the root is not
         return Traffic(
             gathers=passes * (len(sizes) - len(root)) + len(root),
             gathered_bytes=self.bytes * (passes * (sizes.total() - sum(root.values())) + sum(root.values())),
             reductions=len(sizes),
             reduced_bytes=BYTES[self.policy.precision.reduce] * sizes.total(),
+            sums=None if sums is None else sums + _SUMS_OF_LOGITS * (self.last and sums > 0),
+            summed_bytes=(sums or 0) * self.tokens * self.shape.hidden * self.bytes,
         )
+
+    def _sums(self) -> int | None:
+        """All-reduces over tp of a tensor of the residual stream's size: of layers, embedding and head."""
+        if self.dims.tp == 1:
+            return 0
+        if self.shape.experts or self.policy.parallel.sequence_parallel:
+            return None
+        each = _SUMS[self.policy.memory.activation_checkpointing]
+        return each * sum(map(len, self.stages)) + self.first + self.last
 
     def _passing(self) -> tuple[int, int, int]:
         """Bytes that FSDP has gathered, that it reduces, and those of its root at the end.
