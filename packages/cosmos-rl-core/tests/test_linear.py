@@ -1,5 +1,9 @@
 """Products through oneDNN are torch's products: same values, same gradients, only the library differs."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -67,3 +71,37 @@ def test_with_many_rows_a_layer_has_the_same_bits_with_and_without_gradients(wid
     trained = layer(input)
     assert trained.requires_grad
     assert torch.equal(alone, trained[:100])
+
+
+GROWTH = """
+import sys
+import torch
+from cosmos_rl_core.parallel.axes.linear import bound_caches
+
+def kibibytes():
+    return next(int(line.split()[1]) for line in open("/proc/self/status") if line.startswith("RssAnon"))
+
+if sys.argv[1] == "bounded":
+    bound_caches(16)
+weight = torch.zeros(256, 256)
+product = lambda rows: torch.ops.mkldnn._linear_pointwise(torch.zeros(rows, 256), weight, None, "none", [], "")
+for rows in range(100, 132):
+    product(rows)
+before = kibibytes()
+for rows in range(132, 432):
+    product(rows)
+print(kibibytes() - before)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux" or not torch.backends.mkldnn.is_available(), reason="no oneDNN or no /proc")
+def test_products_of_ever_new_lengths_are_not_all_kept():
+    unset = {k: v for k, v in os.environ.items() if not k.endswith("CACHE_CAPACITY")}
+
+    def growth(kind):
+        done = subprocess.run(
+            [sys.executable, "-c", GROWTH, kind], env=unset, check=True, stdout=subprocess.PIPE, text=True
+        )
+        return int(done.stdout)
+
+    assert growth("bounded") < growth("unbounded") / 2
