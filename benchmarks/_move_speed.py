@@ -164,7 +164,7 @@ def _ratios(times: dict[str, list[float]]) -> list[Figure]:
         ("shm, in place", "two memcpys", "<= 1.2"),
         ("nixl", "memcpy", "<= 1.3"),
     )
-    faster = (("tcp", "raw recv_into", ">= 0.9"), ("tcp", "gloo send and recv", ""))
+    faster = (("tcp", "raw recv_into", ">= 0.9"), ("tcp", "gloo send and recv", ">= 1"))
     return [
         *(_ratio(f"3 {a} / {b}", times.get(a), times.get(b), target) for a, b, target in pairs),
         *(_ratio(f"3 speed of {a} / {b}", times.get(b), times.get(a), target) for a, b, target in faster),
