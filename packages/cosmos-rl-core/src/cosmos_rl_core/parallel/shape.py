@@ -61,6 +61,8 @@ class ModelShape:
     """Axes beside those of data parallelism that it can be spread over."""
     adapter_parameters: int = 0
     """Parameters that are trained beside these, which are then frozen (LoRA); 0: there are none."""
+    unread_inputs: int = 0
+    """Inputs of a layer's linear layers that have no adapters, in numbers a token: its backward pass needs none."""
     frozen: frozenset[str] = frozenset()
     """Names of weights that are not trained, where the others are."""
 

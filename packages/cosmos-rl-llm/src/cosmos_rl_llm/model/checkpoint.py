@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -82,12 +83,14 @@ def read_shape(
         return None
     layers, hidden, heads, vocabulary = (config[key] for key in _SIZES)
     latent_head = config.get("qk_nope_head_dim", 0) + config.get("qk_rope_head_dim", 0)
+    head_dim = latent_head or config.get("head_dim") or hidden // heads
+    are_frozen = partial(_are_frozen, weights, model.lora)
     return ModelShape(
         num_layers=layers,
         hidden=hidden,
         heads=heads,
         kv_heads=config.get("num_key_value_heads") or heads,
-        head_dim=latent_head or config.get("head_dim") or hidden // heads,
+        head_dim=head_dim,
         intermediate=config.get("intermediate_size") or 0,
         vocabulary=vocabulary,
         stream_norms=sum(
@@ -96,11 +99,14 @@ def read_shape(
         head_norms=any("q_norm" in spec.name for spec in weights),
         latent=(config.get("q_lora_rank") or 0) + config.get("kv_lora_rank", 0) if latent_head else 0,
         sinks=any(spec.name.endswith(".sinks") for spec in weights),
-        gate_copies=_GATE_COPIES.get(config.get("model_type", ""), 4) - _is_down_frozen(weights, model.lora),
+        gate_copies=_GATE_COPIES.get(config.get("model_type", ""), 4)
+        - _are_frozen(weights, model.lora, ("down_proj",)),
         compute_dtype=model.dtype,
         reference_dtype=model.dtype,
         weights=tuple(weights),
         adapter_parameters=_adapter_parameters(weights, model.lora, experts=_first(config, EXPERT_KEYS)),
+        unread_inputs=heads * head_dim * are_frozen("o_proj")
+        + hidden * are_frozen("gate_proj", "up_proj", "gate_up_proj"),
         **_expert_sizes(config, weights),
     )
 
@@ -139,11 +145,13 @@ def _adapter_parameters(weights: Iterable[WeightSpec], lora: LoraSection | None,
     return sum(lora.rank * sum(spec.shape) for spec in weights if _is_adapted(spec, lora, experts=experts))
 
 
-def _is_down_frozen(weights: Iterable[WeightSpec], lora: LoraSection | None) -> bool:
-    """Whether the last layer of the feed-forward is neither trained nor adapted: its input is then not kept."""
-    if lora is None:
-        return False
-    return not any(_is_adapted(spec, lora, experts=0) for spec in weights if "down_proj" in spec.name)
+def _are_frozen(weights: Iterable[WeightSpec], lora: LoraSection | None, *layers: str) -> bool:
+    """Whether the model has linear layers of these names, and they are neither trained nor adapted.
+
+    The backward pass needs their inputs no longer.
+    """
+    found = [spec for spec in weights if ends_in(spec.name.removesuffix(".weight"), layers)]
+    return lora is not None and len(found) > 0 and not any(_is_adapted(spec, lora, experts=0) for spec in found)
 
 
 def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:

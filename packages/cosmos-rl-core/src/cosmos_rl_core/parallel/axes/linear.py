@@ -147,7 +147,8 @@ def _onednn(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(input, weight)
+        needs_input, needs_weight, _ = ctx.needs_input_grad
+        ctx.save_for_backward(input if needs_weight else None, weight if needs_input else None)
         return _onednn(input, weight, bias)
 
     @staticmethod

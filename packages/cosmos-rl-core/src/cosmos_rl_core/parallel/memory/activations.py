@@ -85,6 +85,7 @@ class _Sizes:
         if shape.head_norms:
             attention += (4 + scaled * c) * (query + value) + 4 * (heads + kv_heads)
         attention += (4 + 2 * c) * shape.latent + (4 * c * query if shape.sinks else 0)
+        attention -= c * shape.unread_inputs / dims.tp
         inner = _feed_forward(shape, dims, layer=layer)
         return cls(
             along=along,
