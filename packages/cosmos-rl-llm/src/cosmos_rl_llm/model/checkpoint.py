@@ -99,8 +99,7 @@ def read_shape(
         head_norms=any("q_norm" in spec.name for spec in weights),
         latent=(config.get("q_lora_rank") or 0) + config.get("kv_lora_rank", 0) if latent_head else 0,
         sinks=any(spec.name.endswith(".sinks") for spec in weights),
-        gate_copies=_GATE_COPIES.get(config.get("model_type", ""), 4)
-        - _are_frozen(weights, model.lora, ("down_proj",)),
+        gate_copies=_GATE_COPIES.get(config.get("model_type", ""), 4) - are_frozen("down_proj"),
         compute_dtype=model.dtype,
         reference_dtype=model.dtype,
         weights=tuple(weights),
