@@ -40,7 +40,7 @@ class Closing:
 
 def test_a_word_to_a_worker_that_has_just_left_disturbs_nobody():
     peer = Peer(name="policy-0", role="policy", connection=Closing(), heartbeat_at=100.0)
-    peer.post(p.Stop(reason="the run is over"))
+    peer.dismiss("the run is over")
 
 
 class Wire:
@@ -53,13 +53,19 @@ class Wire:
         self.sent.append(message)
 
 
-def test_nothing_but_a_stop_is_sent_before_the_welcome():
+def test_messages_wait_for_the_welcome_even_a_stop_because_the_policy_saves_before_it_leaves():
+    wire = Wire()
+    peer = Peer(name="policy-0", role="policy", connection=wire)
+    address, stop, welcome = p.SyncFrom(address="here"), p.Stop(reason="interrupted"), p.Welcome(1, 0, 0)
+    peer.post(address)
+    peer.post(stop)
+    assert wire.sent == []
+    peer.welcome(welcome)
+    assert wire.sent == [welcome, address, stop]
+
+
+def test_a_dismissed_worker_leaves_before_its_welcome():
     wire = Wire()
     peer = Peer(name="rollout-0", role="rollout", connection=wire)
-    address, stop, welcome = p.SyncFrom(address="here"), p.Stop(reason="over"), p.Welcome(1, 0, 0)
-    peer.post(address)
-    assert wire.sent == []
-    peer.post(stop)
-    assert wire.sent == [stop]
-    peer.welcome(welcome)
-    assert wire.sent == [stop, welcome, address]
+    peer.dismiss("the run is over")
+    assert wire.sent == [p.Stop(reason="the run is over")]

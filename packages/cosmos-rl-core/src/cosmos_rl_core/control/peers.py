@@ -63,19 +63,26 @@ class Peer:
     def post(self, message: p.ToWorker) -> None:
         """Send a message; no-op on a closed connection, for which the ledger gets a Disconnected.
 
-        All other messages wait for the Welcome, except a Stop, on which the worker leaves at once.
+        All other messages wait for the Welcome.
         """
-        if not self.is_welcome and not isinstance(message, p.Stop):
+        if not self.is_welcome and not isinstance(message, p.Welcome):
             self._waiting.append(message)
-            return
-        with contextlib.suppress(ConnectionClosed):
-            self.connection.post(message)
+        else:
+            self._send(message)
+
+    def dismiss(self, reason: str) -> None:
+        """Send a Stop at once. A worker without a Welcome leaves without having built anything."""
+        self._send(p.Stop(reason=reason))
 
     def welcome(self, message: p.Welcome) -> None:
         self.incarnation = message.incarnation
         self.post(message)
         while self._waiting:
             self.post(self._waiting.pop(0))
+
+    def _send(self, message: p.ToWorker) -> None:
+        with contextlib.suppress(ConnectionClosed):
+            self.connection.post(message)
 
 
 @dataclass(slots=True)

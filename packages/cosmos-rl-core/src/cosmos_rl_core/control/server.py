@@ -128,7 +128,7 @@ class Controller:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self, reason: str) -> None:
-        """End the run cleanly: the policy finishes its step and saves."""
+        """End the run cleanly: the policy finishes its step, or its start, and saves."""
         self._stop_reason = reason
         for peer in self.peers.of_role("policy"):
             peer.post(p.Stop(reason=reason))
@@ -141,7 +141,7 @@ class Controller:
     def dismiss(self) -> None:
         """Send Stop to every worker: the run is over."""
         for peer in self.peers.by_name.values():
-            peer.post(p.Stop(reason=self._stop_reason or "the run is over"))
+            peer.dismiss(self._stop_reason or "the run is over")
 
     def waits(self) -> list[str]:
         """Return the running evaluation's progress, as lines for the status."""
