@@ -31,20 +31,22 @@ def request_leases(ledger: LedgerState, replica: str, message: p.RequestLeases) 
 
 def answer_lease_requests(ledger: LedgerState) -> None:
     """Grant the leases that the window admits, newest weights first, round-robin over the waiting replicas."""
-    requests = ledger.sessions.lease_requests
-    if not requests:
+    sessions = ledger.sessions
+    if not sessions.waiting:
         return
     if (finished := ledger.why_finished()) is not None:
-        for name in ledger.sessions.waiting_rollouts():
-            ledger.sessions.withdraw(name)
+        for name in list(sessions.waiting):
+            sessions.withdraw(name)
             ledger.send(name, p.NoMore(finished))
     if leases_to_grant(ledger, ledger.version) <= 0:  # the newest weights have the most room
         return
-    for lineage, version in sorted(requests, reverse=True):
+    sessions.use_share(-(-ledger.window.capacity // max(ledger.members.num_ready_rollouts, 1)))
+    for lineage, version in sorted(sessions.lease_requests, reverse=True):
         if lineage == ledger.lineage:
             room = leases_to_grant(ledger, version)
             if room > 0:
-                _grant_in_turns(ledger, requests[lineage, version], ledger.window.deadline(version), room)
+                wanted = _first_in_queue(ledger, sessions.lease_requests[lineage, version], room)
+                _grant_in_turns(ledger, wanted, ledger.window.deadline(version), room)
 
 
 def leases_to_grant(ledger: LedgerState, version: int) -> int:
@@ -62,13 +64,29 @@ def is_generated(ledger: LedgerState) -> bool:
     return ledger.groups_needed() <= 0 or not (ledger.samples.count(PENDING) or ledger.stream_left())
 
 
-def _grant_in_turns(ledger: LedgerState, waiting: dict[str, int], deadline: int, room: int) -> None:
-    """Grant one lease per replica and turn, up to its capacity and its fair share of the window.
+def _first_in_queue(ledger: LedgerState, queue: dict[str, int], room: int) -> dict[str, int]:
+    """Return how many leases each of the first `room` replicas that can take some wants.
 
-    The share prevents the first requester from taking a whole small window; a replica that finishes requests again.
+    A replica wants its capacity, up to its fair share of the window: the share prevents the first requester from
+    taking a whole small window. Those that hold their share are set aside, so that no later event visits them.
     """
-    share = -(-ledger.window.capacity // max(ledger.members.num_ready_rollouts, 1))
-    wanted = {name: min(capacity, share - len(ledger.samples.held.get(name, ()))) for name, capacity in waiting.items()}
+    wanted: dict[str, int] = {}
+    full: list[str] = []
+    for name, capacity in queue.items():
+        if len(wanted) == room:
+            break
+        left = ledger.sessions.share - len(ledger.samples.held.get(name, ()))
+        if left > 0:
+            wanted[name] = min(capacity, left)
+        else:
+            full.append(name)
+    for name in full:
+        ledger.sessions.set_aside(name)
+    return wanted
+
+
+def _grant_in_turns(ledger: LedgerState, wanted: dict[str, int], deadline: int, room: int) -> None:
+    """Grant one lease per replica and turn. A replica that finishes requests again."""
     grants: dict[str, list[p.LeasedPrompt]] = {}
     while room > 0 and (takers := [name for name, count in wanted.items() if count > 0]):
         for name in takers[:room]:
@@ -110,7 +128,7 @@ def deliver(ledger: LedgerState, replica: str, group: p.Deliver) -> None:
             return ledger.reject(replica, "too late: no step has room for a group of this age", sample)
         if entry.state is LEASED:
             ledger.send(entry.replica, p.Cancel(sample))
-    ledger.sessions.end_lease(sample)
+    ledger.sessions.end_lease(sample, entry.replica)
     ledger.decide(records.Delivered(sample, replica, deadline, group.min_version, group.max_version, group.num_terms))
     ledger.send(replica, p.Ack(sample))
 
@@ -132,7 +150,7 @@ def fail(ledger: LedgerState, replica: str, message: p.Failed) -> None:
 
 
 def _fail(ledger: LedgerState, sample: int, entry: Sample, reason: str, *, final: bool) -> None:
-    ledger.sessions.end_lease(sample)
+    ledger.sessions.end_lease(sample, entry.replica)
     if final or entry.failures + 1 >= ledger.config.max_attempts:
         ledger.decide(records.Dropped(sample, reason))
         _check_budgets(ledger, reason)

@@ -87,16 +87,18 @@ def _votes(ledger: LedgerState) -> list[str]:
 
 def _leases(ledger: LedgerState) -> list[str]:
     found = []
-    for (lineage, version), capacities in ledger.sessions.lease_requests.items():
+    for name, (lineage, version) in ledger.sessions.waiting.items():
         if lineage != ledger.lineage:
             why = f"it holds weights of lineage {lineage}, the run is on {ledger.lineage}"
         elif ledger.window.deadline(version) < ledger.next_step:
             why = f"its weights, version {version}, are too old for step {ledger.next_step}"
         elif is_generated(ledger):
             why = "every group the run needs is generated"
+        elif name in ledger.sessions.at_share:
+            why = f"it holds its share of the window, {ledger.sessions.share} groups"
         else:
             why = f"{ledger.samples.num_outstanding} of {ledger.window.capacity} groups are in flight"
-        found += [f"{name} waits for leases: {why}" for name in capacities]
+        found.append(f"{name} waits for leases: {why}")
     return found
 
 

@@ -123,8 +123,9 @@ def tick(ledger: LedgerState, event: events.Tick) -> None:
                 lose(ledger, name, reason=f"{name} is gone")
         elif now - session.last_message >= config.silence_s and members[name].state is MemberState.READY:
             _suspect(ledger, name)
-    for sample in list(ledger.sessions.expired(now - config.lease_ttl_s)):
+    for sample in ledger.sessions.expired(now - config.lease_ttl_s):
         replica = ledger.samples.active[sample].replica
+        ledger.sessions.end_lease(sample, replica)
         ledger.decide(records.Returned(sample, f"{replica} made no progress for {config.lease_ttl_s:g} s"))
         ledger.send(replica, p.Cancel(sample))
 
@@ -186,7 +187,7 @@ def _clear(ledger: LedgerState, replica: str) -> None:
 
 def _return_leases(ledger: LedgerState, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
     for sample in sorted(ledger.samples.held.get(replica, set()).difference(but)):
-        ledger.sessions.end_lease(sample)
+        ledger.sessions.end_lease(sample, replica)
         ledger.decide(records.Returned(sample, reason))
 
 

@@ -54,6 +54,8 @@ class Members:
 
     def __init__(self) -> None:
         self.by_name: dict[str, Member] = {}
+        self.policies: dict[str, Member] = {}
+        """The policy replicas of `by_name`: few, where rollout replicas may be thousands."""
         self.epoch = 0
         """Rises with every new mesh and every rollback; messages of earlier epochs are void."""
         self.mesh: tuple[str, ...] = ()
@@ -73,9 +75,8 @@ class Members:
         return tuple(
             sorted(
                 name
-                for name, member in self.by_name.items()
-                if member.role == "policy"
-                and (member.state is MemberState.READY or (member.is_live and name in self.mesh))
+                for name, member in self.policies.items()
+                if member.state is MemberState.READY or (member.is_live and name in self.mesh)
             )
         )
 
@@ -88,6 +89,7 @@ class Members:
         """Return the members of a dump."""
         members = cls()
         members.by_name, members.epoch, members.mesh = table.by_name, table.epoch, table.mesh
+        members.policies = {name: member for name, member in table.by_name.items() if member.role == "policy"}
         members.num_ready_rollouts = sum(
             member.role == "rollout" and member.state is MemberState.READY for member in table.by_name.values()
         )
@@ -96,7 +98,10 @@ class Members:
     def join(self, replica: str, role: Role, incarnation: int) -> None:
         if replica in self.by_name:
             self.move(replica, MemberState.GONE)
-        self.by_name[replica] = Member(role, incarnation)
+            self.policies.pop(replica, None)
+        member = self.by_name[replica] = Member(role, incarnation)
+        if role == "policy":
+            self.policies[replica] = member
 
     def move(self, replica: str, state: MemberState) -> None:
         member = self.by_name[replica]
@@ -127,8 +132,13 @@ class Sessions:
         self.batch_requests: dict[str, None] = {}
         """Policy replicas waiting for the next batch, in order of arrival."""
         self.lease_requests: dict[tuple[int, int], dict[str, int]] = {}
-        """(lineage, version) of the weights -> requested capacity of each waiting rollout replica, in order."""
-        self._weights: dict[str, tuple[int, int]] = {}  # replica -> its key in lease_requests
+        """(lineage, version) of the weights -> requested capacity of each queued rollout replica, in order."""
+        self.waiting: dict[str, tuple[int, int]] = {}
+        """(lineage, version) of the weights of each rollout replica that waits for leases."""
+        self.at_share: dict[str, int] = {}
+        """Waiting rollout replicas that are not queued, with capacity: they hold their share of the window."""
+        self.share = 0
+        """Maximum number of leases per replica."""
         self._renewed: dict[int, float] = {}  # lease's sample -> last renewal, oldest first
 
     def open(self, replica: str, now: float) -> None:
@@ -143,34 +153,53 @@ class Sessions:
     def withdraw(self, replica: str) -> None:
         """Delete a replica's requests."""
         self.batch_requests.pop(replica, None)
-        key = self._weights.pop(replica, None)
-        if key is not None:
-            del self.lease_requests[key][replica]
-            if not self.lease_requests[key]:
-                del self.lease_requests[key]
+        key = self.waiting.pop(replica, None)
+        if key is not None and self.at_share.pop(replica, None) is None:
+            self._unqueue(replica, key)
 
     def queue_lease_request(self, replica: str, *, lineage: int, version: int, capacity: int) -> None:
         """Queue a request for leases; it replaces an earlier one."""
         self.withdraw(replica)
-        self._weights[replica] = (lineage, version)
+        self.waiting[replica] = (lineage, version)
         self.lease_requests.setdefault((lineage, version), {})[replica] = capacity
 
-    def waiting_rollouts(self) -> list[str]:
-        return list(self._weights)
+    def set_aside(self, replica: str) -> None:
+        """Remove the request of a replica that holds its share from the queue, until it loses a lease."""
+        self.at_share[replica] = self._unqueue(replica, self.waiting[replica])
+
+    def use_share(self, share: int) -> None:
+        """Set the share; a larger one puts all requests back into the queue."""
+        if share > self.share:
+            for replica in list(self.at_share):
+                self._requeue(replica)
+        self.share = share
+
+    def _unqueue(self, replica: str, key: tuple[int, int]) -> int:
+        queue = self.lease_requests[key]
+        capacity = queue.pop(replica)
+        if not queue:
+            del self.lease_requests[key]
+        return capacity
+
+    def _requeue(self, replica: str) -> None:
+        capacity = self.at_share.pop(replica, None)
+        if capacity is not None:
+            self.lease_requests.setdefault(self.waiting[replica], {})[replica] = capacity
 
     def renew(self, sample: int, now: float) -> None:
         """Reset a lease's time to live."""
         self._renewed.pop(sample, None)
         self._renewed[sample] = now
 
-    def end_lease(self, sample: int) -> None:
+    def end_lease(self, sample: int, replica: str) -> None:
+        """Stop the lease's time; its replica may get another."""
         self._renewed.pop(sample, None)
+        self._requeue(replica)
 
     def expired(self, before: float) -> Iterator[int]:
-        """Yield and delete the leases that were not renewed since `before`."""
+        """Yield the leases that were not renewed since `before`, until they are ended."""
         while self._renewed:
             sample, renewed = next(iter(self._renewed.items()))
             if renewed > before:
                 return
-            del self._renewed[sample]
             yield sample

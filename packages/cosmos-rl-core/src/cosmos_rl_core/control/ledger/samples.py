@@ -105,7 +105,14 @@ class Samples:
 
     def lowest_pending(self, count: int) -> list[int]:
         """Return up to `count` PENDING ids, ascending."""
-        return heapq.nsmallest(count, {s for s in self._pending if self._is_pending(s)})
+        found: list[int] = []
+        while len(found) < count and (sample := self.first_pending()) is not None:
+            found.append(sample)
+            while self._pending and self._pending[0] == sample:  # an id that was PENDING before may be there twice
+                heapq.heappop(self._pending)
+        for sample in found:
+            heapq.heappush(self._pending, sample)
+        return found
 
     def _is_pending(self, sample: int) -> bool:
         entry = self.active.get(sample)

@@ -5,7 +5,7 @@ A step is committed when every member of the mesh voted for it in the same epoch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
@@ -110,14 +110,15 @@ def is_unanimous(ledger: LedgerState) -> bool:
 
 def commit(ledger: LedgerState, batch: records.Assigned) -> None:
     ledger.decide(records.Commit(batch.step, batch.epoch, ledger.lineage, tuple(sorted(ledger.votes))))
-    for name in ledger.members.mesh:
-        _send_committed(ledger, name, batch.step)
+    _send_committed(ledger, ledger.members.mesh, batch.step)
     form_mesh(ledger)
 
 
-def _send_committed(ledger: LedgerState, replica: str, step: int) -> None:
-    position = ledger.position()
-    ledger.send(replica, p.Committed(step, position.next_sample, position.unfinished))
+def _send_committed(ledger: LedgerState, replicas: Iterable[str], step: int) -> None:
+    position = ledger.position()  # visits all active samples
+    message = p.Committed(step, position.next_sample, position.unfinished)
+    for replica in replicas:
+        ledger.send(replica, message)
 
 
 def checkpointed(ledger: LedgerState, replica: str, message: p.CheckpointDone) -> None:
@@ -155,7 +156,7 @@ def _is_of_mesh(ledger: LedgerState, replica: str, epoch: int) -> bool:
 
 def _answer_other_step(ledger: LedgerState, replica: str, step: int) -> None:
     if step < ledger.version:
-        _send_committed(ledger, replica, step)
+        _send_committed(ledger, [replica], step)
     else:
         ledger.reject(replica, f"step {step} is not the current step {ledger.version}")
 
