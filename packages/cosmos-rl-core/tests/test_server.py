@@ -67,7 +67,7 @@ class Observer:
     """Remembers the steps it is told of, and fails with `error` instead where there is one."""
 
     def __init__(self, error=None):
-        self.steps, self.notes, self.error = [], [], error
+        self.reports, self.evaluations, self.notes, self.error = [], [], [], error
 
     def phase(self, text):
         pass
@@ -78,7 +78,14 @@ class Observer:
     def step(self, step, metrics):
         if self.error is not None:
             raise self.error
-        self.steps.append(step)
+        self.reports.append((step, metrics))
+
+    def evaluated(self, version, metrics, groups):
+        self.evaluations.append((version, metrics))
+
+    @property
+    def steps(self):
+        return [step for step, _ in self.reports]
 
 
 @asynccontextmanager
@@ -111,9 +118,14 @@ async def running(tmp_path, *, observer=None, ledger=None):
         await asyncio.gather(task, return_exceptions=True)
 
 
-def delivery(prompt, payload):
+def delivery(prompt, payload, *, version=0):
     return p.Deliver(
-        sample=prompt.sample, attempt=prompt.attempt, min_version=0, max_version=0, num_terms=3, payload=payload
+        sample=prompt.sample,
+        attempt=prompt.attempt,
+        min_version=version,
+        max_version=version,
+        num_terms=3,
+        payload=payload,
     )
 
 
@@ -154,6 +166,54 @@ async def test_a_second_delivery_of_a_sample_does_not_replace_the_first(tmp_path
         zero, one = (await rollout.hears(p.Grant)).prompts
         rollout.says(delivery(zero, b"first"), delivery(zero, b"second"), delivery(one, b"other"))
         assert (await policy.hears(p.Batch)).payloads == [b"first", b"other"]
+
+
+@in_a_loop
+async def test_a_repeated_vote_for_an_old_step_frees_nothing_of_the_batch_in_work(tmp_path):
+    async with running(tmp_path) as (controller, _):
+        policy, rollout = await join(controller)
+        for step in (0, 1):
+            policy.says(p.RequestBatch(step=step))
+            rollout.says(p.RequestLeases(version=step, capacity=2))
+            granted = await rollout.hears(p.Grant)
+            rollout.says(*(delivery(each, b"group %d" % each.sample, version=step) for each in granted.prompts))
+            batch = await policy.hears(p.Batch)
+            if step == 0:
+                policy.says(p.Vote(step=0, epoch=batch.epoch))
+                await policy.hears(p.Committed)
+        policy.says(p.Vote(step=0, epoch=batch.epoch))
+        assert (await policy.hears(p.Committed)).step == 0
+        policy.says(p.RequestBatch(step=1))
+        assert (await policy.hears(p.Batch)).payloads == [b"group 2", b"group 3"]
+
+
+@in_a_loop
+async def test_two_policy_replicas_report_a_step_once(tmp_path):
+    observer = Observer()
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, policy_members=2, suspect_grace_s=0.1))
+    async with running(tmp_path, observer=observer, ledger=ledger) as (controller, _):
+        zero, one = Worker(controller, "policy", "policy-0"), Worker(controller, "policy", "policy-1")
+        for policy in (zero, one):
+            await policy.hears(p.Welcome)
+            policy.says(p.Ready())
+        await until(lambda: ledger.members.mesh == ("policy-0", "policy-1"))
+        one.says(p.StepDone(step=0, version=1, metrics={"of": 1.0}))
+        zero.says(p.StepDone(step=0, version=1, metrics={"of": 0.0}), p.Validated(version=1, metrics={"of": 0.0}))
+        one.says(p.StepDone(step=1, version=2, metrics={"of": 1.0}), p.Validated(version=1, metrics={"of": 1.0}))
+        await until(lambda: observer.evaluations == [(1, {"of": 0.0})])
+        assert [(step, metrics["of"]) for step, metrics in observer.reports] == [(0, 0.0)]
+        zero.says(None)  # it had no time to report step 1
+        await until(lambda: observer.steps == [0, 1])
+        assert observer.reports[1][1]["of"] == 1.0
+        one.says(p.StepDone(step=1, version=2, metrics={"of": 2.0}), p.Alarm(message="the last word"))
+        await until(lambda: observer.notes[-1] == "policy-1: the last word")
+        assert observer.steps == [0, 1]
+
+
+async def until(condition):
+    """Wait until the controller has brought something about."""
+    while not condition():
+        await asyncio.sleep(0.005)
 
 
 # -- groups that lie in spools

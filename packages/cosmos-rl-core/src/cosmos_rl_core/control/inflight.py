@@ -10,7 +10,7 @@ A large group is held as a reference to the spool of the replica that generated 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -40,7 +40,8 @@ class Batches:
     """True: a sample's payload is its row, read on demand."""
     peers: Peers
     _held: dict[int, Held] = field(default_factory=dict)
-    _assigned: Sequence[int] = ()
+    _assigned: dict[int, tuple[int, ...]] = field(default_factory=dict)
+    """Step -> samples of its batch, until its commit."""
 
     def deliver(self, message: p.Deliver, *, replica: str, decided: Iterable[records.Record]) -> None:
         """Hold a group if the ledger accepted it, else release it: late groups and duplicates are not accepted."""
@@ -57,13 +58,12 @@ class Batches:
         return lost
 
     def with_payloads(self, batch: p.Batch) -> p.Batch:
-        self._assigned = batch.samples
+        self._assigned[batch.step] = batch.samples
         return msgspec.structs.replace(batch, payloads=[self._payload(sample) for sample in batch.samples])
 
-    def committed(self) -> None:
-        """Release the groups of the last assigned batch: its step is committed."""
-        self._drop(self._assigned)
-        self._assigned = ()
+    def committed(self, step: int) -> None:
+        """Release the groups of a step's batch. No-op for a commit that is repeated: the batch in work is kept."""
+        self._drop(self._assigned.pop(step, ()))
 
     def kept(self, replica: str) -> list[str]:
         """Return the files of a replica that are still needed."""

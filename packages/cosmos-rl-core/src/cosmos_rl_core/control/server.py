@@ -24,6 +24,7 @@ from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.reports import PolicyReports
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
 from cosmos_rl_core.types import RolloutGroup
@@ -99,6 +100,10 @@ class Controller:
         self._observer = observer
         self._ledger = DurableLedger(ledger, journal=journal, clock=clock, dispatch=self._dispatch)
         self._batches = Batches(source=source, supervised=job.supervised, peers=self.peers)
+        self._reports = PolicyReports(
+            on_step=lambda done: observer.step(done.step, {**done.metrics, **self.peers.metrics()}),
+            on_validated=lambda done: observer.evaluated(done.version, done.metrics, []),
+        )
         self._evaluator = Evaluator(
             source=eval_source,
             every_steps=job.eval_every_steps,
@@ -207,10 +212,10 @@ class Controller:
 
     def _handle_report(self, peer: Peer, message: p.ToController) -> None:
         match message:
-            case p.StepDone():
-                self._observer.step(message.step, {**message.metrics, **self.peers.metrics()})
-            case p.Validated():
+            case p.Validated() if peer.role == "rollout":
                 self._observer.evaluated(message.version, message.metrics, [])
+            case p.StepDone() | p.Validated():
+                self._reports.add(peer.name, message, mesh=self.ledger.members.mesh)
             case p.Alarm():
                 self._observer.note(f"{peer.name}: {message.message}")
             case p.CheckpointDone():
@@ -303,7 +308,7 @@ class Controller:
             case p.Cancel():
                 peer.post(message)
             case p.Committed():
-                self._batches.committed()
+                self._batches.committed(message.step)
                 self._evaluate_if_due(message.step + 1)
                 peer.post(message)
             case p.Reject():
@@ -312,6 +317,7 @@ class Controller:
                 self._end_of_batches(peer)
             case p.Remesh():
                 peer.epoch = message.epoch
+                self._reports.remesh(message.members)
                 self._request_batch(peer)
             case p.NoMore() | p.Ack() | p.RolledBack():
                 pass  # not sent: a worker ends with its connection

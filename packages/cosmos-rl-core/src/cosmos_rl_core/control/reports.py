@@ -1,0 +1,85 @@
+"""Reports of policy replicas: one per step, although every replica of the mesh sends one.
+
+    reports = OncePerStep()
+    reports.add("policy-1", 7, message, mesh=("policy-0", "policy-1"))     # []: policy-0 reports step 7
+    reports.add("policy-0", 7, message, mesh=("policy-0", "policy-1"))     # [message]
+    reports.remesh(("policy-1",))                                          # those that policy-0 did not send any more
+
+The first member of the mesh reports. Reports of the others are kept until it has sent its own, in case it is lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+from cosmos_rl_core.control import protocol as p
+
+M = TypeVar("M")
+
+
+@dataclass(slots=True)
+class OncePerStep(Generic[M]):
+    """Reports of the mesh's first member, in the order of steps, each step once."""
+
+    _last: int = -1
+    """Newest step whose report was returned."""
+    _kept: dict[int, dict[str, M]] = field(default_factory=dict)
+    """Step -> replica -> report, of later steps."""
+
+    def add(self, replica: str, step: int, report: M, *, mesh: tuple[str, ...]) -> list[M]:
+        """Return the reports to record now. A report of a step that has one is ignored."""
+        if step > self._last:
+            self._kept.setdefault(step, {})[replica] = report
+        return self.remesh(mesh)
+
+    def remesh(self, mesh: tuple[str, ...]) -> list[M]:
+        """Return the reports to record with these members; a lost member's steps are reported by another one."""
+        newest = max((step for step, reports in self._kept.items() if mesh and mesh[0] in reports), default=self._last)
+        self._last = newest
+        steps = sorted(step for step in self._kept if step <= newest)
+        return [_of_first(self._kept.pop(step), mesh) for step in steps]
+
+    def roll_back(self, step: int) -> None:
+        """Forget this step and the later ones, which are done again."""
+        self._last = min(self._last, step - 1)
+        self._kept = {kept: reports for kept, reports in self._kept.items() if kept < step}
+
+
+def _of_first(reports: Mapping[str, M], mesh: tuple[str, ...]) -> M:
+    return reports[next((name for name in mesh if name in reports), min(reports))]
+
+
+@dataclass(slots=True, kw_only=True)
+class PolicyReports:
+    """Passes the metrics of steps, and of evaluations by supervised replicas, to an observer."""
+
+    on_step: Callable[[p.StepDone], None]
+    on_validated: Callable[[p.Validated], None]
+    _steps: OncePerStep[p.StepDone] = field(default_factory=OncePerStep[p.StepDone])
+    _versions: OncePerStep[p.Validated] = field(default_factory=OncePerStep[p.Validated])
+
+    def add(self, replica: str, message: p.StepDone | p.Validated, *, mesh: tuple[str, ...]) -> None:
+        """Receive a replica's report."""
+        if isinstance(message, p.StepDone):
+            self._record(self._steps.add(replica, message.step, message, mesh=mesh))
+        else:
+            self._record(self._versions.add(replica, message.version, message, mesh=mesh))
+
+    def remesh(self, mesh: tuple[str, ...]) -> None:
+        """Record the reports of a lost first member that another one has sent."""
+        self._record(self._steps.remesh(mesh))
+        self._record(self._versions.remesh(mesh))
+
+    def roll_back(self, version: int) -> None:
+        """Expect the reports of the steps from `version` on, and of later versions, once more."""
+        self._steps.roll_back(version)
+        self._versions.roll_back(version + 1)
+
+    def _record(self, messages: list[p.StepDone] | list[p.Validated]) -> None:
+        for message in messages:
+            if isinstance(message, p.StepDone):
+                self.on_step(message)
+            else:
+                self.on_validated(message)
