@@ -6,7 +6,13 @@ import resource
 import socket
 
 from cosmos_rl_core.testing.descriptors import descriptors_left
-from cosmos_rl_core.wire.listening import SeldomLog, UnauthenticatedConnections, accept_forever, raise_descriptor_limit
+from cosmos_rl_core.wire.listening import (
+    SeldomLog,
+    UnauthenticatedConnections,
+    accept_forever,
+    descriptor_shortage,
+    raise_descriptor_limit,
+)
 
 
 def test_the_same_complaint_is_passed_on_once_a_minute_and_counted_meanwhile():
@@ -76,3 +82,8 @@ def test_the_soft_limit_of_open_files_is_raised_to_the_hard_one():
         assert raise_descriptor_limit() == hard == resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_few_open_files_for_the_replicas_are_reported_with_the_limit():
+    assert descriptor_shortage(4096, allowed=20000) == ""
+    assert "4096 replicas take up to 8704 open files" in descriptor_shortage(4096, allowed=8703)

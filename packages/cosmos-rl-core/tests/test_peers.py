@@ -15,7 +15,8 @@ def beat(progress, busy_s):
 
 def test_idleness_is_taken_over_the_time_between_two_steps():
     peer = Peer(name="rollout-0", role="rollout", connection=NoConnection(), heartbeat_at=100.0)
-    peers = Peers({"rollout-0": peer})
+    peers = Peers()
+    peers.add(peer)
     peer.beat(beat(1, 1.0), now=102.0)
     peer.beat(beat(2, 3.0), now=104.0)
     assert peers.metrics() == {"members": 1.0, "rollout_idle_fraction": 0.25}
@@ -25,7 +26,8 @@ def test_idleness_is_taken_over_the_time_between_two_steps():
 
 def test_without_a_new_heartbeat_the_last_figure_stands():
     peer = Peer(name="policy-0", role="policy", connection=NoConnection(), heartbeat_at=100.0)
-    peers = Peers({"policy-0": peer})
+    peers = Peers()
+    peers.add(peer)
     peer.beat(beat(1, 1.0), now=102.0)
     assert peers.metrics()["policy_idle_fraction"] == 0.5
     assert peers.metrics()["policy_idle_fraction"] == 0.5
@@ -69,3 +71,12 @@ def test_a_dismissed_worker_leaves_before_its_welcome():
     peer = Peer(name="rollout-0", role="rollout", connection=wire)
     peer.dismiss("the run is over")
     assert wire.sent == [p.Stop(reason="the run is over")]
+
+
+def test_a_name_that_comes_back_in_another_role_is_counted_once():
+    peers = Peers()
+    for role in ("rollout", "policy"):
+        peers.add(Peer(name="worker", role=role, connection=NoConnection()))
+    assert (peers.of_role("rollout"), len(peers.of_role("policy")), len(peers.by_name)) == ([], 1, 1)
+    peers.remove("worker")
+    assert (peers.of_role("policy"), peers.by_name) == ([], {})

@@ -51,6 +51,12 @@ def test_the_bandit_learns(tmp_path, placement):
     assert result.samples["issued"] == sum(n for state, n in result.samples.items() if state != "issued")
 
 
+def test_a_limit_of_open_files_too_low_for_the_replicas_is_noted_at_the_start(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("cosmos_rl_core.launch.run.raise_descriptor_limit", lambda: 515)
+    run(recipe(tmp_path, run__placement="inline", run__max_steps=1, logging__sinks=["console"]))
+    assert "2 replicas take up to 516 open files" in " ".join(capsys.readouterr().out.split())
+
+
 def test_a_worker_of_this_process_that_lost_its_connection_ends_the_run(tmp_path, monkeypatch):
     async def lose(self):
         raise ConnectionClosed("the connection broke")

@@ -40,6 +40,8 @@ class Batches:
     """True: a sample's payload is its row, read on demand."""
     peers: Peers
     _held: dict[int, Held] = field(default_factory=dict)
+    _spooled: dict[str, dict[int, str]] = field(default_factory=dict)
+    """Held files by replica and sample."""
     _assigned: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Step -> samples of its batch, until its commit."""
 
@@ -48,6 +50,8 @@ class Batches:
         held = Held(message.payload, replica)
         if any(isinstance(record, records.Delivered) for record in decided):
             self._held[message.sample] = held
+            if isinstance(held.payload, Spooled):
+                self._spooled.setdefault(replica, {})[message.sample] = held.payload.path
         else:
             self._release([held])
 
@@ -67,8 +71,7 @@ class Batches:
 
     def kept(self, replica: str) -> list[str]:
         """Return the files of a replica that are still needed."""
-        mine = [held.payload for held in self._held.values() if held.replica == replica]
-        return [payload.path for payload in mine if isinstance(payload, Spooled)]
+        return list(self._spooled.get(replica, {}).values())
 
     def _payload(self, sample: int) -> p.Payload:
         if self.supervised:
@@ -80,7 +83,11 @@ class Batches:
         return msgspec.structs.replace(held.payload, address=maker.address if maker else "")
 
     def _drop(self, samples: Iterable[int]) -> None:
-        self._release([self._held.pop(sample) for sample in samples if sample in self._held])
+        dropped = [(sample, self._held.pop(sample)) for sample in samples if sample in self._held]
+        for sample, held in dropped:
+            if isinstance(held.payload, Spooled):
+                del self._spooled[held.replica][sample]
+        self._release([held for _, held in dropped])
 
     def _release(self, groups: Iterable[Held]) -> None:
         """Make the spools remove the files. A replica without a Welcome yet gets the list of kept files with it."""

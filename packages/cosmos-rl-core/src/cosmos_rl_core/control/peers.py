@@ -90,9 +90,19 @@ class Peers:
     """The connected workers by name; a worker that reconnects replaces its earlier connection."""
 
     by_name: dict[str, Peer] = field(default_factory=dict)
+    _of_role: dict[str, dict[str, Peer]] = field(default_factory=lambda: {"policy": {}, "rollout": {}})
 
-    def of_role(self, role: str) -> list[Peer]:
-        return [peer for peer in self.by_name.values() if peer.role == role]
+    def add(self, peer: Peer) -> None:
+        self.remove(peer.name)
+        self.by_name[peer.name] = self._of_role[peer.role][peer.name] = peer
+
+    def remove(self, name: str) -> None:
+        peer = self.by_name.pop(name, None)
+        if peer is not None:
+            del self._of_role[peer.role][name]
+
+    def of_role(self, role: p.Role) -> list[Peer]:
+        return list(self._of_role[role].values())
 
     def send_weights_address(self, ready: Peer) -> None:
         """Send the policy's weight address: to all rollout workers after a policy's Ready, else to the sender."""
@@ -105,6 +115,6 @@ class Peers:
         """Number of members, and the idle fraction of each role since the last call."""
         for peer in self.by_name.values():
             peer.measure_idleness()
-        idle = {role: [peer.idle_fraction for peer in self.of_role(role)] for role in ("policy", "rollout")}
+        idle = {role: [peer.idle_fraction for peer in peers.values()] for role, peers in self._of_role.items()}
         fractions = {f"{role}_idle_fraction": fmean(values) for role, values in idle.items() if values}
         return {"members": float(len(self.by_name)), **fractions}

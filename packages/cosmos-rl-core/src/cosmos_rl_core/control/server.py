@@ -159,7 +159,7 @@ class Controller:
             return  # the run is over
         role = "policy" if connection.peer.role == "policy" else "rollout"
         peer = Peer(name=connection.peer.name, role=role, connection=connection, heartbeat_at=self.clock())
-        self.peers.by_name[peer.name] = peer
+        self.peers.add(peer)
         self._ledger.feed(events.Join(replica=peer.name, role=peer.role))
         try:
             while True:
@@ -175,7 +175,7 @@ class Controller:
     def _lose(self, peer: Peer) -> None:
         if self.peers.by_name.get(peer.name) is not peer:
             return
-        del self.peers.by_name[peer.name]
+        self.peers.remove(peer.name)
         self._evaluator.lose(peer, self.peers)
         if not peer.leaving:
             self._ledger.feed(events.Disconnected(replica=peer.name, incarnation=peer.incarnation))

@@ -42,7 +42,7 @@ from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.channel import Connection, Server, serve
 from cosmos_rl_core.wire.handshake import make_token
-from cosmos_rl_core.wire.listening import is_loopback, raise_descriptor_limit
+from cosmos_rl_core.wire.listening import descriptor_shortage, is_loopback, raise_descriptor_limit
 from cosmos_rl_core.workers.directory import Removals, RunDirectory, explain_no_room
 from cosmos_rl_core.workers.failure import AGENT, receive_report
 from cosmos_rl_core.workers.fork_server import ForkServer
@@ -81,8 +81,9 @@ def run(
     Raises UserError for errors that the user can fix, and WorkerFailed if a worker was lost permanently; results up to
     then are on disk.
     """
-    raise_descriptor_limit()
+    allowed = raise_descriptor_limit()
     given = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, rows=rows, eval_rows=eval_rows)
+    short = descriptor_shortage(num_replicas(given.config), allowed=allowed)
     path = given.config.run.directory
     try:
         with contextlib.closing(RunDirectory.open(path, resume=resume is not None, overwrite=overwrite)) as directory:
@@ -93,7 +94,7 @@ def run(
             given.write_rows(path, resumed=resumption is not None)
             with fork_server(given.config, path, python_path=given.python_path) as forks:
                 started = _Run(given, path.resolve(), resumption, lock=directory.lock, forks=forks)
-                return run_to_end(started.run(directory.notes))
+                return run_to_end(started.run([*directory.notes, *([short] if short else [])]))
     except OutOfMemory as error:
         raise UserError(f"{error}\n{memory_advice(given.config, role=error.role)}") from error
     except OSError as error:
@@ -317,6 +318,11 @@ class _Run:
                 merge(parts, self._directory / "timeline.json")
         except OSError as error:  # must not hide the error that ended the run
             self._observer.note(f"timeline.json could not be written: {error.strerror}")
+
+
+def num_replicas(config: RunConfig) -> int:
+    """Return the number of workers that the recipe asks for."""
+    return config.policy.replicas + (0 if config.is_sft else config.rollout.replicas)
 
 
 def planned_steps(config: RunConfig, source: PromptSource) -> int:

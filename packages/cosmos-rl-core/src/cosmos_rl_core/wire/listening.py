@@ -34,6 +34,10 @@ RETRY_S = 0.1
 GRACE_S = 0.25
 """Minimum time that an unauthenticated connection stays while others wait for room: a handshake takes milliseconds."""
 _FEW_DESCRIPTORS = 1024
+_PER_REPLICA = 2
+"""Open files of a controller per replica: the connection, and a local process' descriptor."""
+_BESIDE_REPLICAS = 512
+"""Open files of a controller besides: connections before their handshake, the journal, logs."""
 _BACKLOG = 4096
 
 
@@ -120,6 +124,17 @@ def raise_descriptor_limit() -> int:
     if soft < _FEW_DESCRIPTORS:
         log.warning("this process may open %d files: raise the hard limit, `ulimit -Hn`, to 4096 or more", soft)
     return soft
+
+
+def descriptor_shortage(replicas: int, *, allowed: int) -> str:
+    """Return a sentence if a controller of that many replicas may run out of open files, else an empty text."""
+    needed = _PER_REPLICA * replicas + _BESIDE_REPLICAS
+    if allowed >= needed:
+        return ""
+    return (
+        f"{replicas} replicas take up to {needed} open files in the controller, which may open {allowed}: raise the "
+        "hard limit, `ulimit -Hn`, or connections will be refused"
+    )
 
 
 class SeldomLog:
