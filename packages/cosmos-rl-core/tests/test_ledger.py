@@ -50,9 +50,18 @@ class Play:
     def ask(self, replica: str, *, version: int = 0, capacity: int = 8, lineage: int = 0):
         return self.send(replica, m.RequestLeases(version, capacity, lineage))
 
-    def deliver(self, replica: str, sample: int, *, attempt: int = 1, version: int = 0, newest: int | None = None):
+    def deliver(
+        self,
+        replica: str,
+        sample: int,
+        *,
+        attempt: int = 1,
+        version: int = 0,
+        newest: int | None = None,
+        lineage: int = 0,
+    ):
         newest = version if newest is None else newest
-        return self.send(replica, m.Deliver(sample, attempt, version, newest, 10))
+        return self.send(replica, m.Deliver(sample, attempt, version, newest, 10, lineage=lineage))
 
     def fail(self, replica: str, sample: int, *, attempt: int = 1, reason: str = "boom", final: bool = False):
         return self.send(replica, m.Failed(sample, attempt, reason, final))
@@ -603,6 +612,45 @@ def test_weights_of_an_abandoned_lineage_get_no_leases():
     assert p.ask("rollout-0", version=2, lineage=0) == []
     assert "it holds weights of lineage 0" in p.ledger.waits()[0]
     assert len(granted(p.ask("rollout-0", version=0, lineage=1))) == 2
+
+
+def test_groups_in_work_during_a_rollback_are_generated_again():
+    p = play()
+    p.train(steps=2)
+    p.checkpoint(1)
+    [four, five] = granted(p.ask("rollout-0", version=2))
+    p.on(events.Rollback(1, payloads_kept=False))
+    assert p.ledger.counts()["leased"] == 0
+    late = p.deliver("rollout-0", four.sample, version=2)
+    assert [output.message.reason for output in late] == ["sampled from weights of lineage 0; the run is on lineage 1"]
+    again = granted(p.ask("rollout-0", version=1, lineage=1))
+    assert [(lease.sample, lease.attempt) for lease in again] == [(2, 2), (3, 2)]
+    assert p.ledger.samples.active[five.sample].failures == 0
+
+
+def test_a_group_of_a_later_version_waits_until_the_new_lineage_has_reached_it():
+    p = play()
+    p.train(steps=1)
+    for lease in granted(p.ask("rollout-0", version=1)):
+        p.deliver("rollout-0", lease.sample, version=1)
+    p.on(events.Rollback(0, payloads_kept=False))
+    assert p.ledger.counts()["ready"] == 2  # a step's worth, but of version 1
+    p.batch()
+    assert p.ledger.assignment is None
+    for lease in granted(p.ask("rollout-0", version=0, lineage=1)):
+        p.deliver("rollout-0", lease.sample, attempt=lease.attempt, lineage=1)
+    assert p.ledger.assignment.samples == (0, 1)
+    p.vote()
+    p.batch()
+    assert p.ledger.assignment.samples == (2, 3)
+
+
+def test_a_process_that_has_ended_is_not_waited_for():
+    p = play(suspect_grace_s=60)
+    assert len(granted(p.ask("rollout-0"))) == 2
+    p.join("rollout-1")
+    p.on(events.Disconnected("rollout-0", 1, has_ended=True))
+    assert [lease.sample for lease in granted(p.ask("rollout-1"))] == [0, 1]
 
 
 def test_a_checkpoint_of_an_abandoned_lineage_covers_nothing():

@@ -164,6 +164,25 @@ class RollbackKeepsSteps(Ledger):
             super().decide(record)
 
 
+class OldLineagesDeliver(Ledger):
+    """A group is taken whatever weights it was sampled from."""
+
+    @staticmethod
+    def deliver(ledger, replica, group):
+        leasing.deliver(ledger, replica, msgspec.structs.replace(group, lineage=ledger.lineage))
+
+
+OldLineagesDeliver.rules = {**Ledger.rules, p.Deliver: OldLineagesDeliver.deliver}
+
+
+class TrainsOnLaterVersions(Ledger):
+    """After a rollback every ready group may be trained at once."""
+
+    def decide(self, record):
+        super().decide(record)
+        self.newest_version = 0
+
+
 class RestartTrustsOldConnections(Ledger):
     """After a restart nobody is suspected."""
 
@@ -224,6 +243,8 @@ MUTANTS = [
     NoFencing,
     NoGrace,
     RollbackKeepsSteps,
+    OldLineagesDeliver,
+    TrainsOnLaterVersions,
     EveryEpochItsOwnBatch,
     RestartTrustsOldConnections,
     LossesKeepTheEpoch,

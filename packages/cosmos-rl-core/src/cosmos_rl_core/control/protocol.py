@@ -128,6 +128,8 @@ class Deliver(Message, frozen=True):
     num_terms: int
     payload: Payload = b""
     evaluation: bool = False
+    lineage: int = 0
+    """Lineage of the weights that all its terms were sampled from."""
 
 
 class Ack(Message, frozen=True):

@@ -27,6 +27,8 @@ class History:
         self.ready: set[int] = set()
         self.oldest: dict[int, int] = {}
         """Sample that was delivered -> oldest version of its terms."""
+        self.newest: dict[int, int] = {}
+        """The same for the newest version."""
         self.trained: set[int] = set()
         """Samples on the lineage."""
         self.dropped: set[int] = set()
@@ -57,7 +59,7 @@ class History:
                 self.leased.pop(record.sample, None)
                 assert not self.is_settled(record.sample), f"sample {record.sample} was taken a second time"
                 self.ready.add(record.sample)
-                self.oldest[record.sample] = record.min_version
+                self.oldest[record.sample], self.newest[record.sample] = record.min_version, record.max_version
             case records.Dropped():
                 self.leased.pop(record.sample, None)
                 self.dropped.add(record.sample)
@@ -103,6 +105,8 @@ class History:
             self.ready.remove(sample)
             age = record.step - self.oldest[sample]
             assert age <= self._config.max_staleness, f"sample {sample} is {age} versions old at step {record.step}"
+            newest = self.newest[sample]
+            assert newest <= record.step, f"sample {sample} has terms of version {newest} at step {record.step}"
         self.assigned = record
 
     def _take_apart(self, record: records.PayloadsLost) -> None:
@@ -147,9 +151,13 @@ class Invariants:
         self._votes: set[tuple[str, int, int]] = set()
         self._batches: dict[tuple[int, int], tuple[int, ...]] = {}
         self._acknowledged: set[int] = set()
+        self._is_of_old_lineage = False
+        """Whether the event is a group that was sampled before the rollback."""
 
     def before(self, event: events.Event) -> bool:
         """Return whether an event comes from a process that was replaced or given up, by our own books."""
+        message = event.message if isinstance(event, events.From) else None
+        self._is_of_old_lineage = isinstance(message, p.Deliver) and message.lineage != self.history.lineage
         if not isinstance(event, events.From | events.Disconnected):
             return False
         if isinstance(event, events.From) and isinstance(event.message, p.Vote):
@@ -165,6 +173,8 @@ class Invariants:
         for record in decided:
             self.history.add(record)
             match record:
+                case records.Delivered():
+                    assert not self._is_of_old_lineage, f"sample {record.sample} is of weights that were undone"
                 case records.Leased():
                     assert record.sample not in self._acknowledged, f"acknowledged sample {record.sample} was lost"
                 case records.Commit():

@@ -164,6 +164,8 @@ class FakeRollout(FakeReplica):
             self.settle()
 
     def load(self) -> None:
+        if self.world.published[0] != self.lineage:
+            self.running.clear()  # it missed the rollback
         self.lineage, self.version = self.world.published
         self.later(self.world.random.uniform(0.1, 0.6), self.load)
 
@@ -196,6 +198,7 @@ class FakeRollout(FakeReplica):
                 self.has_no_more = True
             case p.RolledBack():
                 self.has_no_more = False
+                self.running.clear()
 
     def finish(self, sample: int, attempt: int) -> None:
         if self.running.get(sample, (0, 0))[0] != attempt:
@@ -208,7 +211,7 @@ class FakeRollout(FakeReplica):
             message = p.Failed(sample, attempt, "filtered:zero_variance", final=True)
         else:
             oldest, newest = sorted((born, self.version))
-            message = p.Deliver(sample, attempt, oldest, newest, 10)
+            message = p.Deliver(sample, attempt, oldest, newest, 10, lineage=self.lineage)
         self.unsettled[sample] = message
         self.send(message)
         free = self.world.options.capacity - len(self.running)

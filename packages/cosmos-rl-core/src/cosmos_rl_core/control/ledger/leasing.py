@@ -116,6 +116,9 @@ def deliver(ledger: LedgerState, replica: str, group: p.Deliver) -> None:
     entry = ledger.samples.active.get(sample)
     if entry is None or entry.state not in (PENDING, LEASED):
         return ledger.send(replica, p.Ack(sample))
+    if group.lineage != ledger.lineage:
+        reason = f"sampled from weights of lineage {group.lineage}; the run is on lineage {ledger.lineage}"
+        return ledger.reject(replica, reason, sample)
     if _is_holder(entry, replica, group):
         if ledger.window.deadline(group.min_version) < entry.deadline:
             reason = f"protocol: a term of version {group.min_version} in a group due at step {entry.deadline}"

@@ -50,7 +50,7 @@ def join(ledger: LedgerState, event: events.Join) -> None:
         assert member is not None
         if member.state is MemberState.SUSPECT:
             _clear(ledger, event.replica)
-        _return_leases(ledger, event.replica, reason="not held after reconnecting", but=event.holding)
+        return_leases(ledger, event.replica, reason="not held after reconnecting", but=event.holding)
     else:
         if member is not None and member.is_live:
             lose(ledger, event.replica, reason="replaced by a new process")
@@ -83,9 +83,12 @@ def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
 
 
 def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
-    """Mark a disconnected replica as suspect immediately."""
+    """Mark a disconnected replica as suspect immediately, or remove it if its process has ended."""
     session = ledger.sessions.by_name.get(event.replica)
     if session is None or not ledger.members.is_current(event.replica, event.incarnation):
+        return
+    if event.has_ended:
+        lose(ledger, event.replica, reason=f"{event.replica} has ended")
         return
     session.is_closed = True
     _suspect(ledger, event.replica)
@@ -132,7 +135,7 @@ def tick(ledger: LedgerState, event: events.Tick) -> None:
 
 def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool = False) -> None:
     """Remove a replica: its leases return, and the mesh continues without it."""
-    _return_leases(ledger, replica, reason=reason)
+    return_leases(ledger, replica, reason=reason)
     ledger.sessions.close(replica)
     ledger.decide(records.Moved(replica, MemberState.GONE))
     if not (in_good_order and ledger.why_finished() is not None):
@@ -185,7 +188,8 @@ def _clear(ledger: LedgerState, replica: str) -> None:
     form_mesh(ledger)
 
 
-def _return_leases(ledger: LedgerState, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
+def return_leases(ledger: LedgerState, replica: str, *, reason: str, but: Collection[int] = ()) -> None:
+    """Make the samples leased to a replica pending again, without counting an attempt."""
     for sample in sorted(ledger.samples.held.get(replica, set()).difference(but)):
         ledger.sessions.end_lease(sample, replica)
         ledger.decide(records.Returned(sample, reason))

@@ -68,6 +68,8 @@ class LedgerState:
         self.version = 0
         """Number of committed steps on the lineage."""
         self.lineage = 0
+        self.newest_version = 0
+        """Highest version that was undone by a rollback."""
         self.checkpoint_version = 0
         """Version of the last durable checkpoint."""
         self.assignment: records.Assigned | None = None
@@ -212,6 +214,7 @@ class LedgerTable(msgspec.Struct, array_like=True, kw_only=True):
     generation: int
     num_lost: int
     losses_in_a_row: int
+    newest_version: int = 0
 
 
 _SCALARS = LedgerTable.__struct_fields__[2:]
@@ -300,6 +303,7 @@ def _covered(ledger: LedgerState, record: records.Covered) -> None:
 def _rolled_back(ledger: LedgerState, record: records.RolledBack) -> None:
     assigned = ledger.assignment.samples if ledger.assignment is not None else ()
     ledger.samples.undo(record.version, assigned, record.payloads_kept)
+    ledger.newest_version = max(ledger.newest_version, ledger.version)
     ledger.version, ledger.lineage = record.version, record.lineage
     ledger.members.epoch += 1  # gradients of the undone steps are void
     ledger.assignment, ledger.votes = None, ()

@@ -5,11 +5,11 @@ A step is committed when every member of the mesh voted for it in the same epoch
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.liveness import form_mesh, send_mesh
+from cosmos_rl_core.control.ledger.liveness import form_mesh, return_leases, send_mesh
 from cosmos_rl_core.control.ledger.samples import READY
 from cosmos_rl_core.control.ledger.state import LedgerState
 
@@ -51,7 +51,22 @@ def pick(ledger: LedgerState) -> tuple[int, ...] | None:
         _supply(ledger)
     if samples.count(READY) < ledger.config.groups_per_step:
         return None
-    return ledger.window.select(samples.ready, samples.outstanding, next_step=ledger.next_step)
+    return ledger.window.select(_trainable(ledger), samples.outstanding, next_step=ledger.next_step)
+
+
+def _trainable(ledger: LedgerState) -> Mapping[int, Collection[int]]:
+    """Return the ready samples by deadline, after a rollback without those sampled from later versions.
+
+    These wait until the new lineage has reached their version: no step trains on terms of weights that are newer than
+    its own.
+    """
+    samples, version = ledger.samples, ledger.version
+    if version >= ledger.newest_version:
+        return samples.ready
+    return {
+        deadline: [sample for sample in ready if samples.active[sample].max_version <= version]
+        for deadline, ready in samples.ready.items()
+    }
 
 
 def _supply(ledger: LedgerState) -> None:
@@ -128,12 +143,17 @@ def checkpointed(ledger: LedgerState, replica: str, message: p.CheckpointDone) -
 
 
 def rollback(ledger: LedgerState, event: events.Rollback) -> None:
-    """Begin a new lineage at `version`. Raises ValueError for a version that no checkpoint or policy has."""
+    """Begin a new lineage at `version`. Raises ValueError for a version that no checkpoint or policy has.
+
+    All leases return: groups in work are sampled from weights of the old lineage.
+    """
     if not ledger.checkpoint_version <= event.version <= ledger.version:
         raise ValueError(
             f"cannot roll back to version {event.version}: only {ledger.checkpoint_version} (the last "
             f"checkpoint) to {ledger.version} are left; resume a new run from an older checkpoint instead"
         )
+    for name in list(ledger.samples.held):
+        return_leases(ledger, name, reason=f"rolled back to version {event.version}")
     ledger.decide(records.RolledBack(event.version, ledger.lineage + 1, event.payloads_kept))
     ledger.sessions.batch_requests.clear()
     for name in ledger.members.live():
