@@ -117,7 +117,7 @@ def test_an_engine_never_has_one_gpu_twice():
 
 def test_a_machine_without_gpus_gives_none():
     found = assign_gpus(recipe(replicas=2), 2, gpus=[])
-    assert found == AssignedGpus(policy=(), rollouts=[(), ()])
+    assert found == AssignedGpus(policies=[()], rollouts=[(), ()])
     assert found.processes_per_gpu == 1
 
 

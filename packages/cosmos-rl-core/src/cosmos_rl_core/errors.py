@@ -42,3 +42,7 @@ class OutOfMemory(UserError):
 
 class WorkerFailed(Exception):
     """A worker died or raised, and the run cannot continue. Names the worker and its error or last log lines."""
+
+
+class EpochOver(Exception):
+    """The policy replicas that train together changed: gradients of the step in work are void, and it is redone."""

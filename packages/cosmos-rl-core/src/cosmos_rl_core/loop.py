@@ -2,6 +2,8 @@
 
     controller ----- batch of step v (no group older than max_staleness) -----> forward_backward, each microbatch
         ^                                                                           |
+        |                                           gradients summed over the policy replicas (several replicas)
+        |                                                                           |
         |                                                              vote, wait for the commit
         |                                                                           v
         +------------------------- metrics <---------- publish v+1 <----------- optim_step
@@ -11,7 +13,8 @@ produces   weights of version v + 1, one set of metrics a step
 waits for  a batch (sent once enough groups are ready), then the commit
 unblocks   rollout replicas that may only generate with newer weights
 
-With max_staleness = 0 no replica generates during a step, which makes the loop synchronous.
+A policy replica that is lost before the commit ends the epoch: the others redo the step with the same batch. After the
+commit all of them take it. With max_staleness = 0 no replica generates during a step, which makes the loop synchronous.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol
 
+from cosmos_rl_core.errors import EpochOver
 from cosmos_rl_core.types import StepResult, TrainBatch
 
 
@@ -30,7 +34,7 @@ class Steps(Protocol):
         ...
 
     async def commit(self, step: int) -> None:
-        """Vote for the step; return once every member has voted and the commit is durable."""
+        """Vote for the step; return once every member has voted and the commit is durable. Raises EpochOver."""
         ...
 
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
@@ -39,12 +43,22 @@ class Steps(Protocol):
 
 
 class Learner(Protocol):
-    """The three verbs of training, awaitable."""
+    """The verbs of training, awaitable."""
 
     @property
     def version(self) -> int: ...
 
-    async def forward_backward(self, batch: TrainBatch) -> None: ...
+    async def forward_backward(self, batch: TrainBatch) -> None:
+        """Compute the gradients of the step. Raises EpochOver."""
+        ...
+
+    async def sum_gradients(self) -> None:
+        """Sum the gradients over the policy replicas. Raises EpochOver."""
+        ...
+
+    async def undo(self) -> None:
+        """Restore the weights of the step's start, and forget its gradients."""
+        ...
 
     async def optim_step(self) -> StepResult: ...
 
@@ -55,8 +69,13 @@ async def train(steps: Steps, learner: Learner) -> None:
     """Train until the controller has no more batches."""
     await learner.publish()
     while (batch := await steps.next_batch(learner.version)) is not None:
-        await learner.forward_backward(batch)
-        await steps.commit(learner.version)
+        try:
+            await learner.forward_backward(batch)
+            await learner.sum_gradients()
+            await steps.commit(learner.version)
+        except EpochOver:
+            await learner.undo()
+            continue
         result = await learner.optim_step()
         sync = await learner.publish()
         await steps.report(result, sync)

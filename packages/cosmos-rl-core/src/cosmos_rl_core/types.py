@@ -9,7 +9,7 @@ Everything before the trainer is numpy, so that the controller and the wire neve
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -192,6 +192,10 @@ class Share:
     """Parts the batch is cut into."""
     multiple: int = 1
     """The number of microbatches of a share is a multiple of this, as some pipeline schedules require."""
+
+    def of_replica(self, place: int, count: int) -> Share:
+        """Return the part of the batch where `count` policy replicas train on it, in the replica at `place`."""
+        return replace(self, index=place * self.count + self.index, count=count * self.count)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

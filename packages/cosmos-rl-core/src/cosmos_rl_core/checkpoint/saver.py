@@ -81,10 +81,13 @@ class CheckpointSaver:
         self._kept: set[int] = set()
         """Steps of the checkpoints that were there after the last save."""
 
-    def after_step(self, state: TrainState) -> None:
-        """Record the run's position, and save if it is time: copy now and write during the next steps."""
+    def after_step(self, state: TrainState, *, leads: bool = True) -> None:
+        """Record the run's position, and save if it is time: copy now and write during the next steps.
+
+        leads: whether this replica saves for all; the others keep their position alone.
+        """
         self._state = state
-        if not self._section.every_steps or state.step % self._section.every_steps:
+        if not leads or not self._section.every_steps or state.step % self._section.every_steps:
             return
         self.settle()
         snapshot = self._snapshot(copy=self._section.asynchronous)
@@ -99,15 +102,15 @@ class CheckpointSaver:
         if writing is not None:
             writing.result()
 
-    def finish(self) -> Folder | None:
-        """Save the last whole step, if it is not saved yet, and return its folder.
+    def finish(self, *, leads: bool = True) -> Folder | None:
+        """Save the last whole step, if it is not saved yet, and return its folder; None unless this replica `leads`.
 
-        None in the middle of a step, where weights and stream position do not agree. Raises UserError when it cannot
-        be written.
+        None too in the middle of a step, where weights and stream position do not agree. Raises UserError when it
+        cannot be written.
         """
         self.settle()
         self._thread.shutdown()
-        if self._trainer.version != self._state.step:
+        if not leads or self._trainer.version != self._state.step:
             return None
         final = self._writer.root / f"step_{self._state.step}"
         if self._saved_step != self._state.step or self._was_removed(final):

@@ -11,6 +11,9 @@ rollout
 policy
   RequestBatch      ->      <- Batch          groups of one step, or references to them
   PayloadsLost      ->                        some groups cannot be read; the reply is another batch
+                            <- Remesh         the policy replicas that train together
+  StoreSet|StoreGet ->      <- StoreValue     the addresses of their ranks, on a connection of each rank
+  PeersLost         ->                        one of them cannot be reached
   Vote              ->      <- Committed      gradients are ready; apply the step
   StepDone          ->                        metrics and the published version
   Validated         ->                        the loss on held-out rows
@@ -19,8 +22,8 @@ both                        <- Stop
   Goodbye | Fatal   ->
 
 The ledger (ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack`,
-`NoMore`, `Reject`, `Remesh` and `RolledBack` are not sent: they concern workers that outlive their connection, and a
-worker currently ends with its connection.
+`NoMore`, `Reject` and `RolledBack` are not sent: they concern workers that outlive their connection, and a worker
+currently ends with its connection.
 """
 
 from __future__ import annotations
@@ -185,7 +188,7 @@ class RequestBatch(Message, frozen=True):
 
     step: int
     epoch: int = 0
-    """Mesh epoch of the replica; set by the server."""
+    """Epoch of the replica's mesh; 0: the current one."""
 
 
 class Batch(Message, frozen=True):
@@ -257,6 +260,35 @@ class Alarm(Message, frozen=True):
     message: str
 
 
+class PeersLost(Message, frozen=True):
+    """A policy replica cannot reach another one of its mesh: the step is computed again in a new epoch."""
+
+    epoch: int
+    reason: str
+
+
+class StoreSet(Message, frozen=True):
+    """Set a key for the rendezvous of the policy replicas of an epoch. The reply is a StoreValue."""
+
+    epoch: int
+    key: str
+    value: bytes
+
+
+class StoreGet(Message, frozen=True):
+    """Read a key. The reply is a StoreValue, at once; the key may not be set yet."""
+
+    epoch: int
+    key: str
+
+
+class StoreValue(Message, frozen=True):
+    value: bytes | None = None
+    """None: the key is not set."""
+    over: bool = False
+    """Whether a later epoch has begun."""
+
+
 class Stop(Message, frozen=True):
     """Exit cleanly; a policy replica saves a checkpoint first."""
 
@@ -278,10 +310,20 @@ class Fatal(Message, frozen=True):
 
 
 ToLedger = (
-    Ready | Heartbeat | RequestLeases | Deliver | Failed | RequestBatch | PayloadsLost | Vote | CheckpointDone | Goodbye
+    Ready
+    | Heartbeat
+    | RequestLeases
+    | Deliver
+    | Failed
+    | RequestBatch
+    | PayloadsLost
+    | PeersLost
+    | Vote
+    | CheckpointDone
+    | Goodbye
 )
 """Messages of workers to the ledger."""
 FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
 """Messages of the ledger to workers."""
-ToController = ToLedger | StepDone | Validated | Alarm | Fatal
-ToWorker = Welcome | Grant | Cancel | Release | SyncFrom | Batch | Committed | Stop
+ToController = ToLedger | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet
+ToWorker = Welcome | Grant | Cancel | Release | SyncFrom | Remesh | Batch | Committed | Stop | StoreValue

@@ -24,6 +24,7 @@ from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
 from cosmos_rl_core.control.reports import PolicyReports
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
@@ -31,6 +32,8 @@ from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
+OfAnEpoch = p.RequestBatch | p.PayloadsLost | p.PeersLost | p.Vote
+"""Messages of a policy that are void in a later epoch of its mesh."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,6 +115,7 @@ class Controller:
             rows_per_group=job.group_size,
             on_finished=self._evaluated,
         )
+        self._rendezvous = Rendezvous()
         self._stop_reason = ""
         self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -157,6 +161,8 @@ class Controller:
     async def on_connect(self, connection: Connection) -> None:
         if self._outcome.done():
             return  # the run is over
+        if connection.peer.role == STORE:
+            return await self._rendezvous.serve(connection)
         role = "policy" if connection.peer.role == "policy" else "rollout"
         peer = Peer(name=connection.peer.name, role=role, connection=connection, heartbeat_at=self.clock())
         self.peers.add(peer)
@@ -177,10 +183,13 @@ class Controller:
             return
         self.peers.remove(peer.name)
         self._evaluator.lose(peer, self.peers)
-        if not peer.leaving:
-            self._ledger.feed(events.Disconnected(replica=peer.name, incarnation=peer.incarnation))
+        if not peer.leaving:  # a policy ends with its connection; a rollout may be started again
+            lost = events.Gone if peer.role == "policy" else events.Disconnected
+            self._ledger.feed(lost(replica=peer.name, incarnation=peer.incarnation))
 
     def _handle(self, peer: Peer, message: p.ToController) -> None:
+        if isinstance(message, OfAnEpoch) and message.epoch not in (0, peer.epoch):
+            return  # a Remesh is on its way to the replica, which then repeats its request
         match message:
             case p.Heartbeat():
                 peer.beat(message, now=self.clock())
@@ -197,7 +206,6 @@ class Controller:
                 peer.wants_batch = message.step
                 self._request_batch(peer)
             case p.PayloadsLost():
-                peer.wants_batch = message.step  # it still waits for a batch
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
             case p.Failed() | p.Vote():
@@ -212,6 +220,9 @@ class Controller:
 
     def _handle_report(self, peer: Peer, message: p.ToController) -> None:
         match message:
+            case p.PeersLost():
+                self._observer.note(f"{peer.name}: {message.reason}")
+                self._feed(peer, message)
             case p.Validated() if peer.role == "rollout":
                 self._observer.evaluated(message.version, message.metrics, [])
             case p.StepDone() | p.Validated():
@@ -224,11 +235,17 @@ class Controller:
             case p.Goodbye():
                 peer.leaving = True
                 self._feed(peer, message)
-                if peer.role == "policy" and not self._outcome.done():
-                    self._outcome.set_result(None)
+                if peer.role == "policy":
+                    self._finish_after_the_last(peer)
             case p.Fatal():
                 peer.leaving = True
                 self.fail(_failure(peer, message))
+
+    def _finish_after_the_last(self, leaver: Peer) -> None:
+        """End the run once every policy has left in good order."""
+        others = [peer for peer in self.peers.of_role("policy") if peer is not leaver and not peer.leaving]
+        if not others and not self._outcome.done():
+            self._outcome.set_result(None)
 
     def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
         return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
@@ -316,9 +333,10 @@ class Controller:
             case p.NoMore() if peer.role == "policy":
                 self._end_of_batches(peer)
             case p.Remesh():
-                peer.epoch = message.epoch
+                peer.epoch, peer.wants_batch = message.epoch, None
                 self._reports.remesh(message.members)
-                self._request_batch(peer)
+                self._rendezvous.begin(message.epoch)
+                peer.post(message)
             case p.NoMore() | p.Ack() | p.RolledBack():
                 pass  # not sent: a worker ends with its connection
 

@@ -25,8 +25,8 @@ from cosmos_rl_core.recipe.run import RunConfig
 class AssignedGpus:
     """Visible GPUs of each worker; empty sequences on a machine without GPUs."""
 
-    policy: Sequence[str]
-    """One per rank of this machine's part of the replica."""
+    policies: Sequence[Sequence[str]]
+    """GPUs of each policy replica, one a rank."""
     rollouts: Sequence[Sequence[str]]
     """Those of each rollout replica."""
     unused: Sequence[str] = ()
@@ -34,11 +34,12 @@ class AssignedGpus:
     @property
     def processes_per_gpu(self) -> int:
         """Processes of the run on its fullest GPU; 1 on a machine without GPUs."""
-        return max(Counter((*self.policy, *(gpu for own in self.rollouts for gpu in own))).values(), default=1)
+        return max(Counter(gpu for own in (*self.policies, *self.rollouts) for gpu in own).values(), default=1)
 
     def __str__(self) -> str:
         """ "policy-0 on 0,1, rollout-0 on 2; unused: 3"."""
-        workers = [("policy-0", self.policy), *((f"rollout-{i}", own) for i, own in enumerate(self.rollouts))]
+        workers = [(f"policy-{i}", own) for i, own in enumerate(self.policies)]
+        workers += [(f"rollout-{i}", own) for i, own in enumerate(self.rollouts)]
         text = ", ".join(f"{name} on {','.join(own)}" for name, own in workers)
         return f"{text}; unused: {','.join(self.unused)}" if self.unused else text
 
@@ -57,17 +58,19 @@ def rollout_gpus(config: RunConfig) -> list[int]:
 
 
 def assign_gpus(config: RunConfig, ranks: int, *, gpus: Sequence[str]) -> AssignedGpus:
-    """Return the GPUs of `ranks` policy ranks and of every rollout replica, in the order of `gpus`.
+    """Return the GPUs of every policy replica, of `ranks` ranks each, and of every rollout replica, as in `gpus`.
 
     Raises UserError if there are too few, and [run] share_gpus is not set or cannot help.
     """
-    wanted = [ranks, *rollout_gpus(config)]
+    policies = config.policy.replicas
+    wanted = [*[ranks] * policies, *rollout_gpus(config)]
     if not gpus:
-        return AssignedGpus(policy=(), rollouts=[() for _ in wanted[1:]])
-    _check_number(wanted, gpus, share=config.run.share_gpus)
+        each: list[Sequence[str]] = [() for _ in wanted]
+        return AssignedGpus(policies=each[:policies], rollouts=each[policies:])
+    _check_number(wanted[:policies], wanted[policies:], gpus, share=config.run.share_gpus)
     supply = cycle(gpus)
-    policy, *rollouts = (list(islice(supply, number)) for number in wanted)
-    return AssignedGpus(policy=policy, rollouts=rollouts, unused=gpus[sum(wanted) :])
+    each = [list(islice(supply, number)) for number in wanted]
+    return AssignedGpus(policies=each[:policies], rollouts=each[policies:], unused=gpus[sum(wanted) :])
 
 
 def assignment_text(config: RunConfig) -> str:
@@ -81,8 +84,8 @@ def assignment_text(config: RunConfig) -> str:
     return str(assign_gpus(config, dims.world_size // config.policy.num_nodes, gpus=gpus))
 
 
-def _check_number(wanted: Sequence[int], gpus: Sequence[str], *, share: bool) -> None:
-    ranks, *rollouts = wanted
+def _check_number(policies: Sequence[int], rollouts: Sequence[int], gpus: Sequence[str], *, share: bool) -> None:
+    ranks, wanted = policies[0], sum(policies) + sum(rollouts)
     here = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} visible ({', '.join(gpus)})"
     on_cpu = f"or set {VISIBLE_GPUS} to nothing to run on the CPU"
     if ranks > len(gpus):
@@ -95,9 +98,9 @@ def _check_number(wanted: Sequence[int], gpus: Sequence[str], *, share: bool) ->
             f"a rollout replica needs {rollouts[0]} GPUs of this machine, but {here}; lower tensor_parallel_size in "
             f"[rollout.options], {on_cpu}"
         )
-    if sum(wanted) > len(gpus) and not share:
+    if wanted > len(gpus) and not share:
         raise UserError(
-            f"the run needs {sum(wanted)} GPUs of this machine, {ranks} for the policy's ranks and {len(rollouts)} x "
-            f"{rollouts[0]} for rollout replicas, but {here}; lower [policy.parallel] or [rollout] replicas, set "
-            f"[run] share_gpus = true to run several processes on a GPU, {on_cpu}"
+            f"the run needs {wanted} GPUs of this machine, {sum(policies)} for the policy's ranks and "
+            f"{len(rollouts)} x {rollouts[0]} for rollout replicas, but {here}; lower [policy.parallel] or [rollout] "
+            f"replicas, set [run] share_gpus = true to run several processes on a GPU, {on_cpu}"
         )

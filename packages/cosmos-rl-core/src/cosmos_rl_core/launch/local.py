@@ -223,9 +223,9 @@ async def start_processes(launch: Launch) -> LocalWorkers:
     policy, rollout = threads(config)
     a_rank = max(1, policy // node.ranks_per_node)
     gpus = launch.gpus
-    if gpus.policy:
+    if any(gpus.policies):
         observer.note(f"GPUs: {gpus}")
-    workers.start("policy", threads=a_rank, gpus=[gpus.policy], node=node)
+    workers.start("policy", threads=a_rank, gpus=gpus.policies, node=node)
     address = workers.address("policy", "policy-0", threads=config.policy.threads and a_rank)
     for index, command in enumerate(node.commands_for_others(address, python_path=launch.python_path), 1):
         observer.note(f"machine {index} of policy-0 joins by: {command}")

@@ -97,6 +97,11 @@ async def start_tasks(launch: Launch) -> Workers:
             f'[run] placement = "inline" has one process, but [policy.parallel] needs {launch.policy_node.num_ranks} '
             'ranks; set placement = "local"'
         )
+    if launch.config.policy.replicas > 1:
+        raise UserError(
+            f'[run] placement = "inline" has one policy, but [policy] replicas = {launch.config.policy.replicas}; set '
+            'placement = "local"'
+        )
 
     build_lock = threading.Lock()
     to_thread = ThreadPoolExecutor(thread_name_prefix="asyncio", initializer=use_device)
@@ -109,6 +114,7 @@ async def start_tasks(launch: Launch) -> Workers:
         context = WorkerContext(
             name=name,
             token=launch.token,
+            controller=launch.address,
             timeline=timeline,
             threads=None,
             processes_per_gpu=len(names),

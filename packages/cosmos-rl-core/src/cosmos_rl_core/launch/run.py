@@ -233,6 +233,7 @@ class _Run:
             total_samples=self._source.total,
             max_steps=self._max_steps,
             rollouts=not config.is_sft,
+            policy_members=config.policy.replicas,
             lease_ttl_s=config.elastic.lease_ttl_s,
             suspect_grace_s=config.elastic.suspect_grace_s,
             max_attempts=config.rollout.max_attempts,

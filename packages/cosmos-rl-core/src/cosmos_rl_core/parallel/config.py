@@ -107,8 +107,9 @@ class PrecisionSection(Strict):
 class PolicySection(Strict):
     """[policy]: training."""
 
-    replicas: int = 1
-    """Copies of the policy that train together."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the policy that train together, each on its part of every batch. More may join a run, and one that is
+    lost does not end it."""
     num_nodes: int = Field(default=1, ge=1)
     """Machines of one replica."""
     ranks_per_node: int | None = Field(default=None, ge=1)
@@ -139,13 +140,6 @@ class PolicySection(Strict):
     def world_size(self) -> int | None:
         """Ranks of a replica, None where the axes decide."""
         return None if self.ranks_per_node is None else self.num_nodes * self.ranks_per_node
-
-    @field_validator("replicas")
-    @classmethod
-    def _one_replica(cls, replicas: int) -> int:
-        if replicas != 1:
-            raise ValueError("only one policy replica is supported; set it to 1")
-        return replicas
 
 
 class LoraSection(Strict):

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from statistics import fmean
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from torch import Tensor
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Prepares, Reference
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.parallel.replicas import ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
 from cosmos_rl_core.weight_sync import WeightPublisher
@@ -49,8 +51,16 @@ class PolicyLearner:
         self._timeline = timeline
         self._max_skipped_steps = max_skipped_steps
         self._keeps_old = keeps_old
+        self.replicas: ReplicaGroup | None = None
+        """The policy replicas that train together with this one; None if it trains alone."""
         self._later: tuple[TrainBatch, ...] = ()
         """Updates of the step that begins, which follow its commit."""
+        self._put_sums: Callable[[], None] | None = None
+        """Puts the sums over the replicas in place of this replica's gradients and metrics."""
+        self._results: list[StepResult] = []
+        """Of the updates that were taken before the commit."""
+        self._undo: Undo | None = None
+        """The state before those."""
         self._skipped = 0
         self._fenced: Mapping[str, float] = {}
         """Metrics of the last fence."""
@@ -66,16 +76,33 @@ class PolicyLearner:
                 "the weights are those of the last good step. Lower [policy.optimizer] learning_rate, or check the "
                 "model's samples in rollouts/."
             )
+        if batch.later and self.replicas is not None:
+            await self._fence()
         await self.in_compute_thread(lambda: self._forward_backward(batch))
 
+    async def sum_gradients(self) -> None:
+        if self.replicas is not None:
+            with self._timeline.span("sum_gradients", step=self.version):
+                self._put_sums = await self.in_compute_thread(partial(self.trainer.summed, self.replicas))
+
+    async def undo(self) -> None:
+        self._later, self._put_sums, self._results = (), None, []
+        if self._undo is not None:
+            await self.in_compute_thread(self._undo)
+            self._undo = None
+
     async def optim_step(self) -> StepResult:
-        if self._publisher is not None:
-            with self._timeline.span("fence", step=self.version):
-                self._fenced = await self._publisher.fence()
+        if self._undo is None:
+            await self._fence()
         with self._timeline.span("optim_step", step=self.version):
             result = await self.in_compute_thread(self._updates)
         self._skipped = self._skipped + 1 if result.skipped else 0
         return result
+
+    async def _fence(self) -> None:
+        if self._publisher is not None:
+            with self._timeline.span("fence", step=self.version):
+                self._fenced = await self._publisher.fence()
 
     async def publish(self) -> Mapping[str, float]:
         if self._publisher is None:
@@ -101,8 +128,22 @@ class PolicyLearner:
     def _forward_backward(self, batch: TrainBatch) -> None:
         with self._timeline.span("forward_backward", step=self.version):
             first, *later = self._with_logprobs((batch, *batch.later))
-            self._later = tuple(later)
             self._gradients_of(first)
+            if later and self.replicas is not None:
+                later = self._update_together(later, self.replicas)
+            self._later = tuple(later)
+
+    def _update_together(self, later: Sequence[TrainBatch], replicas: ReplicaGroup) -> list[TrainBatch]:
+        """Take all updates of the step but the last with the other replicas; they are undone if one is lost.
+
+        An update after the commit could not be: a loss would leave the replicas with different weights.
+        """
+        self._undo = Undo(self.trainer.optimizer)
+        for batch in later:
+            self.trainer.summed(replicas)()
+            self._results.append(self.trainer.optim_step(last=False))
+            self._gradients_of(batch)
+        return []
 
     def _gradients_of(self, batch: TrainBatch) -> None:
         self.trainer.begin(batch)
@@ -111,11 +152,13 @@ class PolicyLearner:
 
     def _updates(self) -> StepResult:
         """Take the step: apply the update whose gradients are computed, then compute and apply the later ones."""
-        results = [self.trainer.optim_step(last=not self._later)]
+        if self._put_sums is not None:
+            self._put_sums()
+        results = [*self._results, self.trainer.optim_step(last=not self._later)]
         for left, batch in reversed(list(enumerate(reversed(self._later)))):
             self._gradients_of(batch)
             results.append(self.trainer.optim_step(last=left == 0))
-        self._later = ()
+        self._later, self._put_sums, self._results, self._undo = (), None, [], None
         return _as_one(results)
 
     def _with_logprobs(self, updates: Sequence[TrainBatch]) -> list[TrainBatch]:
@@ -145,6 +188,28 @@ class PolicyLearner:
             outputs = self._reference.forward(microbatch)
         terms = replace(microbatch.terms, ref_logprobs=outputs.logprobs, ref_tensors=outputs.tensors)
         return replace(microbatch, terms=terms)
+
+
+class Undo:
+    """A copy of the trained parameters and their optimizer state; calling it restores them."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._parameters = {parameter: parameter.detach().clone() for parameter in parameters}
+        self._state = {parameter: _copied(optimizer.state[parameter]) for parameter in optimizer.state}
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        for parameter, saved in self._parameters.items():
+            parameter.copy_(saved)
+            self._optimizer.state.pop(parameter, None)
+        self._optimizer.state.update(self._state)
+        self._optimizer.zero_grad(set_to_none=True)
+
+
+def _copied(state: Mapping[str, object]) -> dict[str, object]:
+    return {name: value.clone() if isinstance(value, Tensor) else value for name, value in state.items()}
 
 
 def _as_one(results: Sequence[StepResult]) -> StepResult:

@@ -9,9 +9,14 @@ aggregation, or the loss term's own, so that any split into microbatches gives t
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 
+import msgspec
+import numpy as np
 import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.algorithms.aggregation import aggregated
 from cosmos_rl_core.interfaces import Objective, Policy
@@ -19,6 +24,7 @@ from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.metrics import sum_metrics
+from cosmos_rl_core.parallel.replicas import ReplicaGroup
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBatch
 
 
@@ -113,6 +119,30 @@ class Trainer:
             self._add(name, (mask * trained).sum() / max(1, self._batch.num_terms))
         return total
 
+    def summed(self, group: ReplicaGroup) -> Callable[[], None]:
+        """Sum gradients and metrics over the policy replicas; the result takes the place of both when it is called.
+
+        Until then both are as they were. A parameter without a gradient in all replicas stays without one. Raises
+        EpochOver.
+        """
+        parameters = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        mine = bytes(parameter.grad is not None for parameter in parameters)
+        has_gradient = np.bitwise_or.reduce([np.frombuffer(each, np.uint8) for each in group.gather(mine)])
+        trained = [parameter for parameter, has in zip(parameters, has_gradient) if has]
+        totals = group.sum([_local_gradient(parameter) for parameter in trained])
+        metrics: Counter[str] = Counter()
+        for found in group.gather(msgspec.msgpack.encode({name: float(value) for name, value in self._sums.items()})):
+            metrics.update(msgspec.msgpack.decode(found, type=dict[str, float]))
+
+        def put() -> None:
+            for parameter, total in zip(trained, totals):
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                _local(parameter.grad).copy_(total)
+            self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
+
+        return put
+
     def optim_step(self, *, last: bool = True) -> StepResult:
         """Clip, check, step. A gradient that is not finite leaves the weights unchanged and is reported.
 
@@ -153,3 +183,13 @@ class Trainer:
         """Add to a metric on its own device; it is read once a step, so that a GPU need not wait."""
         value = value.detach()
         self._sums[name] = self._sums[name] + value if name in self._sums else value
+
+
+def _local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter or gradient."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _local_gradient(parameter: nn.Parameter) -> Tensor:
+    """This rank's part of a parameter's gradient; zeros where it has none."""
+    return torch.zeros_like(_local(parameter)) if parameter.grad is None else _local(parameter.grad)

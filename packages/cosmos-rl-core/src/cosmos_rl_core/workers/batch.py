@@ -41,8 +41,10 @@ def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
 class BatchMaker:
     """Turns a Batch message into the trainer's input, and writes the step's rollouts to a file."""
 
-    def __init__(self, assignment: Assignment, policy: Policy, *, share: Share) -> None:
+    def __init__(self, assignment: Assignment, policy: Policy, *, share: Share, writes: bool) -> None:
+        """share: of this rank among those of all replicas. writes: whether this rank writes files about the step."""
         self._at = assignment
+        self._writes = writes
         config = assignment.config
         self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
         self._batcher = Batcher(
@@ -62,7 +64,7 @@ class BatchMaker:
         with at.context.timeline.span("collate", step=message.step):
             batch = self._supervised(message, payloads) if at.config.is_sft else self._of_groups(message, payloads)
         reasons = (*batch.rows_dropped, *(() if batch.data_term is None else batch.data_term.rows_dropped))
-        if reasons and at.context.leads:
+        if reasons and self._writes:
             write_dropped(at.run_dir, step=message.step, reasons=reasons)
         return batch
 
@@ -75,7 +77,7 @@ class BatchMaker:
         """Write the rollouts after their advantages are final, which may depend on all groups of the step."""
         at = self._at
         every = at.config.logging.rollouts_every
-        if every and step % every == 0 and at.context.leads:
+        if every and step % every == 0 and self._writes:
             write_rollouts(at.run_dir / "rollouts", step=step, groups=groups)
 
     def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:

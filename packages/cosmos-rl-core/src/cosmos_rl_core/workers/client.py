@@ -32,8 +32,10 @@ class ControllerClient:
         self.grants: asyncio.Queue[p.Grant | None] = asyncio.Queue()
         self.cancels: asyncio.Queue[int] = asyncio.Queue()
         self.releases: asyncio.Queue[list[str]] = asyncio.Queue()
-        self.batches: asyncio.Queue[p.Batch | None] = asyncio.Queue()
-        self.commits: asyncio.Queue[p.Committed | None] = asyncio.Queue()
+        self.batches: asyncio.Queue[p.Batch | p.Remesh | None] = asyncio.Queue()
+        self.commits: asyncio.Queue[p.Committed | p.Remesh | None] = asyncio.Queue()
+        self.epoch = 0
+        """Policy: the newest epoch of the mesh."""
         self.sync_address: asyncio.Queue[str | None] = asyncio.Queue()
         self.stopped = asyncio.Event()
 
@@ -82,6 +84,10 @@ class ControllerClient:
             case p.Batch():
                 self.batches.put_nowait(message)
             case p.Committed():
+                self.commits.put_nowait(message)
+            case p.Remesh():
+                self.epoch = message.epoch
+                self.batches.put_nowait(message)
                 self.commits.put_nowait(message)
             case p.SyncFrom():
                 self.sync_address.put_nowait(message.address)

@@ -25,6 +25,8 @@ class WorkerContext:
 
     name: str
     token: bytes
+    controller: str
+    """Address of the run's controller."""
     timeline: Timeline
     threads: int | None
     """CPU threads for tensor work; None: torch decides."""
@@ -47,6 +49,11 @@ class WorkerContext:
     def leads(self) -> bool:
         """Whether this process is rank 0 of its replica, which writes the replica's files."""
         return self.ranks is None or self.ranks.rank == 0
+
+    @property
+    def replica(self) -> str:
+        """Name of the replica; those of its other ranks end in their number."""
+        return self.name if self.leads else self.name.rpartition(".")[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

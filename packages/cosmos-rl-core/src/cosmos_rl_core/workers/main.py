@@ -85,6 +85,7 @@ async def _work(worker: WorkerAddress) -> int:
     context = WorkerContext(
         name=worker.name,
         token=read_token(worker.token_file),
+        controller=worker.controller,
         timeline=Timeline(process=worker.name),
         threads=worker.threads,
         processes_per_gpu=worker.processes_per_gpu,

@@ -6,7 +6,7 @@ All ranks of a replica run the same code, each with its share of every batch; ra
 from __future__ import annotations
 
 import asyncio
-from functools import partial
+from functools import cache, partial
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint import restore
@@ -28,6 +28,7 @@ from cosmos_rl_core.weight_sync import WeightPublisher
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.batch import BatchMaker, StepPayloads, batch_share
 from cosmos_rl_core.workers.context import Assignment
+from cosmos_rl_core.workers.mesh import PolicyMesh
 from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ValidatedSteps
 
 WORK = ("forward_backward", "optim_step")
@@ -54,6 +55,7 @@ class PolicyRole:
         if at.config.monitor.rolls_back and not at.resume_from:
             await loop.run_in_executor(at.compute, saver.after_step, state)  # step 0 may be the last healthy step
         publisher = await self._publisher(trainer)
+        replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh)
         learner = PolicyLearner(
             trainer,
             publisher=publisher,
@@ -63,7 +65,7 @@ class PolicyRole:
             max_skipped_steps=at.config.policy.max_skipped_steps,
             keeps_old=at.config.algorithm.old_logprobs == "policy",
         )
-        steps = self._steps(learner, saver, mesh)
+        steps = self._steps(learner, saver, mesh, replicas)
         await self._link.send(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
         together = mesh is None
         """Whether all ranks reached this point, so that they can save; after an error some may not have."""
@@ -74,7 +76,8 @@ class PolicyRole:
             together = True
             raise
         finally:
-            folder = await learner.in_compute_thread(saver.finish) if together else None
+            finish = partial(saver.finish, leads=replicas.leads)
+            folder = await learner.in_compute_thread(finish) if together else None
             if publisher is not None:
                 await publisher.close()
         if folder is not None:
@@ -116,22 +119,44 @@ class PolicyRole:
             on_failed=lambda text: _post(loop, link, p.Alarm(message=text)),
         )
 
-    def _steps(self, learner: PolicyLearner, saver: CheckpointSaver, mesh: ReplicaMesh | None) -> Steps:
+    def _replicas(self, trainer: Trainer, mesh: ReplicaMesh | None) -> PolicyMesh:
+        at = self._at
+        timeout_s = at.config.policy.collective_timeout_s
+        return PolicyMesh(at.context, trainer=trainer, mesh=mesh, is_over=self._link.is_over, timeout_s=timeout_s)
+
+    def _steps(
+        self, learner: PolicyLearner, saver: CheckpointSaver, mesh: ReplicaMesh | None, replicas: PolicyMesh
+    ) -> Steps:
         """Build the controller's side of the loop; a supervised replica also measures its loss on held-out rows."""
         at, link = self._at, self._link
         policy, share = learner.trainer.policy, batch_share(at.config, mesh)
-        make_batch, payloads_of = BatchMaker(at, policy, share=share), self._payloads()
+        payloads_of = self._payloads()
+
+        @cache
+        def maker(place: int, count: int) -> BatchMaker:
+            return BatchMaker(at, policy, share=share.of_replica(place, count), writes=place == 0 and at.context.leads)
+
+        async def join(message: p.Remesh) -> int:
+            behind = await learner.in_compute_thread(partial(replicas.join, message))
+            learner.replicas = replicas.group
+            if behind:
+                await learner.publish()
+            return learner.version
 
         async def batch(message: p.Batch) -> TrainBatch | p.PayloadsLost:
             payloads = await payloads_of(message)
             if isinstance(payloads, p.PayloadsLost):
                 return payloads
+            make_batch = maker(replicas.place, replicas.count)
             return await learner.in_compute_thread(partial(make_batch, message, payloads))
 
         steps = PolicySteps(
             link,
+            mesh=join,
             batch=batch,
-            checkpoint=lambda committed: learner.in_compute_thread(partial(saver.after_step, _state_after(committed))),
+            checkpoint=lambda committed: learner.in_compute_thread(
+                partial(saver.after_step, _state_after(committed), leads=replicas.leads)
+            ),
         )
         validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
         if validation is None:

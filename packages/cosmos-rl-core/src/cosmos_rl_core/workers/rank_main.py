@@ -53,6 +53,7 @@ async def _run(worker: WorkerAddress, node: Node, timeline: Timeline) -> None:
     context = WorkerContext(
         name=worker.name if leads else f"{worker.name}.{ranks.rank}",
         token=read_token(worker.token_file),
+        controller=worker.controller,
         timeline=timeline,
         threads=worker.threads,
         address=node.own_address(),

@@ -9,10 +9,12 @@ next_batch(0)             next_batch(1)   ...   next_batch(n)
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.errors import EpochOver
 from cosmos_rl_core.loop import Steps
 from cosmos_rl_core.types import StepResult, TrainBatch
 from cosmos_rl_core.wire.channel import ConnectionClosed
@@ -20,19 +22,29 @@ from cosmos_rl_core.workers.client import ControllerClient
 from cosmos_rl_core.workers.ranks import Ranks
 
 GONE = "the connection to the controller closed before step {} was committed"
+NOTICE_S = 0.5
+"""Seconds in which the controller usually notices a lost replica by itself."""
 
 
 class ControllerLink(Protocol):
     """A policy rank's connection to the controller."""
 
-    def request_batch(self, step: int) -> None: ...
+    def request_batch(self, step: int, *, epoch: int) -> None: ...
 
-    async def batch(self) -> p.Batch | None:
-        """Return the next batch, or None if the run has no more."""
+    async def batch(self) -> p.Batch | p.Remesh | None:
+        """Return the next batch or mesh, or None if the run has no more."""
         ...
 
-    async def committed(self) -> p.Committed | None:
-        """Return the commit of the step that was voted for, or None if the controller is gone."""
+    async def committed(self) -> p.Committed | p.Remesh | None:
+        """Return the commit of the step that was voted for, or a mesh; None if the controller is gone."""
+        ...
+
+    def is_over(self, epoch: int) -> bool:
+        """Return whether this rank has heard of a later epoch. Safe in any thread."""
+        ...
+
+    def peers_lost(self, epoch: int, reason: str) -> None:
+        """Report that another policy replica cannot be reached, unless the controller notices it first."""
         ...
 
     async def send(self, message: p.ToController) -> None:
@@ -51,19 +63,30 @@ class DirectLink:
         self._client = client
         self._ranks = ranks
 
-    def request_batch(self, step: int) -> None:
+    def request_batch(self, step: int, *, epoch: int) -> None:
         if not self._client.stopped.is_set():
-            self.post(p.RequestBatch(step=step))
+            self.post(p.RequestBatch(step=step, epoch=epoch))
 
-    async def batch(self) -> p.Batch | None:
+    async def batch(self) -> p.Batch | p.Remesh | None:
         message = await self._client.batches.get()
-        if message is None or not message.samples or self._client.stopped.is_set():
+        stopped = self._client.stopped.is_set()
+        if message is None or (isinstance(message, p.Batch) and (stopped or not message.samples)):
             await self._relay(p.Stop(reason="no more batches"))
             return None
         await self._relay(message)
         return message
 
-    async def committed(self) -> p.Committed | None:
+    def is_over(self, epoch: int) -> bool:
+        return self._client.epoch > epoch or self._client.connection.closed.is_set()
+
+    def peers_lost(self, epoch: int, reason: str) -> None:
+        def report() -> None:
+            if not self.is_over(epoch):
+                self.post(p.PeersLost(epoch=epoch, reason=reason))
+
+        asyncio.get_running_loop().call_later(NOTICE_S, report)
+
+    async def committed(self) -> p.Committed | p.Remesh | None:
         message = await self._client.commits.get()
         await self._relay(message or p.Stop(reason="the controller is gone"))
         return message
@@ -85,16 +108,22 @@ class FollowerLink:
     def __init__(self, ranks: Ranks) -> None:
         self._ranks = ranks
 
-    def request_batch(self, step: int) -> None:
+    def request_batch(self, step: int, *, epoch: int) -> None:
         pass
 
-    async def batch(self) -> p.Batch | None:
+    async def batch(self) -> p.Batch | p.Remesh | None:
         message = await self._ranks.receive()
-        return message if isinstance(message, p.Batch) else None
+        return message if isinstance(message, p.Batch | p.Remesh) else None
 
-    async def committed(self) -> p.Committed | None:
+    async def committed(self) -> p.Committed | p.Remesh | None:
         message = await self._ranks.receive()
-        return message if isinstance(message, p.Committed) else None
+        return message if isinstance(message, p.Committed | p.Remesh) else None
+
+    def is_over(self, epoch: int) -> bool:
+        return False  # the ranks agree in each wait, and rank 0 knows
+
+    def peers_lost(self, epoch: int, reason: str) -> None:
+        pass
 
     async def send(self, message: p.ToController) -> None:
         pass
@@ -110,41 +139,72 @@ class PolicySteps:
         self,
         link: ControllerLink,
         *,
+        mesh: Callable[[p.Remesh], Awaitable[int]],
         batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
         checkpoint: Callable[[p.Committed], Awaitable[None]],
     ) -> None:
-        """`batch` returns this rank's training batch, or the groups that some rank cannot read."""
+        """Set up the steps of a rank.
+
+        mesh: joins the replicas of a mesh and returns the version of the weights, which may be those of a peer by then;
+        raises EpochOver. batch: returns this rank's training batch, or the groups that some rank cannot read.
+        """
         self._link = link
+        self._mesh = mesh
         self._batch = batch
         self._checkpoint = checkpoint
         self._epoch = 0
-        self._requested = -1
-        """Step of the last requested batch."""
+        """Epoch of the mesh that this replica has joined."""
+        self._requested = (-1, -1)
+        """Epoch and step of the last requested batch."""
+        self._given = (-1, -1)
+        """Epoch and step of the last batch that was returned."""
         self._committed: p.Committed | None = None
 
     async def next_batch(self, step: int) -> TrainBatch | None:
-        self._request(step)
+        if self._given == (self._epoch, step):  # the step could not be computed together
+            self._link.peers_lost(self._epoch, f"no sum of the gradients of step {step} over the policy replicas")
         while (message := await self._link.batch()) is not None:
-            assert message.step == step
-            self._epoch = message.epoch
-            batch = await self._batch(message)
-            if not isinstance(batch, p.PayloadsLost):
-                return batch
-            await self._link.send(batch)
+            if isinstance(message, p.Remesh):
+                step = await self._join(message, step=step)
+            elif message.epoch == self._epoch:  # otherwise a Remesh follows, or came
+                assert message.step == step
+                batch = await self._batch(message)
+                if not isinstance(batch, p.PayloadsLost):
+                    self._given = self._epoch, step
+                    return batch
+                await self._link.send(batch)
         return None
+
+    async def _join(self, message: p.Remesh, *, step: int) -> int:
+        """Join a mesh and request its batch; return the step. A mesh that is over already is followed by another."""
+        if message.epoch <= self._epoch:
+            return step
+        try:
+            step = await self._mesh(message)
+        except EpochOver as error:
+            self._link.peers_lost(message.epoch, str(error))
+            return step
+        self._epoch = message.epoch
+        self._request(step)
+        return step
 
     async def commit(self, step: int) -> None:
         await self._link.send(p.Vote(step=step, epoch=self._epoch))
-        self._committed = await self._link.committed()
-        if self._committed is None:
+        answer = await self._link.committed()
+        while isinstance(answer, p.Remesh):
+            if answer.epoch > self._epoch:
+                raise EpochOver(f"epoch {answer.epoch} began before step {step} was committed")
+            answer = await self._link.committed()  # a mesh of the past
+        if answer is None:
             raise ConnectionClosed(GONE.format(step))
-        assert self._committed.step == step
+        assert answer.step == step
+        self._committed = answer
         self._request(step + 1)  # the next batch can be assembled and sent during this step
 
     def _request(self, step: int) -> None:
-        if step != self._requested:
-            self._requested = step
-            self._link.request_batch(step)
+        if (self._epoch, step) > self._requested:
+            self._requested = self._epoch, step
+            self._link.request_batch(step, epoch=self._epoch)
 
     async def report(self, result: StepResult, sync: Mapping[str, float]) -> None:
         assert self._committed is not None

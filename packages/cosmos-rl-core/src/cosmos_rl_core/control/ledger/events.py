@@ -39,6 +39,13 @@ class Disconnected(msgspec.Struct, frozen=True):
     """True: the process does not exist any more, so that it cannot return within the grace."""
 
 
+class Gone(msgspec.Struct, frozen=True):
+    """A replica's process has ended: it will not reconnect."""
+
+    replica: str
+    incarnation: int
+
+
 class Rollback(msgspec.Struct, frozen=True):
     """Training goes back to `version`: the last checkpoint, or a later version that a policy still has."""
 
@@ -55,7 +62,7 @@ class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = From | Join | Disconnected | Rollback | Restart | Tick
+Event = From | Join | Disconnected | Gone | Rollback | Restart | Tick
 
 
 class To(msgspec.Struct, frozen=True):

@@ -94,6 +94,12 @@ def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
     _suspect(ledger, event.replica)
 
 
+def gone(ledger: LedgerState, event: events.Gone) -> None:
+    """Remove a replica whose process has ended, without waiting for it."""
+    if ledger.members.is_current(event.replica, event.incarnation):
+        lose(ledger, event.replica, reason=f"{event.replica} has ended")
+
+
 def leave(ledger: LedgerState, replica: str, message: p.Goodbye) -> None:
     lose(ledger, replica, reason="left", in_good_order=True)
 
@@ -155,8 +161,9 @@ def form_mesh(ledger: LedgerState) -> None:
     elif not members.mesh:
         if not ledger.is_orphaned and len(ready) >= ledger.config.policy_members:
             remesh(ledger, ready)
-    elif ready != members.mesh and ledger.assignment is None:
-        remesh(ledger, ready)
+    elif set(ready) != set(members.mesh) and ledger.assignment is None:
+        newcomers = tuple(name for name in ready if name not in members.mesh)
+        remesh(ledger, (*members.mesh, *newcomers))  # the first has the current weights
 
 
 def remesh(ledger: LedgerState, members: tuple[str, ...]) -> None:
@@ -198,6 +205,7 @@ def return_leases(ledger: LedgerState, replica: str, *, reason: str, but: Collec
 RULES: Mapping[type, Callable[..., None]] = {
     events.Join: join,
     events.Disconnected: disconnected,
+    events.Gone: gone,
     events.Restart: restart,
     events.Tick: tick,
     p.Ready: ready,

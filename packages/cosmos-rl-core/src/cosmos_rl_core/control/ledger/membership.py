@@ -59,7 +59,7 @@ class Members:
         self.epoch = 0
         """Rises with every new mesh and every rollback; messages of earlier epochs are void."""
         self.mesh: tuple[str, ...] = ()
-        """Policy replicas that train together, sorted; empty before the first mesh and when all were lost."""
+        """Policy replicas that train together, the oldest first; empty before the first mesh and when all were lost."""
         self.num_ready_rollouts = 0
 
     def is_current(self, replica: str, incarnation: int) -> bool:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.liveness import form_mesh, return_leases, send_mesh
+from cosmos_rl_core.control.ledger.liveness import form_mesh, remesh, return_leases, send_mesh
 from cosmos_rl_core.control.ledger.samples import READY
 from cosmos_rl_core.control.ledger.state import LedgerState
 
@@ -95,6 +95,13 @@ def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) ->
         send_mesh(ledger, name)
     form_mesh(ledger)
     _check_losses(ledger, message.reason)
+
+
+def peers_lost(ledger: LedgerState, replica: str, message: p.PeersLost) -> None:
+    """Begin a new epoch of the same mesh, whose members connect anew."""
+    if _is_of_mesh(ledger, replica, message.epoch):
+        remesh(ledger, ledger.members.mesh)
+        form_mesh(ledger)
 
 
 def _check_losses(ledger: LedgerState, reason: str) -> None:
@@ -185,6 +192,7 @@ RULES: Mapping[type, Callable[..., None]] = {
     events.Rollback: rollback,
     p.RequestBatch: request_batch,
     p.PayloadsLost: payloads_lost,
+    p.PeersLost: peers_lost,
     p.Vote: vote,
     p.CheckpointDone: checkpointed,
 }

@@ -1,0 +1,159 @@
+"""Sums over the policy replicas that train together: rank i of each replica with rank i of the others.
+
+    group = ReplicaGroup(store, place=0, count=2, device=device, is_over=is_over, agree=ranks.gather, timeout_s=600)
+    totals = group.sum([gradient, ...])              # new tensors; the same call in every replica
+    group.close()
+
+A member that dies or hangs must not block the others, and a gloo operation cannot be aborted. So every wait polls, and
+ends with EpochOver as soon as a member is lost. An operation that was given up keeps its buffers until it ends on its
+own: sums are made in buffers of their own, never in the gradients.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from cosmos_rl_core.errors import EpochOver
+
+BUCKET_BYTES = 32 << 20
+"""Bytes of gradients in one all-reduce."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
+_WORKING, _DONE, _LOST = b"w", b"d", b"l"
+
+
+class ReplicaGroup:
+    """One rank's group with the same rank of all other replicas. Every call is made in all of them, in one order."""
+
+    def __init__(
+        self,
+        store: dist.Store,
+        *,
+        place: int,
+        count: int,
+        device: torch.device,
+        is_over: Callable[[], bool],
+        agree: Callable[[bytes], list[bytes]],
+        timeout_s: float,
+    ) -> None:
+        """Connect to the others. Raises EpochOver if one of them is lost meanwhile.
+
+        store: shared by the ranks of this group alone. place: of this replica among `count`. is_over: whether the
+        controller has formed another mesh. agree: exchanges bytes between the ranks of this replica, so that all of
+        them see the same outcome.
+        """
+        self.place, self.count = place, count
+        self._device = device
+        self._is_over, self._agree, self._timeout_s = is_over, agree, timeout_s
+        self._abandoned: list[Sequence[tuple[dist.Work, Tensor]]] = []
+        try:
+            self._group = _connect(store, place=place, count=count, device=device, timeout_s=timeout_s)
+        except Exception as error:  # torch wraps errors of the store, and reports lost members in many ways
+            agree(_LOST)
+            raise EpochOver(f"no connection to the other policy replicas: {error}") from error
+        if _LOST in agree(_DONE):
+            raise EpochOver("another rank of this replica has no connection to the other policy replicas")
+
+    def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the sum of each tensor over the replicas, in new memory. Raises EpochOver."""
+        buckets = [(each, torch.cat([tensors[i].reshape(-1) for i in each])) for each in _buckets(tensors)]
+        self._finish([(self._group.allreduce([flat]), flat) for _, flat in buckets])
+        totals: dict[int, Tensor] = {}
+        for each, flat in buckets:
+            sizes = [tensors[i].numel() for i in each]
+            totals |= {i: part.view(tensors[i].shape) for i, part in zip(each, flat.split(sizes))}
+        return [totals[i] for i in range(len(tensors))]
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the `data` of every replica, in the order of their places. Raises EpochOver."""
+        sizes = self._gathered(torch.tensor([len(data)]))
+        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
+        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
+        return [everything[: int(size)].numpy().tobytes() for everything, size in zip(self._gathered(padded), sizes)]
+
+    def send(self, tensors: Sequence[Tensor], *, to: int) -> None:
+        """Send contiguous tensors to the replica at place `to`, which receives them. Raises EpochOver."""
+        self._finish([(self._group.send([each], to, tag), each) for tag, each in enumerate(tensors) if each.numel()])
+
+    def receive(self, tensors: Sequence[Tensor], *, source: int) -> None:
+        """Fill contiguous tensors from the replica at place `source`. Raises EpochOver."""
+        self._finish(
+            [(self._group.recv([each], source, tag), each) for tag, each in enumerate(tensors) if each.numel()]
+        )
+
+    def send_bytes(self, data: bytes, *, to: int) -> None:
+        self.send([torch.tensor([len(data)], device=self._device)], to=to)
+        self.send([torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self._device)], to=to)
+
+    def receive_bytes(self, *, source: int) -> bytes:
+        size = torch.empty(1, dtype=torch.int64, device=self._device)
+        self.receive([size], source=source)
+        data = torch.empty(int(size), dtype=torch.uint8, device=self._device)
+        self.receive([data], source=source)
+        return data.cpu().numpy().tobytes()
+
+    def _gathered(self, tensor: Tensor) -> list[Tensor]:
+        """The tensor of each replica, on the CPU."""
+        mine = tensor.to(self._device)
+        found = [torch.empty_like(mine) for _ in range(self.count)]
+        self._finish([(self._group.allgather([found], [mine]), mine)])
+        return [each.cpu() for each in found]
+
+    def _finish(self, operations: Sequence[tuple[dist.Work, Tensor]]) -> None:
+        """Wait until all operations are done in all ranks of this replica; raise EpochOver if that cannot be."""
+        pause_s, deadline = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
+        while True:
+            found = self._agree(self._state(operations, deadline=deadline))
+            if _LOST in found:
+                self._abandoned.append(operations)  # their buffers may still be written
+                raise EpochOver("a policy replica of the mesh was lost")
+            if _WORKING not in found:
+                return
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    def _state(self, operations: Sequence[tuple[dist.Work, Tensor]], *, deadline: float) -> bytes:
+        if self._is_over() or time.monotonic() > deadline:
+            return _LOST
+        if not all(work.is_completed() for work, _ in operations):
+            return _WORKING
+        try:
+            for work, _ in operations:
+                work.wait()  # raises the operation's error
+        except RuntimeError:
+            return _LOST
+        return _DONE
+
+
+def _connect(store: dist.Store, *, place: int, count: int, device: torch.device, timeout_s: float) -> Any:
+    """A bare process group: `new_group` needs all members in the default group, which cannot change."""
+    timeout = timedelta(seconds=timeout_s)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        return dist.ProcessGroupNCCL(store, place, count, options)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    return dist.ProcessGroupGloo(store, place, count, timeout)
+
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield indices of tensors that are summed together: of one dtype, up to BUCKET_BYTES unless one is larger."""
+    by_dtype: dict[torch.dtype, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        by_dtype.setdefault(tensor.dtype, []).append(i)
+    for indices in by_dtype.values():
+        bucket, size = [], 0
+        for i in indices:
+            if bucket and size + tensors[i].nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket, size = [], 0
+            bucket.append(i)
+            size += tensors[i].nbytes
+        yield bucket
