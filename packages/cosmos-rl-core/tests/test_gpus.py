@@ -69,7 +69,7 @@ def test_what_the_user_lets_us_see_counts(tmp_path):
 
 def test_the_policys_ranks_come_first_then_the_rollouts():
     found = assign_gpus(recipe(replicas=2), 2, gpus="01234")
-    assert (found.policy, found.rollouts, list(found.unused)) == (["0", "1"], [["2"], ["3"]], ["4"])
+    assert (found.policies, found.rollouts, list(found.unused)) == ([["0", "1"]], [["2"], ["3"]], ["4"])
     assert str(found) == "policy-0 on 0,1, rollout-0 on 2, rollout-1 on 3; unused: 4"
     assert found.processes_per_gpu == 1
 
@@ -95,7 +95,7 @@ def test_fewer_gpus_than_processes_are_an_error_with_the_numbers():
 
 def test_gpus_are_shared_where_the_recipe_allows_it():
     found = assign_gpus(recipe(replicas=2, share_gpus=True), 2, gpus=["0", "1"])
-    assert (found.policy, found.rollouts, found.processes_per_gpu) == (["0", "1"], [["0"], ["1"]], 2)
+    assert (found.policies, found.rollouts, found.processes_per_gpu) == ([["0", "1"]], [["0"], ["1"]], 2)
     assert assign_gpus(recipe(replicas=2, share_gpus=True), 1, gpus=["0"]).processes_per_gpu == 3
 
 

@@ -164,6 +164,7 @@ def test_what_a_rank_writes_down_is_read_again(tmp_path):
 
 # -- the words between ranks
 
+MESH = p.Remesh(epoch=1, members=("policy-0",), version=3, lineage=0)
 BATCH = p.Batch(step=3, epoch=1, samples=(7, 8), payloads=[b"x" * 100_000, b""])
 
 
@@ -189,12 +190,16 @@ def relay(rank, world_size):
     async def checkpoint(message):
         seen.append(message)
 
+    async def mesh(message):
+        assert message == MESH
+        return 3
+
     async def lead():
-        for message in (BATCH, p.Committed(3, 9, (8,)), p.Stop(reason="over"), p.Stop(reason="gone")):
+        for message in (MESH, BATCH, p.Committed(3, 9, (8,)), p.Stop(reason="over"), p.Stop(reason="gone")):
             await ranks.broadcast(message)
 
     async def follow():
-        steps = PolicySteps(FollowerLink(ranks), batch=batch, checkpoint=checkpoint)
+        steps = PolicySteps(FollowerLink(ranks), mesh=mesh, batch=batch, checkpoint=checkpoint)
         assert await steps.next_batch(3) == BATCH
         await steps.commit(3)
         await steps.report(StepResult(policy_version=4, metrics={}), {})

@@ -135,6 +135,7 @@ async def join(controller):
         await worker.hears(p.Welcome)
         worker.says(p.Ready(address="here"))
     await rollout.hears(p.SyncFrom)
+    await policy.hears(p.Remesh)
     return policy, rollout
 
 
@@ -260,6 +261,7 @@ async def test_a_group_that_cannot_be_read_is_leased_again_and_comes_in_another_
         [again] = (await rollout.hears(p.Grant)).prompts
         assert (again.sample, again.attempt) == (1, 2)
         rollout.says(delivery(again, spooled(1, copy=2)))
+        policy.says(p.RequestBatch(step=0, epoch=(await policy.hears(p.Remesh)).epoch))
         anew = await policy.hears(p.Batch)
         assert (anew.step, anew.samples, anew.epoch) == (0, (0, 1), batch.epoch + 1)
         assert [payload.path for payload in anew.payloads] == [spooled(0).path, spooled(1, copy=2).path]
