@@ -76,8 +76,9 @@ def test_a_worker_that_comes_when_the_run_is_over_leaves():
         def close(self):
             self.closed = True
 
-    connection, context = Ended(), WorkerContext(
-        name="rollout-0", token=b"", controller="", timeline=Timeline(process="x"), threads=1
+    connection, context = (
+        Ended(),
+        WorkerContext(name="rollout-0", token=b"", controller="", timeline=Timeline(process="x"), threads=1),
     )
     assert asyncio.run(serve_role("rollout", context, connection)) == 0
     assert connection.closed

@@ -70,6 +70,10 @@ class Evaluation:
             del self._leased[row]
             self._waiting.appendleft(row)
 
+    def first_reasons(self) -> list[str]:
+        """Return up to three of the reasons for which rows failed."""
+        return sorted(set(self.failures.values()))[:3]
+
     def metrics(self) -> Mapping[str, float]:
         rollouts = [rollout for row in sorted(self.groups) for rollout in self.groups[row].rollouts]
         if not rollouts:

@@ -104,6 +104,10 @@ class Peers:
     def of_role(self, role: p.Role) -> list[Peer]:
         return list(self._of_role[role].values())
 
+    def has_policy(self) -> bool:
+        """Return whether a policy is connected that does not leave."""
+        return any(not peer.leaving for peer in self.of_role("policy"))
+
     def send_weights_address(self, ready: Peer) -> None:
         """Send the policy's weight address: to all rollout workers after a policy's Ready, else to the sender."""
         source = next((policy.address for policy in self.of_role("policy")), "")

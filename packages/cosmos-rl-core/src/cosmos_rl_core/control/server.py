@@ -51,6 +51,10 @@ class Job:
     """Columns of the held-out rows to group rewards by."""
     group_size: int
 
+    def ends_at(self, version: int) -> bool:
+        """Return whether this is the version at which the run ends."""
+        return self.max_steps is not None and version >= self.max_steps
+
     def welcome(self, message: p.Welcome, *, kept: list[str]) -> p.Welcome:
         """Return the ledger's welcome completed with the recipe. `kept`: files of the replica's spool still needed."""
         return msgspec.structs.replace(
@@ -208,7 +212,7 @@ class Controller:
             case p.PayloadsLost():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
-            case p.Failed() | p.Vote():
+            case p.Failed() | p.Vote() | p.PeersLost():
                 self._feed(peer, message)
             case p.Ready():
                 self._feed(peer, message)
@@ -220,9 +224,6 @@ class Controller:
 
     def _handle_report(self, peer: Peer, message: p.ToController) -> None:
         match message:
-            case p.PeersLost():
-                self._observer.note(f"{peer.name}: {message.reason}")
-                self._feed(peer, message)
             case p.Validated() if peer.role == "rollout":
                 self._observer.evaluated(message.version, message.metrics, [])
             case p.StepDone() | p.Validated():
@@ -235,17 +236,11 @@ class Controller:
             case p.Goodbye():
                 peer.leaving = True
                 self._feed(peer, message)
-                if peer.role == "policy":
-                    self._finish_after_the_last(peer)
+                if not (self._outcome.done() or self.peers.has_policy()) and peer.role == "policy":
+                    self._outcome.set_result(None)  # the last policy has left in good order
             case p.Fatal():
                 peer.leaving = True
                 self.fail(_failure(peer, message))
-
-    def _finish_after_the_last(self, leaver: Peer) -> None:
-        """End the run once every policy has left in good order."""
-        others = [peer for peer in self.peers.of_role("policy") if peer is not leaver and not peer.leaving]
-        if not others and not self._outcome.done():
-            self._outcome.set_result(None)
 
     def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
         return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
@@ -264,7 +259,7 @@ class Controller:
         step = peer.wants_batch
         if step is None or peer.epoch == 0 or self._evaluator.current is not None:
             return
-        if self._stop_reason or (self._job.max_steps is not None and step >= self._job.max_steps):
+        if self._stop_reason or self._job.ends_at(step):
             self._end_of_batches(peer)
         else:
             self._feed(peer, p.RequestBatch(step, peer.epoch))
@@ -286,10 +281,9 @@ class Controller:
     def _evaluated(self, finished: Evaluation) -> None:
         groups = [finished.groups[row] for row in sorted(finished.groups)]
         self._observer.evaluated(finished.version, finished.metrics(), groups)
-        for reason in sorted(set(finished.failures.values()))[:3]:
+        for reason in finished.first_reasons():
             self._observer.note(f"failed in the evaluation: {reason}")
-        last = self._job.max_steps is not None and finished.version >= self._job.max_steps
-        self._observer.phase("saving" if last else "training")
+        self._observer.phase("saving" if self._job.ends_at(finished.version) else "training")
         self._resume_requests()
         for policy in self.peers.of_role("policy"):
             self._request_batch(policy)

@@ -21,7 +21,7 @@ from torch import Tensor
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Prepares, Reference
 from cosmos_rl_core.observe.trace import Timeline
-from cosmos_rl_core.parallel.replicas import ReplicaGroup
+from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
 from cosmos_rl_core.weight_sync import WeightPublisher

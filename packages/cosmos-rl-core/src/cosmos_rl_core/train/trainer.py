@@ -24,7 +24,7 @@ from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.metrics import sum_metrics
-from cosmos_rl_core.parallel.replicas import ReplicaGroup
+from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import Microbatch, PolicyOutputs, StepResult, TrainBatch
 
 

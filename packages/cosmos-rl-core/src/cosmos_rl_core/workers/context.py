@@ -25,11 +25,11 @@ class WorkerContext:
 
     name: str
     token: bytes
-    controller: str
-    """Address of the run's controller."""
     timeline: Timeline
     threads: int | None
     """CPU threads for tensor work; None: torch decides."""
+    controller: str = ""
+    """Address of the run's controller, for further connections of this worker."""
     processes_per_gpu: int = 1
     """Processes of the run on this worker's GPU."""
     address: str = ""

@@ -28,7 +28,7 @@ from cosmos_rl_core.control.rendezvous import STORE
 from cosmos_rl_core.errors import EpochOver, WorkerFailed
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
-from cosmos_rl_core.parallel.replicas import ReplicaGroup
+from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
@@ -52,7 +52,7 @@ class PolicyMesh:
         is_over: Callable[[int], bool],
         timeout_s: float,
     ) -> None:
-        """is_over: whether this rank has heard of a later epoch than the given one."""
+        """is_over: whether a later epoch than the given one is known here."""
         self.members: tuple[str, ...] = ()
         self.group: ReplicaGroup | None = None
         self._context, self._replica, self._trainer = context, context.replica, trainer

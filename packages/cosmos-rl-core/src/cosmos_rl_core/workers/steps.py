@@ -40,7 +40,7 @@ class ControllerLink(Protocol):
         ...
 
     def is_over(self, epoch: int) -> bool:
-        """Return whether this rank has heard of a later epoch. Safe in any thread."""
+        """Return whether a later epoch is known here. Safe in any thread."""
         ...
 
     def peers_lost(self, epoch: int, reason: str) -> None:
