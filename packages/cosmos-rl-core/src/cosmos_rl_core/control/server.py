@@ -183,13 +183,12 @@ class Controller:
             raise
 
     def _lose(self, peer: Peer) -> None:
-        if self.peers.by_name.get(peer.name) is not peer:
-            return
-        self.peers.remove(peer.name)
-        self._evaluator.lose(peer, self.peers)
-        if not peer.leaving:  # a policy ends with its connection; a rollout may be started again
-            lost = events.Gone if peer.role == "policy" else events.Disconnected
-            self._ledger.feed(lost(replica=peer.name, incarnation=peer.incarnation))
+        if self.peers.by_name.get(peer.name) is peer:
+            self.peers.remove(peer.name)
+            self._evaluator.lose(peer, self.peers)
+            if not peer.leaving:  # a policy ends with its connection; a rollout may be started again
+                lost = events.Gone if peer.role == "policy" else events.Disconnected
+                self._ledger.feed(lost(replica=peer.name, incarnation=peer.incarnation))
 
     def _handle(self, peer: Peer, message: p.ToController) -> None:
         if isinstance(message, OfAnEpoch) and message.epoch not in (0, peer.epoch):
@@ -247,8 +246,7 @@ class Controller:
 
     def _request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
         if self._evaluator.current is not None:
-            self._evaluator.request(peer, message)
-            return
+            return self._evaluator.request(peer, message)
         peer.held = None
         self._feed(peer, message)
 
@@ -301,10 +299,8 @@ class Controller:
                 self.fail(UserError(output.message))
             case events.PoliciesLost():
                 self.fail(WorkerFailed("the last policy replica is gone"))
-            case events.To():
-                peer = self.peers.by_name.get(output.replica)
-                if peer is not None:
-                    self._send(peer, output.message)
+            case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
+                self._send(peer, output.message)
 
     def _send(self, peer: Peer, message: p.FromLedger) -> None:
         """Send a message of the ledger, completed with the recipe, rows or payloads."""
