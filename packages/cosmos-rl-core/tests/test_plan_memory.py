@@ -18,7 +18,7 @@ from cosmos_rl_core.launch.memory import (
 from cosmos_rl_core.launch.plan import Memory, _memory_texts
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
-from cosmos_rl_core.parallel.estimate import Traffic, estimate, is_expert, layer_of
+from cosmos_rl_core.parallel.estimate import estimate, is_expert, layer_of
 from cosmos_rl_core.parallel.held import START, STEP, Held, Needs
 from cosmos_rl_core.parallel.shape import ModelShape, check_fit
 from cosmos_rl_core.recipe.run import RunConfig
@@ -381,7 +381,6 @@ WEIGHTS = Held(name="weights", bytes=10)
 def memory_of(*, given, shared=False, rollout=(WEIGHTS,)):
     policy = Needs(process="a policy rank", parts=(Held(name="parameters", bytes=60),))
     return Memory(
-        traffic=Traffic(gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0),
         rank=of(),
         policy=policy,
         rollout=Needs(process="a rollout replica", parts=rollout),

@@ -1,38 +1,32 @@
-"""Real models on fake ranks: bytes of parameters and collectives of a rank are those of `cosmos-rl plan`.
+"""Real models on fake ranks: bytes of parameters, calls and bytes of collectives are those of `cosmos-rl plan`.
 
 One process takes the place of one rank, parameters are on meta, and nothing is sent. The quick cases have few layers.
 """
 
-from collections import Counter
-from contextlib import contextmanager
-from dataclasses import fields, is_dataclass, replace
-
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.pipelining.schedules import _PipelineSchedule
+from torch.distributed.pipelining.stage import InferenceMode
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
-from cosmos_rl_core.parallel import mesh as meshes
+from cosmos_rl_core.parallel.axes import expert
+from cosmos_rl_core.parallel.axes.traffic import traffic
 from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import parameters_on_meta
-from cosmos_rl_core.parallel.estimate import estimate, traffic
-from cosmos_rl_core.parallel.mesh import ReplicaMesh
+from cosmos_rl_core.parallel.estimate import estimate
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.fake_ranks import Collectives, fake_rank, faked
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.config import LLMModelConfig
 from cosmos_rl_llm.data.collate import Sample, pack_batch
 from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.model.weights import specs_of_config
-from cosmos_rl_llm.policy.pipelined import PipelinedPolicy
+from cosmos_rl_llm.policy.pipelined import PipelinedPolicy, TermStage
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 
 COMMON = {"max_position_embeddings": 8192, "tie_word_embeddings": False}
@@ -70,6 +64,16 @@ SIZES = {
         "norm_topk_prob": True,
     },
 }
+SIZES["gemma2-9b"] = {
+    "model_type": "gemma2",
+    "hidden_size": 3584,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 42,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 256,
+    "vocab_size": 256000,
+}
 LAYOUTS = {
     "qwen2.5-7b": {"dp_shard": 4},
     "llama-70b": {"dp_shard": 8, "tp": 8},
@@ -78,24 +82,14 @@ LAYOUTS = {
 TOKENS = 512
 
 
-@contextmanager
-def fake_rank(monkeypatch, dims, *, rank=0):
-    """The mesh of one rank of `dims`, without the others."""
-    monkeypatch.setattr(meshes, "_set_timeouts", lambda *_, **__: None)  # a fake group has none
-    dist.init_process_group("fake", rank=rank, world_size=dims.world_size, store=FakeStore())
-    try:
-        yield ReplicaMesh.build(dims, device=torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
-
-
-def policy_of(name, mesh, *, layers=None, checkpointing="full"):
+def policy_of(name, mesh, *, layers=None, checkpointing="full", tied=False, **section):
     """The policy of one rank, on meta, with matrix products in bfloat16."""
-    values = {**COMMON, **SIZES[name], **({"num_hidden_layers": layers} if layers else {})}
+    values = {**COMMON, **SIZES[name], **({"num_hidden_layers": layers} if layers else {}), "tie_word_embeddings": tied}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with no_init_weights(), parameters_on_meta():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    section = ParallelSection(**{**dict(mesh.dims), "ep": mesh.dims.ep})
+        model.tie_weights()
+    section = ParallelSection(**{**dict(mesh.dims), "ep": mesh.dims.ep, **section})
     setup = ModelSetup(mesh=mesh, parallel=section, memory=MemorySection(activation_checkpointing=checkpointing))
     kind = PipelinedPolicy if mesh.dims.pp > 1 else CausalLMPolicy
     return kind(model, compute_dtype=torch.bfloat16, setup=setup), config
@@ -115,11 +109,11 @@ def local_bytes(policy):
     return sum(parameter.to_local().nbytes for parameter in parameters)
 
 
-def check_bytes(monkeypatch, folder, name, dims, *, layers=None):
+def check_bytes(folder, name, dims, *, layers=None):
     dims, found = ParallelDims(**dims), []
     last = dims.world_size - 1
     for rank in (0, last) if dims.pp > 1 else (0,):
-        with fake_rank(monkeypatch, dims, rank=rank) as mesh:
+        with fake_rank(dims, rank=rank) as mesh:
             policy, config = policy_of(name, mesh, layers=layers)
             found.append(local_bytes(policy))
     assert max(found) == pytest.approx(planned(config, folder, dims)[1].parameters, rel=1e-4)
@@ -135,84 +129,108 @@ QUICK = [
 
 
 @pytest.mark.parametrize(("name", "dims"), QUICK)
-def test_a_rank_holds_the_planned_bytes_of_parameters(monkeypatch, tmp_path, name, dims):
-    check_bytes(monkeypatch, tmp_path, name, dims, layers=2)
+def test_a_rank_holds_the_planned_bytes_of_parameters(tmp_path, name, dims):
+    check_bytes(tmp_path, name, dims, layers=2)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", SIZES)
-def test_a_rank_of_a_whole_model_holds_the_planned_bytes(monkeypatch, tmp_path, name):
-    check_bytes(monkeypatch, tmp_path, name, LAYOUTS[name])
-
-
-class Collectives(TorchDispatchMode):
-    """Calls and bytes of each kind of collective; bytes are those of the largest tensor of a call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls: Counter[str] = Counter()
-        self.bytes: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        if "c10d" in name and "wait_tensor" not in name:
-            kind = next((kind for kind in ("gather", "reduce_scatter", "all_to_all") if kind in name), "all_reduce")
-            tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, Tensor)]
-            self.calls[kind] += 1
-            self.bytes[kind] += max((tensor.numel() * tensor.element_size() for tensor in tensors), default=0)
-        return result
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_rank_of_a_whole_model_holds_the_planned_bytes(tmp_path, name):
+    check_bytes(tmp_path, name, LAYOUTS[name])
 
 
 def one_microbatch():
     rng = np.random.default_rng(0)
     sample = Sample(
-        prompt_tokens=rng.integers(0, 1000, 16).astype(np.int32),
-        tokens=rng.integers(0, 1000, TOKENS - 16).astype(np.int32),
-        logprobs=np.zeros(TOKENS - 16, np.float32),
-        loss_mask=np.ones(TOKENS - 16, bool),
+        prompt_tokens=rng.integers(0, 1000, 1).astype(np.int32),
+        tokens=rng.integers(0, 1000, TOKENS).astype(np.int32),
+        logprobs=np.zeros(TOKENS, np.float32),
+        loss_mask=np.ones(TOKENS, bool),
         advantage=1.0,
     )
     return pack_batch([sample], microbatch_terms=TOKENS, share=Share(), metrics={}).microbatches[0]
 
 
-def faked(value, mode):
-    if isinstance(value, Tensor):
-        return mode.from_tensor(value)
-    if isinstance(value, tuple):
-        return tuple(faked(item, mode) for item in value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return replace(value, **{field.name: faked(getattr(value, field.name), mode) for field in fields(value)})
-    return value
+MODES = ("none", "selective", "full")
+SENT = [
+    ("qwen2.5-7b", {"dp_shard": 4}, {}, ("full",)),
+    ("qwen2.5-7b", {"dp_shard": 2, "dp_replicate": 4}, {}, ("none",)),
+    ("qwen2.5-7b", {"dp_shard": 2, "cp": 4}, {}, MODES),
+    ("qwen2.5-7b", {"tp": 4}, {}, ("full",)),  # biases
+    ("llama-70b", {"dp_shard": 8, "tp": 8}, {}, MODES),
+    ("llama-70b", {"dp_shard": 8, "tp": 8}, {"sequence_parallel": True}, MODES),
+    ("llama-70b", {"cp": 8, "tp": 8}, {"sequence_parallel": True}, ("full",)),
+    ("gemma2-9b", {"dp_shard": 2, "tp": 4}, {}, ("full",)),  # a norm after each part of a layer
+    ("gemma2-9b", {"dp_shard": 2, "tp": 4}, {"sequence_parallel": True}, ("selective", "full")),
+    ("qwen3-235b", {"dp_shard": 64, "ep": 64}, {}, MODES),
+    ("qwen3-235b", {"dp_replicate": 2, "dp_shard": 64, "tp": 4, "ep": 64}, {"sequence_parallel": True}, ("full",)),
+    ("qwen3-235b", {"dp_shard": 32, "tp": 4}, {"reshard_after_forward": False}, ("full",)),
+]
 
 
 @pytest.mark.parametrize(
-    ("name", "dims", "checkpointing"),
-    [
-        ("qwen2.5-7b", {"dp_shard": 4}, "full"),
-        ("qwen2.5-7b", {"dp_shard": 2, "cp": 4}, "full"),
-        *(("llama-70b", {"dp_shard": 8, "tp": 8}, mode) for mode in ("none", "selective", "full")),
-    ],
+    ("name", "dims", "options", "checkpointing"), [(*layout, mode) for *layout, modes in SENT for mode in modes]
 )
-def test_a_pass_gathers_and_reduces_the_planned_bytes(monkeypatch, tmp_path, name, dims, checkpointing):
+def test_a_pass_sends_the_planned_bytes(monkeypatch, tmp_path, name, dims, options, checkpointing):
     dims = ParallelDims(**dims)
-    with fake_rank(monkeypatch, dims) as mesh:
-        policy, config = policy_of(name, mesh, layers=2, checkpointing=checkpointing)
+    send_evenly(monkeypatch, SIZES[name].get("num_experts_per_tok", 0) * TOKENS // dims.tp)
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake_rank(dims) as mesh:
+        policy, config = policy_of(name, mesh, layers=2, checkpointing=checkpointing, **options)
         row = policy.module.row(one_microbatch().inputs)
-        mode = FakeTensorMode(allow_non_fake_inputs=True)
         with mode:
             policy.module.to_empty(device="cpu")
-        with mode, Collectives() as seen:
-            logprobs, _ = policy.module(None, faked(row, mode), False)
-            logprobs.sum().backward()
+        with mode, Collectives(mesh) as seen:
+            logprobs, entropy = policy.module(None, faked(row, mode), True)
+            (logprobs.sum() + entropy.sum()).backward()
+    assert seen.found == seen.expected(sent(config, tmp_path, dims, checkpointing, options))
+
+
+def send_evenly(monkeypatch, slots):
+    """Routes depend on values: let each rank get as many rows as any other."""
+    monkeypatch.setattr(expert, "_splits", lambda leaving, _: ([slots // len(leaving)] * len(leaving),) * 2)
+
+
+def sent(config, folder, dims, checkpointing, options):
     section = PolicySection(
-        parallel=ParallelSection(**{**dict(dims), "ep": dims.ep}),
+        parallel=ParallelSection(**{**dict(dims), "ep": dims.ep, **options}),
         memory=MemorySection(activation_checkpointing=checkpointing),
     )
-    expected = traffic(planned(config, tmp_path, dims)[0], dims=dims, policy=section, tokens=TOKENS)
-    assert (seen.calls["gather"], seen.calls["reduce_scatter"]) == (expected.gathers, expected.reductions)
-    assert seen.bytes["gather"] == pytest.approx(expected.gathered_bytes, rel=1e-3)
-    assert seen.bytes["reduce_scatter"] == pytest.approx(expected.reduced_bytes, rel=1e-3)
-    if dims.cp == 1:  # cp exchanges heads
-        assert seen.calls["all_reduce"] == expected.sums
-        assert seen.bytes["all_reduce"] == pytest.approx(expected.summed_bytes, rel=5e-3)  # the prompt has no terms
+    shape = planned(config, folder, dims)[0]
+    return traffic(shape, dims=dims, policy=section, tokens=TOKENS, with_entropy=True)
+
+
+PIPELINES = [
+    ({"pp": 4, "dp_shard": 4}, {}, False),
+    ({"pp": 4, "dp_shard": 4}, {"pipeline_schedule": "gpipe"}, True),
+    ({"pp": 2, "dp_shard": 2, "tp": 4}, {"sequence_parallel": True}, False),
+    ({"pp": 2, "dp_shard": 4}, {"pipeline_schedule": "interleaved_1f1b", "stages_per_rank": 2}, False),
+    ({"pp": 2, "dp_shard": 4}, {"reduce_once": True}, False),
+    ({"pp": 2, "dp_shard": 4}, {"reduce_once": True, "pipeline_schedule": "gpipe"}, False),
+    ({"pp": 2, "dp_shard": 4, "dp_replicate": 2}, {"reshard_after_forward": False}, False),
+]
+
+
+@pytest.mark.parametrize(("dims", "options", "tied"), PIPELINES)
+def test_a_step_of_a_pipeline_sends_the_planned_bytes(monkeypatch, tmp_path, dims, options, tied):
+    monkeypatch.setattr(_PipelineSchedule, "_warmup_p2p", without_vote)
+    dims, mode, count = ParallelDims(**dims), FakeTensorMode(allow_non_fake_inputs=True), 4
+    with fake_rank(dims, rank=dims.world_size - 1) as mesh:  # the last stage has one norm more than the first
+        policy, config = policy_of("llama-70b", mesh, layers=4, tied=tied, **options)
+        rows = iter([faked(policy._stages[0].prepare(one_microbatch()), mode) for _ in range(count)])
+        monkeypatch.setattr(TermStage, "prepare", lambda *_: next(rows))
+        with mode:
+            policy.module.to_empty(device="cpu")
+        with mode, Collectives(mesh) as seen:
+            policy.forward_backward([one_microbatch()] * count, loss=summed, with_entropy=True)
+    assert seen.found == seen.expected(sent(config, tmp_path, dims, "full", options), microbatches=count)
+
+
+def summed(outputs, _):
+    return outputs.logprobs.sum() + outputs.entropy.sum()
+
+
+def without_vote(self, stages, *_):
+    """Ranks agree on the mode of a schedule by one number, on whose value fake ranks would wait."""
+    for stage in stages:
+        stage._inference_mode = InferenceMode.STATIC

@@ -1,23 +1,46 @@
-"""Wan2.1-14B on fake ranks: bytes of parameters of a rank are those of `cosmos-rl plan`; nothing is allocated."""
+"""Wan2.1-14B on fake ranks: parameters, calls and bytes of collectives of a rank are those of `cosmos-rl plan`.
+
+Nothing is allocated or sent.
+"""
+
+from dataclasses import replace
 
 import pytest
 import torch
-import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import DTensor
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cosmos_rl_core.parallel import mesh as meshes
-from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
+from cosmos_rl_core.parallel.axes.traffic import traffic
+from cosmos_rl_core.parallel.config import MemorySection, ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import parameters_on_meta
 from cosmos_rl_core.parallel.estimate import estimate
-from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.testing.fake_ranks import Collectives, fake_rank
 from cosmos_rl_wfm.models.weights import empty_network, with_defaults
 from cosmos_rl_wfm.parallel.parallelize import parallelize
-from cosmos_rl_wfm.parallel.shape import model_shape
+from cosmos_rl_wfm.parallel.shape import model_shape, num_tokens
 
+NAME = "WanTransformer3DModel"
 WAN = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "text_dim": 4096, "freq_dim": 256}
+LATENTS = (16, 2, 64, 48)
+
+
+def sharded(mesh, *, layers, memory=None):
+    """The network of one rank, on meta, with matrix products in bfloat16."""
+    with parameters_on_meta():
+        network = empty_network(NAME, {**WAN, "num_layers": layers}, dtype=torch.float32)
+    section = ParallelSection(**dict(mesh.dims))
+    setup = ModelSetup(mesh=mesh, parallel=section, memory=memory or MemorySection())
+    parallelize(network.requires_grad_(True), setup, compute_dtype=torch.bfloat16)
+    return network
+
+
+def planned(layers):
+    config = with_defaults(NAME, {**WAN, "num_layers": layers})
+    shape = model_shape({**config, "_class_name": NAME}, dtype="bfloat16")
+    assert shape is not None
+    return shape, num_tokens(config, LATENTS)
 
 
 @pytest.mark.parametrize(
@@ -28,22 +51,29 @@ WAN = {"num_attention_heads": 40, "attention_head_dim": 128, "ffn_dim": 13824, "
         pytest.param(40, {"dp_shard": 64}, marks=pytest.mark.slow),
     ],
 )
-def test_a_rank_holds_the_planned_bytes_of_parameters(monkeypatch, layers, dims):
-    name, dims = "WanTransformer3DModel", ParallelDims(**dims)
-    config = with_defaults(name, {**WAN, "num_layers": layers})
-    section = ParallelSection(**dict(dims))
-    monkeypatch.setattr(meshes, "_set_timeouts", lambda *_, **__: None)  # a fake group has none
-    dist.init_process_group("fake", rank=0, world_size=dims.world_size, store=FakeStore())
-    try:
-        mesh = ReplicaMesh.build(dims, device=torch.device("cpu"))
-        with parameters_on_meta():
-            network = empty_network(name, {**WAN, "num_layers": layers}, dtype=torch.float32)
-        parallelize(network.requires_grad_(True), ModelSetup(mesh=mesh, parallel=section), compute_dtype=torch.bfloat16)
-    finally:
-        dist.destroy_process_group()
-    parameters = list(network.parameters())
+def test_a_rank_holds_the_planned_bytes_of_parameters(layers, dims):
+    dims = ParallelDims(**dims)
+    with fake_rank(dims) as mesh:
+        parameters = list(sharded(mesh, layers=layers).parameters())
     assert all(isinstance(parameter, DTensor) and parameter.is_meta for parameter in parameters)
-    shape = model_shape({**config, "_class_name": name}, dtype="bfloat16")
-    assert shape is not None
-    expected = estimate(shape, dims=dims, policy=PolicySection(parallel=section), tokens=1000)
+    policy = PolicySection(parallel=ParallelSection(**dict(dims)))
+    expected = estimate(planned(layers)[0], dims=dims, policy=policy, tokens=1000)
     assert sum(parameter.to_local().nbytes for parameter in parameters) == pytest.approx(expected.parameters, rel=1e-3)
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "selective", "full"])
+@pytest.mark.parametrize("dims", [{"dp_shard": 64}, {"dp_shard": 8, "cp": 8}, {"dp_shard": 4, "dp_replicate": 2}])
+def test_a_pass_sends_the_planned_bytes(dims, checkpointing):
+    dims, memory = ParallelDims(**dims), MemorySection(activation_checkpointing=checkpointing)
+    with fake_rank(dims) as mesh:
+        network = sharded(mesh, layers=2, memory=memory)
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            network.to_empty(device="cpu")
+            states, text = torch.empty(2, *LATENTS), torch.empty(2, 512, WAN["text_dim"])
+            with Collectives(mesh) as seen:
+                velocity = network(hidden_states=states, timestep=torch.empty(2), encoder_hidden_states=text).sample
+                velocity.sum().backward()
+    shape, tokens = planned(2)
+    policy = PolicySection(parallel=ParallelSection(**dict(dims)), memory=memory)
+    shape = replace(shape, tokens_per_term=tokens)
+    assert seen.found == seen.expected(traffic(shape, dims=dims, policy=policy, tokens=2 * tokens))

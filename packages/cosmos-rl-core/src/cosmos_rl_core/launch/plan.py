@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -24,8 +24,9 @@ from cosmos_rl_core.launch.memory import (
 )
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.observe.console import table
+from cosmos_rl_core.parallel.axes.traffic import Collective, traffic
 from cosmos_rl_core.parallel.dims import AXES, ParallelDims
-from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate, Traffic, traffic
+from cosmos_rl_core.parallel.estimate import MOMENTS, MemoryEstimate
 from cosmos_rl_core.parallel.held import NOT_COUNTED, STEP, Held, Needs
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.processes import machine_gpus
@@ -88,8 +89,8 @@ class Memory:
     """A rollout replica; None in supervised fine-tuning."""
     shared: bool
     """Whether policy and rollout share one process and device."""
-    traffic: Traffic
-    """Parameters that FSDP gathers and gradients that it reduces for a microbatch."""
+    traffic: tuple[Collective, ...] = ()
+    """Collectives of the policy rank with the most bytes, with microbatches of maximum size."""
     given: int | None = None
     """Memory of each device in bytes."""
     changes: tuple[Change, ...] = ()
@@ -247,7 +248,12 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None
         rollout=rollout_needs(shape, config, domain, gpu=gpu),
         shared=config.run.placement == "inline",
         traffic=traffic(
-            shape, dims=dims, policy=config.policy, tokens=config.policy.microbatch_terms * shape.tokens_per_term
+            shape,
+            dims=dims,
+            policy=config.policy,
+            tokens=config.policy.microbatch_terms * shape.tokens_per_term,
+            with_entropy=not config.is_sft,
+            device_bytes=given,
         ),
         given=given,
     )
@@ -325,22 +331,17 @@ def _rank_tables(ranks: Ranks) -> list[str]:
 
 def _memory_texts(memory: Memory) -> list[str]:
     texts = [_needs_table(needs) for needs in memory.processes]
-    if memory.traffic.gathers:
-        texts.append(table(_traffic_rows(memory.traffic)))
+    if memory.traffic:
+        texts.append(_traffic_table(memory.traffic))
     if memory.unknown:
         texts.append("not counted, for it is not known before the run:\n  " + "\n  ".join(memory.unknown))
     texts.append(f"not counted either: {NOT_COUNTED}")
     return texts if memory.given is None else [*texts, _verdict(memory, memory.given)]
 
 
-def _traffic_rows(found: Traffic) -> list[tuple[str, str]]:
-    rows = [
-        ("parameters gathered, a microbatch", f"{found.gathers} calls, {_mebibytes(found.gathered_bytes)}"),
-        ("gradients reduced, each time", f"{found.reductions} calls, {_mebibytes(found.reduced_bytes)}"),
-    ]
-    if found.sums:
-        rows.append(("activations summed over tp", f"{found.sums} calls, {_mebibytes(found.summed_bytes)}"))
-    return rows
+def _traffic_table(found: Sequence[Collective]) -> str:
+    rows = [(f"{one.kind} over {one.axis}: {one.content}", one.each, one.calls, _mebibytes(one.bytes)) for one in found]
+    return table(rows, header=("collectives of a policy rank, at most", "each", "calls", "bytes"))
 
 
 def _needs_table(needs: Needs) -> str:

@@ -77,26 +77,6 @@ class MemoryEstimate:
         return self.total - self.host
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Traffic:
-    """Collectives of FSDP for one microbatch of the rank with the most; bytes are those of whole tensors."""
-
-    gathers: int
-    gathered_bytes: int
-    reductions: int
-    """Once a step with `reduce_once`."""
-    reduced_bytes: int
-    sums: int | None = 0
-    """All-reduces over tp; None if they are not counted: with experts, or sequence_parallel."""
-    summed_bytes: int = 0
-
-
-_SUMS = {"none": 4, "selective": 4, "full": 5}
-"""A layer's all-reduces over tp: two forward, two backward, and one of the two again when it is recomputed."""
-_SUMS_OF_LOGITS = 3
-"""Maximum, sum and chosen logit of each term; their bytes are not counted."""
-
-
 def logits_budget(device_bytes: int | None) -> int:
     """Return the most bytes of logits at a time on a device with that much memory; None: a CPU, or not known."""
     if device_bytes is None:
@@ -116,20 +96,20 @@ def estimate(
 
     device_bytes: memory of the rank's GPU, which sets its `logits_budget`.
     """
-    stages = cut_layers(shape.num_layers, num_stages(policy.parallel))
-    budget = logits_budget(device_bytes)
-    ranks = [_Rank(shape, dims, policy, tokens, stages, place=place, budget=budget) for place in range(dims.pp)]
+    ranks = ranks_of(shape, dims=dims, policy=policy, tokens=tokens, budget=logits_budget(device_bytes))
     return max((rank.estimate() for rank in ranks), key=lambda found: found.device)
 
 
-def traffic(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection, tokens: int) -> Traffic:
-    """Return the collectives of the forward and backward pass of a microbatch of `tokens` tokens, all of them terms."""
+def ranks_of(shape: ModelShape, *, dims: ParallelDims, policy: PolicySection, tokens: int, budget: int) -> list[Rank]:
+    """Return a rank of each place of the pipeline.
+
+    tokens: of a microbatch. budget: most bytes of logits at a time.
+    """
     stages = cut_layers(shape.num_layers, num_stages(policy.parallel))
-    ranks = [_Rank(shape, dims, policy, tokens, stages, place=place, budget=LOGITS_BYTES) for place in range(dims.pp)]
-    return max((rank.traffic() for rank in ranks), key=lambda found: found.gathered_bytes)
+    return [Rank(shape, dims, policy, tokens, stages, place=place, budget=budget) for place in range(dims.pp)]
 
 
-class _Rank:
+class Rank:
     """A rank at place `place` of the pipeline; those along the other axes hold as much."""
 
     def __init__(
@@ -155,9 +135,9 @@ class _Rank:
     def estimate(self) -> MemoryEstimate:
         policy = self.policy
         trained_bytes = BYTES[policy.precision.parameters]
-        held = sum(self._shard(spec) for spec in self.specs)
+        held = sum(self.shard(spec) for spec in self.specs)
         learning = [spec for spec in self.specs if spec.name not in self.shape.frozen]
-        trained, num_tensors = sum(map(self._shard, learning)), len(learning)
+        trained, num_tensors = sum(map(self.shard, learning)), len(learning)
         if self.shape.adapter_parameters:
             trained, num_tensors = -(-self.shape.adapter_parameters // self._ranks_of_weights), 0
             held += trained
@@ -201,52 +181,28 @@ class _Rank:
     def _cut(self, spec: WeightSpec) -> tuple[int, int]:
         """Rows and numbers a row of a weight after tp and ep; vectors are whole on every rank of them."""
         rows, row = (spec.shape[0] if spec.shape else 1), math.prod(spec.shape[1:])
-        if is_expert(spec.name) or len(spec.shape) < 2 or self._is_router(spec):
+        if is_expert(spec.name) or len(spec.shape) < 2 or self.is_router(spec):
             return rows, row
         return -(-rows // self.dims.tp), row
 
-    def _is_router(self, spec: WeightSpec) -> bool:
+    def is_router(self, spec: WeightSpec) -> bool:
+        """Whether a weight scores the experts for each token."""
         return self.shape.experts > 0 and spec.shape[0] == self.shape.experts and len(spec.shape) == 2
 
-    def _shard(self, spec: WeightSpec) -> int:
+    def shard(self, spec: WeightSpec) -> int:
         """Numbers of a weight that this rank holds."""
         rows, row = self._cut(spec)
         if is_expert(spec.name):  # spread over ep, and over the rest of the replica's data and tensor ranks by FSDP
             return -(-rows * row // (self.dims.dp_shard * self.dims.cp * self.dims.tp))
-        return -(-rows // (self.dims.dp_shard * self.dims.cp)) * row
+        ranks = self.dims.dp_shard * self.dims.cp
+        if spec.shape and rows < spec.shape[0]:  # FSDP cuts the other dim
+            return -(-rows * row // ranks)
+        return -(-rows // ranks) * row
 
-    def _gathered(self, spec: WeightSpec) -> int:
+    def gathered(self, spec: WeightSpec) -> int:
         """Numbers of a weight where FSDP has gathered it."""
         rows, row = self._cut(spec)
         return rows * row // (self.dims.ep if is_expert(spec.name) else 1)
-
-    def traffic(self) -> Traffic:
-        if self.dims.world_size == 1:
-            return Traffic(gathers=0, gathered_bytes=0, reductions=0, reduced_bytes=0)
-        sizes: Counter[tuple[int | None, bool]] = Counter()
-        for spec in self.specs:
-            layer = layer_of(spec.name)
-            sizes[layer, layer is not None and is_expert(spec.name)] += self._gathered(spec)
-        root = {key: size for key, size in sizes.items() if key[0] is None}
-        sums = self._sums()
-        passes = 2 if self.policy.parallel.reshard_after_forward else 1  # blocks are gathered again, the root is not
-        return Traffic(
-            gathers=passes * (len(sizes) - len(root)) + len(root),
-            gathered_bytes=self.bytes * (passes * (sizes.total() - sum(root.values())) + sum(root.values())),
-            reductions=len(sizes),
-            reduced_bytes=BYTES[self.policy.precision.reduce] * sizes.total(),
-            sums=None if sums is None else sums + _SUMS_OF_LOGITS * (self.last and sums > 0),
-            summed_bytes=(sums or 0) * self.tokens * self.shape.hidden * self.bytes,
-        )
-
-    def _sums(self) -> int | None:
-        """All-reduces over tp of a tensor of the residual stream's size: of layers, embedding and head."""
-        if self.dims.tp == 1:
-            return 0
-        if self.shape.experts or self.policy.parallel.sequence_parallel:
-            return None
-        each = _SUMS[self.policy.memory.activation_checkpointing]
-        return each * sum(map(len, self.stages)) + self.first + self.last
 
     def _passing(self) -> tuple[int, int, int]:
         """Bytes that FSDP has gathered, that it reduces, and those of its root at the end.
@@ -259,9 +215,9 @@ class _Rank:
         for spec in self.specs:
             layer = layer_of(spec.name)
             if layer is None:
-                root += self._gathered(spec)
+                root += self.gathered(spec)
             else:
-                (experts if is_expert(spec.name) else blocks)[layer] += self._gathered(spec)
+                (experts if is_expert(spec.name) else blocks)[layer] += self.gathered(spec)
         if self.dims.world_size == 1:
             return self._casts(), 0, 0
         largest = max(blocks.values(), default=0)

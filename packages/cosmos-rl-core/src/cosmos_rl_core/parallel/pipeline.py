@@ -89,8 +89,8 @@ class Pipeline:
         inputs = [any_stage.prepare(microbatch) for microbatch in microbatches]
         step = _Step(microbatches, inputs, [any_stage.hidden_shape(given) for given in inputs], loss, with_entropy)
         stages = [self._ragged(index, stage, step) for index, stage in self._stages.items()]
-        places = torch.arange(len(microbatches))  # torch passes each microbatch its [1]
-        self._schedule(stages, len(microbatches)).step(place=places, target=places, return_outputs=False)
+        unused = torch.empty(len(microbatches))  # torch calls a loss with its part of a target
+        self._schedule(stages, len(microbatches)).step(target=unused, return_outputs=False)
 
     def forward(self, microbatch: Microbatch, *, with_entropy: bool = False) -> PolicyOutputs | None:
         """One microbatch without gradients; None on the ranks before the last stage."""
@@ -137,7 +137,7 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """The inputs of a step; torch's schedules pass tensors and identify a microbatch by its index `place`."""
+    """The inputs of a step; `place` is the index of a microbatch."""
 
     microbatches: Sequence[Microbatch]
     inputs: Sequence[Any]
@@ -152,5 +152,5 @@ class _Step:
         return self.loss(outputs, self.microbatches[place]) if isinstance(outputs, PolicyOutputs) else outputs
 
 
-def _loss_as_passed(loss: Tensor, place: Tensor) -> Tensor:
+def _loss_as_passed(loss: Tensor, target: Tensor) -> Tensor:
     return loss

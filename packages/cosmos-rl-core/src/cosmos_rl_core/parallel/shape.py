@@ -57,6 +57,9 @@ class ModelShape:
     """All of them by checkpoint name; the first number in a name is the layer."""
     tokens_per_term: int = 1
     """Positions of the stream per term: a denoising step passes over a whole clip."""
+    exchanges: int = 4
+    """All-to-alls of a layer's attention over cp: of queries, keys, values, outputs; 2 where three of them travel
+    together; 0: they are not counted."""
     axes: frozenset[str] = frozenset({"pp", "cp", "tp", "ep"})
     """Axes beside those of data parallelism that it can be spread over."""
     adapter_parameters: int = 0

@@ -98,6 +98,7 @@ def model_shape(
         head_norms=any(name.endswith("norm_q.weight") for name in shapes),
         gate_copies=_FEED_FORWARD_COPIES - _is_frozen(shapes, "net.2", rank=lora_rank, targets=lora_targets),
         latent=3 * hidden // 4 if joint else 2 * hidden,
+        exchanges=0 if joint else 2,
     )
 
 

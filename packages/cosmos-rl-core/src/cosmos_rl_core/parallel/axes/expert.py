@@ -62,7 +62,7 @@ def dispatch(
     leaving = counts.view(axis.size(), -1)  # [rank, its experts]
     each = [1] * axis.size()
     coming = _all_to_all(leaving, each, each, axis)  # [rank they come from, my experts]
-    left, came = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+    left, came = _splits(leaving, coming)
     by_expert = _experts_of(coming, num_rows=sum(came)).argsort(stable=True)
     rows = _AllToAll.apply(rows, came, left, axis)[by_expert]
     exchange = Exchange(home=_inverse(order), arrived=_inverse(by_expert), left=left, came=came, axis=axis)
@@ -111,6 +111,12 @@ def count_slots(experts: Tensor, num_experts: int) -> Tensor:
     """Return the number of slots [num_experts] int64 of each expert. Unlike with bincount, the host does not wait."""
     slots = experts.reshape(-1)
     return slots.new_zeros(num_experts).scatter_add_(0, slots, torch.ones_like(slots))
+
+
+def _splits(leaving: Tensor, coming: Tensor) -> tuple[list[int], list[int]]:
+    """Rows that leave for each rank of the axis, and that come from each; the host waits for them."""
+    left, came = torch.stack([leaving.sum(1), coming.sum(1)]).tolist()
+    return left, came
 
 
 def _ends(counts: Tensor) -> Tensor:

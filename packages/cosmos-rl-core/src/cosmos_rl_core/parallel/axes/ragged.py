@@ -16,7 +16,7 @@ from torch.distributed.pipelining import PipelineStage
 
 
 class RaggedStage(PipelineStage):
-    """Calls `run` in a schedule of torch; the keyword `place` [1] of `step` is the index of the microbatch."""
+    """Calls `run` in a schedule of torch, with the index of the microbatch in the step."""
 
     def __init__(
         self,
@@ -45,6 +45,7 @@ class RaggedStage(PipelineStage):
         self._run = run
         self._shapes = shapes
         self._dtype = dtype
+        self._place = 0
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[P2POp]:
         self._make_buffers(self.args_recv_info[fwd_chunk_id], fwd_chunk_id)
@@ -54,11 +55,15 @@ class RaggedStage(PipelineStage):
         self._make_buffers(self.grad_recv_info[bwd_chunk_id], bwd_chunk_id)
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
-    def forward_maybe_with_nosync(self, *hidden: Tensor, place: Tensor) -> Tensor:
-        passed = self._run(hidden[0] if hidden else None, int(place))
+    def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
+        self._place = fwd_chunk_id
+        return super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+
+    def forward_maybe_with_nosync(self, *hidden: Tensor) -> Tensor:
+        passed = self._run(hidden[0] if hidden else None, self._place)
         if self.is_last:
             return passed
-        found, wanted = (tuple(passed.shape), passed.dtype), (self._shapes[int(place)], self._dtype)
+        found, wanted = (tuple(passed.shape), passed.dtype), (self._shapes[self._place], self._dtype)
         assert found == wanted, f"stage {self.stage_index} gives {found}, the next stage expects {wanted}"
         return passed.contiguous()
 
