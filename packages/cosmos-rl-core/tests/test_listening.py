@@ -48,6 +48,25 @@ def test_a_newcomer_waits_for_room_and_then_takes_the_place_of_the_oldest():
     asyncio.run(main())
 
 
+def test_nothing_is_closed_while_others_authenticate():
+    async def main():
+        dropped = []
+        unauthenticated = UnauthenticatedConnections(2, complain=print, grace_s=0.1)
+        unauthenticated.enter("slow", drop=lambda: dropped.append("slow"))
+        for name in range(8):
+            unauthenticated.enter(name, drop=lambda name=name: dropped.append(name))
+            waiting = asyncio.create_task(unauthenticated.make_room())
+            await asyncio.sleep(0.03)
+            unauthenticated.authenticate(name)
+            await waiting
+        assert dropped == []
+        unauthenticated.enter("idle", drop=lambda: dropped.append("idle"))
+        await unauthenticated.make_room()
+        assert dropped == ["slow"]
+
+    asyncio.run(main())
+
+
 def test_a_loop_that_ran_out_of_descriptors_accepts_again():
     async def main():
         said, admitted, came = [], [], asyncio.Event()

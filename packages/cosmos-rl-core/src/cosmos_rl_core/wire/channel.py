@@ -115,7 +115,7 @@ class Server:
         self._unauthenticated.leave(protocol)
 
     def _opened(self, connection: Connection) -> None:
-        self._unauthenticated.leave(connection.protocol)
+        self._unauthenticated.authenticate(connection.protocol)
         task = asyncio.get_running_loop().create_task(self._talk(connection), name=f"wire {connection.peer.name}")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)

@@ -187,6 +187,7 @@ class UnauthenticatedConnections:
         self._most, self._complain, self._grace_s = most, complain, grace_s
         self._since: dict[object, tuple[float, Callable[[], None]]] = {}
         """Oldest first: when it was accepted, and the function that closes it."""
+        self._authenticated_at = -math.inf
         self._fewer = asyncio.Event()
 
     def __contains__(self, key: object) -> bool:
@@ -212,11 +213,20 @@ class UnauthenticatedConnections:
         if self._since.pop(key, None) is not None:
             self._fewer.set()
 
+    def authenticate(self, key: object) -> None:
+        """Stop counting a connection whose peer has the token."""
+        self._authenticated_at = time.monotonic()
+        self.leave(key)
+
     async def make_room(self) -> None:
-        """Return once there is room for one more; if necessary the oldest is closed, once it is `grace_s` old."""
+        """Return once there is room for one more; if necessary the oldest is closed.
+
+        It is closed once it is `grace_s` old and no other was authenticated for that time: while thousands of workers
+        connect at once, each of them may have to wait for the others.
+        """
         while len(self._since) >= self._most:
             key, (since, drop) = next(iter(self._since.items()))
-            left_s = since + self._grace_s - time.monotonic()
+            left_s = max(since, self._authenticated_at) + self._grace_s - time.monotonic()
             if left_s <= 0:
                 self._complain(f"more than {self._most} idle connections: the oldest are closed")
                 del self._since[key]
