@@ -10,10 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.launch.local import LocalWorkers
+from cosmos_rl_core.launch.local import LocalWorkers, fork_server
 from cosmos_rl_core.processes import environment
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.wire.handshake import make_token
-from cosmos_rl_core.workers.fork_server import ForkedProcess, ForkServer
+from cosmos_rl_core.workers.fork_server import ForkedProcess, ForkServer, opened
 from cosmos_rl_core.workers.node import WorkerAddress, to_arguments
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="workers are forked on Linux alone")
@@ -35,7 +36,9 @@ def serving(tmp_path):
 
         def open_server(*modules):
             variables = environment() | {"PYTHONPATH": str(tmp_path)}
-            return stack.enter_context(ForkServer(modules, environment=variables, log=tmp_path / "imports.log"))
+            server = stack.enter_context(ForkServer(environment=variables))
+            server.load(modules, log=tmp_path / "imports.log")
+            return server
 
         yield open_server
 
@@ -177,8 +180,40 @@ def test_a_module_that_cannot_be_imported_is_left_to_the_worker(serving, started
     assert child.wait(60) == "exit code 1" and child.started
 
 
+def test_the_log_has_the_output_of_all_imports(serving, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("print('first')\n")
+    (tmp_path / "speaks.py").write_text("print('second')\n")
+    server = serving("speaks")
+    deadline = time.monotonic() + 60.0
+    while "second" not in (text := (tmp_path / "imports.log").read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert text.split() == ["first", "second"]
+    server.close()
+    server.close()  # again, without effect
+
+
+@pytest.mark.parametrize(("placement", "is_used"), [("inline", False), ("local", True)])
+def test_a_server_that_has_begun_is_used_or_closed(placement, is_used, tmp_path):
+    config = load_config(
+        {
+            "run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1, "placement": placement},
+            "reward": {"functions": [{"name": "hits"}]},
+        }
+    )
+    with opened() as begun, fork_server(config, tmp_path, python_path=(), begun=begun) as server:
+        assert begun is not None
+        if is_used:
+            assert server is begun
+        else:
+            assert server is None
+            with pytest.raises(ProcessLookupError):
+                os.kill(begun.pid, 0)
+
+
 def test_the_server_ends_with_the_run(serving, tmp_path):
-    with ForkServer((), environment=environment(), log=tmp_path / "imports.log") as server:
+    with ForkServer(environment=environment()) as server:
+        server.load((), log=tmp_path / "imports.log")
         handle = os.pidfd_open(server.pid)
     with pytest.raises(ProcessLookupError):
         os.kill(server.pid, 0)

@@ -42,16 +42,19 @@ def run(
         plan(file, overrides)
         return
     folders = import_from(file)
-    from cosmos_rl_core.errors import WorkerFailed
-    from cosmos_rl_core.launch.run import run as run_config
-    from cosmos_rl_core.recipe.load import load_config
+    from cosmos_rl_core.workers.fork_server import opened
 
-    config = load_config(file, overrides or ())
-    try:
-        result = run_config(config, resume=resume, overwrite=overwrite, python_path=folders)
-    except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
-        typer.echo(f"error: {error}", err=True)
-        raise typer.Exit(1) from error
+    with opened(folders) as forks:  # imports for the workers while this process imports for itself
+        from cosmos_rl_core.errors import WorkerFailed
+        from cosmos_rl_core.launch.given import open_recipe
+        from cosmos_rl_core.launch.run import run_given
+
+        given = open_recipe(file, overrides or (), python_path=folders)
+        try:
+            result = run_given(given, resume=resume, overwrite=overwrite, forks=forks)
+        except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
+            typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(1) from error
     if result.interrupted:
         raise typer.Exit(130)
 

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,16 +17,13 @@ from cosmos_rl_core.imports import PYTHON
 from cosmos_rl_core.launch.placement import STOP_GRACE_S, Launch, threads
 from cosmos_rl_core.optional import NamesModules
 from cosmos_rl_core.plugins import locate
-from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines, machine_gpus
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
 from cosmos_rl_core.wire.handshake import keep_token
-from cosmos_rl_core.workers.fork_server import ENTRY, ForkedProcess, ForkServer
+from cosmos_rl_core.workers.fork_server import ENTRY, ForkedProcess, ForkServer, opened
 from cosmos_rl_core.workers.node import Node, WorkerAddress, policy_node, to_arguments
-
-ROLES = tuple(f"cosmos_rl_core.workers.{name}" for name in ("policy", "rollout", "steps"))
-"""Modules of every domain's workers."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -173,23 +168,28 @@ class LocalWorkers:
 
 
 @contextlib.contextmanager
-def fork_server(config: RunConfig, directory: Path, *, python_path: Sequence[str]) -> Iterator[ForkServer | None]:
-    """Start importing for the run's workers.
+def fork_server(
+    config: RunConfig, directory: Path, *, python_path: Sequence[str], begun: ForkServer | None
+) -> Iterator[ForkServer | None]:
+    """Import for the run's workers, in the server that has begun to if there is one.
 
-    None on a machine with GPUs, for workers that must not be forked, and where there are not two to share the imports.
+    None for workers that must not be forked, and where there are not two to share the imports.
     """
     node = policy_node(config.policy, bind=config.run.bind)
     workers = 0 if config.is_sft else config.rollout.replicas + (node.num_ranks == 1)
     domain = load_domain(config.run.domain)
     modules: Sequence[str] = ()
-    if config.run.placement == "local" and workers > 1 and sys.platform == "linux" and not machine_gpus(os.environ):
+    if config.run.placement == "local" and workers > 1:
         modules = domain.worker_modules(config) if isinstance(domain, NamesModules) else ()
     if not modules:
+        if begun is not None:
+            begun.close()  # the processor is the workers'
         yield None
         return
     sync = locate("cosmos_rl.weight_sync", config.sync.backend).partition(":")[0]
-    variables = environment(python_path, threads=threads(config)[0])
-    with ForkServer((*ROLES, sync, *modules), environment=variables, log=directory / "logs" / "imports.log") as server:
+    with opened(python_path) if begun is None else contextlib.nullcontext(begun) as server:
+        if server is not None:
+            server.load((sync, *modules), log=directory / "logs" / "imports.log")
         yield server
 
 

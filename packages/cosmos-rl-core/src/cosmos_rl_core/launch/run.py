@@ -81,9 +81,13 @@ def run(
     Raises UserError for errors that the user can fix, and WorkerFailed if a worker was lost permanently; results up to
     then are on disk.
     """
-    allowed = raise_descriptor_limit()
     given = open_recipe(recipe, overrides, python_path=python_path, rewards=rewards, rows=rows, eval_rows=eval_rows)
-    short = descriptor_shortage(num_replicas(given.config), allowed=allowed)
+    return run_given(given, resume=resume, overwrite=overwrite)
+
+
+def run_given(given: Given, *, resume: str | None, overwrite: bool, forks: ForkServer | None = None) -> RunResult:
+    """As `run`, of a recipe that is open. forks: a fork server of the caller that has begun to import."""
+    short = descriptor_shortage(num_replicas(given.config), allowed=raise_descriptor_limit())
     path = given.config.run.directory
     try:
         with contextlib.closing(RunDirectory.open(path, resume=resume is not None, overwrite=overwrite)) as directory:
@@ -92,8 +96,8 @@ def run(
             if resume is None:
                 claim_root(given.config, directory.path, overwrite=overwrite)
             given.write_rows(path, resumed=resumption is not None)
-            with fork_server(given.config, path, python_path=given.python_path) as forks:
-                started = _Run(given, path.resolve(), resumption, lock=directory.lock, forks=forks)
+            with fork_server(given.config, path, python_path=given.python_path, begun=forks) as server:
+                started = _Run(given, path.resolve(), resumption, lock=directory.lock, forks=server)
                 return run_to_end(started.run([*directory.notes, *([short] if short else [])]))
     except OutOfMemory as error:
         raise UserError(f"{error}\n{memory_advice(given.config, role=error.role)}") from error

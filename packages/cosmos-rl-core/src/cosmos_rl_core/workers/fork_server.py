@@ -1,9 +1,11 @@
 """A process that imports a run's modules once and forks its workers, which share the memory of the imports.
 
-    with ForkServer(modules, environment=environment(folders), log=path) as server:
+    with opened(folders) as server:                                      # begins with the modules of every run
+        server.load(modules, log=path)
         child = server.start(arguments, environment=..., output=log)     # at once; the fork follows the imports
 
-    run   --one byte; descriptors of a status socket, the request and the log-->   server
+    run   --one byte; descriptors of the modules' names and of a log-->            server
+          --one byte; descriptors of a status socket, the request and the log-->
           <--process id, exit status: on the worker's status socket--
 
 The server has one thread, no event loop and no GPU: otherwise it ends without a fork, and workers are started as
@@ -26,14 +28,16 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
 
 from cosmos_rl_core.imports import PYTHON
-from cosmos_rl_core.processes import ChildProcess, inherited_socket, unnamed_memory
+from cosmos_rl_core.processes import ChildProcess, environment, inherited_socket, machine_gpus, unnamed_memory
 
 ENTRY = "cosmos_rl_core.workers.main"
+EVERY_RUN = (ENTRY, *(f"cosmos_rl_core.workers.{name}" for name in ("policy", "rollout", "steps")))
+"""Modules of the workers of every run."""
 LONGEST_COMMAND = 4096
 """Bytes for a worker's command line, as `ps` shows it."""
 _MOST_DESCRIPTORS = 16
@@ -43,27 +47,45 @@ _NUMBER = struct.Struct("i")
 class ForkServer:
     """The server of one run. It is closed after its workers have ended."""
 
-    def __init__(self, modules: Sequence[str], *, environment: Mapping[str, str], log: Path) -> None:
-        """Start the server, which imports `modules`; those that cannot be imported are left to the workers.
-
-        log: the file for output of the imports.
-        """
-        log.parent.mkdir(parents=True, exist_ok=True)
-        command = [*PYTHON, "-m", __name__, *modules, " " * LONGEST_COMMAND]
-        with log.open("ab") as output:
+    def __init__(self, *, environment: Mapping[str, str]) -> None:
+        """Start the server, which begins to import the modules of every run."""
+        command = [*PYTHON, "-m", __name__, " " * LONGEST_COMMAND]
+        output = unnamed_memory()  # until there is a log
+        try:
             self._process, self._socket = ChildProcess.connected(command, environment=environment, output=output)
+        finally:
+            os.close(output)
 
     def __enter__(self) -> ForkServer:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the server. Its workers go on."""
         self._socket.close()
-        self._process.kill()
-        self._process.wait()
+        if self._process.exit_code is None:
+            self._process.kill()
+            self._process.wait()
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    def load(self, modules: Sequence[str], *, log: Path) -> None:
+        """Import the other modules of the run, once; those that cannot be imported are left to the workers.
+
+        log: the file for output of all imports.
+        """
+        log.parent.mkdir(parents=True, exist_ok=True)
+        names = unnamed_memory()
+        try:
+            os.write(names, json.dumps(modules).encode())
+            with log.open("ab") as output, contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended
+                socket.send_fds(self._socket, [b"\0"], [names, output.fileno()])
+        finally:
+            os.close(names)
 
     def start(
         self, arguments: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes], keeps: Sequence[int] = ()
@@ -81,6 +103,20 @@ class ForkServer:
             theirs.close()
             os.close(request)
         return ForkedProcess(_Forked(ours))
+
+
+@contextlib.contextmanager
+def opened(folders: Sequence[str] = ()) -> Iterator[ForkServer | None]:
+    """A server that begins to import; None where workers must not be forked: on a machine with GPUs, or not on Linux.
+
+    folders: the import path of "module:attribute" names.
+    """
+    if sys.platform != "linux" or machine_gpus(os.environ):
+        yield None
+        return
+    threads = max(1, len(os.sched_getaffinity(0)) // 2)  # of libraries that do not take torch's number
+    with ForkServer(environment=environment(folders, threads=threads)) as server:
+        yield server
 
 
 class ForkedProcess(ChildProcess):
@@ -190,7 +226,12 @@ def _await_end(pid: int) -> None:
 
 def main() -> None:
     server = inherited_socket()
-    _import(sys.argv[1:-2])
+    gc.disable()
+    _import(EVERY_RUN)
+    if (modules := _other_modules(server)) is None:
+        return
+    _import(modules)
+    gc.freeze()  # a collection writes to every object that it visits, and a write copies a shared page
     if pid := os.fork():  # OpenBLAS ends its threads at the first fork
         os.waitpid(pid, 0)
     else:
@@ -202,11 +243,24 @@ def main() -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    gc.disable()
-    for module in (ENTRY, *modules):
+    for module in modules:
         with contextlib.suppress(Exception):  # the worker that needs it reports the error
             importlib.import_module(module)
-    gc.freeze()  # a collection writes to every object that it visits, and a write copies a shared page
+
+
+def _other_modules(server: socket.socket) -> list[str] | None:
+    """Receive the modules of `ForkServer.load` and continue in its log; None if the run has ended."""
+    data, received, *_ = socket.recv_fds(server, 1, _MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    if not data:
+        return None
+    names, log = received
+    os.write(log, os.pread(1, os.fstat(1).st_size, 0))
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    modules = json.loads(os.pread(names, os.fstat(names).st_size, 0))
+    os.close(names)
+    os.close(log)
+    return modules
 
 
 def _serve(server: socket.socket) -> None:

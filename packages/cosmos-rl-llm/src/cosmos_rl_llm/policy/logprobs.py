@@ -133,7 +133,7 @@ class _TermLogprobs(torch.autograd.Function):
         head = Head(weight, bias, softcap, scale)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         d_hidden = torch.empty_like(hidden) if needs_hidden else None
-        d_weight = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        d_weight = None
         d_bias = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         for part in _parts(len(labels), chunk):
             if kept is None:
@@ -148,11 +148,13 @@ class _TermLogprobs(torch.autograd.Function):
             grad = (grad if slope is None else grad.mul_(slope)).mul_(scale / temperature).to(hidden.dtype)
             if d_hidden is not None:
                 d_hidden[part] = product(grad, weight.t())
-            if d_weight is not None:
-                d_weight += product(grad.t(), hidden[part].t())
+            if needs_weight:
+                of_part = product(grad.t(), hidden[part].t())
+                d_weight = of_part.float() if d_weight is None else d_weight.add_(of_part)
             if d_bias is not None:
                 d_bias.add_(grad.sum(0))
-        d_weight = None if d_weight is None else d_weight.to(weight.dtype)
+        if needs_weight:
+            d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight, d_bias, *[None] * 7
 
