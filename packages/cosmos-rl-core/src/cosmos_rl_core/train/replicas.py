@@ -12,6 +12,7 @@ own: sums are made in buffers of their own, never in the gradients.
 from __future__ import annotations
 
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
@@ -27,6 +28,33 @@ BUCKET_BYTES = 32 << 20
 """Bytes of gradients in one all-reduce."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
 _WORKING, _DONE, _LOST = b"w", b"d", b"l"
+_Operation = tuple[Any, Any]
+"""A torch `Work` or `_Transfer`, and the tensors that it reads or writes."""
+
+
+class _Transfer:
+    """Sends or receives that are waited for in a thread: gloo completes them in `wait` alone, where nobody can poll."""
+
+    def __init__(self, operations: Sequence[dist.Work]) -> None:
+        self._operations = operations
+        self._error: RuntimeError | None = None
+        self._thread = threading.Thread(target=self._wait_for_all, name="transfer between replicas", daemon=True)
+        self._thread.start()
+
+    def _wait_for_all(self) -> None:
+        try:
+            for operation in self._operations:
+                operation.wait()
+        except RuntimeError as error:
+            self._error = error
+
+    def is_completed(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        """Raise the error of a completed transfer."""
+        if self._error is not None:
+            raise self._error
 
 
 class ReplicaGroup:
@@ -52,7 +80,7 @@ class ReplicaGroup:
         self.place, self.count = place, count
         self._device = device
         self._is_over, self._agree, self._timeout_s = is_over, agree, timeout_s
-        self._abandoned: list[Sequence[tuple[dist.Work, Tensor]]] = []
+        self._abandoned: list[Sequence[_Operation]] = []
         try:
             self._group = _connect(store, place=place, count=count, device=device, timeout_s=timeout_s)
         except Exception as error:  # torch wraps errors of the store, and reports lost members in many ways
@@ -80,13 +108,15 @@ class ReplicaGroup:
 
     def send(self, tensors: Sequence[Tensor], *, to: int) -> None:
         """Send contiguous tensors to the replica at place `to`, which receives them. Raises EpochOver."""
-        self._finish([(self._group.send([each], to, tag), each) for tag, each in enumerate(tensors) if each.numel()])
+        self._transfer(tensors, lambda each, tag: self._group.send([each], to, tag))
 
     def receive(self, tensors: Sequence[Tensor], *, source: int) -> None:
         """Fill contiguous tensors from the replica at place `source`. Raises EpochOver."""
-        self._finish(
-            [(self._group.recv([each], source, tag), each) for tag, each in enumerate(tensors) if each.numel()]
-        )
+        self._transfer(tensors, lambda each, tag: self._group.recv([each], source, tag))
+
+    def _transfer(self, tensors: Sequence[Tensor], start: Callable[[Tensor, int], dist.Work]) -> None:
+        operations = [start(each, tag) for tag, each in enumerate(tensors) if each.numel()]
+        self._finish([(_Transfer(operations), tensors)])
 
     def send_bytes(self, data: bytes, *, to: int) -> None:
         self.send([torch.tensor([len(data)], device=self._device)], to=to)
@@ -106,7 +136,7 @@ class ReplicaGroup:
         self._finish([(self._group.allgather([found], [mine]), mine)])
         return [each.cpu() for each in found]
 
-    def _finish(self, operations: Sequence[tuple[dist.Work, Tensor]]) -> None:
+    def _finish(self, operations: Sequence[_Operation]) -> None:
         """Wait until all operations are done in all ranks of this replica; raise EpochOver if that cannot be."""
         pause_s, deadline = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
         while True:
@@ -119,7 +149,7 @@ class ReplicaGroup:
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _state(self, operations: Sequence[tuple[dist.Work, Tensor]], *, deadline: float) -> bytes:
+    def _state(self, operations: Sequence[_Operation], *, deadline: float) -> bytes:
         if self._is_over() or time.monotonic() > deadline:
             return _LOST
         if not all(work.is_completed() for work, _ in operations):

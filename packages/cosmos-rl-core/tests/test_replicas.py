@@ -1,0 +1,366 @@
+"""Sums over policy replicas, what happens when one is lost, and the state that a newcomer takes from a peer."""
+
+import asyncio
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from types import SimpleNamespace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
+from cosmos_rl_core.errors import EpochOver, WorkerFailed
+from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.train import replicas
+from cosmos_rl_core.train.learner import Undo
+from cosmos_rl_core.train.replicas import ReplicaGroup
+from cosmos_rl_core.train.trainer import Trainer
+from cosmos_rl_core.types import Share, StepResult
+from cosmos_rl_core.wire.channel import serve
+from cosmos_rl_core.wire.handshake import make_token
+from cosmos_rl_core.workers.context import WorkerContext
+from cosmos_rl_core.workers.mesh import PolicyMesh, receive_state, send_state
+from cosmos_rl_core.workers.steps import PolicySteps
+
+
+def alone(data):
+    """The ranks of a replica of one."""
+    return [data]
+
+
+def group(store, place, count, *, is_over=lambda: False, timeout_s=30.0):
+    return ReplicaGroup(
+        store,
+        place=place,
+        count=count,
+        device=torch.device("cpu"),
+        is_over=is_over,
+        agree=alone,
+        timeout_s=timeout_s,
+    )
+
+
+def in_threads(work, count):
+    """Run work(place, store) for each place in a thread of its own; return the results, or raise the first error."""
+    store = dist.HashStore()
+    with ThreadPoolExecutor(count) as pool:
+        return [each.result(timeout=60) for each in [pool.submit(work, place, store) for place in range(count)]]
+
+
+def test_each_replica_gets_the_sum_in_new_memory(monkeypatch):
+    monkeypatch.setattr(replicas, "BUCKET_BYTES", 40)  # three buckets of float32, one of float64
+    shapes = [(3, 2), (5,), (0,), (4, 4), ()]
+
+    def work(place, store):
+        mine = [torch.full(shape, float(10**place)) for shape in shapes]
+        mine.append(torch.full((3,), float(place), dtype=torch.float64))
+        totals = group(store, place, 3).sum(mine)
+        assert all(torch.equal(each, torch.full_like(each, 10**place)) for each in mine[:-1]), "the input changed"
+        return totals
+
+    for totals in in_threads(work, 3):
+        assert [tuple(total.shape) for total in totals] == [*shapes, (3,)]
+        assert all(torch.equal(total, torch.full_like(total, 111.0)) for total in totals[:-1])
+        assert totals[-1].tolist() == [3.0, 3.0, 3.0]
+        assert totals[-1].dtype == torch.float64
+
+
+def test_bytes_of_every_replica_come_in_the_order_of_places():
+    def work(place, store):
+        return group(store, place, 3).gather(b"x" * place)
+
+    assert in_threads(work, 3) == [[b"", b"x", b"xx"]] * 3
+
+
+def test_a_replica_that_never_comes_ends_the_wait_when_the_epoch_is_over():
+    over = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        store = StoreThatEnds(over)
+        waiting = pool.submit(group, store, 0, 2, is_over=over.is_set)
+        over.set()
+        with pytest.raises(EpochOver, match="no connection to the other policy replicas"):
+            waiting.result(timeout=30)
+
+
+class StoreThatEnds(dist.Store):
+    """A store in which nobody else sets anything."""
+
+    def __init__(self, over):
+        super().__init__()
+        self._over = over
+
+    def set(self, key, value):
+        pass
+
+    def get(self, key):
+        assert self._over.wait(30)
+        raise EpochOver("a later mesh was formed")
+
+    def wait(self, keys, timeout=None):
+        self.get(keys[0])
+
+
+def test_a_sum_that_a_hung_replica_does_not_join_is_given_up_and_the_gradients_stay():
+    over = threading.Event()
+
+    def work(place, store):
+        members = group(store, place, 2, is_over=over.is_set)
+        if place == 1:
+            assert over.wait(30)  # hangs, with its sockets open
+            return None
+        gradient = torch.ones(1000)
+        threading.Timer(0.2, over.set).start()
+        with pytest.raises(EpochOver, match="was lost"):
+            members.sum([gradient])
+        return gradient
+
+    gradient, _ = in_threads(work, 2)
+    assert torch.equal(gradient, torch.ones(1000))
+
+
+def test_all_ranks_of_a_replica_see_the_loss_of_a_peer_of_one():
+    """Rank 1's peer is there, rank 0's is lost: rank 1 gives up too."""
+
+    def work(place, store):
+        agree = alone if place else lambda data: [data, b"l"]  # what rank 0 of the same replica says
+        members = ReplicaGroup.__new__(ReplicaGroup)
+        members._is_over, members._timeout_s, members._agree, members._abandoned = (lambda: False), 30, agree, []
+        with pytest.raises(EpochOver) if place == 0 else nothing():
+            members._finish([])
+
+    in_threads(work, 2)
+
+
+@contextmanager
+def nothing():
+    yield
+
+
+def trainer(seed, *, steps=0, hidden=3):
+    """A trainer of a small network after some steps of Adam."""
+    torch.manual_seed(seed)
+    module = nn.Sequential(nn.Linear(4, hidden), nn.Linear(hidden, 2))
+    optimizer = torch.optim.AdamW(module.parameters(), lr=0.1)
+    policy = SimpleNamespace(module=module, weights=lambda: dict(module.named_parameters()))
+    for step in range(steps):
+        module(torch.full((2, 4), 1.0 + step)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    built = Trainer(policy, objective=None, optimizer=optimizer, lr_factor=lambda step: 1.0, max_grad_norm=1.0)
+    built.version = steps
+    return built
+
+
+def values(of):
+    state = of.optimizer.state
+    parameters = list(of.policy.module.parameters())
+    return [*(p.detach() for p in parameters), *(state[p][key] for p in parameters for key in sorted(state[p]))]
+
+
+def test_a_newcomer_has_weights_and_optimizer_state_of_its_peer_to_the_bit():
+    def work(place, store):
+        mine = trainer(seed=place, steps=0 if place else 3)
+        members = group(store, place, 2)
+        if place:
+            receive_state(members, mine, source=0)
+        else:
+            send_state(members, mine, to=1)
+        return values(mine)
+
+    old, new = in_threads(work, 2)
+    assert len(old) == len(new) == 4 + 3 * 4
+    assert all(torch.equal(*pair) for pair in zip(old, new))
+
+
+def test_state_of_another_layout_is_refused():
+    def work(place, store):
+        members = group(store, place, 2, timeout_s=5.0)
+        if place == 0:
+            with pytest.raises(EpochOver):  # nobody takes it
+                send_state(members, trainer(seed=0, steps=1), to=1)
+            return
+        with pytest.raises(WorkerFailed, match=r"is \[3\] in the other policy replica and \[5\] here"):
+            receive_state(members, trainer(seed=1, hidden=5), source=0)
+
+    in_threads(work, 2)
+
+
+def test_damaged_state_is_refused():
+    def work(place, store):
+        members = group(store, place, 2)
+        if place == 0:
+            return send_state(members, trainer(seed=0, steps=1), to=1)
+        receive = members.receive
+
+        def flip(tensors, *, source):
+            receive(tensors, source=source)
+            if len(tensors) > 1:
+                with torch.no_grad():
+                    tensors[0].view(-1)[0] += 1e-3
+
+        members.receive = flip
+        with pytest.raises(WorkerFailed, match="damaged"):
+            receive_state(members, trainer(seed=1), source=0)
+
+    in_threads(work, 2)
+
+
+def test_updates_that_were_taken_before_a_loss_are_undone():
+    mine = trainer(seed=0, steps=2)
+    before = [value.clone() for value in values(mine)]
+    undo = Undo(mine.optimizer)
+    mine.policy.module(torch.ones(2, 4)).sum().backward()
+    mine.optimizer.step()
+    assert not all(torch.equal(*pair) for pair in zip(before, values(mine)))
+    undo()
+    assert all(torch.equal(*pair) for pair in zip(before, values(mine)))
+
+
+def test_the_state_of_a_first_update_is_undone_too():
+    mine = trainer(seed=0)
+    undo = Undo(mine.optimizer)
+    mine.policy.module(torch.ones(2, 4)).sum().backward()
+    mine.optimizer.step()
+    undo()
+    assert not mine.optimizer.state
+
+
+def test_shares_of_several_replicas_are_disjoint_and_complete():
+    shares = [Share(index=rank, count=2).of_replica(place, 3) for place in range(3) for rank in range(2)]
+    assert [share.index for share in shares] == list(range(6))
+    assert {share.count for share in shares} == {6}
+
+
+def test_keys_of_an_epoch_that_is_over_are_gone():
+    store = Rendezvous()
+    store.begin(1)
+    assert store.answer(p.StoreSet(1, "a", b"x")) == p.StoreValue()
+    assert store.answer(p.StoreGet(1, "a")) == p.StoreValue(value=b"x")
+    assert store.answer(p.StoreGet(2, "a")) == p.StoreValue()  # this rank was told first
+    store.begin(2)
+    assert store.answer(p.StoreGet(1, "a")) == p.StoreValue(over=True)
+    assert store.answer(p.StoreGet(2, "a")) == p.StoreValue()
+    with pytest.raises(ValueError, match="bytes under"):
+        store.answer(p.StoreSet(2, "b", b"x" * 100_000))
+
+
+def test_replicas_meet_at_the_controller_and_the_one_that_is_behind_catches_up(tmp_path):
+    token = make_token(tmp_path / "token")
+    rendezvous = Rendezvous()
+    roles = []
+
+    async def on_connect(connection):
+        roles.append(connection.peer.role)
+        await rendezvous.serve(connection)
+
+    async def meet():
+        server = await serve("tcp://127.0.0.1:0", token=token, decode=p.ToController, on_connect=on_connect)
+        rendezvous.begin(4)
+        message = p.Remesh(epoch=4, members=("policy-1", "policy-0"), version=3, lineage=0)
+        meshes = [mesh_of(f"policy-{i}", server.address, token, steps=3 * i) for i in range(2)]
+        caught_up = await asyncio.gather(*(asyncio.to_thread(mesh.join, message) for mesh in meshes))
+        await server.close()
+        return meshes, caught_up
+
+    (first, second), caught_up = asyncio.run(meet())
+    assert roles == [STORE] * 2
+    assert caught_up == [True, False]
+    assert (first.place, second.place, first.leads, second.leads) == (1, 0, False, True)
+    assert all(torch.equal(*pair) for pair in zip(values(first._trainer), values(second._trainer)))
+    assert first._trainer.version == 3
+
+
+def mesh_of(name, address, token, *, steps):
+    context = WorkerContext(name=name, token=token, timeline=Timeline(process=name), threads=1, controller=address)
+    mine = trainer(seed=steps, steps=steps)
+    return PolicyMesh(context, trainer=mine, mesh=None, is_over=lambda epoch: False, timeout_s=30.0)
+
+
+class Link:
+    """A controller's link with the messages it will pass on."""
+
+    def __init__(self, *messages):
+        self.messages, self.sent, self.requested, self.lost = list(messages), [], [], []
+
+    def request_batch(self, step, *, epoch):
+        self.requested.append((step, epoch))
+
+    async def batch(self):
+        return self.messages.pop(0)
+
+    committed = batch
+
+    async def send(self, message):
+        self.sent.append(message)
+
+    def peers_lost(self, epoch, reason):
+        self.lost.append(epoch)
+
+
+def remesh(epoch, version=0):
+    return p.Remesh(epoch=epoch, members=("policy-0",), version=version, lineage=0)
+
+
+def steps_of(link, *, join=None):
+    async def mesh(message):
+        return message.version
+
+    async def batch(message):
+        return message
+
+    async def checkpoint(message):
+        pass
+
+    return PolicySteps(link, mesh=join or mesh, batch=batch, checkpoint=checkpoint)
+
+
+def test_a_step_whose_mesh_changed_is_redone_in_the_new_epoch():
+    first, again = p.Batch(5, 1, (1, 2)), p.Batch(5, 2, (1, 2))
+    link = Link(remesh(1, 5), first, remesh(2, 5), remesh(2, 5), first, again, p.Committed(5, 3, ()))
+
+    async def play():
+        steps = steps_of(link)
+        assert await steps.next_batch(5) == first
+        with pytest.raises(EpochOver, match="epoch 2 began before step 5"):
+            await steps.commit(5)
+        assert await steps.next_batch(5) == again, "a batch of an earlier epoch is passed over"
+        await steps.commit(5)
+        await steps.report(StepResult(policy_version=6, metrics={}), {})
+
+    asyncio.run(play())
+    assert link.requested == [(5, 1), (5, 2), (6, 2)]
+    assert [message.epoch for message in link.sent if isinstance(message, p.Vote)] == [1, 2]
+
+
+def test_a_newcomer_asks_for_the_step_after_the_weights_it_was_given():
+    link = Link(remesh(7, 40), p.Batch(40, 7, (1,)))
+    assert asyncio.run(steps_of(link).next_batch(0)).step == 40
+    assert link.requested == [(40, 7)]
+
+
+def test_a_mesh_that_cannot_be_joined_is_reported_and_the_next_one_is():
+    async def join(message):
+        if message.epoch == 1:
+            raise EpochOver("no connection")
+        return message.version
+
+    link = Link(remesh(1), remesh(2), p.Batch(0, 2, (1,)))
+    assert asyncio.run(steps_of(link, join=join).next_batch(0)).epoch == 2
+    assert link.lost == [1]
+    assert link.requested == [(0, 2)]
+
+
+def test_a_step_that_could_not_be_summed_is_reported_before_it_is_redone():
+    link = Link(remesh(1), p.Batch(0, 1, (1,)), remesh(2), p.Batch(0, 2, (1,)))
+
+    async def play():
+        steps = steps_of(link)
+        await steps.next_batch(0)  # and its gradients could not be summed
+        return await steps.next_batch(0)
+
+    assert asyncio.run(play()).epoch == 2
+    assert link.lost == [1]
