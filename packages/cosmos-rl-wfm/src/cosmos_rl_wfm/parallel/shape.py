@@ -97,6 +97,7 @@ def model_shape(
         stream_norms=2 if joint else 3,
         head_norms=any(name.endswith("norm_q.weight") for name in shapes),
         gate_copies=_FEED_FORWARD_COPIES - _is_frozen(shapes, "net.2", rank=lora_rank, targets=lora_targets),
+        unread_inputs=_unread_inputs(shapes, hidden, rank=lora_rank, targets=lora_targets),
         latent=3 * hidden // 4 if joint else 2 * hidden,
         exchanges=0 if joint else 2,
     )
@@ -124,6 +125,11 @@ def _is_frozen(shapes: Mapping[str, Any], layer: str, *, rank: int, targets: Ite
         return False
     ends = tuple(f".{target}" for target in targets)
     return not any(f".{name.removesuffix('.weight')}".endswith(ends) for name in shapes if f"{layer}.weight" in name)
+
+
+def _unread_inputs(shapes: Mapping[str, Any], hidden: int, *, rank: int, targets: Iterable[str] | None) -> int:
+    """Numbers a token that a block with adapters does not keep: the inputs of its feed-forward and of its two gates."""
+    return hidden * (_is_frozen(shapes, "net.0.proj", rank=rank, targets=targets) + (2 if rank else 0))
 
 
 def _adapter_parameters(shapes: Mapping[str, tuple[int, ...]], *, rank: int, targets: Iterable[str] | None) -> int:
