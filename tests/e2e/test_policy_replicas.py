@@ -1,0 +1,76 @@
+"""SIGKILL of one of several policy replicas: the others redo the step in work and go on; nothing is trained twice."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from cosmos_rl_core.checkpoint.manifest import read_state
+
+pytestmark = pytest.mark.ci
+
+STEPS, PROMPTS, REPLICAS = 60, 6, 3
+
+
+def recipe(bandit, run_dir, *, replicas=REPLICAS, **changes):
+    return bandit(
+        run_dir,
+        run__max_steps=STEPS,
+        policy__prompts_per_step=PROMPTS,
+        policy__replicas=replicas,
+        sync__max_staleness=0,
+        checkpoint__every_steps=20,
+        rollout__options={"delay_s": 0.005},
+        **changes,
+    )
+
+
+def trained(run_dir, rows_of):
+    """The samples of each step."""
+    return [
+        sorted({row["sample"] for row in rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")})
+        for step in range(STEPS)
+    ]
+
+
+def weights(run_dir):
+    folder = run_dir / "checkpoints" / f"step_{STEPS}"
+    assert read_state(folder).step == STEPS
+    files = sorted(Path(folder).rglob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}
+
+
+def difference(one, other):
+    assert one.keys() == other.keys()
+    return max((one[name].double() - other[name].double()).abs().max().item() for name in one)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, bandit, write_recipe, start):
+    run_dir = tmp_path_factory.mktemp("undisturbed") / "run"
+    process = start("run", write_recipe(run_dir.with_suffix(".toml"), recipe(bandit, run_dir, replicas=1)))
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    return run_dir
+
+
+@pytest.mark.parametrize("victim", range(REPLICAS))
+def test_the_survivors_go_on(tmp_path, undisturbed, bandit, write_recipe, start, wait_for, pid_of, rows_of, victim):
+    run_dir = tmp_path / "run"
+    process = start("run", write_recipe(tmp_path / "run.toml", recipe(bandit, run_dir)))
+    at = 5 + random.Random(victim).random() * 20
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= at, "the step of the kill")
+    before = len(rows_of(run_dir / "metrics.jsonl"))
+    os.kill(pid_of(run_dir, f"policy-{victim}"), signal.SIGKILL)
+    killed = time.monotonic()
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before + 1, "the next commit")
+    print(f"policy-{victim} killed after {before} steps; next commits {time.monotonic() - killed:.2f} s later")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    assert trained(run_dir, rows_of) == trained(undisturbed, rows_of)
+    assert difference(weights(run_dir), weights(undisturbed)) < 1e-4
