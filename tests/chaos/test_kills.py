@@ -18,10 +18,13 @@ import time
 from pathlib import Path
 from statistics import fmean
 
+import msgspec
 import pytest
 from safetensors.numpy import load_file
 
 from cosmos_rl_core.checkpoint.manifest import read_state
+from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, segment_path
+from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.launch.run import run
 
 pytestmark = pytest.mark.ci
@@ -71,13 +74,18 @@ def live(tables):
     return process
 
 
-def kill_when(process, condition, *, after_s):
-    """Kill a life `after_s` after it has come to a point; a life that ends before that is an error."""
+def wait_until(condition, process):
+    """Wait until a life has come to a point; a life that ends before that is an error."""
     deadline = time.monotonic() + DEADLINE_S
     while not condition():
         assert process.is_alive(), f"the run ended by itself (exit code {process.exitcode})"
         assert time.monotonic() < deadline, "the run does not get on"
         time.sleep(0.001)
+
+
+def kill_when(process, condition, *, after_s):
+    """Kill a life `after_s` after it has come to a point."""
+    wait_until(condition, process)
     time.sleep(after_s)  # the moment is the point of the test
     process.kill()
     process.join()
@@ -161,13 +169,14 @@ def test_a_hundred_kills_leave_no_trace(max_staleness, tmp_path):
 # -- a run in several processes
 
 
-def processes_of(run_dir):
-    """The workers of a run, from the process table."""
+def processes_of(run_dir, *, name=""):
+    """The workers of a run, from the process table: all, or those of a name."""
     token, found = str(run_dir / "token").encode(), []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):  # it ended while we looked
-                if token in (entry / "cmdline").read_bytes().split(b"\0"):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if token in words and (not name or name.encode() in words):
                     found.append(int(entry.name))
     return found
 
@@ -191,3 +200,41 @@ def test_a_killed_controller_and_a_killed_machine_leave_no_trace(max_staleness, 
     process.join(DEADLINE_S)
     assert process.exitcode == 0
     must_have_trained_each_sample_once(run_dir, steps=steps, lost_lines=2)
+
+
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
+def test_a_killed_policy_goes_on_from_its_checkpoint(max_staleness, tmp_path):
+    """All policies die, at random steps: a new lineage from the newest checkpoint, within one run."""
+    killed, whole, steps = tmp_path / "killed", tmp_path / "whole", 20
+    tables = recipe(killed, steps=steps, max_staleness=max_staleness)
+    tables["run"]["placement"] = "local"
+    tables["policy"]["threads"] = tables["rollout"]["threads"] = 1
+    tables["rollout"]["options"]["delay_s"] = 0.02
+    chance, metrics = random.Random(max_staleness), killed / "metrics.jsonl"
+    process = live(tables)
+    for wanted in (chance.randint(0, 1), chance.randint(5, 9), chance.randint(12, 16)):
+        wait_until(lambda: num_lines(metrics) >= wanted, process)  # noqa: B023
+        time.sleep(chance.uniform(0.0, 0.1))  # the moment is the point of the test
+        wait_until(lambda: processes_of(killed, name="policy-0"), process)
+        [pid] = processes_of(killed, name="policy-0")
+        os.kill(pid, signal.SIGKILL)
+        wait_until(lambda: processes_of(killed, name="policy-0") not in ([], [pid]), process)  # noqa: B023
+    process.join(DEADLINE_S)
+    assert process.exitcode == 0
+    must_have_trained_each_sample_once(killed, steps=steps)
+    lineages = [record.lineage for record in journal_of(killed) if isinstance(record, records.RolledBack)]
+    assert lineages in ([1, 2], [1, 2, 3])  # a policy that dies before its first step leaves nothing to undo
+
+    process = live(recipe(whole, steps=steps, max_staleness=max_staleness))
+    process.join(DEADLINE_S)
+    if max_staleness == 0:
+        assert bits(killed / "checkpoints" / f"step_{steps}") == bits(whole / "checkpoints" / f"step_{steps}")
+
+
+def journal_of(run_dir):
+    """The records of a run, which may still be active."""
+    decoder = msgspec.msgpack.Decoder(records.AnyRecord)
+    [first] = segment_firsts(run_dir / "journal")
+    path = segment_path(run_dir / "journal", first)
+    return [decoder.decode(body) for body, _ in read_segment(path, first=first, is_last=True)]

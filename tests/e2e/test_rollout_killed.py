@@ -1,4 +1,4 @@
-"""kill -9: a rollout process is started again and no sample is lost or trained twice; a policy process ends the run."""
+"""kill -9: a process is started again and no sample is lost or trained twice; without restarts the run ends."""
 
 import json
 import os
@@ -61,7 +61,7 @@ def test_a_killed_policy_process_ends_the_run_with_its_last_words(
 ):
     run_dir = tmp_path / "run"
     (tmp_path / "talking.py").write_text(TALKING)
-    tables = bandit(run_dir, run__domain="talking:DOMAIN", run__max_steps=10_000)
+    tables = bandit(run_dir, run__domain="talking:DOMAIN", run__max_steps=10_000, elastic__restart_workers=0)
     process = start("run", write_recipe(tmp_path / "run.toml", tables))
     wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
     os.kill(pid_of(run_dir, "policy-0"), signal.SIGKILL)

@@ -58,6 +58,13 @@ def replica(name) -> Any:
     return Peer(name=name, role="rollout", connection=wire, incarnation=1)
 
 
+def connected(*replicas):
+    peers = Peers()
+    for peer in replicas:
+        peers.add(peer)
+    return peers
+
+
 def deliver(row):
     rollout = Rollout(
         arrays={},
@@ -173,7 +180,7 @@ def test_rows_of_a_lost_replica_go_to_those_that_wait():
     for peer in (lost, waiting, other):
         evaluator.request(peer, request)
     evaluator.deliver(deliver(1))
-    evaluator.lose(lost, Peers({"b": waiting, "c": other}))
+    evaluator.lose(lost, connected(waiting, other))
     assert (waiting.connection.rows, other.connection.rows) == ([0, 2, 3], [])
     assert (waiting.held, other.held) == (None, request)
     for row in (0, 2, 3):
@@ -184,7 +191,7 @@ def test_rows_of_a_lost_replica_go_to_those_that_wait():
 def test_losing_a_replica_between_evaluations_changes_nothing():
     evaluator, finished = make()
     waiting = replica("b")
-    evaluator.lose(replica("a"), Peers({"b": waiting}))
+    evaluator.lose(replica("a"), connected(waiting))
     assert (waiting.connection.posted, finished) == ([], [])
 
 

@@ -649,7 +649,7 @@ def test_a_process_that_has_ended_is_not_waited_for():
     p = play(suspect_grace_s=60)
     assert len(granted(p.ask("rollout-0"))) == 2
     p.join("rollout-1")
-    p.on(events.Disconnected("rollout-0", 1, has_ended=True))
+    p.on(events.Gone("rollout-0", 1))
     assert [lease.sample for lease in granted(p.ask("rollout-1"))] == [0, 1]
 
 

@@ -102,9 +102,10 @@ def test_a_worker_is_started_though_the_token_file_was_removed(tmp_path):
     assert read_token(tmp_path / "token") == token
 
 
-def test_a_policy_worker_is_not_started_again(tmp_path):
-    (death,) = start_workers(tmp_path, role="policy", restart_workers=3, deaths_expected=1)
-    assert (death.name, death.status, death.restarting) == ("policy-0", "exit code 1", False)
+def test_a_policy_worker_is_started_again_like_a_rollout_worker(tmp_path):
+    first, second = start_workers(tmp_path, role="policy", restart_workers=1, deaths_expected=2)
+    assert (first.name, first.status, first.restarting) == ("policy-0", "exit code 1", True)
+    assert not second.restarting
 
 
 def test_a_worker_the_user_has_to_mend_is_not_started_again(tmp_path):

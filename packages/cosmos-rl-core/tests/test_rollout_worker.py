@@ -10,6 +10,8 @@ from cosmos_rl_core.algorithms.advantages import group_mean
 from cosmos_rl_core.algorithms.rules import GroupRules
 from cosmos_rl_core.errors import PromptError
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
+from cosmos_rl_core.rollout import following
+from cosmos_rl_core.rollout.following import Publication, WeightFollower
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.worker import Lease, RolloutWorker
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
@@ -91,7 +93,11 @@ class Desk:
     cancels: asyncio.Queue = field(default_factory=asyncio.Queue)
     releases: asyncio.Queue = field(default_factory=asyncio.Queue)
 
-    def request(self, *, version, capacity):
+    lineages: list[int] = field(default_factory=list)
+    """Lineages of the requests."""
+
+    def request(self, *, version, capacity, lineage):
+        self.lineages.append(lineage)
         self.log.append(("request", version, capacity))
 
     async def granted(self):
@@ -116,6 +122,7 @@ class Subscriber:
 
     log: Log
     versions: asyncio.Queue = field(default_factory=asyncio.Queue)
+    is_closed: bool = False
 
     async def stage(self, *, after):
         found = await self.versions.get()
@@ -125,10 +132,11 @@ class Subscriber:
         return found
 
     def apply(self):
+        assert not self.is_closed
         self.log.append("apply")
 
     async def close(self):
-        pass
+        self.is_closed = True
 
 
 class Stage:
@@ -138,7 +146,10 @@ class Stage:
         self.log = Log()
         self.engine = GatedEngine(self.log, version=version)
         self.desk = Desk(self.log)
-        self.subscriber = Subscriber(self.log)
+        self.publications = asyncio.Queue()
+        self.subscribers = {address: Subscriber(self.log) for address in ("policy-0", "policy-1")}
+        self.subscriber = self.subscribers["policy-0"]
+        self.publish("policy-0")
         rollouter = Rollouter(
             self.engine,
             rubric=Rubric([WeightedReward(name="zero", weight=1.0, function=_zero)]),
@@ -151,12 +162,21 @@ class Stage:
         self.worker = RolloutWorker(
             self.engine,
             rollouter=rollouter,
-            subscriber=self.subscriber,
+            weights=WeightFollower(
+                self.engine, publications=self.publications.get, subscribe=self.subscribe, lineage=0
+            ),
             leases=self.desk,
             max_groups=max_groups,
             spool=spool,
         )
         self.running = asyncio.create_task(self.worker.run())
+
+    def publish(self, address, *, lineage=0):
+        self.publications.put_nowait(Publication(address=address, lineage=lineage))
+
+    async def subscribe(self, address):
+        self.subscribers[address].is_closed = False
+        return self.subscribers[address]
 
     def grant(self, *leases):
         self.desk.grants.put_nowait(leases)
@@ -335,14 +355,71 @@ def test_weights_that_arrive_during_generation_are_not_waited_for():
     asyncio.run(go())
 
 
-def test_a_publisher_that_is_gone_leaves_the_decision_to_the_controller():
+def test_after_the_loss_of_the_publisher_generation_goes_on_and_the_next_one_is_followed():
     async def go():
         stage = Stage()
         stage.subscriber.versions.put_nowait(ConnectionError("the policy is gone"))
         stage.engine.gate(1).set()
         stage.grant(lease(1))
         await stage.log.until(("deliver", 1, 1, False, 2))
+        assert stage.subscriber.is_closed
+        stage.publish("policy-1")
+        stage.subscribers["policy-1"].versions.put_nowait(1)
+        await stage.log.until(("request", 1, 3))
         await stage.end()
+
+    asyncio.run(go())
+
+
+def test_a_lost_publisher_that_is_reached_again_is_followed(monkeypatch):
+    monkeypatch.setattr(following, "RETRY_S", 0.01)
+
+    async def go():
+        stage = Stage()
+        for _ in range(3):
+            stage.subscriber.versions.put_nowait(ConnectionError("no answer"))
+        stage.subscriber.versions.put_nowait(1)
+        await stage.log.until(("request", 1, 3))
+        await stage.end()
+
+    asyncio.run(go())
+
+
+def test_a_new_address_closes_the_subscriber_and_opens_another_during_generation():
+    async def go():
+        stage = Stage()
+        stage.subscriber.versions.put_nowait(4)
+        await stage.log.until(("request", 4, 3))
+        stage.grant(lease(1))
+        await stage.log.until(("start", 1))
+        stage.publish("policy-1")
+        stage.subscribers["policy-1"].versions.put_nowait(5)
+        await stage.log.until(("request", 5, 2))
+        assert stage.subscriber.is_closed and ("freed", 1) not in stage.log
+        stage.engine.gate(1).set()
+        await stage.log.until(("deliver", 1, 1, False, 2))
+        await stage.end()
+
+    asyncio.run(go())
+
+
+def test_a_rollback_stops_the_groups_in_work_and_loads_the_lower_version_of_the_new_lineage():
+    async def go():
+        stage = Stage()
+        stage.subscriber.versions.put_nowait(7)
+        await stage.log.until(("request", 7, 3))
+        stage.grant(lease(1), lease(2, evaluation=True))
+        await stage.log.until(("start", 2))
+        stage.publish("", lineage=1)
+        await stage.log.until(("request", 7, 3), times=2)
+        assert stage.worker.holding == [] and {("freed", 1), ("freed", 2)} <= set(stage.log)
+        assert set(stage.desk.lineages) == {0}
+        stage.publish("policy-1", lineage=1)
+        stage.subscribers["policy-1"].versions.put_nowait(4)
+        await stage.log.until(("request", 4, 3))
+        assert (stage.engine.version, stage.desk.lineages[-1]) == (4, 1)
+        await stage.end()
+        assert not [event for event in stage.log if event[0] in ("deliver", "fail")]
 
     asyncio.run(go())
 

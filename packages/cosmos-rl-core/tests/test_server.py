@@ -83,13 +83,16 @@ class Observer:
     def evaluated(self, version, metrics, groups):
         self.evaluations.append((version, metrics))
 
+    def rolled_back(self, version):
+        self.reports = [(step, metrics) for step, metrics in self.reports if step < version]
+
     @property
     def steps(self):
         return [step for step, _ in self.reports]
 
 
 @asynccontextmanager
-async def running(tmp_path, *, observer=None, ledger=None):
+async def running(tmp_path, *, observer=None, ledger=None, **job):
     """A controller of a run of two groups a step, and the task in which it runs."""
     source = PromptSource([{"n": n} for n in range(10)], origin="rows", shuffle=False)
     job = Job(
@@ -101,6 +104,7 @@ async def running(tmp_path, *, observer=None, ledger=None):
         eval_every_steps=0,
         eval_by=(),
         group_size=2,
+        **job,
     )
     with closing(Journal(tmp_path / "journal")) as journal:
         controller = Controller(
@@ -215,6 +219,140 @@ async def until(condition):
     """Wait until the controller has brought something about."""
     while not condition():
         await asyncio.sleep(0.005)
+
+
+# -- policies that are lost and replaced
+
+
+@in_a_loop
+async def test_rollouts_are_sent_to_another_policy_when_the_publishing_one_dies(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, policy_members=2, suspect_grace_s=0.1))
+    async with running(tmp_path, ledger=ledger) as (controller, _):
+        rollout = Worker(controller, "rollout", "rollout-0")
+        await rollout.hears(p.Welcome)
+        rollout.says(p.Ready())
+        policies = [Worker(controller, "policy", f"policy-{i}") for i in (0, 1)]
+        for policy in reversed(policies):
+            await policy.hears(p.Welcome)
+            policy.says(p.Ready(address=f"weights of {policy.peer.name}"))
+        await until(lambda: ledger.members.mesh == ("policy-0", "policy-1"))
+        while (await rollout.hears(p.SyncFrom)).address != "weights of policy-0":
+            pass
+        policies[0].says(None)
+        assert await rollout.hears(p.SyncFrom) == p.SyncFrom(address="weights of policy-1", lineage=0)
+
+
+@in_a_loop
+async def test_after_the_loss_of_all_policies_a_new_one_trains_the_undone_steps_again(tmp_path):
+    observer = Observer()
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, max_staleness=1, suspect_grace_s=0.1))
+    checkpoints = {"newest_checkpoint": lambda: (0, "step_0"), "policy_wait_s": 30.0}
+    async with running(tmp_path, observer=observer, ledger=ledger, **checkpoints) as (controller, _):
+        policy, rollout = await join(controller)
+        rollout.says(p.RequestLeases(version=0, capacity=3))
+        zero, one, two = (await rollout.hears(p.Grant)).prompts
+        rollout.says(delivery(zero, b"zero"), delivery(one, b"one"))
+        policy.says(p.RequestBatch(step=0))
+        batch = await policy.hears(p.Batch)
+        policy.says(p.Vote(step=0, epoch=batch.epoch))
+        await policy.hears(p.Committed)
+        policy.says(p.StepDone(step=0, version=1, metrics={"of": 0.0}), None)
+
+        assert await rollout.hears(p.RolledBack) == p.RolledBack(lineage=1, version=0, resume_from="step_0")
+        assert observer.steps == []
+        policy = Worker(controller, "policy", "policy-0")
+        welcome = await policy.hears(p.Welcome)
+        assert (welcome.lineage, welcome.version, welcome.resume_from) == (1, 0, "step_0")
+        policy.says(p.Ready(address="there"))
+        await policy.hears(p.Remesh)
+        policy.says(p.RequestBatch(step=0))
+        assert await rollout.hears(p.SyncFrom) == p.SyncFrom(address="there", lineage=1)
+
+        rollout.says(delivery(two, b"sampled before the rollback"), p.RequestLeases(version=1, capacity=3))
+        rollout.says(p.RequestLeases(version=0, capacity=3, lineage=1))
+        again = (await rollout.hears(p.Grant)).prompts
+        assert [(prompt.sample, prompt.attempt) for prompt in again] == [(0, 2), (1, 2), (2, 2)]
+        rollout.says(*(msgspec.structs.replace(delivery(each, b"again"), lineage=1) for each in again))
+        batch = await policy.hears(p.Batch)
+        assert (batch.step, batch.samples, batch.payloads) == (0, (0, 1), [b"again", b"again"])
+        policy.says(p.Vote(step=0, epoch=batch.epoch))
+        await policy.hears(p.Committed)
+        policy.says(p.StepDone(step=0, version=1, metrics={"of": 1.0}))
+        policy.says(p.CheckpointDone(step=1, path="the old step_1", lineage=0))
+        policy.says(p.CheckpointDone(step=1, path="step_1", lineage=1))
+        await until(lambda: ledger.checkpoint_version == 1)
+        assert controller.checkpoint == "step_1"
+        assert [(step, metrics["of"]) for step, metrics in observer.reports] == [(0, 1.0)]
+
+
+@in_a_loop
+async def test_groups_of_a_batch_in_work_are_kept_over_the_loss_of_all_policies(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=0.1))
+    async with running(tmp_path, ledger=ledger, policy_wait_s=30.0) as (controller, _):
+        policy, _, batch = await batch_of_references(controller)
+        policy.says(None)
+        await until(lambda: ledger.lineage == 1)
+        policy = Worker(controller, "policy", "policy-0")
+        await policy.hears(p.Welcome)
+        policy.says(p.Ready())
+        await policy.hears(p.Remesh)
+        policy.says(p.RequestBatch(step=0))
+        assert (await policy.hears(p.Batch)).payloads == batch.payloads
+
+
+@in_a_loop
+async def test_a_new_process_of_the_policy_is_welcomed_after_the_rollback_even_within_the_grace(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=1e9))
+    async with running(tmp_path, ledger=ledger, policy_wait_s=30.0) as (controller, _):
+        await join(controller)
+        welcome = await Worker(controller, "policy", "policy-0").hears(p.Welcome)
+        assert (welcome.lineage, welcome.incarnation) == (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("wait_s", "message"),
+    [
+        (0.0, "^the last policy replica is gone$"),
+        (0.05, "^the last policy replica is gone, and no other one has come within 0.05 s$"),
+    ],
+)
+@in_a_loop
+async def test_without_another_policy_the_run_fails(wait_s, message, tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=0.1))
+    async with running(tmp_path, ledger=ledger, policy_wait_s=wait_s) as (controller, task):
+        policy, _ = await join(controller)
+        policy.says(None)
+        with pytest.raises(WorkerFailed, match=message):
+            await task
+
+
+@in_a_loop
+async def test_a_checkpoint_that_cannot_be_read_ends_the_run(tmp_path):
+    def damaged():
+        raise UserError("none of the checkpoints is whole")
+
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=0.1))
+    job = {"newest_checkpoint": damaged, "policy_wait_s": 30.0}
+    async with running(tmp_path, ledger=ledger, **job) as (controller, task):
+        policy, _ = await join(controller)
+        policy.says(None)
+        with pytest.raises(UserError, match="none of the checkpoints is whole"):
+            await task
+
+
+@in_a_loop
+async def test_a_worker_whose_process_has_ended_is_not_waited_for(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=1e9))
+    async with running(tmp_path, ledger=ledger) as (controller, _):
+        _, rollout = await join(controller)
+        rollout.says(p.RequestLeases(version=0, capacity=8))
+        zero, one = (await rollout.hears(p.Grant)).prompts
+        controller.ended("rollout-0")
+        rollout.says(delivery(zero, b"the last word"), None)
+        other = Worker(controller, "rollout", "rollout-1")
+        await other.hears(p.Welcome)
+        other.says(p.Ready(), p.RequestLeases(version=0, capacity=8))
+        assert [prompt.sample for prompt in (await other.hears(p.Grant)).prompts] == [one.sample]
 
 
 # -- groups that lie in spools

@@ -31,9 +31,10 @@ class Evaluation:
     evaluation.done -> evaluation.metrics()
     """
 
-    def __init__(self, *, version: int, rows: int, by: Sequence[str] = ()) -> None:
+    def __init__(self, *, version: int, rows: int, by: Sequence[str] = (), lineage: int = 0) -> None:
         """by: columns of the rows; each of their values gets its own mean reward."""
         self.version = version
+        self.lineage = lineage
         self.groups: dict[int, RolloutGroup] = {}
         self.failures: dict[int, str] = {}
         """Rows that failed, with the reason; they are left out of the mean reward."""
@@ -123,21 +124,32 @@ class Evaluator:
     current: Evaluation | None = None
     _done: set[int] = field(default_factory=set)
 
-    def begin_if_due(self, version: int, *, last: bool = False) -> bool:
+    def begin_if_due(self, version: int, *, lineage: int = 0, last: bool = False) -> bool:
         """Start the evaluation of `version` if it is due and was not done."""
         last = last or version == self.max_steps
         due = version == 0 or last or (self.every_steps > 0 and version % self.every_steps == 0)
         if self.source is None or not due or version in self._done:
             return False
-        self.current = Evaluation(version=version, rows=len(self.source), by=self.by)
-        self._done.add(version)
+        self._begin(version, lineage)
         return True
+
+    def _begin(self, version: int, lineage: int) -> None:
+        assert self.source is not None
+        self.current = Evaluation(version=version, rows=len(self.source), by=self.by, lineage=lineage)
+        self._done.add(version)
+
+    def roll_back(self, version: int, *, lineage: int) -> None:
+        """Evaluate later versions again. The current evaluation ends, or starts again with the new lineage."""
+        self._done = {done for done in self._done if done <= version}
+        evaluated, self.current = self.current, None
+        if evaluated is not None and evaluated.version <= version:
+            self._begin(evaluated.version, lineage)
 
     def request(self, peer: Peer, message: p.RequestLeases) -> None:
         """Grant rows to a replica that has the version; hold every other request until the evaluation ends."""
         assert self.current is not None and self.source is not None
         peer.held = message
-        if message.version < self.current.version:
+        if message.version < self.current.version or message.lineage != self.current.lineage:
             return
         ids = self.current.lease(peer.name, capacity=message.capacity * self.rows_per_group)
         if ids:
@@ -147,13 +159,13 @@ class Evaluator:
 
     def deliver(self, message: p.Deliver) -> None:
         assert isinstance(message.payload, bytes), "an evaluation's groups are never spooled"
-        if self.current is not None and self.source is not None:
+        if self.current is not None and self.source is not None and message.lineage == self.current.lineage:
             group = decode_group(message.payload)
             self.current.deliver(message.sample, replace(group, prompt=self.source[message.sample]))
             self._finish_if_done()
 
     def fail(self, message: p.Failed) -> None:
-        if self.current is not None:
+        if self.current is not None and message.lineage == self.current.lineage:
             self.current.fail(message.sample, message.reason)
             self._finish_if_done()
 

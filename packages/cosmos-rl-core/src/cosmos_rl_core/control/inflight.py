@@ -69,6 +69,13 @@ class Batches:
         """Release the groups of a step's batch. No-op for a commit that is repeated: the batch in work is kept."""
         self._drop(self._assigned.pop(step, ()))
 
+    def roll_back(self, version: int, *, payloads_kept: bool) -> None:
+        """Forget the batches of the steps from `version` on; unless kept, release their groups."""
+        undone = [self._assigned.pop(step) for step in sorted(self._assigned) if step >= version]
+        if not payloads_kept:
+            for samples in undone:
+                self._drop(samples)
+
     def kept(self, replica: str) -> list[str]:
         """Return the files of a replica that are still needed."""
         return list(self._spooled.get(replica, {}).values())

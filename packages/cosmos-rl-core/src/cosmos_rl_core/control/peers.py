@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 
@@ -35,6 +37,8 @@ class Peer:
     """Clock of its last heartbeat."""
     leaving: bool = False
     """It sent a Goodbye or a Fatal."""
+    has_ended: bool = False
+    """Its process does not exist any more."""
     _waiting: list[p.ToWorker] = field(default_factory=list)
     """Messages posted before its Welcome."""
     _measured: tuple[float, float] = field(init=False)
@@ -91,6 +95,8 @@ class Peers:
 
     by_name: dict[str, Peer] = field(default_factory=dict)
     _of_role: dict[str, dict[str, Peer]] = field(default_factory=lambda: {"policy": {}, "rollout": {}})
+    _announced: p.SyncFrom | None = None
+    """The last one sent to all rollout replicas."""
 
     def add(self, peer: Peer) -> None:
         self.remove(peer.name)
@@ -108,12 +114,26 @@ class Peers:
         """Return whether a policy is connected that does not leave."""
         return any(not peer.leaving for peer in self.of_role("policy"))
 
-    def send_weights_address(self, ready: Peer) -> None:
-        """Send the policy's weight address: to all rollout workers after a policy's Ready, else to the sender."""
-        source = next((policy.address for policy in self.of_role("policy")), "")
-        for rollout in self.of_role("rollout") if ready.role == "policy" else [ready]:
-            if source:
-                rollout.post(p.SyncFrom(address=source))
+    def _publisher(self, mesh: Sequence[str]) -> str:
+        """Return the address of the weights to pull: of the mesh's first member, before the first mesh of any policy.
+
+        Empty if no policy has one.
+        """
+        policies = {peer.name: peer for peer in self.of_role("policy")}
+        names = (*mesh, *sorted(policies))
+        return next((policies[name].address for name in names if name in policies and policies[name].address), "")
+
+    def announce(self, ledger: Ledger, *, ready: Peer | None = None) -> None:
+        """Send the publishing policy's address to all rollout replicas if it has changed, else to `ready` alone."""
+        source = p.SyncFrom(address=self._publisher(ledger.members.mesh), lineage=ledger.lineage)
+        if not source.address:
+            return
+        if source != self._announced:
+            self._announced = source
+            for rollout in self.of_role("rollout"):
+                rollout.post(source)
+        elif ready is not None and ready.role == "rollout":
+            ready.post(source)
 
     def metrics(self) -> dict[str, float]:
         """Number of members, and the idle fraction of each role since the last call."""

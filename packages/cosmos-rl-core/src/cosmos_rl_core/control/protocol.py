@@ -7,7 +7,7 @@ rollout
   RequestLeases     ->      <- Grant          prompts to generate groups for
   Deliver | Failed  ->      <- Cancel         a group, a reference to it, or the reason for its failure
                             <- Release        files of the spool that are no longer needed
-                            <- SyncFrom       the address to pull weights from
+                            <- SyncFrom       the address to pull weights from, again when it changes
 policy
   RequestBatch      ->      <- Batch          groups of one step, or references to them
   PayloadsLost      ->                        some groups cannot be read; the reply is another batch
@@ -18,11 +18,12 @@ policy
   StepDone          ->                        metrics and the published version
   Validated         ->                        the loss on held-out rows
   CheckpointDone | Alarm ->                   a checkpoint was written, or failed
-both                        <- Stop
+both                        <- RolledBack     all policies were lost: training continues from a checkpoint
+                            <- Stop
   Goodbye | Fatal   ->
 
 The ledger (ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack`,
-`NoMore`, `Reject` and `RolledBack` are not sent: they concern workers that outlive their connection, and a worker
+`NoMore` and `Reject` are not sent: they concern workers that outlive their connection, and a worker
 currently ends with its connection.
 """
 
@@ -168,10 +169,16 @@ class Failed(Message, frozen=True):
     final: bool = False
     """True: a retry cannot succeed."""
     evaluation: bool = False
+    lineage: int = 0
+    """Lineage of the weights."""
 
 
 class SyncFrom(Message, frozen=True):
+    """The policy that publishes weights. Sent to every rollout replica whenever it changes."""
+
     address: str
+    lineage: int = 0
+    """Lineage of the weights; versions of another lineage are void."""
 
 
 class Remesh(Message, frozen=True):
@@ -244,6 +251,8 @@ class RolledBack(Message, frozen=True):
 
     lineage: int
     version: int
+    resume_from: str = ""
+    """Policy: checkpoint of that version, empty for the initial model; set by the server."""
 
 
 class CheckpointDone(Message, frozen=True):
@@ -326,4 +335,4 @@ ToLedger = (
 FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
 """Messages of the ledger to workers."""
 ToController = ToLedger | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet
-ToWorker = Welcome | Grant | Cancel | Release | SyncFrom | Remesh | Batch | Committed | Stop | StoreValue
+ToWorker = Welcome | Grant | Cancel | Release | SyncFrom | Remesh | Batch | Committed | RolledBack | Stop | StoreValue

@@ -10,13 +10,31 @@ The first member of the mesh reports. Reports of the others are kept until it ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.peers import Peers
+from cosmos_rl_core.types import RolloutGroup
 
 M = TypeVar("M")
+
+
+class Observer(Protocol):
+    """Receiver of a run's progress and metrics. Called from the controller's event loop: it must return quickly."""
+
+    def phase(self, text: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
+
+    def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None: ...
+
+    def rolled_back(self, version: int) -> None:
+        """Drop the metrics of the steps from `version` on and of later versions: training continues from it."""
+        ...
 
 
 @dataclass(slots=True)
@@ -55,8 +73,8 @@ def _of_first(reports: Mapping[str, M], mesh: tuple[str, ...]) -> M:
 class PolicyReports:
     """Passes the metrics of steps, and of evaluations by supervised replicas, to an observer."""
 
-    on_step: Callable[[p.StepDone], None]
-    on_validated: Callable[[p.Validated], None]
+    observer: Observer
+    peers: Peers
     _steps: OncePerStep[p.StepDone] = field(default_factory=OncePerStep[p.StepDone])
     _versions: OncePerStep[p.Validated] = field(default_factory=OncePerStep[p.Validated])
 
@@ -80,6 +98,6 @@ class PolicyReports:
     def _record(self, messages: list[p.StepDone] | list[p.Validated]) -> None:
         for message in messages:
             if isinstance(message, p.StepDone):
-                self.on_step(message)
+                self.observer.step(message.step, {**message.metrics, **self.peers.metrics()})
             else:
-                self.on_validated(message)
+                self.observer.evaluated(message.version, message.metrics, [])

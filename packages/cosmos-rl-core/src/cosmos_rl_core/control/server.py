@@ -9,29 +9,31 @@ groups in flight and runs the evaluations.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.control.evaluation import Evaluation, Evaluator, with_row
+from cosmos_rl_core.control.evaluation import Evaluator, with_row
 from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.recovery import Recovery, RunParts
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
-from cosmos_rl_core.control.reports import PolicyReports
+from cosmos_rl_core.control.reports import Observer, PolicyReports
+from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
-from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
+LAST_WORDS_S = 1.0
+"""Maximum seconds for reading the last messages of a process that has ended."""
 OfAnEpoch = p.RequestBatch | p.PayloadsLost | p.PeersLost | p.Vote
 """Messages of a policy that are void in a later epoch of its mesh."""
 
@@ -50,33 +52,25 @@ class Job:
     eval_by: tuple[str, ...]
     """Columns of the held-out rows to group rewards by."""
     group_size: int
+    newest_checkpoint: Callable[[], tuple[int, str]] = lambda: (0, "")
+    """Returns version and location of the newest whole checkpoint; (0, "") is the initial model."""
+    policy_wait_s: float = 0.0
+    """Maximum wait for another policy after the loss of all; 0: the run fails at once."""
 
     def ends_at(self, version: int) -> bool:
         """Return whether this is the version at which the run ends."""
         return self.max_steps is not None and version >= self.max_steps
 
-    def welcome(self, message: p.Welcome, *, kept: list[str]) -> p.Welcome:
+    def welcome(self, message: p.Welcome, *, kept: list[str], resume_from: str) -> p.Welcome:
         """Return the ledger's welcome completed with the recipe. `kept`: files of the replica's spool still needed."""
         return msgspec.structs.replace(
             message,
             config=self.config_toml,
             run_dir=str(self.run_dir),
-            resume_from=self.resume_from,
+            resume_from=resume_from,
             last_step=self.max_steps or 0,
             kept=kept,
         )
-
-
-class Observer(Protocol):
-    """Receiver of a run's progress and metrics. Called from the controller's event loop: it must return quickly."""
-
-    def phase(self, text: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None: ...
 
 
 class Controller:
@@ -100,34 +94,51 @@ class Controller:
         self.ledger = ledger
         self.clock = clock
         self.peers = Peers()
-        self.checkpoint = ""
-        """Path of the newest checkpoint reported by a policy replica."""
         self._job = job
         self._source = source
         self._observer = observer
         self._ledger = DurableLedger(ledger, journal=journal, clock=clock, dispatch=self._dispatch)
         self._batches = Batches(source=source, supervised=job.supervised, peers=self.peers)
-        self._reports = PolicyReports(
-            on_step=lambda done: observer.step(done.step, {**done.metrics, **self.peers.metrics()}),
-            on_validated=lambda done: observer.evaluated(done.version, done.metrics, []),
-        )
+        self._reports = PolicyReports(observer=observer, peers=self.peers)
         self._evaluator = Evaluator(
             source=eval_source,
             every_steps=job.eval_every_steps,
             max_steps=job.max_steps,
             by=job.eval_by,
             rows_per_group=job.group_size,
-            on_finished=self._evaluated,
+            on_finished=lambda finished: self._turns.evaluated(finished),
+        )
+        self._turns = Turns(
+            ledger=ledger,
+            feed=self._feed,
+            observer=observer,
+            peers=self.peers,
+            evaluator=self._evaluator,
+            ends_at=job.ends_at,
+        )
+        self._recovery = Recovery(
+            ledger=ledger,
+            feed=self._ledger.feed,
+            parts=RunParts(self._batches, self._reports, self._evaluator, observer, self.peers),
+            newest_checkpoint=job.newest_checkpoint,
+            fail=self.fail,
+            policy_wait_s=job.policy_wait_s,
+            supervised=job.supervised,
+            resume_from=job.resume_from,
         )
         self._rendezvous = Rendezvous()
-        self._stop_reason = ""
         self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    @property
+    def checkpoint(self) -> str:
+        """Path of the newest checkpoint reported by a policy replica; empty if there is none."""
+        return self._recovery.checkpoint
 
     # -- the run
 
     async def run(self) -> None:
         """Serve until the policy leaves after the last step. Raises the error that ended the run early."""
-        self._evaluate_if_due(self.ledger.version)
+        self._turns.evaluate_if_due(self.ledger.version)
         tasks = [asyncio.create_task(self._ledger.run()), asyncio.create_task(self._ledger.tick(TICK_S))]
         try:
             await asyncio.wait([*tasks, self._outcome], return_when=asyncio.FIRST_COMPLETED)
@@ -136,13 +147,14 @@ class Controller:
             self._outcome.result()
         finally:
             self._outcome.cancel()
+            self._recovery.close()
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
     def stop(self, reason: str) -> None:
         """End the run cleanly: the policy finishes its step, or its start, and saves."""
-        self._stop_reason = reason
+        self._turns.stop_reason = reason
         for peer in self.peers.of_role("policy"):
             peer.post(p.Stop(reason=reason))
 
@@ -154,7 +166,15 @@ class Controller:
     def dismiss(self) -> None:
         """Send Stop to every worker: the run is over."""
         for peer in self.peers.by_name.values():
-            peer.dismiss(self._stop_reason or "the run is over")
+            peer.dismiss(self._turns.stop_reason or "the run is over")
+
+    def ended(self, name: str) -> None:
+        """Remove a worker whose process has ended, once its last messages are read. Called by its launcher."""
+        if (peer := self.peers.by_name.get(name)) is not None:
+            peer.has_ended = True
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._lose, peer)  # a child may hold the socket open
+        elif name in self.ledger.members.by_name:
+            self._disconnect(name, has_ended=True)
 
     def waits(self) -> list[str]:
         """Return the running evaluation's progress, as lines for the status."""
@@ -168,12 +188,20 @@ class Controller:
         if connection.peer.role == STORE:
             return await self._rendezvous.serve(connection)
         role = "policy" if connection.peer.role == "policy" else "rollout"
+        if role == "policy":
+            if (earlier := self.peers.by_name.get(connection.peer.name)) is not None:
+                self._lose(earlier)
+            self.ended(connection.peer.name)
+            await self._recovery.rolled_back()
+            self._recovery.joined()
         peer = Peer(name=connection.peer.name, role=role, connection=connection, heartbeat_at=self.clock())
         self.peers.add(peer)
         self._ledger.feed(events.Join(replica=peer.name, role=peer.role))
         try:
             while True:
                 message = await connection.receive()
+                if self.peers.by_name.get(peer.name) is not peer:  # a message of a process that has ended
+                    return
                 try:
                     self._handle(peer, message)
                 except OSError as error:  # the observer could not write a file
@@ -186,9 +214,13 @@ class Controller:
         if self.peers.by_name.get(peer.name) is peer:
             self.peers.remove(peer.name)
             self._evaluator.lose(peer, self.peers)
-            if not peer.leaving:  # a policy ends with its connection; a rollout may be started again
-                lost = events.Gone if peer.role == "policy" else events.Disconnected
-                self._ledger.feed(lost(replica=peer.name, incarnation=peer.incarnation))
+            if not peer.leaving:
+                self._disconnect(peer.name, has_ended=peer.has_ended or peer.role == "policy")
+
+    def _disconnect(self, name: str, *, has_ended: bool) -> None:
+        lost = events.Gone if has_ended else events.Disconnected
+        incarnation = self.ledger.members.by_name[name].incarnation  # it may not be welcome yet
+        self._ledger.feed(lost(replica=name, incarnation=incarnation))
 
     def _handle(self, peer: Peer, message: p.ToController) -> None:
         if isinstance(message, OfAnEpoch) and message.epoch not in (0, peer.epoch):
@@ -198,7 +230,7 @@ class Controller:
                 peer.beat(message, now=self.clock())
                 self._feed(peer, message)
             case p.RequestLeases():
-                self._request_leases(peer, message)
+                self._turns.request_leases(peer, message)
             case p.Deliver() if message.evaluation:
                 self._evaluator.deliver(message)
             case p.Deliver():
@@ -207,7 +239,7 @@ class Controller:
                 self._evaluator.fail(message)
             case p.RequestBatch():
                 peer.wants_batch = message.step
-                self._request_batch(peer)
+                self._turns.request_batch(peer)
             case p.PayloadsLost():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
@@ -217,7 +249,7 @@ class Controller:
                 self._feed(peer, message)
                 self._observer.note(f"{peer.name} is ready")
                 peer.address = message.address
-                self.peers.send_weights_address(peer)
+                self.peers.announce(self.ledger, ready=peer)
             case _:
                 self._handle_report(peer, message)
 
@@ -230,7 +262,8 @@ class Controller:
             case p.Alarm():
                 self._observer.note(f"{peer.name}: {message.message}")
             case p.CheckpointDone():
-                self.checkpoint = message.path
+                if message.lineage == self.ledger.lineage:
+                    self._recovery.checkpoint = message.path
                 self._feed(peer, message)
             case p.Goodbye():
                 peer.leaving = True
@@ -244,53 +277,6 @@ class Controller:
     def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
         return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
 
-    def _request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
-        if self._evaluator.current is not None:
-            return self._evaluator.request(peer, message)
-        peer.held = None
-        self._feed(peer, message)
-
-    # -- batches and evaluations
-
-    def _request_batch(self, peer: Peer) -> None:
-        """Request the batch for a waiting policy from the ledger, once it is in the mesh and no evaluation runs."""
-        step = peer.wants_batch
-        if step is None or peer.epoch == 0 or self._evaluator.current is not None:
-            return
-        if self._stop_reason or self._job.ends_at(step):
-            self._end_of_batches(peer)
-        else:
-            self._feed(peer, p.RequestBatch(step, peer.epoch))
-
-    def _end_of_batches(self, peer: Peer) -> None:
-        """After the last step: evaluate it, then send the policy an empty batch, which ends it."""
-        step = self.ledger.version
-        if self._stop_reason or not self._evaluate_if_due(step, last=True):
-            peer.wants_batch = None
-            peer.post(p.Batch(step=step, epoch=peer.epoch, samples=()))
-
-    def _evaluate_if_due(self, version: int, *, last: bool = False) -> bool:
-        due = self._evaluator.begin_if_due(version, last=last)
-        if due:
-            self._observer.phase(f"evaluating version {version}")
-            self._resume_requests()
-        return due
-
-    def _evaluated(self, finished: Evaluation) -> None:
-        groups = [finished.groups[row] for row in sorted(finished.groups)]
-        self._observer.evaluated(finished.version, finished.metrics(), groups)
-        for reason in finished.first_reasons():
-            self._observer.note(f"failed in the evaluation: {reason}")
-        self._observer.phase("saving" if self._job.ends_at(finished.version) else "training")
-        self._resume_requests()
-        for policy in self.peers.of_role("policy"):
-            self._request_batch(policy)
-
-    def _resume_requests(self) -> None:
-        for rollout in self.peers.of_role("rollout"):
-            if rollout.held is not None:
-                self._request_leases(rollout, rollout.held)
-
     # -- outputs of the ledger
 
     def _dispatch(self, output: events.Output) -> None:
@@ -298,7 +284,7 @@ class Controller:
             case events.Halt():
                 self.fail(UserError(output.message))
             case events.PoliciesLost():
-                self.fail(WorkerFailed("the last policy replica is gone"))
+                self._recovery.begin()
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
                 self._send(peer, output.message)
 
@@ -306,7 +292,8 @@ class Controller:
         """Send a message of the ledger, completed with the recipe, rows or payloads."""
         match message:
             case p.Welcome():
-                peer.welcome(self._job.welcome(message, kept=self._batches.kept(peer.name)))
+                kept, resume_from = self._batches.kept(peer.name), self._recovery.resume_from
+                peer.welcome(self._job.welcome(message, kept=kept, resume_from=resume_from))
             case p.Grant():
                 peer.post(p.Grant(tuple(with_row(prompt, self._source) for prompt in message.prompts)))
             case p.Batch():
@@ -314,20 +301,23 @@ class Controller:
                 peer.post(self._batches.with_payloads(message))
             case p.Cancel():
                 peer.post(message)
+            case p.RolledBack():
+                peer.post(msgspec.structs.replace(message, resume_from=self._recovery.resume_from))
             case p.Committed():
                 self._batches.committed(message.step)
-                self._evaluate_if_due(message.step + 1)
+                self._turns.evaluate_if_due(message.step + 1)
                 peer.post(message)
             case p.Reject():
                 self._observer.note(f"{peer.name}: {message.reason}")
             case p.NoMore() if peer.role == "policy":
-                self._end_of_batches(peer)
+                self._turns.end_batches(peer)
             case p.Remesh():
                 peer.epoch, peer.wants_batch = message.epoch, None
                 self._reports.remesh(message.members)
                 self._rendezvous.begin(message.epoch)
+                self.peers.announce(self.ledger)
                 peer.post(message)
-            case p.NoMore() | p.Ack() | p.RolledBack():
+            case p.NoMore() | p.Ack():
                 pass  # not sent: a worker ends with its connection
 
 

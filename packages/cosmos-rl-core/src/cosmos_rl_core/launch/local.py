@@ -58,7 +58,7 @@ class LocalWorkers:
     token_file: Path
     log_dir: Path
     restart_workers: int
-    """Maximum restarts of a dead rollout worker; a policy worker is never restarted."""
+    """Maximum restarts of a worker; a policy replica of several machines is never restarted."""
     on_death: Callable[[Death], None]
     python_path: tuple[str, ...] = ()
     """Folders for a recipe's "module:attribute" names."""
@@ -158,9 +158,8 @@ class LocalWorkers:
             worker.starts -= 1
             self._spawn(worker)
             return
-        restarting = (
-            worker.address.role == "rollout" and worker.starts <= self.restart_workers and process.exit_code != 2
-        )
+        can_restart = worker.node.num_nodes == 1 and process.exit_code != 2
+        restarting = can_restart and worker.starts <= self.restart_workers
         name, end = worker.address.name, last_lines(worker.log)
         self.on_death(Death(name=name, status=status, last_lines=end, restarting=restarting))
         if restarting:
@@ -202,6 +201,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
         if death.restarting:
             observer.note(report)
+            controller.ended(death.name)
         else:
             controller.fail(WorkerFailed(report))
 

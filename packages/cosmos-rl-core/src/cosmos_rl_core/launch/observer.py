@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 from collections.abc import Callable
 
-from cosmos_rl_core.control.server import Observer
+from cosmos_rl_core.control.reports import Observer
 from cosmos_rl_core.monitor.config import DIVERSITY
 from cosmos_rl_core.monitor.data_rewards import BEST
 from cosmos_rl_core.monitor.monitor import HackMonitor, History, Metrics, Verdict, beyond
@@ -129,6 +129,14 @@ class RunObserver:
         self._grids.show_new()
         shown = ", ".join(f"{name.removeprefix('eval/')} {value:.3g}" for name, value in metrics.items())
         self.note(f"version {version} on held-out rows: {shown}")
+
+    def rolled_back(self, version: int) -> None:
+        self._metrics = [line for line in self._metrics if line["step"] < version]
+        self._evaluations = {each: values for each, values in self._evaluations.items() if each <= version}
+        for sink in self._sinks:
+            sink.roll_back(version)
+        self._eval_sink.roll_back(version + 1)
+        keep_earlier(self._directory / DROPPED, version)
 
     def finish(
         self,
@@ -256,6 +264,12 @@ class Watch:
         known.update(metrics)
         if REWARD in known and (LOSS in known or not self._needs_loss):
             self._check(version, self._known.pop(version))
+
+    def rolled_back(self, version: int) -> None:
+        self._observer.rolled_back(version)
+        self._history.roll_back(version + 1)
+        self._monitor.state = self._history.state
+        self._known = {each: metrics for each, metrics in self._known.items() if each <= version}
 
     def _check(self, version: int, known: Mapping[str, float]) -> None:
         metrics = Metrics(

@@ -252,6 +252,8 @@ class _Run:
                 eval_every_steps=config.eval.every_steps,
                 eval_by=config.eval.by,
                 group_size=config.rollout.group_size,
+                newest_checkpoint=self._newest_checkpoint,
+                policy_wait_s=config.elastic.policy_wait_s,
             ),
             source=self._source,
             eval_source=self._eval_source,
@@ -260,6 +262,11 @@ class _Run:
             clock=time.monotonic,
             observer=watch,
         )
+
+    def _newest_checkpoint(self) -> tuple[int, str]:
+        """Return version and location of the checkpoint that a new policy starts from; (0, "") without one."""
+        found = find_resumption(self._config, self._directory, "auto") or self._resumption
+        return (0, "") if found is None else (found.state.step, str(found.folder))
 
     def _ledger(self, config: LedgerConfig, journal: Journal) -> Ledger:
         if self._resumption is None:

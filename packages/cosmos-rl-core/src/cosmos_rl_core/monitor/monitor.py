@@ -273,6 +273,11 @@ class History:
         self.state = _last_state(self._path) or State()
         """State of the monitor after the newest check that is kept."""
 
+    def roll_back(self, first_step: int) -> None:
+        """Drop the checks at `first_step` and later: they will be repeated."""
+        keep_earlier(self._path, first_step)
+        self.state = _last_state(self._path) or State()
+
     def add(self, metrics: Metrics, verdict: Verdict, state: State) -> None:
         """Append one check."""
         line = {

@@ -34,6 +34,10 @@ class Sink(Protocol):
         """Show a .png or an animated .gif of version `step`."""
         ...
 
+    def roll_back(self, step: int) -> None:
+        """Drop the metrics of this step and later ones, which are done again, if the sink can."""
+        ...
+
     def close(self) -> None:
         """Flush all logged values; nothing is logged afterwards."""
         ...
@@ -60,6 +64,11 @@ class JsonLines:
         values = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
         self._file.write(json.dumps({"step": step, **values}, allow_nan=False) + "\n")
         self._file.flush()
+
+    def roll_back(self, step: int) -> None:
+        self._file.close()
+        keep_earlier(self._path, step)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def show(self, step: int, name: str, picture: Path) -> None:
         """Do nothing: the image is already in the run's directory."""
@@ -88,6 +97,9 @@ class TensorBoard:
         image = self._summary_pb2.Summary.Image(encoded_image_string=data, width=width, height=height, colorspace=3)
         self._add(step, [self._summary_pb2.Summary.Value(tag=name, image=image)])
 
+    def roll_back(self, step: int) -> None:
+        """Do nothing: the curves show the undone steps too."""
+
     def _add(self, step: int, values: list[Any]) -> None:
         summary = self._summary_pb2.Summary(value=values)
         self._writer.add_event(self._event_pb2.Event(wall_time=time.time(), step=step, summary=summary))
@@ -114,6 +126,9 @@ class Wandb:
         media = self._wandb.Video if picture.suffix == ".gif" else self._wandb.Image
         self._run.log({name: media(str(picture), caption=f"step {step}")}, step=max(step, self._step))
         self._step = max(step, self._step)
+
+    def roll_back(self, step: int) -> None:
+        """Do nothing: wandb accepts nothing for an earlier step, and ignores the steps that are done again."""
 
     def close(self) -> None:
         self._run.finish()

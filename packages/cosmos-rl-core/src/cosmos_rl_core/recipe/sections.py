@@ -293,7 +293,9 @@ class ElasticSection(Strict):
 
     lease_ttl_s: float = Field(default=600.0, gt=0)
     """Time a rollout worker may keep a prompt without progress before the prompt is given to another worker."""
-    suspect_grace_s: float = Field(default=15.0, gt=0)
+    suspect_grace_s: float = Field(default=2.0, gt=0)
     """Time a disconnected worker has to reconnect before it is removed from the run."""
     restart_workers: int = Field(default=3, ge=0)
-    """Maximum restarts of each rollout worker after its process ends unexpectedly."""
+    """Maximum restarts of each worker after its process ends unexpectedly; a policy continues from a checkpoint."""
+    policy_wait_s: float = Field(default=600.0, ge=0)
+    """Time to wait for another policy worker after the last one was lost; 0 ends the run at once."""

@@ -2,6 +2,7 @@
 
     leases     waits for granted prompts, generates each group in its own task, delivers the group or its failure
     weights    waits for a newer version, pulls and verifies it next to the live weights, switches between two terms
+               (following.py)
 
 consumes   leases, weight versions
 produces   scored groups with advantages
@@ -21,10 +22,10 @@ from typing import Protocol
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.rollout.following import WeightFollower
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.types import Prompt, RolloutGroup
-from cosmos_rl_core.weight_sync import WeightSubscriber
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,13 +35,15 @@ class Lease:
     prompt: Prompt
     attempt: int
     evaluation: bool = False
+    lineage: int = 0
+    """Lineage of the weights to generate with."""
 
 
 class LeaseSource(Protocol):
     """A rollout replica's interface to the controller."""
 
-    def request(self, *, version: int, capacity: int) -> None:
-        """Request up to `capacity` leases for weights `version`; replaces an earlier waiting request."""
+    def request(self, *, version: int, capacity: int, lineage: int) -> None:
+        """Request up to `capacity` leases for weights `version` of `lineage`; replaces an earlier waiting request."""
         ...
 
     async def granted(self) -> Sequence[Lease] | None:
@@ -68,7 +71,7 @@ class RolloutWorker:
         engine: RolloutEngine,
         *,
         rollouter: Rollouter,
-        subscriber: WeightSubscriber,
+        weights: WeightFollower,
         leases: LeaseSource,
         max_groups: int,
         spool: Spool | None = None,
@@ -77,7 +80,7 @@ class RolloutWorker:
         """spool: where large groups are stored; while it is full, no leases are requested."""
         self._engine = engine
         self._rollouter = rollouter
-        self._subscriber = subscriber
+        self._weights = weights
         self._leases = leases
         self._max_groups = max_groups
         self._spool = spool
@@ -107,7 +110,8 @@ class RolloutWorker:
         return self._busy_before + (time.perf_counter() - self._busy_since if self._running else 0.0)
 
     async def run(self) -> None:
-        following = [self._follow_weights(), self._follow_cancels()]
+        weights = self._weights.run(switched=self._request, rolled_back=self._drop_groups)
+        following = [weights, self._follow_cancels()]
         if self._spool is not None:
             following.append(self._follow_releases(self._spool))
         helpers = [asyncio.create_task(each) for each in following]
@@ -157,15 +161,10 @@ class RolloutWorker:
                 self._busy_before += time.perf_counter() - self._busy_since
             self._request()
 
-    async def _follow_weights(self) -> None:
-        try:
-            while True:
-                version = await self._subscriber.stage(after=self._engine.version)
-                with self._timeline.span("switch weights", track="weights", version=version):
-                    await self._engine.switch(version, self._subscriber.apply)
-                self._request()
-        except ConnectionError:
-            await asyncio.Event().wait()  # the publisher is gone: the controller decides how to proceed
+    def _drop_groups(self) -> None:
+        """Stop generating: after a rollback the weights of all groups in work are void, and their leases over."""
+        for task in self._running.values():
+            task.cancel()
 
     async def _follow_cancels(self) -> None:
         while True:
@@ -182,4 +181,5 @@ class RolloutWorker:
     def _request(self) -> None:
         if self._engine.version >= 0:
             room = self._max_groups if self._spool is None else min(self._max_groups, self._spool.room())
-            self._leases.request(version=self._engine.version, capacity=room - len(self._running))
+            capacity = room - len(self._running)
+            self._leases.request(version=self._engine.version, capacity=capacity, lineage=self._weights.lineage)

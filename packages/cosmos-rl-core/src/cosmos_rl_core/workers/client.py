@@ -11,6 +11,7 @@ from typing import Any
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import SampleError
+from cosmos_rl_core.rollout.following import Publication
 from cosmos_rl_core.rollout.payload import encode_group
 from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.rollout.worker import Lease
@@ -27,8 +28,11 @@ class ControllerClient:
     await client.beside(work, pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
     """
 
-    def __init__(self, connection: Connection) -> None:
+    def __init__(self, connection: Connection, *, lineage: int = 0) -> None:
+        """lineage: of the Welcome."""
         self.connection = connection
+        self.lineage = lineage
+        """The run's lineage, as of the last message."""
         self.grants: asyncio.Queue[p.Grant | None] = asyncio.Queue()
         self.cancels: asyncio.Queue[int] = asyncio.Queue()
         self.releases: asyncio.Queue[list[str]] = asyncio.Queue()
@@ -36,7 +40,8 @@ class ControllerClient:
         self.commits: asyncio.Queue[p.Committed | p.Remesh | None] = asyncio.Queue()
         self.epoch = 0
         """Policy: the newest epoch of the mesh."""
-        self.sync_address: asyncio.Queue[str | None] = asyncio.Queue()
+        self.publications: asyncio.Queue[Publication | None] = asyncio.Queue()
+        self._published: Publication | None = None
         self.stopped = asyncio.Event()
 
     async def beside(self, work: Coroutine[Any, Any, None], *, pulse: Callable[[], p.Heartbeat]) -> None:
@@ -90,13 +95,25 @@ class ControllerClient:
                 self.batches.put_nowait(message)
                 self.commits.put_nowait(message)
             case p.SyncFrom():
-                self.sync_address.put_nowait(message.address)
+                self._publish(message.address, message.lineage)
+            case p.RolledBack():
+                self._publish("", message.lineage)
             case p.Stop():
                 self._stop()
 
+    def _publish(self, address: str, lineage: int) -> None:
+        if lineage != self.lineage and not self.stopped.is_set():
+            while not self.grants.empty():  # their leases are over
+                self.grants.get_nowait()
+        self.lineage = lineage
+        publication = Publication(address=address, lineage=lineage)
+        if publication != self._published:
+            self._published = publication
+            self.publications.put_nowait(publication)
+
     def _stop(self) -> None:
         self.stopped.set()
-        self.sync_address.put_nowait(None)
+        self.publications.put_nowait(None)
         self.grants.put_nowait(None)
         self.batches.put_nowait(None)
 
@@ -116,8 +133,8 @@ class RemoteLeases:
         self._spool = spool
         self._asked: p.RequestLeases | None = None
 
-    def request(self, *, version: int, capacity: int) -> None:
-        asked = p.RequestLeases(version=version, capacity=capacity)
+    def request(self, *, version: int, capacity: int, lineage: int) -> None:
+        asked = p.RequestLeases(version=version, capacity=capacity, lineage=lineage)
         if capacity > 0 and asked != self._asked and not self._client.stopped.is_set():
             self._asked = asked
             self._client.connection.post(asked)
@@ -132,6 +149,7 @@ class RemoteLeases:
                 prompt=Prompt(sample_id=item.sample, row=json.loads(item.row), origin=item.origin),
                 attempt=item.attempt,
                 evaluation=item.evaluation,
+                lineage=self._client.lineage,
             )
             for item in grant.prompts
         ]
@@ -149,6 +167,7 @@ class RemoteLeases:
                 num_terms=group.num_terms,
                 payload=payload,
                 evaluation=lease.evaluation,
+                lineage=lease.lineage,
             )
         )
 
@@ -160,6 +179,7 @@ class RemoteLeases:
                 reason=error.reason,
                 final=error.final,
                 evaluation=lease.evaluation,
+                lineage=lease.lineage,
             )
         )
 

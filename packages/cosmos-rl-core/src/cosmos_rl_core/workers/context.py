@@ -72,6 +72,8 @@ class Assignment:
     """Version at which the run ends, if known."""
     kept: tuple[str, ...]
     """Spooled files of an earlier process of this replica that must be kept."""
+    lineage: int = 0
+    """Lineage of the run when the worker joined."""
 
     @contextmanager
     def building(self) -> Iterator[None]:

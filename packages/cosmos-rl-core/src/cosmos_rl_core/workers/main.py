@@ -146,7 +146,8 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
     if isinstance(welcome, p.Stop):  # the run ended while this worker was starting
         connection.close()
         return
-    client = ControllerClient(connection)
+    assert isinstance(welcome, p.Welcome)
+    client = ControllerClient(connection, lineage=welcome.lineage)
     with _assigned(context, welcome) as assignment:
         worker: Role
         if role == "policy":
@@ -194,6 +195,7 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
             resume_from=welcome.resume_from,
             last_step=welcome.last_step or None,
             kept=tuple(welcome.kept),
+            lineage=welcome.lineage,
         )
         finished = True
     finally:

@@ -81,7 +81,7 @@ class PolicyRole:
             if publisher is not None:
                 await publisher.close()
         if folder is not None:
-            await self._link.send(p.CheckpointDone(step=trainer.version, path=str(folder)))
+            await self._link.send(p.CheckpointDone(step=trainer.version, path=str(folder), lineage=at.lineage))
 
     def _build(self) -> tuple[ReplicaMesh | None, Trainer, Reference | None, TrainState]:
         at = self._at
@@ -115,7 +115,7 @@ class PolicyRole:
             resumed_from=at.resume_from,
             scores=partial(read_scores, at.run_dir, section.best_metric),
             healthy=partial(read_healthy, at.run_dir) if at.config.monitor.rolls_back else lambda: None,
-            on_saved=lambda step, path: _post(loop, link, p.CheckpointDone(step=step, path=path)),
+            on_saved=lambda step, path: _post(loop, link, p.CheckpointDone(step=step, path=path, lineage=at.lineage)),
             on_failed=lambda text: _post(loop, link, p.Alarm(message=text)),
         )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control import protocol as p
@@ -12,6 +13,7 @@ from cosmos_rl_core.interfaces import RolloutEngine
 from cosmos_rl_core.monitor.data_rewards import score_real_rows
 from cosmos_rl_core.optional import ShowsRows
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.rollout.following import WeightFollower
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.spool.store import Spool, serve_spool, spool_root
 from cosmos_rl_core.rollout.worker import RolloutWorker
@@ -51,16 +53,17 @@ class RolloutRole:
                 parts.push_async_callback(server.close)
                 read_at = server.address
             await self._client.connection.send(p.Ready(address=read_at))
-            address = await self._client.sync_address.get()
-            if address is None:
-                return
-            subscriber = await self._subscriber(address, engine)
-            parts.push_async_callback(subscriber.close)
             await self._score_real_rows(rollouter)
             self._worker = RolloutWorker(
                 engine,
                 rollouter=rollouter,
-                subscriber=subscriber,
+                weights=WeightFollower(
+                    engine,
+                    publications=self._client.publications.get,
+                    subscribe=partial(self._subscriber, engine),
+                    lineage=self._client.lineage,
+                    timeline=at.context.timeline,
+                ),
                 leases=RemoteLeases(self._client, spool),
                 max_groups=groups_in_flight(at.config),
                 spool=spool,
@@ -125,7 +128,7 @@ class RolloutRole:
                 at.config, at.domain, engine, run_dir=at.run_dir, name=at.context.name, rewards=at.context.rewards
             )
 
-    async def _subscriber(self, address: str, engine: RolloutEngine) -> WeightSubscriber:
+    async def _subscriber(self, engine: RolloutEngine, address: str) -> WeightSubscriber:
         config = self._at.config
         settings = assemble.sync_settings(config, token=self._at.context.token)
         if isinstance(engine, OwnsSubscriber):

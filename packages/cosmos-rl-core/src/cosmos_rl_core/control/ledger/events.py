@@ -35,8 +35,6 @@ class Disconnected(msgspec.Struct, frozen=True):
 
     replica: str
     incarnation: int
-    has_ended: bool = False
-    """True: the process does not exist any more, so that it cannot return within the grace."""
 
 
 class Gone(msgspec.Struct, frozen=True):

@@ -83,12 +83,9 @@ def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
 
 
 def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
-    """Mark a disconnected replica as suspect immediately, or remove it if its process has ended."""
+    """Mark a disconnected replica as suspect immediately."""
     session = ledger.sessions.by_name.get(event.replica)
     if session is None or not ledger.members.is_current(event.replica, event.incarnation):
-        return
-    if event.has_ended:
-        lose(ledger, event.replica, reason=f"{event.replica} has ended")
         return
     session.is_closed = True
     _suspect(ledger, event.replica)

@@ -1,0 +1,116 @@
+"""Recovery from the loss of all policy replicas.
+
+    policies lost -> newest whole checkpoint -> rollback to its version on a new lineage -> a new policy joins
+                                                                          |
+                                                                          +-> none within the wait: the run fails
+
+The new policy gets the checkpoint with its Welcome, so it is welcomed after the rollback.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cosmos_rl_core.control.evaluation import Evaluator
+from cosmos_rl_core.control.inflight import Batches
+from cosmos_rl_core.control.ledger import events
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.peers import Peers
+from cosmos_rl_core.control.reports import Observer, PolicyReports
+from cosmos_rl_core.errors import UserError, WorkerFailed
+
+POLICIES_LOST = "the last policy replica is gone"
+
+
+class RunParts(NamedTuple):
+    """The parts of the controller that hold results of steps."""
+
+    batches: Batches
+    reports: PolicyReports
+    evaluator: Evaluator
+    observer: Observer
+    peers: Peers
+
+
+@dataclass(slots=True, kw_only=True)
+class Recovery:
+    """Rolls the run back and waits for a policy."""
+
+    ledger: Ledger
+    feed: Callable[[events.Event], list[Record]]
+    """Passes an event to the ledger."""
+    parts: RunParts
+    newest_checkpoint: Callable[[], tuple[int, str]]
+    """Returns version and location of the newest whole checkpoint; (0, "") is the initial model. Called in a thread."""
+    fail: Callable[[BaseException], None]
+    """Ends the run."""
+    policy_wait_s: float
+    """Maximum wait for another policy; 0: the run fails at once."""
+    supervised: bool
+    """True: the payload of a sample is its row, which is never lost."""
+    resume_from: str
+    """Checkpoint that a new policy loads; empty: the initial model."""
+    checkpoint: str = ""
+    """Newest checkpoint of this run."""
+    _rolled_back: asyncio.Event = field(default_factory=asyncio.Event)
+    _joined: asyncio.Event = field(default_factory=asyncio.Event)
+    _task: asyncio.Task[None] | None = None
+
+    def begin(self) -> None:
+        """All policy replicas are lost."""
+        if self.policy_wait_s == 0.0:
+            self.fail(WorkerFailed(POLICIES_LOST))
+            return
+        self.close()
+        self._task = asyncio.create_task(self._run())
+
+    async def rolled_back(self) -> None:
+        """Wait for the rollback, if one is due. A policy joins after it."""
+        while self.ledger.is_orphaned:
+            self._rolled_back.clear()
+            await self._rolled_back.wait()
+
+    def joined(self) -> None:
+        """A policy has connected: end the wait."""
+        self._joined.set()
+
+    def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        self._joined.clear()
+        try:
+            version, path = await asyncio.to_thread(self.newest_checkpoint)
+            self._roll_back(version, path)
+            self._rolled_back.set()
+            await asyncio.wait_for(self._joined.wait(), self.policy_wait_s)
+        except TimeoutError:
+            self.fail(WorkerFailed(f"{POLICIES_LOST}, and no other one has come within {self.policy_wait_s:g} s"))
+        except ValueError as error:
+            self.fail(UserError(str(error)))
+        except Exception as error:  # it would be lost with this task
+            self.fail(error)
+
+    def _roll_back(self, version: int, checkpoint: str) -> None:
+        """Continue from a checkpoint on a new lineage. Raises ValueError for a version that is not available.
+
+        Groups that were released with their step are generated again.
+        """
+        batches, reports, evaluator, observer, peers = self.parts
+        undone = self.ledger.version - version
+        kept = self.supervised or undone == 0
+        self.feed(events.Rollback(version, payloads_kept=kept))
+        self.resume_from = self.checkpoint = checkpoint
+        batches.roll_back(version, payloads_kept=kept)
+        reports.roll_back(version)
+        evaluator.roll_back(version, lineage=self.ledger.lineage)
+        observer.rolled_back(version)
+        source = checkpoint or "the initial model"
+        observer.note(f"all policy replicas were lost: training continues from {source}; {undone} steps are done again")
+        if peers.of_role("policy"):
+            self.joined()

@@ -1,0 +1,85 @@
+"""Turns of training and evaluation: requests for leases and batches pass to the ledger while no evaluation runs.
+
+RequestLeases -> evaluation runs? -- yes -> rows to evaluate, or held until its end
+                                  -- no  -> ledger -> Grant
+RequestBatch  -> evaluation runs? -- yes -> wait for its end
+                                  -- no  -> steps left? -- yes -> ledger -> Batch
+                                                        -- no  -> last evaluation -> empty batch: the policy ends
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.evaluation import Evaluation, Evaluator
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.reports import Observer
+
+
+@dataclass(slots=True, kw_only=True)
+class Turns:
+    """Decides between training and evaluation."""
+
+    ledger: Ledger
+    feed: Callable[[Peer, p.ToLedger], list[Record]]
+    """Passes a worker's message to the ledger."""
+    observer: Observer
+    peers: Peers
+    evaluator: Evaluator
+    ends_at: Callable[[int], bool]
+    """Returns whether the run ends at a version."""
+    stop_reason: str = ""
+    """Why the run ends early; then no batch is assigned any more."""
+
+    def request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
+        """Pass a rollout's request to the ledger, or to the evaluation."""
+        if self.evaluator.current is not None:
+            self.evaluator.request(peer, message)
+            return
+        peer.held = None
+        self.feed(peer, message)
+
+    def request_batch(self, peer: Peer) -> None:
+        """Request the batch for a waiting policy from the ledger, once it is in the mesh and no evaluation runs."""
+        step = peer.wants_batch
+        if step is None or peer.epoch == 0 or self.evaluator.current is not None:
+            return
+        if self.stop_reason or self.ends_at(step):
+            self.end_batches(peer)
+        else:
+            self.feed(peer, p.RequestBatch(step, peer.epoch))
+
+    def end_batches(self, peer: Peer) -> None:
+        """After the last step: evaluate it, then send the policy an empty batch, which ends it."""
+        step = self.ledger.version
+        if self.stop_reason or not self.evaluate_if_due(step, last=True):
+            peer.wants_batch = None
+            peer.post(p.Batch(step=step, epoch=peer.epoch, samples=()))
+
+    def evaluate_if_due(self, version: int, *, last: bool = False) -> bool:
+        """Begin the evaluation of a version if it is due; return whether it was begun."""
+        due = self.evaluator.begin_if_due(version, lineage=self.ledger.lineage, last=last)
+        if due:
+            self.observer.phase(f"evaluating version {version}")
+            self._resume_requests()
+        return due
+
+    def evaluated(self, finished: Evaluation) -> None:
+        """Record an evaluation and continue training."""
+        groups = [finished.groups[row] for row in sorted(finished.groups)]
+        self.observer.evaluated(finished.version, finished.metrics(), groups)
+        for reason in finished.first_reasons():
+            self.observer.note(f"failed in the evaluation: {reason}")
+        self.observer.phase("saving" if self.ends_at(finished.version) else "training")
+        self._resume_requests()
+        for policy in self.peers.of_role("policy"):
+            self.request_batch(policy)
+
+    def _resume_requests(self) -> None:
+        for rollout in self.peers.of_role("rollout"):
+            if rollout.held is not None:
+                self.request_leases(rollout, rollout.held)

@@ -1,0 +1,98 @@
+"""Follows the weights of the publishing policy, which may be replaced by another one during the run.
+
+publication (address, lineage) -> subscriber -> version staged -> engine switched, again and again
+    |                                |
+    |                                +-- the publisher is gone: the engine goes on with its weights, the
+    |                                    subscriber tries again until the next publication
+    +-- another address: the subscriber is closed and one of the new address opened; generation goes on, and
+        pauses at a token boundary for the switch
+    +-- another lineage: the weights so far are void; the first version of the new lineage may be lower
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+
+from cosmos_rl_core.interfaces import RolloutEngine
+from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.weight_sync import WeightSubscriber
+
+RETRY_S = 1.0
+"""Seconds between two attempts to reach a publisher that is gone."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Publication:
+    """The publisher of the run's weights."""
+
+    address: str
+    """Empty while no policy publishes weights of the lineage."""
+    lineage: int = 0
+
+
+class WeightFollower:
+    """Keeps an engine at the newest version of the publisher in charge."""
+
+    def __init__(
+        self,
+        engine: RolloutEngine,
+        *,
+        publications: Callable[[], Awaitable[Publication | None]],
+        subscribe: Callable[[str], Awaitable[WeightSubscriber]],
+        lineage: int = 0,
+        timeline: Timeline | None = None,
+    ) -> None:
+        """publications: returns the next publication, or None when the run is over. lineage: the run's at the start."""
+        self.lineage = lineage
+        """Lineage of the engine's weights."""
+        self._engine = engine
+        self._publications = publications
+        self._subscribe = subscribe
+        self._timeline = timeline or Timeline("rollout")
+        self._newest = lineage
+
+    async def run(self, *, switched: Callable[[], None], rolled_back: Callable[[], None]) -> None:
+        """Follow until the run is over.
+
+        switched: called after each switch. rolled_back: called when a new lineage begins, before its first switch.
+        """
+        news = asyncio.ensure_future(self._publications())
+        try:
+            while (publication := await news) is not None:
+                news = asyncio.ensure_future(self._publications())
+                if publication.lineage != self._newest:
+                    self._newest = publication.lineage
+                    rolled_back()
+                while publication.address and not news.done():
+                    with contextlib.suppress(ConnectionError):  # it is gone: another one will be named, or it returns
+                        await self._follow(publication, news, switched)
+                    await asyncio.wait([news], timeout=RETRY_S)
+        finally:
+            news.cancel()
+
+    async def _follow(
+        self, publication: Publication, news: asyncio.Future[Publication | None], switched: Callable[[], None]
+    ) -> None:
+        """Follow one publisher until there is news. Raises ConnectionError if it is gone."""
+        after = self._engine.version if publication.lineage == self.lineage else -1
+        subscriber = await self._subscribe(publication.address)
+        try:
+            while not news.done():
+                staging = asyncio.ensure_future(subscriber.stage(after=after))
+                try:
+                    await asyncio.wait([staging, news], return_when=asyncio.FIRST_COMPLETED)
+                    if news.done():
+                        return
+                    after = staging.result()
+                finally:
+                    staging.cancel()
+                    await asyncio.gather(staging, return_exceptions=True)
+                with self._timeline.span("switch weights", track="weights", version=after):
+                    await self._engine.switch(after, subscriber.apply)  # never interrupted: it changes the weights
+                self.lineage = publication.lineage
+                switched()
+        finally:
+            await subscriber.close()
