@@ -1,5 +1,7 @@
 """Models over ranks are built on meta: every rank holds its shards and at most one block, and the values are right."""
 
+from pathlib import Path
+
 import llm_parity as parity
 import numpy as np
 import pytest
@@ -7,11 +9,14 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from cosmos_rl_core.parallel.config import ParallelSection
+from cosmos_rl_core.parallel.config import ParallelSection, PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.dtensor import whole
+from cosmos_rl_core.parallel.estimate import estimate
+from cosmos_rl_core.parallel.held import START
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.setup import ModelSetup
+from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.live_bytes import LiveBytes
 from cosmos_rl_core.testing.ranks import run_ranks
 from cosmos_rl_core.types import Share
@@ -19,6 +24,7 @@ from cosmos_rl_llm import build
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig
 from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.model.causal_lm import empty_model, load_model
+from cosmos_rl_llm.model.checkpoint import read_shape
 from cosmos_rl_llm.model.weights import find_weights
 from cosmos_rl_llm.tiny import write_tokenizer
 
@@ -129,7 +135,26 @@ def held_while_building(rank, world_size, *, path, dims):
         "part": sum(num_bytes(tensor) for tensor in tensors),
         "block": max(sum(num_bytes(parameter) for parameter in block.parameters()) for block in blocks),
         "whole": sum(num_bytes(parameter) for parameter in model.parameters()),
+        "planned": planned(path, dims),
     }
+
+
+def planned(path, dims):
+    """Bytes of a rank at the start according to `cosmos-rl plan`."""
+    shape = read_shape(Path(path), LLMModelConfig(path=path))
+    assert shape is not None
+    policy = PolicySection(parallel=ParallelSection(**dims))
+    rank = estimate(shape, dims=ParallelDims(**dims), policy=policy, tokens=100)
+    config = load_config(
+        {
+            "run": {"domain": "llm", "max_steps": 1},
+            "model": {"path": path},
+            "data": {"path": "unused.jsonl", "chat_template": "none"},
+            "algorithm": {"name": "sft"},
+            "policy": {"parallel": dims},
+        }
+    )
+    return sum(part.bytes or 0 for part in LLM.held_by_policy(config, rank) if START in part.at)
 
 
 def num_bytes(tensor: Tensor) -> int:
@@ -145,3 +170,4 @@ def test_a_rank_holds_its_part_and_one_block_while_building(tmp_path, family, di
     write(tmp_path, family, num_layers=LAYERS)
     for found in run_ranks(held_while_building, 4, path=str(tmp_path), dims=dims):
         assert found["part"] <= found["peak"] <= found["part"] + found["block"] < 0.6 * found["whole"], found
+        assert 0.99 * found["peak"] < found["planned"] <= 1.01 * (found["part"] + found["block"]), found

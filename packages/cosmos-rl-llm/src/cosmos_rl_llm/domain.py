@@ -24,7 +24,7 @@ from cosmos_rl_core.types import Prompt, RolloutGroup, Sampling, Share, TrainBat
 from cosmos_rl_llm.config import LLMDataConfig, LLMModelConfig, TorchEngineOptions
 from cosmos_rl_llm.data.rows import load_rows, prompt_row
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions, shared, spread
-from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve, torch_engine_parts
+from cosmos_rl_llm.model.checkpoint import read_shape, read_specs, resolve, torch_engine_parts, while_loading
 from cosmos_rl_llm.rewards import REWARDS
 
 if TYPE_CHECKING:
@@ -153,8 +153,8 @@ class LLMDomain(DomainBase):
         return False
 
     def held_by_policy(self, config: RunConfig, rank: MemoryEstimate) -> Sequence[Held]:
-        """Nothing beyond the network. Implements `cosmos_rl_core.optional.CountsMemory`."""
-        return ()
+        """The start of a rank of several. Implements `cosmos_rl_core.optional.CountsMemory`."""
+        return while_loading(config, rank)
 
     def held_by_rollout(self, config: RunConfig) -> Sequence[Held]:
         """Keys and values, activations, and logits. Implements `cosmos_rl_core.optional.CountsMemory`."""

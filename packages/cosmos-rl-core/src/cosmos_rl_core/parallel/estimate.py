@@ -58,6 +58,9 @@ class MemoryEstimate:
     """Gradients of activations, and activations of the one layer that is recomputed."""
     root: int = 0
     """At the end of the backward pass, in place of the five parts before: what FSDP's root takes to be reduced."""
+    block: int = 0
+    """Whole parameters of the largest layer, or of the embedding or head: held beside the rank's own part while a model
+    over ranks is built. Not part of the sum."""
     host: int = 0
     """The part of the above that [policy.memory] keeps in the host's memory; on a CPU it is the same memory."""
 
@@ -160,6 +163,7 @@ class Rank:
             logits=logits,
             backward=backward,
             root=root,
+            block=trained_bytes * self._largest_block(),
             host=host,
         )
 
@@ -203,6 +207,13 @@ class Rank:
         """Numbers of a weight where FSDP has gathered it."""
         rows, row = self._cut(spec)
         return rows * row // (self.dims.ep if is_expert(spec.name) else 1)
+
+    def _largest_block(self) -> int:
+        sizes: Counter[int | str] = Counter()
+        for spec in self.specs:
+            layer = layer_of(spec.name)
+            sizes[spec.name if layer is None else layer] += math.prod(spec.shape)
+        return max(sizes.values())
 
     def _passing(self) -> tuple[int, int, int]:
         """Bytes that FSDP has gathered, that it reduces, and those of its root at the end.

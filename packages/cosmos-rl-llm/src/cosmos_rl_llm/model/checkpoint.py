@@ -10,10 +10,12 @@ from typing import Any
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import LoraSection, ends_in
-from cosmos_rl_core.parallel.estimate import is_expert, layer_of
-from cosmos_rl_core.parallel.held import Held
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.parallel.estimate import MemoryEstimate, is_expert, layer_of
+from cosmos_rl_core.parallel.held import START, Held
 from cosmos_rl_core.parallel.memory.activations import BYTES
 from cosmos_rl_core.parallel.shape import ModelShape
+from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.storage.json_files import read_json_object
 from cosmos_rl_core.storage.safetensors_header import read_header
 from cosmos_rl_core.types import WeightSpec
@@ -157,6 +159,22 @@ def _is_adapted(spec: WeightSpec, lora: LoraSection, *, experts: int) -> bool:
     if len(spec.shape) != 2 or layer_of(spec.name) is None or is_expert(spec.name) or spec.shape[0] == experts:
         return False
     return lora.target_modules == "all-linear" or ends_in(spec.name.removesuffix(".weight"), lora.target_modules)
+
+
+def while_loading(config: RunConfig, rank: MemoryEstimate) -> tuple[Held, ...]:
+    """Return the memory of a policy rank of several while its model is built on meta, sharded and filled.
+
+    A reference is built after the policy.
+    """
+    policy = config.policy
+    if ParallelDims.of(policy.parallel, world_size=policy.world_size).world_size == 1:
+        return ()
+    host = policy.memory.parameter_offload
+    found = [Held(name="parameters, as they are filled", bytes=rank.parameters, at=(START,), host=host)]
+    if not config.is_sft and config.algorithm.kl_coef and config.model.lora is None:
+        size = rank.parameters * BYTES[config.model.dtype] // BYTES[policy.precision.parameters]
+        found.append(Held(name="reference, as it is filled", bytes=size, at=(START,), host=host))
+    return (*found, Held(name="one block, as it is filled", bytes=rank.block, at=(START,), host=host))
 
 
 PROMPTS = "prompts are read"

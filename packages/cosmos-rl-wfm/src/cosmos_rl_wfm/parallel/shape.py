@@ -38,7 +38,11 @@ def read_shape(model: WFMModelConfig, data: WFMDataConfig) -> ModelShape | None:
     _, frames, pixels = (1, 1, 1) if model.codec == "pixels" else compression(*vae_of(model, folder))
     size = data.size
     latents = (1, (size.frames - 1) // frames + 1, size.height // pixels, size.width // pixels)
-    return replace(found, tokens_per_term=num_tokens(config, latents), axes=frozenset({"cp"}))
+    return replace(
+        found,
+        tokens_per_term=num_tokens(_complete({**config, "_class_name": class_name}), latents),
+        axes=frozenset({"cp"}),
+    )
 
 
 def _lora_targets(lora: WFMLoraSection | None, class_name: str) -> tuple[str, ...] | None:
@@ -63,7 +67,7 @@ def model_shape(
     lora_rank: int = 0,
     lora_targets: Sequence[str] | None = (),
 ) -> ModelShape | None:
-    """Return the shape of the network of a diffusers config.json; None for an unknown class, or missing sizes.
+    """Return the shape of the network of a diffusers config.json; None for an unknown class.
 
     `vocabulary` is the number of outputs for each token. Activations of cross-attention and of a block's gates
     count as `latent`, which fits measured activations. With adapters all other parameters are frozen.
@@ -73,12 +77,9 @@ def model_shape(
         lora_rank: rank of adapters; 0 for none.
         lora_targets: ends of the names of the linear layers that have them, such as "to_q" or "to_out.0"; None: all.
     """
-    try:
-        shapes = parameter_shapes(config)
-    except KeyError:
+    if not (shapes := parameter_shapes(config)):
         return None
-    if not shapes:
-        return None
+    config = _complete(config)
     joint = config["_class_name"] in _JOINT
     heads, head_dim = config["num_attention_heads"], config["attention_head_dim"]
     hidden = heads * head_dim
@@ -147,10 +148,14 @@ def parameter_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Return the shape of every parameter by checkpoint name; empty for an unknown class.
 
     Args:
-        config: of diffusers, with `_class_name`. Raises KeyError for one that lacks a size.
+        config: of diffusers, with `_class_name`; what it leaves out is as in diffusers.
     """
     shapes = _CLASSES.get(config.get("_class_name", ""))
-    return dict(shapes(config)) if shapes is not None else {}
+    return dict(shapes(_complete(config))) if shapes is not None else {}
+
+
+def _complete(config: Config) -> Config:
+    return {**DEFAULTS[config["_class_name"]], **config}
 
 
 def _wan(config: Config) -> Shapes:
@@ -299,3 +304,48 @@ _CLASSES: Mapping[str, Callable[[Config], Shapes]] = {
     "SD3Transformer2DModel": _sd3,
     "WanTransformer3DModel": _wan,
 }
+
+_PATCH = (1, 2, 2)
+DEFAULTS: Mapping[str, Config] = {
+    "CosmosTransformer3DModel": {
+        "in_channels": 16,
+        "out_channels": 16,
+        "num_attention_heads": 32,
+        "attention_head_dim": 128,
+        "num_layers": 28,
+        "mlp_ratio": 4.0,
+        "text_embed_dim": 1024,
+        "adaln_lora_dim": 256,
+        "max_size": (128, 240, 240),
+        "patch_size": _PATCH,
+        "concat_padding_mask": True,
+        "extra_pos_embed_type": "learnable",
+        "crossattn_proj_in_channels": 1024,
+        "encoder_hidden_states_channels": 1024,
+        "img_context_dim_out": 2048,
+    },
+    "SD3Transformer2DModel": {
+        "patch_size": 2,
+        "in_channels": 16,
+        "num_layers": 18,
+        "attention_head_dim": 64,
+        "num_attention_heads": 18,
+        "joint_attention_dim": 4096,
+        "caption_projection_dim": 1152,
+        "pooled_projection_dim": 2048,
+        "out_channels": 16,
+    },
+    "WanTransformer3DModel": {
+        "patch_size": _PATCH,
+        "num_attention_heads": 40,
+        "attention_head_dim": 128,
+        "in_channels": 16,
+        "out_channels": 16,
+        "text_dim": 4096,
+        "freq_dim": 256,
+        "ffn_dim": 13824,
+        "num_layers": 40,
+        "cross_attn_norm": True,
+    },
+}
+"""Of diffusers' constructors: the values of keys that a config.json leaves out."""
