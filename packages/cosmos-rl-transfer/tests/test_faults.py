@@ -64,7 +64,7 @@ class Stalling:
 
     def attach(self, link, *, offer, memory):
         self.inlet = self.inner.attach(link, offer=offer, memory=memory)
-        self.views = self.inlet.views
+        self.views, self.over_link = self.inlet.views, self.inlet.over_link
         return self
 
     def receive(self, data, *, out):

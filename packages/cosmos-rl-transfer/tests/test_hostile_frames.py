@@ -58,10 +58,10 @@ def conversations(source, target):
     join = m.Join(target.encode(), 0, made.digest)
     return [
         lambda lease: [m.Hello(m.PROTOCOL)],
-        lambda lease: [join, m.Borrow(1), m.ReadBucket(lease, 0), m.Taken(0), m.WasRevoked(0), m.Return(lease)],
-        lambda lease: [join, m.Borrow(1, share=(0, 2)), m.ReadBucket(lease, 1, "link"), m.Return(lease)],
+        lambda lease: [join, m.Borrow(1), m.ReadBuckets(lease, (0, 1)), m.Taken(0), m.WasRevoked(0), m.Return(lease)],
+        lambda lease: [join, m.Borrow(1, share=(0, 2)), m.ReadBuckets(lease, (1,), "link"), m.Return(lease)],
         lambda lease: [join, m.Holds(1, "127.0.0.1:1"), m.FindHolders(0)],
-        lambda lease: [m.JoinRing(made.digest, 0, "tcp"), m.Borrow(1), m.ReadBucket(lease, 0)],
+        lambda lease: [m.JoinRing(made.digest, 0, "tcp"), m.Borrow(1), m.ReadBuckets(lease, (0,))],
         lambda lease: [m.Register(0), m.Staged(1), m.Committed(1), m.Failed(1, "why")],
     ]
 

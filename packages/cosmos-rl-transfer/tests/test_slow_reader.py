@@ -135,11 +135,12 @@ class OneSlot:
     data: Data
     view: np.ndarray
     views = True
+    over_link = False
 
     def inlet_for(self, want):
         return self
 
-    def ask(self, lease, bucket, *, want):
+    def ask(self, lease, buckets, *, want):
         pass
 
     def head(self, bucket):

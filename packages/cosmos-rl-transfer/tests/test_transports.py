@@ -173,6 +173,37 @@ def test_more_runs_than_one_system_call_takes_arrive_in_order(ends):
     assert np.array_equal(out, wanted)
 
 
+@pytest.mark.parametrize("num_bytes", [0, 1, 5000, 300_000])
+def test_a_head_leaves_with_its_bytes_and_messages_around_them_stay_whole(ends, num_bytes):
+    near, far = ends
+    sent = np.random.default_rng(0).integers(0, 256, num_bytes, np.uint8)
+    heads = [announced(num_bytes, slot=i) for i in range(3)]
+
+    def send():
+        for head in heads:
+            far.send(head, with_next=True)
+            far.send_parts([sent.data])
+        far.send(announced(0, slot=9))
+
+    with ThreadPoolExecutor(1) as pool:
+        sending = pool.submit(send)
+        for head in heads:
+            assert near.receive() == head
+            out = np.zeros(num_bytes, np.uint8)
+            near.receive_into(out)
+            assert np.array_equal(out, sent)
+        assert near.receive() == announced(0, slot=9)
+        sending.result()
+
+
+def test_a_message_that_waits_for_its_bytes_is_not_sent_alone(ends):
+    near, far = ends
+    near.set_deadlines(timeout_s=0.1, idle_s=0.1)
+    far.send(announced(1), with_next=True)
+    with pytest.raises(PeerLost, match="timed out"):
+        near.receive()
+
+
 def test_a_hang_up_is_seen_behind_bytes_that_nobody_has_read(ends):
     near, far = ends
     near.check()

@@ -33,6 +33,7 @@ class Stalling(SharedMemory):
 
     def attach(self, link, *, offer, memory):
         self.inlet, self.views = super().attach(link, offer=offer, memory=memory), True
+        self.over_link = False
         return self
 
     def receive(self, data, *, out):

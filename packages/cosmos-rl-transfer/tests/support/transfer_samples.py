@@ -99,7 +99,7 @@ class Watched:
 
 class _WatchedInlet:
     def __init__(self, inner: Inlet, see: Callable[[Data, Raw], Raw]) -> None:
-        self.views = inner.views
+        self.views, self.over_link = inner.views, inner.over_link
         self._inner, self._see = inner, see
 
     def receive(self, data: Data, *, out: Raw | None) -> Raw:

@@ -114,15 +114,19 @@ class BlockingConnection:
         """Receive exactly the bytes that fill `view`, all before `deadline`."""
         done = 0
         while done < len(view):
-            try:
-                if deadline is not None:
-                    self._socket.settimeout(max(deadline - time.monotonic(), _SHORTEST_S))
-                count = self._socket.recv_into(view[done:])
-            except OSError as error:
-                raise self._closed(error) from error
-            if not count:
-                raise self._closed("closed")
-            done += count
+            done += self._read_some(view[done:], socket.MSG_WAITALL, deadline=deadline)
+
+    def _read_some(self, view: memoryview, flags: int = 0, *, deadline: float | None = None) -> int:
+        """Receive into `view`, not empty, once; return the number of bytes, at least one."""
+        try:
+            if deadline is not None:
+                self._socket.settimeout(max(deadline - time.monotonic(), _SHORTEST_S))
+            count = self._socket.recv_into(view, 0, flags)
+        except OSError as error:
+            raise self._closed(error) from error
+        if not count:
+            raise self._closed("closed")
+        return count
 
     def _exactly(self, num_bytes: int, *, deadline: float | None = None) -> bytearray:
         """Receive bytes; memory is allocated piece by piece as they arrive, not by the announced length."""

@@ -1,7 +1,7 @@
 """The buckets of one subscriber, packed and sent in the order of its requests.
 
     session's thread     packs and hashes a bucket
-    a second thread      sends it, so that the next one is packed meanwhile
+    a second thread      sends it, so that the next ones are packed and hashed meanwhile
 
 A bucket is sent as a delta, from live memory, from a slot, or from a copy: one that a fence made, or one for a reader
 that was too slow, over the link. With a transport whose subscribers read a slot by themselves (`keeps_slot`), a
@@ -11,6 +11,7 @@ the same link.
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -32,6 +33,44 @@ from cosmos_rl_transfer.transports.base import Outlet, Run
 from cosmos_rl_transfer.wire import messages as m
 from cosmos_rl_transfer.wire.link import Link
 
+NUM_UNSENT = 2
+"""Buckets that are hashed and not sent at most: they are still in a cache when they are sent."""
+
+
+class Sender:
+    """Sends in a thread of its own, in order. An error closes the link, which wakes the session's thread."""
+
+    def __init__(self, link: Link) -> None:
+        self._link = link
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-send")
+        self._last: Future[None] | None = None
+        self._room = threading.Semaphore(NUM_UNSENT)
+
+    def put(self, work: Callable[[], None], *, waits: bool) -> None:
+        """Queue work, with `waits` once fewer than NUM_UNSENT others are queued. Raises the error of earlier work."""
+        if waits:
+            self._room.acquire()
+        if self._last is not None and self._last.done():
+            self._last.result()
+        self._last = self._thread.submit(self._closing_on_error, work)
+        if waits:
+            self._last.add_done_callback(lambda _: self._room.release())
+
+    def settle(self) -> None:
+        """Wait until everything is sent. Raises the error of earlier work."""
+        if self._last is not None:
+            self._last.result()
+
+    def close(self) -> None:
+        """Wait for the thread, after the link was closed."""
+        self._thread.shutdown()
+
+    def _closing_on_error(self, work: Callable[[], None]) -> None:
+        with ExitStack() as on_error:
+            on_error.callback(self._link.close)
+            work()
+            on_error.pop_all()
+
 
 class Delivery:
     """Owned by a session, whose thread calls all methods."""
@@ -42,16 +81,15 @@ class Delivery:
         self._buckets: tuple[Bucket, ...] = ()
         self._passes_on: Partial | None = None
         self._leases: dict[int, Lease] = {}
-        self._waiting: deque[m.ReadBucket] = deque()
-        """Requests for which no slot was free."""
+        self._waiting: deque[tuple[int, int, m.Want]] = deque()
+        """Requests that are not served yet: lease, bucket, form."""
         self._deltas: dict[int, Delta] = {}
         """Of requests for which no slot was free, by bucket."""
         self._being_read: dict[int, tuple[Lease, Hold | None]] = {}
         """Buckets that the subscriber reads by itself now: lease, and slot or None for live memory."""
         self._revoked: set[int] = set()
         """Buckets whose memory may have been written before the subscriber had read it."""
-        self._sender = ThreadPoolExecutor(max_workers=1, thread_name_prefix="weights-send")
-        self._sending: Future[None] | None = None
+        self._sender = Sender(link)
 
     def begin_over(self, transport: str, buckets: tuple[Bucket, ...], *, passes_on: Partial | None = None) -> None:
         """Set the subscriber's buckets and its transport: the supply's own, or the link.
@@ -65,14 +103,22 @@ class Delivery:
         """Accept requests under this lease."""
         self._leases[lease.number] = lease
 
-    def ask(self, request: m.ReadBucket) -> None:
-        """Queue a request; `serve` answers it."""
-        self._waiting.append(request)
+    def ask(self, lease: int, buckets: Iterable[int], want: m.Want) -> None:
+        """Queue requests; `serve` answers them."""
+        self._waiting.extend((lease, bucket, want) for bucket in buckets)
 
     def serve(self) -> None:
-        """Answer requests in order until one needs a slot and none is free."""
-        while self._waiting and self._serve(self._waiting[0]):
-            self._waiting.popleft()
+        """Answer requests in order until one needs a slot and none is free.
+
+        Where one cannot be answered, a newer version has replaced its own, and so do all that wait with it.
+        """
+        try:
+            while self._waiting and self._serve(*self._waiting[0]):
+                self._waiting.popleft()
+        except Superseded:
+            for _ in range(len(self._waiting)):
+                self._send_later(lambda: self._link.send(m.Overtaken(self._supply.versions.newest)))
+            self._waiting.clear()
 
     def take_back(self, bucket: int) -> None:
         """Free the memory of a bucket that the subscriber has received."""
@@ -84,14 +130,12 @@ class Delivery:
 
     def was_revoked(self, bucket: int) -> bool:
         """Whether a received bucket's memory may have been written while it was read."""
-        if self._sending is not None:
-            self._sending.result()
+        self._sender.settle()
         return bucket in self._revoked
 
     def end_lease(self, number: int) -> bool:
         """End a lease once all is sent; return whether it was valid until now."""
-        if self._sending is not None:
-            self._sending.result()
+        self._sender.settle()
         for bucket in list(self._being_read):
             self.take_back(bucket)
         self._deltas.clear()
@@ -104,29 +148,25 @@ class Delivery:
         for lease in self._leases.values():
             self._supply.versions.give_back(lease)
         self._link.close()
-        self._sender.shutdown()
+        self._sender.close()
         self._supply.slots.leave(self)
 
-    def _serve(self, request: m.ReadBucket) -> bool:
-        """Answer a read; false if it has to wait for a slot."""
-        lease, index = self._leases.get(request.lease), request.bucket
-        try:
-            if lease is None or not 0 <= index < len(self._buckets):
-                raise Superseded("not a lease, or not a bucket, of this session")
-            if self._passes_on is not None:
-                self._passes_on.wait(lease.version, self._buckets[index], timeout_s=PASS_ON_S)
-            self._revoked.discard(index)
-            if request.want == "link" or (self._supply.on_gpu and self._outlet is self._supply.link_outlet):
-                return self._serve_own(lease, index)
-            delta = None if request.want == "dense" else self._delta(lease, index)
-            if delta is None and request.want == "delta":
-                none = m.Data(index, 0, 0, (0,) * len(self._buckets[index].pieces), delta=True)
-                self._send_later(lambda: self._link.send(none))
-                return True
-            return (delta is None and self._serve_direct(lease, index)) or self._serve_packed(lease, index, delta)
-        except Superseded:
-            self._send_later(lambda: self._link.send(m.Overtaken(self._supply.versions.newest)))
+    def _serve(self, number: int, index: int, want: m.Want) -> bool:
+        """Answer a read of a bucket; false if it has to wait for a slot. Raises Superseded."""
+        lease = self._leases.get(number)
+        if lease is None or not 0 <= index < len(self._buckets):
+            raise Superseded("not a lease, or not a bucket, of this session")
+        if self._passes_on is not None:
+            self._passes_on.wait(lease.version, self._buckets[index], timeout_s=PASS_ON_S)
+        self._revoked.discard(index)
+        if want == "link" or (self._supply.on_gpu and self._outlet is self._supply.link_outlet):
+            return self._serve_own(lease, index)
+        delta = None if want == "dense" else self._delta(lease, index)
+        if delta is None and want == "delta":
+            none = m.Data(index, 0, 0, (0,) * len(self._buckets[index].pieces), delta=True)
+            self._send_later(lambda: self._link.send(none))
             return True
+        return (delta is None and self._serve_direct(lease, index)) or self._serve_packed(lease, index, delta)
 
     def _serve_direct(self, lease: Lease, index: int) -> bool:
         """Send a bucket out of live memory, if its bytes are those that travel."""
@@ -134,8 +174,12 @@ class Delivery:
             return False
         with self._supply.versions.reading(lease, index) as copied:
             runs = self._supply.memory.runs(self._buckets[index]) if copied is None else None
-        if runs is None:
-            return False
+            if runs is None:
+                return False
+            if self._outlet.over_link:  # hash it here, while the sender sends another one
+                self._supply.prove(
+                    lease.version, self._buckets[index], run_pieces(self._buckets[index], [run.data for run in runs])
+                )
         self._send_later(lambda: self._send_runs(lease, index, runs))
         return True
 
@@ -260,25 +304,14 @@ class Delivery:
         return m.Data(index, bucket.num_bytes, proof.hash, proof.sums, -1, self._outlet.locate(runs))
 
     def _transmit(self, data: m.Data, runs: list[Run], outlet: Outlet | None = None) -> None:
-        self._link.send(data)
-        (outlet or self._outlet).send(self._link, runs, num_bytes=data.num_bytes)
+        outlet = outlet or self._outlet
+        self._link.send(data, with_next=outlet.over_link)
+        outlet.send(self._link, runs, num_bytes=data.num_bytes)
         self._supply.count_sent(data.num_bytes)
 
     def _send_later(self, work: Callable[[], None]) -> None:
-        """Queue work for the sender; an earlier error of the sender is raised here.
-
-        Where only heads are sent, without bytes behind them, this thread sends them at once.
-        """
+        """Queue work for the sender. Where only heads are sent, without bytes behind them, this thread sends them."""
         if self._outlet.keeps_slot and not self._outlet.direct:
             work()
-            return
-        if self._sending is not None and self._sending.done():
-            self._sending.result()
-        self._sending = self._sender.submit(self._closing_on_error, work)
-
-    def _closing_on_error(self, work: Callable[[], None]) -> None:
-        """Run `work`; an error closes the link, which wakes the session's thread."""
-        with ExitStack() as on_error:
-            on_error.callback(self._link.close)
-            work()
-            on_error.pop_all()
+        else:
+            self._sender.put(work, waits=self._outlet.over_link)

@@ -84,8 +84,8 @@ class Session:
                 self._link.send(self._supply.holders.find(after))
             case m.Borrow():
                 self._link.send(self._lend(request))
-            case m.ReadBucket():
-                self._delivery.ask(request)
+            case m.ReadBuckets(lease, buckets, want):
+                self._delivery.ask(lease, buckets, want)
             case m.Taken(bucket):
                 self._delivery.take_back(bucket)
             case m.WasRevoked(bucket):

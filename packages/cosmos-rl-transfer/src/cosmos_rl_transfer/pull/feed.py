@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from cosmos_rl_transfer.content.raw import Raw
@@ -32,8 +31,6 @@ class Feed:
     ring: tuple[str, ...] = ()
     """Addresses of the ring that relays the announced version (peers.py)."""
     _source: Manifest | None = None
-    _sending: threading.Lock = field(default_factory=threading.Lock)
-    """Buckets are requested by one thread and released by others."""
 
     @classmethod
     def open(cls, address: str, *, token: bytes, timeout_s: float) -> Feed:
@@ -117,14 +114,13 @@ class Feed:
         self.link.send(m.Borrow(version, keep, held, share))
         return _expect(self.link.receive(), m.Lent).lease
 
-    def ask(self, lease: int, bucket: Bucket, *, want: m.Want) -> None:
-        """Request a bucket."""
-        with self._sending:
-            self.link.send(m.ReadBucket(lease, bucket.index, want))
+    def ask(self, lease: int, buckets: Sequence[Bucket], *, want: m.Want) -> None:
+        """Request buckets, which come in this order."""
+        self.link.send(m.ReadBuckets(lease, tuple(bucket.index for bucket in buckets), want))
 
     def done_with(self, bucket: Bucket) -> None:
-        """Release a bucket's slot. Thread-safe."""
-        with self._sending:
+        """Release a bucket's slot, if the publisher keeps one for it. Thread-safe."""
+        if self.inlet is not None and not self.inlet.over_link:
             self.link.send(m.Taken(bucket.index))
 
     def head(self, bucket: Bucket) -> m.Data:

@@ -6,7 +6,7 @@
                                          <------  Registered
                                                   <------  FindHolders
                                                   ------>  Holders: addresses, least asked first
-         <------------------------------------------------  Borrow(v), ReadBucket ...   as from a publisher
+         <------------------------------------------------  Borrow(v), ReadBuckets ...   as from a publisher
     before it pulls v + 1: disconnects
     readers of v after PATIENCE_S        ------------------------------------------->  tries another, then the publisher
 

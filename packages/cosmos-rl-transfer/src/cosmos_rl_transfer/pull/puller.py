@@ -40,6 +40,8 @@ NUM_BUFFERS = 2
 """Receive buffers of a rank."""
 NUM_AHEAD = 2
 """Buckets requested beyond the number of buffers: the publisher continues as soon as it has a slot."""
+MOST_OVER_LINK = 16
+"""Buckets requested over the link, where TCP holds the publisher back. A message requests half of them or more."""
 
 
 @dataclass(slots=True)
@@ -209,24 +211,32 @@ class Puller:
         window, inlet = len(buffers), feed.inlet_for(want)
         landing: deque[tuple[Bucket, m.Data, Future[bool]]] = deque()
         finished: list[tuple[Bucket, m.Data, bool]] = []
-        asked, rest = deque(buckets[: window + NUM_AHEAD]), deque(buckets[window + NUM_AHEAD :])
-        for bucket in asked:
-            feed.ask(lease, bucket, want=want)
+        asked, rest = deque[Bucket](), deque(buckets)
+
+        def ask(most: int) -> None:
+            further = [rest.popleft() for _ in range(min(most - len(asked), len(rest)))]
+            asked.extend(further)
+            if further:
+                feed.ask(lease, further, want=want)
 
         def settle() -> None:
             """Wait for the oldest landing bucket and free its buffer."""
             before, head, future = landing.popleft()
             finished.append((before, head, future.result()))
 
+        most = window + NUM_AHEAD
+        ask(most)
         try:
             for i, bucket in enumerate(buckets):
                 if len(landing) == window:
                     settle()
                 data = feed.head(asked.popleft())
                 packed = self._body(inlet, bucket, data, buffers[i % window])
-                if rest:  # before the landing: hashing blocks other Python threads
-                    asked.append(rest.popleft())
-                    feed.ask(lease, asked[-1], want=want)
+                if not inlet.over_link:  # before the landing: hashing blocks other Python threads
+                    ask(most)
+                elif len(asked) <= most // 2:
+                    most = min(2 * most, MOST_OVER_LINK)
+                    ask(most)
                 if inlet.views:  # nothing to receive meanwhile: no thread needed
                     finished.append((bucket, data, self._land(feed, bucket, data, packed)))
                 else:

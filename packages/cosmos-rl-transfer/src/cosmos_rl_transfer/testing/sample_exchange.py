@@ -3,7 +3,7 @@
     SamplePublisher      answers reads out of slots, or out of live memory it has exposed; in a thread or a process
     SampleReader         asks for buckets and knows what has to come
 
-`ReadBucket.lease` says how a bucket is to be served, `ReadBucket.bucket` which one; two may be asked for at a time.
+`ReadBuckets.lease` says how buckets are to be served, `ReadBuckets.buckets` which ones; two may be asked for at a time.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.transports.base import Inlet, Run, Transport, TransportUnavailable
 from cosmos_rl_transfer.transports.select import GROUP
 from cosmos_rl_transfer.wire.link import Link
-from cosmos_rl_transfer.wire.messages import PROTOCOL, Data, Hello, ReadBucket, Welcome
+from cosmos_rl_transfer.wire.messages import PROTOCOL, Data, Hello, ReadBuckets, Welcome
 
 WINDOW = 2
 """Buckets asked for at a time, and slots for each reader."""
@@ -90,8 +90,11 @@ class SamplePublisher:
             link.receive()
             name, offer = self.transport.name, dict(self.outlet.offer)
             link.send(Welcome(Manifest(()).encode(), 0, None, self.bucket_bytes, name, offer))
-            for turn in count():
-                self._answer(link, link.receive(), WINDOW * reader + turn % WINDOW)
+            turns = count()
+            while True:
+                request: ReadBuckets = link.receive()
+                for bucket in request.buckets:
+                    self._answer(link, Serve(request.lease), bucket, WINDOW * reader + next(turns) % WINDOW)
         except PeerLost:
             return
 
@@ -99,19 +102,19 @@ class SamplePublisher:
         """Close the outlet."""
         self.outlet.close()
 
-    def _answer(self, link: Link, request: ReadBucket, slot: int) -> None:
-        serve, size = Serve(request.lease), num_bytes(request.bucket, self.bucket_bytes)
+    def _answer(self, link: Link, serve: Serve, bucket: int, slot: int) -> None:
+        size = num_bytes(bucket, self.bucket_bytes)
         if serve is Serve.MOVED:
             self._live = [np.zeros(self.bucket_bytes, np.uint8) for _ in self._live]
             self.outlet.expose(self._live)
         from_slot = serve not in (Serve.LIVE, Serve.MOVED)
         memory = self.outlet.slots[slot] if from_slot else self._live[slot]
         if serve is not Serve.AGAIN:
-            memory[:size] = content(request.bucket, size)
+            memory[:size] = content(bucket, size)
         runs = [Run(memory[at : at + length], at) for at, length in places(serve, size)]
         located = self.outlet.locate(runs)
         number = slot if from_slot else -1
-        link.send(Data(bucket=request.bucket, num_bytes=size, hash=0, sums=(), slot=number, runs=located))
+        link.send(Data(bucket=bucket, num_bytes=size, hash=0, sums=(), slot=number, runs=located))
         if serve is Serve.VANISH:
             self.close()
             link.close()
@@ -134,7 +137,7 @@ class SampleReader:
 
     def ask(self, serve: Serve, bucket: int) -> None:
         """Ask for a bucket; whoever asks has done with the one `WINDOW` places before."""
-        self.link.send(ReadBucket(serve, bucket))
+        self.link.send(ReadBuckets(serve, (bucket,)))
 
     def announced(self) -> Data:
         """Wait for the head of the oldest bucket that was asked for."""

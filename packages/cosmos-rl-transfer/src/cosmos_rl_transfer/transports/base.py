@@ -3,13 +3,13 @@
     publisher (an `Outlet`)                              subscriber (an `Inlet`)
     outlet = transport.open(bucket_bytes, num_slots)
     Welcome carries outlet.offer            ------->     inlet = transport.attach(link, offer=..., memory=...)
-                                            <-------     ReadBucket
+                                            <-------     ReadBuckets
     packs into a free slot, or finds that
     the bucket is ready in live memory
     Data(slot, runs=outlet.locate(runs))    ------->     inlet.receive(data, out=...)
     outlet.send(link, runs, num_bytes)      =======>
     the slot is free after `send`, or (`keeps_slot`)
-    when the subscriber releases it         <-------     Taken(bucket)
+    when the subscriber releases it         <-------     Taken(bucket), unless `over_link`
 
 The caller verifies hashes: a transport may deliver torn or wrong bytes of a slot that the publisher reused (the puller
 asks the publisher whether it was, and then fetches the bucket over the link). Every wait ends by the link's deadline,
@@ -34,6 +34,8 @@ class Outlet(Protocol):
     through host memory, and only their additive hashes are verified."""
     keeps_slot: bool
     """Whether a slot must stay as it is until the subscriber has read it (shared memory, RDMA)."""
+    over_link: bool
+    """Whether `send` writes to the link, so that a bucket's `Data` can leave in the same system call."""
     direct: bool
     """Whether `runs` may be outside the slots, in memory given to `expose`."""
     offer: Mapping[str, str]
@@ -68,6 +70,8 @@ class Inlet(Protocol):
 
     views: bool
     """Whether `receive` returns a view of the publisher's slot and needs no `out`."""
+    over_link: bool
+    """Whether the bytes come over the link: TCP holds the publisher back, and no slot has to be released."""
 
     def receive(self, data: Data, *, out: Raw | None) -> Block:
         """Return the packed bytes uint8 [data.num_bytes] that `data` announced.

@@ -138,6 +138,7 @@ def _tensor(run: Block) -> Tensor:
 
 class _Outlet:
     keeps_slot = False
+    over_link = False
     direct = True
 
     def __init__(self, pair: _Pair, bucket_bytes: int, num_slots: int) -> None:
@@ -162,6 +163,8 @@ class _Outlet:
 
 
 class _Inlet:
+    over_link = False
+
     def __init__(self, pair: _Pair, link: Link) -> None:
         self._pair, self._link = pair, link
         self.views = pair.on_gpu

@@ -109,6 +109,7 @@ def _device() -> torch.device:
 
 class _Outlet:
     keeps_slot = True
+    over_link = False
     direct = False
 
     def __init__(self, side: SideStream, bucket_bytes: int, num_slots: int) -> None:
@@ -151,6 +152,7 @@ class _Outlet:
 
 class _Inlet:
     views = True
+    over_link = False
 
     def __init__(self, slots: list[Tensor]) -> None:
         self._slots = slots

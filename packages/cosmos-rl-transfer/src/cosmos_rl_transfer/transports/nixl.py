@@ -64,6 +64,7 @@ class Nixl:
 
 class _Outlet:
     keeps_slot = True
+    over_link = False
     direct = True
 
     def __init__(self, agent: Agent, bucket_bytes: int, num_slots: int) -> None:
@@ -122,6 +123,7 @@ class _Outlet:
 
 class _Inlet:
     views = False
+    over_link = False
 
     def __init__(self, agent: Agent, link: Link, memory: Sequence[Raw]) -> None:
         self._agent, self._link = agent, link

@@ -45,6 +45,7 @@ class SharedMemory:
 
 class _Outlet:
     keeps_slot = True
+    over_link = False
     direct = False
 
     def __init__(self, bucket_bytes: int, num_slots: int) -> None:
@@ -80,6 +81,7 @@ class _Outlet:
 
 class _Inlet:
     views = True
+    over_link = False
 
     def __init__(self, slots: list[Raw]) -> None:
         self._slots = slots

@@ -1,7 +1,6 @@
 """TCP: the publisher sends each bucket over the subscriber's link, out of a slot or straight out of live memory.
 
-The link has authentication and deadlines. The kernel grows socket buffers as needed: sizes set by hand disable that and
-were no faster.
+The link has authentication and deadlines. Between hosts the kernel grows socket buffers as needed.
 """
 
 from __future__ import annotations
@@ -33,6 +32,7 @@ class Tcp:
 
 class _Outlet:
     keeps_slot = False
+    over_link = True
     direct = True
 
     def __init__(self, bucket_bytes: int, num_slots: int) -> None:
@@ -57,6 +57,7 @@ class _Outlet:
 
 class _Inlet:
     views = False
+    over_link = True
 
     def __init__(self, link: Link) -> None:
         self._link = link

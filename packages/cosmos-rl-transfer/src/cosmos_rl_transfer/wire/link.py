@@ -12,6 +12,7 @@ import asyncio
 import logging
 import select
 import socket
+import struct
 import sys
 import threading
 import time
@@ -35,6 +36,10 @@ HANDSHAKE_S = 5.0
 MAX_UNAUTHENTICATED = 64
 """Maximum unauthenticated connections of a listener at a time."""
 _MAX_FRAME_BYTES = 1 << 30
+_BUFFER_BYTES = 4096
+"""Bytes read at once where a message is expected. Those behind it are copied to their place."""
+_SAME_HOST_BYTES = 192 << 10
+"""Send buffer between processes of one host: bytes under way stay in a cache. The kernel sizes other send buffers."""
 _MAX_PARTS = 1024
 """IOV_MAX: parts of one sendmsg."""
 _HUNG_UP = select.POLLRDHUP if sys.platform == "linux" else 0
@@ -50,10 +55,17 @@ class Link(BlockingConnection):
     ) -> None:
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if side == "publisher" and connection.getpeername()[0] == connection.getsockname()[0]:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SAME_HOST_BYTES)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         decoder = _REPLIES if side == "subscriber" else _REQUESTS
         super().__init__(connection, decode=decoder, max_frame_bytes=_MAX_FRAME_BYTES)
         self._side, self._other = side, "publisher" if side == "subscriber" else "subscriber"
+        self._held = bytearray()
+        """Messages that leave with the next bytes."""
+        self._buffer = memoryview(bytearray(_BUFFER_BYTES))
+        self._unread = self._buffer[:0]
+        """Received bytes in `_buffer` that nobody has taken yet."""
         self.set_deadlines(timeout_s=timeout_s, idle_s=timeout_s)
 
     @classmethod
@@ -75,8 +87,11 @@ class Link(BlockingConnection):
     def set_deadlines(self, *, timeout_s: float, idle_s: float | None) -> None:
         """Set the limits of a transfer without progress and of the wait for the next message (None: unlimited)."""
         self._timeout_s, self._idle_s = timeout_s, idle_s
+        limit = struct.pack("@ll", int(timeout_s), int(timeout_s % 1 * 1e6))
         try:
-            self._socket.settimeout(timeout_s)
+            self._socket.settimeout(None)  # the kernel's own limits cost no system calls
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         except OSError as error:
             raise self._closed(error) from error  # closed by another thread
 
@@ -107,15 +122,21 @@ class Link(BlockingConnection):
             raise AuthenticationError("the other side does not support the weight-transfer protocol") from error
         self.set_deadlines(timeout_s=self._timeout_s, idle_s=self._idle_s)
 
-    def send(self, message: Request | Reply, raw: memoryview | None = None) -> None:
-        """Send a message, then its raw bytes."""
-        super().send(message)
-        if raw is not None:
-            self._write(raw)
+    def send(self, message: Request | Reply, *, with_next: bool = False) -> None:
+        """Send a message; `with_next`: together with what is sent next, which has to follow at once."""
+        with self._sending:
+            self._held += self._sealer.seal(message)
+            if not with_next:
+                self._flush([])
 
     def send_parts(self, parts: Iterable[memoryview]) -> None:
         """Send several raw buffers one after the other, without a copy."""
-        left = [part for part in parts if part.nbytes]
+        with self._sending:
+            self._flush(parts)
+
+    def _flush(self, parts: Iterable[memoryview]) -> None:
+        held, self._held = self._held, bytearray()
+        left = [part for part in (memoryview(held), *parts) if part.nbytes]
         while left:
             try:
                 sent = self._socket.sendmsg(left[:_MAX_PARTS])
@@ -131,7 +152,7 @@ class Link(BlockingConnection):
 
     def receive(self) -> Any:
         """Receive one message of the other side's protocol. Raises TransferError for anything else."""
-        if not self._poll(select.POLLIN, self._idle_s):  # the socket's own time-out belongs to the thread that sends
+        if not self._unread and self._idle_s != self._timeout_s and not self._poll(select.POLLIN, self._idle_s):
             raise self._closed("timed out")
         try:
             return super().receive()
@@ -140,7 +161,20 @@ class Link(BlockingConnection):
 
     def receive_into(self, out: np.ndarray) -> None:
         """Receive exactly out.nbytes raw bytes into contiguous `out`."""
-        self._read_into(out.data.cast("B"))
+        view = out.data.cast("B")
+        taken = min(len(view), len(self._unread))
+        view[:taken], self._unread = self._unread[:taken], self._unread[taken:]
+        self._read_into(view[taken:])
+
+    def _exactly(self, num_bytes: int, *, deadline: float | None = None) -> bytearray:
+        """Receive bytes: with a message, the first ones of what follows it."""
+        while deadline is None and len(self._unread) < num_bytes <= _BUFFER_BYTES:
+            have = len(self._unread)
+            self._buffer[:have] = bytes(self._unread)
+            self._unread = self._buffer[: have + self._read_some(self._buffer[have:])]
+        taken = min(num_bytes, len(self._unread))
+        data, self._unread = bytearray(self._unread[:taken]), self._unread[taken:]
+        return data + super()._exactly(num_bytes - taken, deadline=deadline)
 
     def check(self) -> None:
         """Raise PeerLost if the other side has hung up; does not wait and reads nothing."""
@@ -148,7 +182,7 @@ class Link(BlockingConnection):
             raise self._closed("closed")
 
     def _closed(self, why: object) -> PeerLost:
-        return PeerLost(f"the {self._other} is gone: {why}")
+        return PeerLost(f"the {self._other} is gone: {'timed out' if isinstance(why, BlockingIOError) else why}")
 
 
 class Listener:

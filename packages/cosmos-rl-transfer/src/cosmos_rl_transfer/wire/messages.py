@@ -6,9 +6,9 @@ Join(target, rank, plan digest)           -> Joined           or Refused: the pl
 Await(after)                              -> Waiting ...      about once a second, so that silence means death
                                              Announce(version, ring)
 Borrow(version)                           -> Lent             a lease on the version; or Overtaken
-ReadBucket(lease, bucket)                 -> Data, then the transport's bytes; or Overtaken
+ReadBuckets(lease, buckets)               -> of each: Data, then the transport's bytes; or Overtaken
 ... a few of them pending
-Taken(bucket)                                releases its slot; no reply
+Taken(bucket)                                releases its slot; no reply; not sent for buckets over the link
 WasRevoked(bucket)                        -> Revoked          its hash was wrong: was its memory written meanwhile?
 Return(lease)                             -> Returned         was the lease valid throughout?
 Holds(version, address)                   -> Registered       it serves this version itself (peers.py)
@@ -23,7 +23,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
-PROTOCOL = 8
+PROTOCOL = 9
 
 
 Want = Literal["any", "dense", "delta", "link"]
@@ -108,9 +108,9 @@ class Overtaken(msgspec.Struct, tag=True, frozen=True):
     newest: int
 
 
-class ReadBucket(msgspec.Struct, tag=True, frozen=True):
+class ReadBuckets(msgspec.Struct, tag=True, frozen=True):
     lease: int
-    bucket: int
+    buckets: tuple[int, ...]
     want: Want = "any"
 
 
@@ -226,7 +226,7 @@ Request = (
     | JoinRing
     | Await
     | Borrow
-    | ReadBucket
+    | ReadBuckets
     | Taken
     | WasRevoked
     | Return
