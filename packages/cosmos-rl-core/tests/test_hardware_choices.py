@@ -157,7 +157,7 @@ def test_float32_products_use_tf32_unless_the_recipe_says_no(capsys, tf32, text)
 
     Config.run.tf32 = tf32
     context = WorkerContext(name="", token=b"", timeline=Timeline(""), threads=None, shares_process=True)
-    keys = dict.fromkeys(("domain", "compute", "run_dir", "last_step"))
+    keys = dict.fromkeys(("domain", "compute", "run_dir", "shares_run_dir", "last_step"))
     with pretend_cuda():
         torch.backends.cuda.matmul.allow_tf32 = not tf32
         Assignment(context=context, config=Config(), resume_from="", kept=(), **keys).prepare_torch()

@@ -15,6 +15,7 @@ from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.held import STEP, Held, Needs
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.testing.tiny import Tiny
+from cosmos_rl_core.wire.handshake import Hello
 from cosmos_rl_core.workers.failure import Failure, receive_report
 
 TEXT = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has 9.81 MiB free. If reserved but unallocated is large"
@@ -95,13 +96,17 @@ def test_a_rank_reports_it_through_its_agent(tmp_path):
     assert read == failure
 
     class Connection:
+        peer = Hello(name="policy-0.agent", role="agent")
+
         async def receive(self):
             return read.message_to_controller()
 
-    errors = []
-    asyncio.run(receive_report(Connection(), errors.append))
-    assert isinstance(errors[0], OutOfMemory)
-    assert errors[0].role == "policy"
+    failed = []
+    asyncio.run(receive_report(Connection(), lambda *of: failed.append(of)))
+    [(replica, error)] = failed
+    assert replica == "policy-0"
+    assert isinstance(error, OutOfMemory)
+    assert error.role == "policy"
 
 
 def test_a_message_without_the_field_is_another_failure():

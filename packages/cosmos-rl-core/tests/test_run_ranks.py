@@ -106,7 +106,7 @@ def test_the_command_for_another_machine_says_all_it_needs(tmp_path):
     )
     commands = node.commands_for_others(worker, python_path=("recipes",))
     assert commands[1] == (
-        "cosmos-rl worker --controller tcp://10.0.0.1:5000 --role policy --name policy-0 "
+        "cosmos-rl worker --role policy --name policy-0 --controller tcp://10.0.0.1:5000 "
         f"--token-file '{tmp_path}/my token' --threads 8 --node 2 --num-nodes 3 --ranks-per-node 4 "
         "--collective-timeout-s 60 --rendezvous 10.0.0.1:4000 --python-path recipes"
     )

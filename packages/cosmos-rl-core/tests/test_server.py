@@ -13,6 +13,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
+from cosmos_rl_core.control.peers import IN_USE_S
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError, WorkerFailed
@@ -305,8 +306,20 @@ async def test_a_new_process_of_the_policy_is_welcomed_after_the_rollback_even_w
     ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=1e9))
     async with running(tmp_path, ledger=ledger, policy_wait_s=30.0) as (controller, _):
         await join(controller)
+        controller.peers.by_name["policy-0"].heartbeat_at -= IN_USE_S  # silent: its connection is half open
         welcome = await Worker(controller, "policy", "policy-0").hears(p.Welcome)
         assert (welcome.lineage, welcome.incarnation) == (1, 2)
+
+
+@in_a_loop
+async def test_a_second_process_under_the_name_of_a_live_worker_is_refused(tmp_path):
+    async with running(tmp_path) as (controller, _):
+        policy, rollout = await join(controller)
+        for role, name in (("policy", "policy-0"), ("rollout", "rollout-0")):
+            second = Worker(controller, role, name)
+            assert "give this one another by --name" in (await second.hears(p.Refused)).reason
+            await second.served
+        assert not policy.served.done() and not rollout.served.done()
 
 
 @pytest.mark.parametrize(
@@ -435,7 +448,7 @@ async def test_references_of_a_replica_that_is_gone_have_no_address(tmp_path):
 @in_a_loop
 async def test_a_worker_that_comes_when_the_run_is_over_is_sent_away(tmp_path):
     async with running(tmp_path) as (controller, task):
-        controller.fail(WorkerFailed("policy-0: it broke"))
+        controller.outcome.fail(WorkerFailed("policy-0: it broke"))
         with pytest.raises(WorkerFailed, match="it broke"):
             await task
         late = Worker(controller, "rollout", "rollout-0")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cosmos_rl_core.cli import inference
+from cosmos_rl_core.cli import elastic, inference
 from cosmos_rl_core.cli.inference import Overrides, Recipe
 from cosmos_rl_core.imports import add_folders, import_from
 
@@ -27,13 +27,8 @@ def run(
     file: Recipe,
     overrides: Overrides = None,
     *,
-    resume: Annotated[
-        str | None,
-        typer.Option(metavar="auto|PATH", help="Continue from the newest checkpoint, or from this one."),
-    ] = None,
-    overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace an earlier run in the same output directory.")
-    ] = False,
+    resume: elastic.Resume = None,
+    overwrite: elastic.Overwrite = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Check, show the plan and exit.")] = False,
 ) -> None:
     """Train, by reinforcement learning or supervised, from a TOML recipe."""
@@ -45,18 +40,12 @@ def run(
     from cosmos_rl_core.workers.fork_server import opened
 
     with opened(folders) as forks:  # imports for the workers while this process imports for itself
-        from cosmos_rl_core.errors import WorkerFailed
-        from cosmos_rl_core.launch.given import open_recipe
-        from cosmos_rl_core.launch.run import run_given
+        elastic.train(file, overrides or [], folders, resume=resume, overwrite=overwrite, forks=forks)
 
-        given = open_recipe(file, overrides or (), python_path=folders)
-        try:
-            result = run_given(given, resume=resume, overwrite=overwrite, forks=forks)
-        except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
-            typer.echo(f"error: {error}", err=True)
-            raise typer.Exit(1) from error
-    if result.interrupted:
-        raise typer.Exit(130)
+
+app.command()(elastic.controller)
+AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True}
+app.command(add_help_option=False, context_settings=AS_GIVEN)(elastic.worker)
 
 
 @app.command()
@@ -119,15 +108,6 @@ def plugins() -> None:
 
     rows = [(group, name, locate(group, name)) for group in GROUPS for name in names(group)]
     typer.echo(table(rows, header=("group", "name", "from")))
-
-
-@app.command(add_help_option=False, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})
-def worker(context: typer.Context) -> None:
-    """Run a worker on another machine; `cosmos-rl run` prints the complete command."""
-    from cosmos_rl_core.workers.main import run_worker
-    from cosmos_rl_core.workers.node import from_arguments
-
-    raise typer.Exit(run_worker(*from_arguments(context.args, program="cosmos-rl worker")))
 
 
 @app.command()

@@ -11,6 +11,9 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
+IN_USE_S = 5.0
+"""Seconds without a heartbeat after which another process may take a connected worker's name."""
+
 
 @dataclass(slots=True, kw_only=True)
 class Peer:
@@ -113,6 +116,11 @@ class Peers:
     def has_policy(self) -> bool:
         """Return whether a policy is connected that does not leave."""
         return any(not peer.leaving for peer in self.of_role("policy"))
+
+    def is_in_use(self, name: str, *, now: float) -> bool:
+        """Return whether a live worker has this name: it has sent a heartbeat recently, or has just connected."""
+        peer = self.by_name.get(name)
+        return peer is not None and not peer.has_ended and now - peer.heartbeat_at < IN_USE_S
 
     def _publisher(self, mesh: Sequence[str]) -> str:
         """Return the address of the weights to pull: of the mesh's first member, before the first mesh of any policy.

@@ -20,6 +20,7 @@ policy
   CheckpointDone | Alarm ->                   a checkpoint was written, or failed
 both                        <- RolledBack     all policies were lost: training continues from a checkpoint
                             <- Stop
+                            <- Refused        instead of the Welcome: the worker exits, the run continues
   Goodbye | Fatal   ->
 
 The ledger (ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack`,
@@ -304,6 +305,12 @@ class Stop(Message, frozen=True):
     reason: str
 
 
+class Refused(Message, frozen=True):
+    """The worker cannot join the run."""
+
+    reason: str
+
+
 class Goodbye(Message, frozen=True):
     pass
 
@@ -335,4 +342,17 @@ ToLedger = (
 FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
 """Messages of the ledger to workers."""
 ToController = ToLedger | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet
-ToWorker = Welcome | Grant | Cancel | Release | SyncFrom | Remesh | Batch | Committed | RolledBack | Stop | StoreValue
+ToWorker = (
+    Welcome
+    | Grant
+    | Cancel
+    | Release
+    | SyncFrom
+    | Remesh
+    | Batch
+    | Committed
+    | RolledBack
+    | Stop
+    | Refused
+    | StoreValue
+)

@@ -22,13 +22,14 @@ from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.outcome import Outcome, refuse, worker_error
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.recovery import Recovery, RunParts
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
 from cosmos_rl_core.control.reports import Observer, PolicyReports
 from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
@@ -56,6 +57,8 @@ class Job:
     """Returns version and location of the newest whole checkpoint; (0, "") is the initial model."""
     policy_wait_s: float = 0.0
     """Maximum wait for another policy after the loss of all; 0: the run fails at once."""
+    external: bool = False
+    """Whether workers are started by others."""
 
     def ends_at(self, version: int) -> bool:
         """Return whether this is the version at which the run ends."""
@@ -116,18 +119,18 @@ class Controller:
             evaluator=self._evaluator,
             ends_at=job.ends_at,
         )
+        self.outcome = Outcome(ledger.members, external=job.external, note=observer.note)
         self._recovery = Recovery(
             ledger=ledger,
             feed=self._ledger.feed,
             parts=RunParts(self._batches, self._reports, self._evaluator, observer, self.peers),
             newest_checkpoint=job.newest_checkpoint,
-            fail=self.fail,
+            fail=self.outcome.fail,
             policy_wait_s=job.policy_wait_s,
             supervised=job.supervised,
             resume_from=job.resume_from,
         )
         self._rendezvous = Rendezvous()
-        self._outcome: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def checkpoint(self) -> str:
@@ -141,12 +144,12 @@ class Controller:
         self._turns.evaluate_if_due(self.ledger.version)
         tasks = [asyncio.create_task(self._ledger.run()), asyncio.create_task(self._ledger.tick(TICK_S))]
         try:
-            await asyncio.wait([*tasks, self._outcome], return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait([*tasks, self.outcome.decided], return_when=asyncio.FIRST_COMPLETED)
             for task in filter(asyncio.Task.done, tasks):
                 task.result()
-            self._outcome.result()
+            self.outcome.decided.result()
         finally:
-            self._outcome.cancel()
+            self.outcome.decided.cancel()
             self._recovery.close()
             for task in tasks:
                 task.cancel()
@@ -157,11 +160,6 @@ class Controller:
         self._turns.stop_reason = reason
         for peer in self.peers.of_role("policy"):
             peer.post(p.Stop(reason=reason))
-
-    def fail(self, error: BaseException) -> None:
-        """End the run with this error."""
-        if not self._outcome.done():
-            self._outcome.set_exception(error)
 
     def dismiss(self) -> None:
         """Send Stop to every worker: the run is over."""
@@ -183,11 +181,13 @@ class Controller:
     # -- connections and messages of workers
 
     async def on_connect(self, connection: Connection) -> None:
-        if self._outcome.done():
+        if self.outcome.is_decided:
             return  # the run is over
         if connection.peer.role == STORE:
             return await self._rendezvous.serve(connection)
         role = "policy" if connection.peer.role == "policy" else "rollout"
+        if refusal := refuse(connection, self.peers, now=self.clock()):
+            return self._observer.note(f"{connection.peer.name} was refused: {refusal}")
         if role == "policy":
             if (earlier := self.peers.by_name.get(connection.peer.name)) is not None:
                 self._lose(earlier)
@@ -205,7 +205,7 @@ class Controller:
                 try:
                     self._handle(peer, message)
                 except OSError as error:  # the observer could not write a file
-                    self.fail(error)
+                    self.outcome.fail(error)
         except ConnectionClosed:
             self._lose(peer)
             raise
@@ -268,11 +268,11 @@ class Controller:
             case p.Goodbye():
                 peer.leaving = True
                 self._feed(peer, message)
-                if not (self._outcome.done() or self.peers.has_policy()) and peer.role == "policy":
-                    self._outcome.set_result(None)  # the last policy has left in good order
+                if peer.role == "policy" and not self.peers.has_policy():
+                    self.outcome.finish()
             case p.Fatal():
-                peer.leaving = True
-                self.fail(_failure(peer, message))
+                self.outcome.worker_failed(peer.name, worker_error(peer.name, peer.role, message))
+                peer.leaving = self.outcome.is_decided
 
     def _feed(self, peer: Peer, message: p.ToLedger) -> list[Record]:
         return self._ledger.feed(events.From(peer.name, peer.incarnation, message))
@@ -282,7 +282,7 @@ class Controller:
     def _dispatch(self, output: events.Output) -> None:
         match output:
             case events.Halt():
-                self.fail(UserError(output.message))
+                self.outcome.fail(UserError(output.message))
             case events.PoliciesLost():
                 self._recovery.begin()
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
@@ -319,9 +319,3 @@ class Controller:
                 peer.post(message)
             case p.NoMore() | p.Ack():
                 pass  # not sent: a worker ends with its connection
-
-
-def _failure(peer: Peer, fatal: p.Fatal) -> Exception:
-    if fatal.out_of_memory:
-        return OutOfMemory(f"{peer.name}: {fatal.message}", role=peer.role)
-    return UserError(fatal.message) if fatal.user else WorkerFailed(f"{peer.name}: {fatal.message}")

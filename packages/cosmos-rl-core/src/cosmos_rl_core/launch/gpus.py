@@ -78,7 +78,7 @@ def assignment_text(config: RunConfig) -> str:
 
     Raises UserError as `assign_gpus`.
     """
-    if config.run.placement == "inline" or not (gpus := machine_gpus(os.environ)):
+    if config.run.placement != "local" or not (gpus := machine_gpus(os.environ)):
         return ""
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
     return str(assign_gpus(config, dims.world_size // config.policy.num_nodes, gpus=gpus))

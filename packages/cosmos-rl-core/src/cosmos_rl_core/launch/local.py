@@ -203,7 +203,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
             observer.note(report)
             controller.ended(death.name)
         else:
-            controller.fail(WorkerFailed(report))
+            controller.outcome.fail(WorkerFailed(report))
 
     spools = spool_root(config.rollout.spool.directory, launch.directory)
     clear_spools(spools)  # left over by a killed run

@@ -125,7 +125,7 @@ async def start_tasks(launch: Launch) -> Workers:
         try:
             await serve_role(role, context, connection)
         except ConnectionClosed as error:  # nothing starts it again here
-            launch.controller.fail(WorkerFailed(f"{name}: {error}"))
+            launch.controller.outcome.fail(WorkerFailed(f"{name}: {error}"))
 
     config = launch.config
     torch.manual_seed(config.run.seed)

@@ -19,6 +19,7 @@ from cosmos_rl_core import assemble
 from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
 from cosmos_rl_core.checkpoint.resume import Resumption, checkpoint_root, claim_root, find_resumption, roll_back
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.address_file import ControllerFile
 from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
@@ -28,6 +29,7 @@ from cosmos_rl_core.control.status import write_status
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import OutOfMemory, UserError
 from cosmos_rl_core.launch.check import warnings_for
+from cosmos_rl_core.launch.external import start_external
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.gpus import assign_gpus
 from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
@@ -40,16 +42,27 @@ from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.wire.advertised import controller_address
 from cosmos_rl_core.wire.channel import Connection, Server, serve
 from cosmos_rl_core.wire.handshake import make_token
-from cosmos_rl_core.wire.listening import descriptor_shortage, is_loopback, raise_descriptor_limit
+from cosmos_rl_core.wire.listening import (
+    Address,
+    descriptor_shortage,
+    is_loopback,
+    parse_address,
+    raise_descriptor_limit,
+)
 from cosmos_rl_core.workers.directory import Removals, RunDirectory, explain_no_room
 from cosmos_rl_core.workers.failure import AGENT, receive_report
 from cosmos_rl_core.workers.fork_server import ForkServer
 from cosmos_rl_core.workers.node import policy_node
 
 STATUS_S = 1.0
-PLACEMENTS: Mapping[str, Callable[[Launch], Awaitable[Workers]]] = {"local": start_processes, "inline": start_tasks}
+PLACEMENTS: Mapping[str, Callable[[Launch], Awaitable[Workers]]] = {
+    "local": start_processes,
+    "inline": start_tasks,
+    "external": start_external,
+}
 """The function that starts the workers, by [run] placement."""
 
 
@@ -120,8 +133,8 @@ class _Run:
         self._resumption = resumption
         self._lock = lock
         assemble.look_up(config)
-        self._policy_node = policy_node(config.policy, bind=config.run.bind)
-        gpus = [] if config.run.placement == "inline" else machine_gpus(os.environ)  # one process assigns none
+        self._policy_node = policy_node(config.policy, bind=_meeting_host(config))
+        gpus = machine_gpus(os.environ) if config.run.placement == "local" else []
         self._gpus = assign_gpus(config, self._policy_node.ranks_per_node, gpus=gpus)
         self._source = assemble.build_source(config)
         self._eval_source = assemble.build_eval_source(config)
@@ -148,13 +161,18 @@ class _Run:
             )
             controller = self._controller(text, journal, watch)
             server = await self._serve(controller, token)
+            bound = parse_address(server.address)
+            reached_at = controller_address(bound, advertise=self._config.run.advertise)
+            contact = ControllerFile.of_this_process(str(reached_at), generation=controller.ledger.generation)
+            contact.write(self._directory)
             self._listen_for_interrupts(controller)
             status = asyncio.create_task(self._keep_status(controller))
             try:
-                async with self._placed(controller, server.address, token):
+                async with self._placed(controller, contact.address, token):
                     await controller.run()
             finally:
                 status.cancel()
+                contact.remove(self._directory)
                 await server.close()
                 self._write_timeline()
             self._must_be_there(controller)
@@ -192,13 +210,13 @@ class _Run:
 
         async def on_connect(connection: Connection) -> None:
             if connection.peer.role == AGENT:
-                await receive_report(connection, controller.fail)
+                await receive_report(connection, controller.outcome.worker_failed)
             else:
                 await controller.on_connect(connection)
 
         bind = self._config.run.bind
         return await serve(
-            f"tcp://{bind}:0",
+            str(Address(host=bind, port=self._config.run.port)),
             token=token,
             decode=p.ToController,
             on_connect=on_connect,
@@ -254,6 +272,7 @@ class _Run:
                 group_size=config.rollout.group_size,
                 newest_checkpoint=self._newest_checkpoint,
                 policy_wait_s=config.elastic.policy_wait_s,
+                external=config.run.placement == "external",
             ),
             source=self._source,
             eval_source=self._eval_source,
@@ -312,7 +331,7 @@ class _Run:
             else:
                 if self._workers is not None:
                     self._workers.kill()
-                controller.fail(KeyboardInterrupt("stopped at once"))
+                controller.outcome.fail(KeyboardInterrupt("stopped at once"))
 
         on_interrupt(interrupt)
 
@@ -335,6 +354,13 @@ class _Run:
 def num_replicas(config: RunConfig) -> int:
     """Return the number of workers that the recipe asks for."""
     return config.policy.replicas + (0 if config.is_sft else config.rollout.replicas)
+
+
+def _meeting_host(config: RunConfig) -> str:
+    """Return this machine's address for the other machines of the policy replica."""
+    if config.policy.num_nodes == 1 or config.run.placement == "external":
+        return config.run.bind
+    return controller_address(Address(host=config.run.bind), advertise=config.run.advertise).host
 
 
 def planned_steps(config: RunConfig, source: PromptSource) -> int:

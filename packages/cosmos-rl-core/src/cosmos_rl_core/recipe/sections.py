@@ -24,8 +24,9 @@ class RunSection(Strict):
     """Directory for the run's files; {name} is replaced by the run's name."""
     seed: int = Field(default=0, ge=0)
     """Seed of all randomness: data order, initial weights, sampling."""
-    placement: Literal["local", "inline"] = "local"
-    """"local": worker processes on this machine; "inline": everything in one process, for debugging."""
+    placement: Literal["local", "inline", "external"] = "local"
+    """"local": worker processes on this machine; "external": workers are started by `cosmos-rl worker`, on any machine;
+    "inline": everything in one process, for debugging."""
     share_gpus: bool = False
     """Allow several processes of the run on one GPU, if it has fewer GPUs than processes. vLLM then gets an equal part
     of gpu_memory_utilization."""
@@ -33,7 +34,12 @@ class RunSection(Strict):
     """On a GPU, round the inputs of float32 matrix products to TF32 (10 bits of mantissa), which is several times
     faster; false computes them exactly."""
     bind: str = Field(default="127.0.0.1", min_length=1)
-    """Address at which the run's other machines reach this one; the default allows only this machine."""
+    """Address on which the controller listens; the default allows only this machine, "0.0.0.0" all interfaces."""
+    port: int = Field(default=0, ge=0, le=65535)
+    """Port on which the controller listens; 0 selects a free one."""
+    advertise: str = ""
+    """Host, or host:port, at which workers reach the controller. Not set: the environment variable
+    COSMOS_RL_ADVERTISE, or `bind`."""
     max_steps: int | None = Field(default=None, ge=1)
     """Number of optimizer steps. Not set: the run ends after [prompts] epochs."""
     log_every: int = Field(default=1, ge=1)

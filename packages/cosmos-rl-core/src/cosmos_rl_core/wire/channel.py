@@ -111,6 +111,8 @@ class Server:
         self._accepting = asyncio.create_task(accepting, name=f"accept {self.address}")
 
     def _lost(self, protocol: WireProtocol) -> None:
+        if protocol in self._unauthenticated and (why := _refusal(protocol.failure)):
+            self._complain(f"{self.address} has refused a connection: {why}")
         self._protocols.discard(protocol)
         self._unauthenticated.leave(protocol)
 
@@ -235,6 +237,15 @@ async def adopt(
     )
     await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
     return await opened
+
+
+def _refusal(failure: Exception | None) -> str:
+    """Return the mistake of whoever started the peer; empty for any other end of a handshake."""
+    if isinstance(failure, WrongTag):
+        return "its peer has another token; use the file `token` of this run's directory"
+    if isinstance(failure, UserError):
+        return "its peer has another version of the protocol; install the same cosmos-rl-core on both sides"
+    return ""
 
 
 def _opening_error(target: Address, protocol: WireProtocol) -> Exception:

@@ -30,6 +30,8 @@ from cosmos_rl_core.errors import UserError
 
 PROTOCOL_VERSION = 1
 TOKEN_BYTES = 32
+TOKEN_VARIABLE = "COSMOS_RL_TOKEN"
+"""Environment variable with a run's token, for machines that do not share its directory."""
 HANDSHAKE_BYTES = 4096
 """Maximum bytes that a peer may send before it is authenticated."""
 HANDSHAKE_S = 5.0
@@ -126,11 +128,27 @@ def keep_token(path: Path, token: bytes) -> None:
 
 def read_token(path: Path) -> bytes:
     """Return the token in `path`. Raises `UserError` if it is missing, malformed or readable by others."""
-    text = read_secret(path)
+    if (token := _parsed(read_secret(path))) is not None:
+        return token
+    raise UserError(f"{path} is not a token file: it should hold {2 * TOKEN_BYTES} hex digits")
+
+
+def environment_token() -> bytes | None:
+    """Return the token of the environment variable COSMOS_RL_TOKEN, or None. Raises `UserError` if it is malformed."""
+    text = os.environ.get(TOKEN_VARIABLE, "").strip()
+    if not text:
+        return None
+    if (token := _parsed(text)) is not None:
+        return token
+    raise UserError(f"{TOKEN_VARIABLE} should be the content of a run's file `token`: {2 * TOKEN_BYTES} hex digits")
+
+
+def _parsed(text: str) -> bytes | None:
+    """Return the token written as hex digits, or None."""
     with contextlib.suppress(ValueError):
         if len(token := bytes.fromhex(text)) == TOKEN_BYTES:
             return token
-    raise UserError(f"{path} is not a token file: it should hold {2 * TOKEN_BYTES} hex digits")
+    return None
 
 
 def read_secret(path: Path) -> str:

@@ -31,7 +31,6 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from cosmos_rl_core.parallel.device import log_choice
-from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
 from cosmos_rl_core.workers.node import Node, WorkerAddress, interface_of, to_arguments
 
@@ -80,7 +79,7 @@ class OneMachine(RendezvousHandler):
 def run_node(worker: WorkerAddress, node: Node) -> int:
     """Run this machine's ranks to their end and return the exit code. Reports a failure to the controller."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
-    token = read_token(worker.token_file)  # the file may be gone when a rank fails
+    token = worker.token()  # the file may be gone when a rank fails
     use_interface(node, os.environ)
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
         try:
@@ -92,6 +91,8 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     rank, failure = cause((rank, _failure(found)) for rank, found in failures.items())
     failure = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
     print(failure.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
+    if failure.refused:
+        return failure.exit_code
     delay_s = OTHERS_FIRST_S if failure.consequence and node.num_nodes > 1 else 0.0
     asyncio.run(_report(worker, failure, token=token, delay_s=delay_s))
     return failure.exit_code

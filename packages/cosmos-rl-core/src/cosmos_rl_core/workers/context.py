@@ -33,7 +33,7 @@ class WorkerContext:
     processes_per_gpu: int = 1
     """Processes of the run on this worker's GPU."""
     address: str = ""
-    """This machine's address for others of the run; empty on the controller's machine, which has [run] bind."""
+    """This machine's address for others of the run; empty in the controller's process, which has [run] bind."""
     shares_process: bool = False
     """Whether other roles run in this process; then the global random state is not seeded."""
     ranks: Ranks | None = None
@@ -66,6 +66,8 @@ class Assignment:
     compute: ThreadPoolExecutor
     """One thread for all tensor work."""
     run_dir: Path
+    shares_run_dir: bool
+    """Whether `run_dir` is the run's directory; False: a directory of this machine, for logs and spools."""
     resume_from: str
     """Folder or URL of the checkpoint to load; empty for a fresh start."""
     last_step: int | None

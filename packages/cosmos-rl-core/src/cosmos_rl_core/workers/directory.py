@@ -7,6 +7,7 @@ import errno
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +16,7 @@ from typing import IO
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.sinks import set_damage_aside
 from cosmos_rl_core.processes import is_alive
+from cosmos_rl_core.wire.handshake import read_token
 
 LEAVING_S = 60.0
 """Maximum wait for the workers of a killed run, which save before they exit."""
@@ -22,7 +24,16 @@ RETRY_S = 0.05
 CONTENTS = ("logs", "rollouts", "journal", "checkpoints")
 LOGS = ("metrics.jsonl", "eval.jsonl", "monitor.jsonl", "rows_dropped.jsonl")
 """Files that a resumed run continues; a damaged line in them does not prevent resuming."""
-FILES = ("resolved.toml", "rows.jsonl", "eval_rows.jsonl", *LOGS, "timeline.json", "status.json", "token")
+FILES = (
+    "resolved.toml",
+    "rows.jsonl",
+    "eval_rows.jsonl",
+    *LOGS,
+    "timeline.json",
+    "status.json",
+    "token",
+    "controller.json",
+)
 WATCHED = ("journal", "metrics.jsonl", "eval.jsonl", "resolved.toml")
 """Files whose removal during the run is reported. Checkpoints are watched by `checkpoint.saver`."""
 NO_ROOM = {errno.ENOSPC: "no space left", errno.EDQUOT: "the disk quota is used up", errno.EFBIG: "a file is too big"}
@@ -88,7 +99,8 @@ class RunDirectory:
             self._clear()
         self.notes = tuple(filter(None, (set_damage_aside(path / name) for name in LOGS)))
         shutil.rmtree(path / "journal", ignore_errors=True)  # like the token, it belongs to one controller process
-        (path / "token").unlink(missing_ok=True)
+        for name in ("token", "controller.json"):
+            (path / name).unlink(missing_ok=True)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()
@@ -126,6 +138,24 @@ class RunDirectory:
             shutil.rmtree(self.path / name, ignore_errors=True)
         for name in FILES:
             (self.path / name).unlink(missing_ok=True)
+
+
+def shares_directory(run_dir: Path, *, token: bytes) -> bool:
+    """Return whether this machine has the run's directory at this path, by the token in it."""
+    try:
+        return read_token(run_dir / "token") == token
+    except UserError:
+        return False
+
+
+def directory_of_worker(run_dir: Path) -> Path:
+    """Return a directory for a worker on a machine that does not share `run_dir`: the same path, or a temporary one."""
+    try:
+        (run_dir / "logs").mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:
+        run_dir = Path(tempfile.mkdtemp(prefix="cosmos-rl-"))
+        (run_dir / "logs").mkdir()
+    return run_dir
 
 
 class Removals:

@@ -42,6 +42,10 @@ _PARTS = {
 """Parts of a worker's work, by the span of its timeline."""
 
 
+class RefusedByController(UserError):
+    """The worker cannot join the run, which continues without it."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
     """The failure of one rank."""
@@ -53,6 +57,8 @@ class Failure:
     """True: the device has too little memory."""
     consequence: bool = False
     """True: the rank only lost a peer, or was terminated after another one failed."""
+    refused: bool = False
+    """True: the controller refused the replica."""
     at: float = field(default_factory=time.time)
     """Time of the failure, in Unix seconds of its machine."""
 
@@ -64,7 +70,7 @@ class Failure:
             reason = str(found).partition(" If reserved ")[0]  # the rest is advice about torch's allocator
             return cls(message=f"out of GPU memory in {part}: {reason}", user=True, out_of_memory=True)
         if isinstance(error, UserError):
-            return cls(message=str(error), user=True)
+            return cls(message=str(error), user=True, refused=isinstance(error, RefusedByController))
         if isinstance(error, OSError) and (explained := explain_no_room(error, "the run's files")):
             return cls(message=str(explained), user=True)
         lost = isinstance(error, ConnectionClosed) or any(text in str(error) for text in _LOST)
@@ -115,14 +121,15 @@ async def report_to_controller(address: str, *, token: bytes, replica: str, fail
         await asyncio.wait_for(connection.closed.wait(), REPORT_S)
 
 
-async def receive_report(connection: Connection, fail: Callable[[BaseException], None]) -> None:
-    """The controller's side: end the run with an agent's report; returning closes the connection."""
+async def receive_report(connection: Connection, failed: Callable[[str, Exception], None]) -> None:
+    """The controller's side: call `failed(replica, error)`; returning closes the connection."""
     fatal = await connection.receive()
     assert isinstance(fatal, p.Fatal)
+    replica = connection.peer.name.removesuffix(f".{AGENT}")
     if fatal.out_of_memory:
-        fail(OutOfMemory(fatal.message, role="policy"))
+        failed(replica, OutOfMemory(fatal.message, role="policy"))
     elif fatal.user:
-        fail(UserError(fatal.message))
+        failed(replica, UserError(fatal.message))
     else:
-        replica = connection.peer.name.removesuffix(f".{AGENT}")
-        fail(WorkerFailed(f"{fatal.message}; the run cannot continue without it. See logs/{replica}.log"))
+        text = f"{fatal.message}; the run cannot continue without it. See logs/{replica}.log"
+        failed(replica, WorkerFailed(text))

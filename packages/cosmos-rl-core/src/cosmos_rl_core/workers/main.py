@@ -1,6 +1,6 @@
 """Entry point of a worker process: connect to the controller, receive the recipe, run the role, report a failure.
 
-    python -m cosmos_rl_core.workers.main --controller tcp://127.0.0.1:4000 --role rollout --name rollout-0 \
+    python -m cosmos_rl_core.workers.main --role rollout --name rollout-0 --controller tcp://127.0.0.1:4000 \
         --token-file runs/demo/token
 
 For a policy replica of several ranks this process becomes their agent (`workers.agent`). `run_role` runs in separate
@@ -28,12 +28,13 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import child_environment
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.load import load_config, load_domain
+from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
-from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 from cosmos_rl_core.workers.client import ControllerClient
 from cosmos_rl_core.workers.context import Assignment, WorkerContext, collector_paused
-from cosmos_rl_core.workers.failure import Failure
+from cosmos_rl_core.workers.directory import directory_of_worker, shares_directory
+from cosmos_rl_core.workers.failure import Failure, RefusedByController
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 
 CONNECT_TIMEOUT_S = 60.0
@@ -48,6 +49,7 @@ def main() -> None:
 def run_worker(worker: WorkerAddress, node: Node) -> int:
     """Work until the run ends and return the exit code. A worker of one process does not return: it exits."""
     raise_descriptor_limit()
+    worker = worker.resolved()
     os.environ.update(child_environment(node.python_path.split(os.pathsep)))  # for the ranks too
     if worker.role == "policy":
         use_expandable_segments(os.environ)
@@ -72,19 +74,21 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
 async def connect_to(worker: WorkerAddress) -> Connection:
     """Connect to the run's controller. Raises like `wire.channel.connect`, and UserError for the token file."""
     hello = Hello(name=worker.name, role=worker.role)
-    token = read_token(worker.token_file)
-    return await connect(worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S)
+    return await connect(
+        worker.controller, token=worker.token(), hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S
+    )
 
 
 async def _work(worker: WorkerAddress) -> int:
     try:
-        connection = await connect_to(worker)
+        connection, address = await connect_to(worker), worker_address(worker.controller)
     except (UserError, ConnectionClosed) as error:
         print(f"{worker.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
         return 2 if isinstance(error, UserError) else 1
     context = WorkerContext(
         name=worker.name,
-        token=read_token(worker.token_file),
+        token=worker.token(),
+        address=address,
         controller=worker.controller,
         timeline=Timeline(process=worker.name),
         threads=worker.threads,
@@ -106,10 +110,15 @@ async def serve_role(role: str, context: WorkerContext, connection: Connection) 
         await run_role(role, context, connection)
     except ConnectionClosed:
         raise
+    except RefusedByController as error:
+        print(f"{context.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
+        return 2
     except Exception as error:
         failure = Failure.of(error, context.timeline)
         if not failure.user or failure.out_of_memory:
             traceback.print_exc()
+        elif not context.shares_process:
+            print(f"{context.name}: {failure.message}", file=sys.stderr)  # noqa: T201
         await _report(connection, failure.message_to_controller())
         return failure.exit_code
     return 0
@@ -143,6 +152,8 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
     welcome = await connection.receive()
     if context.ranks is not None:
         await context.ranks.broadcast(welcome)
+    if isinstance(welcome, p.Refused):
+        raise RefusedByController(welcome.reason)
     if isinstance(welcome, p.Stop):  # the run ended while this worker was starting
         connection.close()
         return
@@ -166,7 +177,7 @@ async def follow(context: WorkerContext) -> None:
 
     assert context.ranks is not None
     welcome = await context.ranks.receive()
-    if isinstance(welcome, p.Stop):
+    if isinstance(welcome, p.Stop | p.Refused):
         return
     with _assigned(context, welcome) as assignment:
         await PolicyRole(assignment, FollowerLink(context.ranks)).run()
@@ -183,6 +194,9 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
         threads = ThreadPoolExecutor(thread_name_prefix="asyncio", initializer=use_device)
         asyncio.get_running_loop().set_default_executor(threads)
     config, run_dir = load_config(tomllib.loads(welcome.config)), Path(welcome.run_dir)
+    shared = context.shares_process or shares_directory(run_dir, token=context.token)
+    if not shared:
+        run_dir = directory_of_worker(run_dir)
     compute = ThreadPoolExecutor(1, thread_name_prefix="compute")
     finished = False
     try:
@@ -192,6 +206,7 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
             domain=load_domain(config.run.domain),
             compute=compute,
             run_dir=run_dir,
+            shares_run_dir=shared,
             resume_from=welcome.resume_from,
             last_step=welcome.last_step or None,
             kept=tuple(welcome.kept),

@@ -2,6 +2,7 @@
 
 arguments = to_arguments(address, node)
 address, node = from_arguments(arguments, program="cosmos-rl worker")
+address = address.resolved()        # with the controller's address and a name
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import argparse
 import contextlib
 import fcntl
 import os
+import re
 import shlex
 import socket
 import struct
@@ -18,9 +20,12 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
+from cosmos_rl_core.control.address_file import read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.wire.advertised import route_address
+from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token, read_token
 from cosmos_rl_core.wire.listening import Address, is_loopback, listen
 
 SIOCGIFADDR = 0x8915
@@ -32,14 +37,45 @@ IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 class WorkerAddress:
     """A worker's run, role and name. The fields are flags of its command line."""
 
-    controller: str = field(metadata={"help": "Address of the run's controller, such as tcp://10.0.0.1:4000."})
     role: str = field(metadata={"choices": ("policy", "rollout"), "help": "The worker's role."})
-    name: str = field(metadata={"help": "Name of the replica, unique in the run, such as policy-0."})
-    token_file: Path = field(metadata={"help": "The file `token` in the run's directory."})
+    name: str = field(
+        default="",
+        metadata={"help": "Name of the replica, unique in the run. Default: policy-0, or rollout-HOST-PROCESS."},
+    )
+    run: Path | None = field(default=None, metadata={"help": "The run's directory: its controller.json and token."})
+    controller: str = field(
+        default="", metadata={"help": "Instead of --run: address of the controller, such as tcp://10.0.0.1:4000."}
+    )
+    token_file: Path | None = field(
+        default=None,
+        metadata={"help": f"File with the run's token. Default: the variable {TOKEN_VARIABLE}, or that of --run."},
+    )
     threads: int | None = field(default=None, metadata={"help": "CPU threads of each process. Default: torch's."})
     processes_per_gpu: int = field(
         default=1, metadata={"help": "Processes of the run that share this worker's GPU, itself included."}
     )
+
+    def resolved(self) -> WorkerAddress:
+        """Return it with a name and, in place of `run`, the controller's address. Raises UserError."""
+        if (self.run is None) == (not self.controller):
+            raise UserError("give either --run DIR or --controller tcp://host:port")
+        found = self
+        if self.run is not None:
+            address = read_controller_file(self.run).address
+            ours = None if TOKEN_VARIABLE in os.environ else self.run / "token"
+            found = replace(self, run=None, controller=address, token_file=self.token_file or ours)
+        if not self.name:
+            host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
+            found = replace(found, name="policy-0" if self.role == "policy" else f"rollout-{host}-{os.getpid()}")
+        return found
+
+    def token(self) -> bytes:
+        """Return the run's token: of `token_file`, else of the environment. Raises UserError."""
+        if self.token_file is not None:
+            return read_token(self.token_file)
+        if (token := environment_token()) is None:
+            raise UserError(f"the run's token is missing: set {TOKEN_VARIABLE} to it, or give --token-file")
+        return token
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,10 +114,7 @@ class Node:
         if self.index == 0:
             return ""
         host, _, port = self.rendezvous.rpartition(":")
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect((host.strip("[]"), int(port)))  # sends nothing, only selects the interface
-            return probe.getsockname()[0]
+        return route_address(host, int(port))
 
     def commands_for_others(self, worker: WorkerAddress, *, python_path: tuple[str, ...]) -> list[str]:
         """Return the commands to run on the other machines, machine 1 first."""

@@ -15,6 +15,7 @@ from cosmos_rl_core.checkpoint.resume import checkpoint_root, recipe_of
 from cosmos_rl_core.checkpoint.retention import read_scores
 from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.loop import Steps, train
 from cosmos_rl_core.monitor.monitor import read_healthy
@@ -49,6 +50,7 @@ class PolicyRole:
 
     async def run(self) -> None:
         at, loop = self._at, asyncio.get_running_loop()
+        _check_directory(at)
         mesh, trainer, reference, state = await loop.run_in_executor(at.compute, self._build)
         self._trainer = trainer
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
@@ -185,6 +187,19 @@ class PolicyRole:
             bind=at.context.address or config.run.bind,
             ranks=None if ranks is None else ranks.messages,
         )
+
+
+def _check_directory(at: Assignment) -> None:
+    """Raise UserError if checkpoints or the monitor's files would be on this machine only."""
+    config = at.config
+    if at.shares_run_dir or (config.checkpoint.path and not config.monitor.rolls_back):
+        return
+    use = "rollbacks of [monitor]" if config.monitor.rolls_back else "checkpoints"
+    instead = "" if config.monitor.rolls_back else ", or set [checkpoint] path to a place that all machines see"
+    raise UserError(
+        f"{use} need the run's directory {config.run.output_dir}, which the machine of {at.context.name} does not "
+        f"share: mount it there at the same path{instead}"
+    )
 
 
 def _state_after(committed: p.Committed) -> TrainState:

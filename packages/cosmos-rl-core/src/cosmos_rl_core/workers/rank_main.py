@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.parallel.device import use_device
-from cosmos_rl_core.wire.handshake import read_token
+from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.workers.context import WorkerContext
 from cosmos_rl_core.workers.failure import Failure
 from cosmos_rl_core.workers.main import connect_to, follow, run_role
@@ -52,11 +52,11 @@ async def _run(worker: WorkerAddress, node: Node, timeline: Timeline) -> None:
     ranks = await asyncio.to_thread(Ranks.join, timeout_s=node.collective_timeout_s, store=node.store)
     context = WorkerContext(
         name=worker.name if leads else f"{worker.name}.{ranks.rank}",
-        token=read_token(worker.token_file),
+        token=worker.token(),
         controller=worker.controller,
         timeline=timeline,
         threads=worker.threads,
-        address=node.own_address(),
+        address=worker_address(worker.controller),
         ranks=ranks,
     )
     if connection is not None:

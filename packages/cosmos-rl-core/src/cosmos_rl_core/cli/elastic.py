@@ -1,0 +1,72 @@
+"""The commands `controller` and `worker`: a run whose workers are started by others. Imports only typer."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cosmos_rl_core.cli.inference import Overrides, Recipe
+from cosmos_rl_core.imports import import_from
+
+if TYPE_CHECKING:
+    from cosmos_rl_core.workers.fork_server import ForkServer
+
+Resume = Annotated[
+    str | None,
+    typer.Option(metavar="auto|PATH", help="Continue from the newest checkpoint, or from this one."),
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace an earlier run in the same output directory.")]
+
+
+def controller(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="Port to listen on; default: [run] port, or a free one.")
+    ] = None,
+    advertise: Annotated[
+        str | None,
+        typer.Option(metavar="HOST[:PORT]", help="Address at which workers reach this machine; default: [run] bind."),
+    ] = None,
+    resume: Resume = None,
+    overwrite: Overwrite = False,
+) -> None:
+    """Control a run whose workers join by `cosmos-rl worker`, from this and other machines."""
+    given = {"placement": "external", "port": port, "advertise": advertise}
+    flags = [f"run.{key}={value}" for key, value in given.items() if value is not None]
+    train(file, [*(overrides or ()), *flags], import_from(file), resume=resume, overwrite=overwrite)
+
+
+def train(
+    file: Recipe,
+    overrides: list[str],
+    folders: Sequence[str],
+    *,
+    resume: str | None,
+    overwrite: bool,
+    forks: ForkServer | None = None,
+) -> None:
+    """Run a recipe to its end. Exits with 1 after the loss of a worker, with 130 after an interrupt."""
+    from cosmos_rl_core.errors import WorkerFailed
+    from cosmos_rl_core.launch.given import open_recipe
+    from cosmos_rl_core.launch.run import run_given
+
+    given = open_recipe(file, overrides, python_path=folders)
+    try:
+        result = run_given(given, resume=resume, overwrite=overwrite, forks=forks)
+    except WorkerFailed as error:  # it contains the worker's log; the controller's traceback adds nothing
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    if result.interrupted:
+        raise typer.Exit(130)
+
+
+def worker(context: typer.Context) -> None:
+    """Run a worker of `cosmos-rl controller`, or of another machine; both print the complete command."""
+    from cosmos_rl_core.workers.main import run_worker
+    from cosmos_rl_core.workers.node import from_arguments
+
+    raise typer.Exit(run_worker(*from_arguments(context.args, program="cosmos-rl worker")))

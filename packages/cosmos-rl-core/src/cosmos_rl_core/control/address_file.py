@@ -1,0 +1,60 @@
+"""controller.json in a run's directory: the address of its controller, for workers and for `cosmos-rl scale`.
+
+It is written when the controller listens, replaced by rename, and removed when the run has ended.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import msgspec
+
+from cosmos_rl_core.errors import UserError
+
+NAME = "controller.json"
+
+
+class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `<run>/controller.json`."""
+
+    address: str
+    """tcp://host:port."""
+    generation: int
+    """Number of controller restarts from the journal."""
+    pid: int
+    host: str
+
+    @classmethod
+    def of_this_process(cls, address: str, *, generation: int) -> ControllerFile:
+        return cls(address=address, generation=generation, pid=os.getpid(), host=socket.gethostname())
+
+    def write(self, run_dir: Path) -> None:
+        """Replace the file. Raises OSError."""
+        partial = run_dir / f".{NAME}.partial"
+        partial.write_bytes(msgspec.json.encode(self) + b"\n")
+        partial.replace(run_dir / NAME)
+
+    def remove(self, run_dir: Path) -> None:
+        """Remove the file, unless another controller has replaced it."""
+        try:
+            if read_controller_file(run_dir) == self:
+                (run_dir / NAME).unlink(missing_ok=True)
+        except UserError:  # it is gone, with the run's directory or without
+            return
+
+
+def read_controller_file(run_dir: Path) -> ControllerFile:
+    """Return the content of a run's controller.json. Raises UserError if there is none."""
+    path = run_dir / NAME
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=ControllerFile)
+    except FileNotFoundError as error:
+        cause = "the run has not started, or has ended" if run_dir.is_dir() else "there is no such directory"
+        raise UserError(
+            f"{path} is missing: {cause}. Start the run by cosmos-rl controller FILE; on a machine that does not "
+            "share its directory, give --controller tcp://host:port and COSMOS_RL_TOKEN instead of --run"
+        ) from error
+    except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise UserError(f"{path} cannot be read: {error}") from error

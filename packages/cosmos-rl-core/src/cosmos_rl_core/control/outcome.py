@@ -1,0 +1,67 @@
+"""Workers that may not join a run, and the end of a run: in good order, or with the error of a worker.
+
+outcome = Outcome(ledger.members, external=False, note=observer.note)
+outcome.worker_failed("rollout-0", error)
+await outcome.decided                      # raises the error
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger.membership import Members
+from cosmos_rl_core.control.peers import Peers
+from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
+from cosmos_rl_core.wire.channel import Connection
+
+
+class Outcome:
+    """Decided once; later decisions are ignored. Created in a running event loop."""
+
+    def __init__(self, members: Members, *, external: bool, note: Callable[[str], None]) -> None:
+        """external: workers are started by others, so that one that fails before it is ready does not end the run."""
+        self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._members = members
+        self._external = external
+        self._note = note
+
+    @property
+    def is_decided(self) -> bool:
+        return self.decided.done()
+
+    def finish(self) -> None:
+        """End the run in good order."""
+        if not self.decided.done():
+            self.decided.set_result(None)
+
+    def fail(self, error: BaseException) -> None:
+        """End the run with this error."""
+        if not self.decided.done():
+            self.decided.set_exception(error)
+
+    def worker_failed(self, replica: str, error: Exception) -> None:
+        """End the run with a worker's error, unless others started the worker and it never was ready."""
+        member = self._members.by_name.get(replica)
+        if self._external and (member is None or not member.was_ready):
+            self._note(f"{replica} could not start, and the run continues without it: {error}")
+        else:
+            self.fail(error)
+
+
+def worker_error(replica: str, role: p.Role, fatal: p.Fatal) -> Exception:
+    """Return the error that a worker reported."""
+    if fatal.out_of_memory:
+        return OutOfMemory(f"{replica}: {fatal.message}", role=role)
+    return UserError(fatal.message) if fatal.user else WorkerFailed(f"{replica}: {fatal.message}")
+
+
+def refuse(connection: Connection, peers: Peers, *, now: float) -> str:
+    """Refuse a new process under the name of a live worker, and return the reason; empty for any other."""
+    name = connection.peer.name
+    if not peers.is_in_use(name, now=now):
+        return ""
+    reason = f"a live worker has the name {name}: give this one another by --name, or stop that one first"
+    connection.post(p.Refused(reason))
+    return reason

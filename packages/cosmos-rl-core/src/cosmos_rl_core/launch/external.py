@@ -1,0 +1,71 @@
+"""[run] placement = "external": workers are started by others, on any machine, and may join and leave at any time.
+
+    cosmos-rl worker --role policy --run RUN_DIR
+    cosmos-rl worker --role rollout --run RUN_DIR
+
+The controller only prints the commands. A launcher of a cluster needs the same two.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shlex
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from cosmos_rl_core.control.peers import Peers
+from cosmos_rl_core.launch.placement import STOP_GRACE_S, Launch
+from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE
+from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
+
+CHECK_S = 0.05
+RENDEZVOUS_PORT = 29400
+"""Port on machine 0 of a policy replica over several machines, as printed; torchrun's default."""
+
+
+@dataclass(slots=True)
+class ExternalWorkers:
+    """Implements `placement.Workers` for processes of others."""
+
+    peers: Peers
+
+    async def leave(self) -> None:
+        """Wait until all workers have left, at most STOP_GRACE_S: those that stay lose the connection."""
+        deadline = asyncio.get_running_loop().time() + STOP_GRACE_S
+        while self.peers.by_name and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(CHECK_S)
+
+    def kill(self) -> None:
+        """Forget the workers: they end with their connection."""
+        self.peers.by_name.clear()
+
+
+async def start_external(launch: Launch) -> ExternalWorkers:
+    """Print the commands that start workers."""
+    lines = [
+        "workers join by, on any machine that shares this directory:",
+        *(f"  {command}" for command in commands(launch)),
+        f"on other machines by --controller {launch.address} instead of --run, with the content of "
+        f"{launch.directory / 'token'} in the environment variable {TOKEN_VARIABLE}",
+    ]
+    launch.observer.note("\n".join(lines))
+    return ExternalWorkers(launch.controller.peers)
+
+
+def commands(launch: Launch) -> Iterator[str]:
+    """Yield the command of each machine of the policy replica, and that of any rollout worker."""
+    config, folders = launch.config, os.pathsep.join(launch.python_path)
+    node = launch.policy_node
+    rendezvous = f"MACHINE_0:{RENDEZVOUS_PORT}" if node.num_nodes > 1 else ""
+    for index in range(node.num_nodes):
+        part = replace(node, index=index, rendezvous=rendezvous, python_path=folders)
+        threads = config.policy.threads and max(1, config.policy.threads // node.ranks_per_node)
+        yield _command(WorkerAddress(role="policy", run=launch.directory, threads=threads), part)
+    if not config.is_sft:
+        worker = WorkerAddress(role="rollout", run=launch.directory, threads=config.rollout.threads)
+        yield _command(worker, Node(python_path=folders))
+
+
+def _command(worker: WorkerAddress, node: Node) -> str:
+    return shlex.join(["cosmos-rl", "worker", *to_arguments(worker, node)])

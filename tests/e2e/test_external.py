@@ -1,0 +1,152 @@
+"""A run whose workers are started by others: `cosmos-rl controller`, and `cosmos-rl worker` from anywhere."""
+
+import json
+import shlex
+import signal
+
+import pytest
+
+from cosmos_rl_core.checkpoint.manifest import read_state
+
+pytestmark = pytest.mark.ci
+
+STEPS, PROMPTS = 12, 4
+
+
+@pytest.fixture
+def controller(tmp_path, bandit, write_recipe, start):
+    """Start a controller; return its process, its directory and the commands that it prints."""
+
+    def begin(*flags, **changes):
+        run_dir = tmp_path / "run"
+        tables = bandit(run_dir, logging__sinks=["console", "jsonl"], **{"run__max_steps": STEPS, **changes})
+        process = start("controller", write_recipe(tmp_path / "run.toml", tables), *flags)
+        commands = []
+        for line in process.stdout:
+            if line.strip().startswith("cosmos-rl worker"):
+                commands.append(shlex.split(line.strip())[1:])
+            if "on other machines by --controller" in line:
+                break
+        return process, run_dir, commands
+
+    return begin
+
+
+def finished(process, code=0, *, timeout_s=120):
+    out, errors = process.communicate(timeout=timeout_s)
+    assert process.returncode == code, out + errors
+    return out, errors
+
+
+def test_the_printed_commands_start_a_run_that_trains_every_sample_once(controller, start, rows_of):
+    process, run_dir, (policy, rollout) = controller()
+    contact = json.loads((run_dir / "controller.json").read_text())
+    assert contact["pid"] == process.pid and contact["generation"] == 0
+    workers = [start(*policy), start(*rollout), start(*rollout)]  # the two have names of their own
+    finished(process)
+    for worker in workers:
+        finished(worker)
+    assert not (run_dir / "controller.json").exists()
+    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    trained = [
+        row["sample"] for step in range(STEPS) for row in rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")
+    ]
+    assert len(set(trained)) == STEPS * PROMPTS
+    assert read_state(run_dir / "checkpoints" / f"step_{STEPS}").step == STEPS
+
+
+def test_workers_without_the_directory_need_the_address_and_the_token_alone(
+    controller, start, tmp_path, monkeypatch, rows_of
+):
+    """The directory is renamed to a place of which its workers learn nothing."""
+    checkpoints = tmp_path / "elsewhere"
+    process, run_dir, _ = controller(checkpoint__path=str(checkpoints))
+    address = json.loads((run_dir / "controller.json").read_text())["address"]
+    monkeypatch.setenv("COSMOS_RL_TOKEN", (run_dir / "token").read_text().strip())
+    (run_dir / "token").unlink()  # by which a worker recognises the run's directory
+    workers = [start("worker", "--role", role, "--controller", address) for role in ("policy", "rollout")]
+    finished(process)
+    for worker in workers:
+        finished(worker)
+    assert read_state(checkpoints / f"step_{STEPS}").step == STEPS
+
+
+def test_a_rollout_worker_that_is_killed_is_replaced_by_one_that_nobody_announced(controller, start, wait_for, rows_of):
+    process, run_dir, (policy, rollout) = controller(
+        run__max_steps=24, rollout__options={"delay_s": 0.05}, elastic__suspect_grace_s=1.0
+    )
+    first = [start(*policy), start(*rollout)]
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps")
+    first[1].send_signal(signal.SIGKILL)
+    start("worker", "--role", "rollout", "--name", "a-spot-machine", "--run", run_dir)
+    finished(process)
+    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(24))
+
+
+def test_workers_that_cannot_join_say_why_and_leave_the_run_unharmed(controller, start, wait_for, rows_of, tmp_path):
+    process, run_dir, (policy, rollout) = controller(run__max_steps=10_000)
+    good = [start(*policy), start(*rollout)]
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
+
+    other = tmp_path / "token"
+    other.write_text("00" * 32)
+    other.chmod(0o600)
+    _, errors = finished(start(*rollout, "--token-file", other), 2)
+    assert "does not have this run's token" in errors
+    _, errors = finished(start(*policy), 2)
+    assert "a live worker has the name policy-0: give this one another by --name" in errors
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps, "another step")
+    process.send_signal(signal.SIGINT)
+    out, errors = finished(process, 130)
+    assert "policy-0 was refused: a live worker has the name" in out
+    assert "has refused a connection: its peer has another token" in errors
+    for worker in good:
+        finished(worker)
+
+
+def test_a_policy_that_cannot_start_does_not_end_the_run(controller, start, monkeypatch):
+    process, run_dir, (policy, rollout) = controller()
+    address = json.loads((run_dir / "controller.json").read_text())["address"]
+    token = run_dir / "token"
+    monkeypatch.setenv("COSMOS_RL_TOKEN", token.read_text().strip())
+    token.rename(run_dir / "hidden")
+    _, errors = finished(start("worker", "--role", "policy", "--controller", address), 2)
+    assert "checkpoints need the run's directory" in errors
+    (run_dir / "hidden").rename(token)
+    workers = [start(*policy), start(*rollout)]
+    out, _ = finished(process)
+    assert "policy-0 could not start, and the run continues without it: checkpoints need" in out
+    for worker in workers:
+        finished(worker)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message", "code"),
+    [
+        (["--run", "nowhere"], "nowhere/controller.json is missing: there is no such directory", 2),
+        ([], "give either --run DIR or --controller tcp://host:port", 2),
+        (["--controller", "tcp://127.0.0.1:9"], "the run's token is missing: set COSMOS_RL_TOKEN", 2),
+        (["--controller", "127.0.0.1:9", "--token-file", "token"], "cannot read the token file token", 2),
+    ],
+)
+def test_a_command_that_leads_nowhere_says_so(start, tmp_path, monkeypatch, arguments, message, code):
+    monkeypatch.delenv("COSMOS_RL_TOKEN", raising=False)
+    _, errors = finished(start("worker", "--role", "rollout", *arguments, cwd=tmp_path), code)
+    assert message in errors
+
+
+def test_an_unreachable_controller_is_named(start, tmp_path, monkeypatch):
+    monkeypatch.setenv("COSMOS_RL_TOKEN", "00" * 32)
+    _, errors = finished(start("worker", "--role", "rollout", "--controller", "tcp://127.0.0.1:9", cwd=tmp_path), 1)
+    assert "cannot connect to tcp://127.0.0.1:9" in errors
+
+
+def test_a_busy_port_is_named(controller, start, tmp_path):
+    process, run_dir, _ = controller("--port", "0")
+    port = json.loads((run_dir / "controller.json").read_text())["address"].rpartition(":")[2]
+    second = start("controller", tmp_path / "run.toml", f"run.output_dir={tmp_path / 'other'}", "--port", port)
+    _, errors = finished(second, 2)
+    assert f"port {port} on 127.0.0.1 is in use" in errors
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
