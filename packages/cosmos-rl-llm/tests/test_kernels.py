@@ -5,11 +5,12 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
 from torch.nn.attention import flex_attention as flex
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from cosmos_rl_core.parallel.memory.remat import _kept_operators
+from cosmos_rl_core.parallel.memory.remat import _KEPT, checkpoint_activations
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Share
 from cosmos_rl_llm.data.collate import pack_batch
@@ -137,8 +138,52 @@ def test_a_kernel_gets_the_arguments_of_the_layer(kernel, scoring, narrow, monke
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
 
 
+class Attention(nn.Module):
+    """A matrix product and an operator of attention, which counts its calls."""
+
+    def __init__(self, operator):
+        super().__init__()
+        self.linear, self.operator = nn.Linear(4, 4), operator
+
+    def forward(self, hidden):
+        return self.operator(self.linear(hidden).tanh()).tanh()
+
+
+@pytest.mark.parametrize(
+    ("name", "passes"),
+    [("_flash_attn_forward", 1), ("_flash_attn_varlen_forward", 1), ("another", 2)],
+)
+def test_selective_recomputation_keeps_the_attention_of_flash_attn(name, passes):
+    calls = []
+    with torch.library._scoped_library("flash_attn", "FRAGMENT") as library:  # as the package registers its operators
+        library.define(f"{name}(Tensor given) -> Tensor")
+        library.impl(name, lambda given: calls.append(1) or given.clone(), "CPU")
+        operator = getattr(torch.ops.flash_attn, name)
+        library.impl(name, through_clone(operator), "Autograd")
+        block = Attention(operator)
+        checkpoint_activations([block], "selective")
+        block(torch.ones(2, 4)).sum().backward()
+    assert len(calls) == passes
+
+
+def through_clone(operator):
+    class Cloned(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, given):
+            with torch._C._AutoDispatchBelowAutograd():
+                return operator(given)
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return gradient
+
+    return Cloned.apply
+
+
 def test_selective_recomputation_keeps_the_attention_of_windows():
-    assert torch.ops.torch_attn._varlen_attn.default in _kept_operators()
+    from torch.nn.attention import varlen  # noqa: F401  registers its operator
+
+    assert torch.ops.torch_attn._varlen_attn.default.name() in _KEPT
 
 
 def fake_flex(query, key, value, scoring):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterable
-from functools import cache, partial
+from functools import partial
 from importlib.util import find_spec
 from types import MethodType
 from typing import Any, Literal
@@ -29,16 +29,24 @@ from cosmos_rl_core.parallel.config import MemorySection
 from cosmos_rl_core.parallel.device import log_choice
 from cosmos_rl_core.parallel.memory.offload import offload_activations
 
-_KEPT = (
-    ("aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
-    ("aten", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
-    ("aten", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
-    ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
-    ("torch_attn", "_varlen_attn"),
-    ("mkldnn", "_linear_pointwise"),
-    ("_c10d_functional", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"),
+_KEPT = frozenset(
+    f"{namespace}::{name}"
+    for namespace, *names in (
+        ("aten", "mm", "addmm", "bmm", "baddbmm", "_scaled_mm", "_grouped_mm", "_scaled_grouped_mm"),
+        ("aten", "_scaled_dot_product_flash_attention", "_scaled_dot_product_efficient_attention"),
+        ("aten", "_scaled_dot_product_cudnn_attention", "_scaled_dot_product_fused_attention_overrideable"),
+        ("aten", "_scaled_dot_product_flash_attention_for_cpu"),
+        ("torch_attn", "_varlen_attn"),
+        ("flash_attn", "_flash_attn_forward", "_flash_attn_varlen_forward"),
+        ("mkldnn", "_linear_pointwise"),
+        ("_c10d_functional", "reduce_scatter_tensor", "all_to_all_single", "all_reduce"),
+    )
+    for name in names
 )
-"""Operators that "selective" does not recompute: matrix products, attention, and collectives between ranks."""
+"""Operators that "selective" does not recompute: matrix products, attention, and collectives between ranks.
+
+By name, for those of a package are registered when it is imported.
+"""
 
 Forward = Callable[..., Any]
 
@@ -137,17 +145,4 @@ def _selective_contexts() -> tuple[Any, Any]:
 
 
 def _policy(_: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    keep = operator in _kept_operators()
-    return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-@cache
-def _kept_operators() -> frozenset[Any]:
-    """The operators of `_KEPT` that this build of torch has."""
-    from torch.nn.attention import varlen  # noqa: F401  registers its operator
-
-    found = []
-    for namespace, *names in _KEPT:
-        operators = getattr(torch.ops, namespace)
-        found += [getattr(operators, name).default for name in names if name in dir(operators)]
-    return frozenset(found)
+    return CheckpointPolicy.MUST_SAVE if operator.name() in _KEPT else CheckpointPolicy.PREFER_RECOMPUTE
