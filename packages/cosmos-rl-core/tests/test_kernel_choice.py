@@ -50,6 +50,18 @@ def test_another_process_reads_the_choice(tmp_path, monkeypatch):
     assert "TypeError: 'NoneType' object is not callable" in failed.stderr
 
 
+def test_a_kernel_that_changed_is_measured_again(tmp_path, monkeypatch):
+    kernel = tmp_path / "kernel.py"
+    chosen = []
+    for source, short in [("one", 3_000), ("one", 300_000), ("two", 300_000)]:
+        kernel.write_text(source)
+        monkeypatch.setattr(kernel_choice, "_choices", {})  # as in another process
+        kernel_choice._digest.cache_clear()
+        candidates = {"plain": busy(30_000), "short": busy(short)}
+        chosen.append(kernel_choice.fastest("sums", candidates, code=[str(kernel)]))
+    assert chosen == ["short", "short", "plain"]
+
+
 @pytest.mark.parametrize("content", ["", "[]", '{"choices": 3}', '{"choices": {"sums": {"kernel": "removed"}}}'])
 def test_a_damaged_cache_is_measured_again(content, monkeypatch):
     kernel_choice.cache_file().write_text(content)

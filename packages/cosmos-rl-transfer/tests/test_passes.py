@@ -130,7 +130,7 @@ def test_the_chosen_way_is_not_slower_than_a_copy_and_two_hashes(kind, measured_
 def test_the_choice_is_logged_and_followed(measured_anew, monkeypatch, caplog):
     pytest.importorskip("cosmos_rl_transfer.content.compiled")
     chosen = {"contiguous": "fused", "rows": "in blocks", "in place": "copy then hash"}
-    monkeypatch.setattr(kernel_choice, "fastest", lambda name, _: chosen[name.split(", ")[1]])
+    monkeypatch.setattr(kernel_choice, "fastest", lambda name, _, code: chosen[name.split(", ")[1]])
     with caplog.at_level(logging.INFO, passes.__name__):
         passes.prepare()
     [record] = caplog.records

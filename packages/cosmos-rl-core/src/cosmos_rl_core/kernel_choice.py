@@ -19,7 +19,7 @@ import os
 import platform
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,17 +43,20 @@ _lock = threading.Lock()
 _choices: dict[str, str] = {}
 
 
-def fastest(name: str, candidates: Mapping[str, Callable[[], object]]) -> str:
+def fastest(name: str, candidates: Mapping[str, Callable[[], object]], *, code: Sequence[str] = ()) -> str:
     """Return the key of the fastest candidate; the first one is the plain implementation.
 
     name: the operation, its shape class and its number of threads. A name that was measured on this processor before is
-    not measured again. Candidates are called some ten times each and must not have side effects.
+    not measured again, unless one of the files `code`, which have our own kernels, has changed since. Candidates are
+    called some ten times each and must not have side effects.
     """
+    digest = _digest(tuple(code))
     with _lock:
         if name not in _choices:
             with _shared() as choices:
-                if choices.get(name, {}).get("kernel") not in candidates:
-                    choices[name] = measure(candidates)
+                kept = choices.get(name, {})
+                if kept.get("kernel") not in candidates or kept.get("code") != digest:
+                    choices[name] = {**measure(candidates), "code": digest}
                     log.info("%s: %s (%s)", name, choices[name]["kernel"], _times(choices[name]["us"]))
                 _choices[name] = choices[name]["kernel"]
         return _choices[name]
@@ -72,6 +75,11 @@ def measure(candidates: Mapping[str, Callable[[], object]]) -> dict[str, Any]:
     plain, fast = next(iter(best)), min(best, key=best.__getitem__)
     chosen = fast if best[fast] < (1 - MIN_GAIN) * best[plain] else plain
     return {"kernel": chosen, "us": {name: round(1e6 * seconds, 1) for name, seconds in best.items()}}
+
+
+@cache
+def _digest(files: tuple[str, ...]) -> str:
+    return hashlib.sha256(b"".join(Path(file).read_bytes() for file in files)).hexdigest()[:16]
 
 
 @cache

@@ -24,7 +24,7 @@ import numpy as np
 import xxhash
 
 from cosmos_rl_core import kernel_choice
-from cosmos_rl_transfer.content import xxh3
+from cosmos_rl_transfer.content import digest, xxh3
 from cosmos_rl_transfer.content.digest import compiled, tensor_sum
 from cosmos_rl_transfer.content.raw import Raw, Rows
 from cosmos_rl_transfer.layout.box import Box
@@ -85,7 +85,10 @@ def fastest(kind: Kind) -> Way:
     buckets = samples(kind)
     num_mib = sum(part.source.nbytes for bucket in buckets for part in bucket) >> 20
     ways = {way: partial(_each, buckets, way) for way in WAYS[kind]}
-    name = kernel_choice.fastest(f"transfer copies, {kind}, {num_mib} MiB", ways)
+    code = [__file__, digest.__file__, xxh3.__file__]
+    if (module := compiled()) is not None and module.__file__ is not None:
+        code.append(module.__file__)
+    name = kernel_choice.fastest(f"transfer copies, {kind}, {num_mib} MiB", ways, code=code)
     return next(way for way in WAYS[kind] if way == name)
 
 

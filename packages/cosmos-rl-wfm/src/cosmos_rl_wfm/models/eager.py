@@ -59,6 +59,7 @@ def complex_wins(head_dim: int, threads: int) -> bool:
         return fastest(
             f"rotary positions, head dim {head_dim}, {threads} threads",
             {name: partial(run, processor, states, angles) for name, processor in kernels.items()},
+            code=[__file__],
         )
 
     with ThreadPoolExecutor(max_workers=1) as pool:

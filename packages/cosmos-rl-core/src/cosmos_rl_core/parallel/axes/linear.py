@@ -116,6 +116,7 @@ def _wins(rows: int, shape: torch.Size, threads: int) -> bool:
                 name: partial(lambda run: torch.autograd.grad(run(input, weight, None), (input, weight), slope), run)
                 for name, run in candidates.items()
             },
+            code=[__file__],
         )
 
     with ThreadPoolExecutor(max_workers=1) as pool:
