@@ -50,6 +50,10 @@ class Worker:
             raise ConnectionClosed("gone")
         return message
 
+    async def consume(self, handle):
+        while True:
+            handle(await self.receive())
+
     def post(self, message):
         self._outbox.put_nowait(message)
 

@@ -261,6 +261,59 @@ def test_receive_ends_when_the_peer_closes():
     run(scenario())
 
 
+def test_consumed_messages_are_handled_in_order_until_the_end():
+    async def main():
+        handled, reasons = [], []
+
+        async def handler(connection):
+            await asyncio.sleep(0.05)  # the first messages wait in the inbox
+            try:
+                await connection.consume(lambda message: handled.append(message.number))
+            except ConnectionClosed as error:
+                reasons.append(str(error))
+                raise
+
+        server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=handler)
+        connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
+        for number in range(100):
+            await connection.send(Say(number))
+            if number >= 50:
+                await asyncio.sleep(0.002)
+        connection.close()
+        while not reasons:
+            await asyncio.sleep(0.01)
+        assert handled == list(range(100)) and reasons == ["closed by the peer"]
+        await server.close()
+
+    run(main())
+
+
+def test_an_error_of_a_handler_ends_its_consumption():
+    async def main():
+        handled, errors = [], []
+
+        def handle(message):
+            handled.append(message.number)
+            if message.number == 3:
+                raise ZeroDivisionError
+
+        async def handler(connection):
+            try:
+                await connection.consume(handle)
+            except ZeroDivisionError as error:
+                errors.append(error)
+
+        server = await serve(LOOPBACK, token=TOKEN, decode=Message, on_connect=handler)
+        connection = await connect(server.address, token=TOKEN, hello=HELLO, decode=Message)
+        for number in range(6):
+            await connection.send(Say(number))
+        await asyncio.wait_for(connection.closed.wait(), 5)
+        assert handled == [0, 1, 2, 3] and len(errors) == 1
+        await server.close()
+
+    run(main())
+
+
 def test_messages_before_the_end_are_still_received():
     async def scenario():
         async def say_and_leave(connection):

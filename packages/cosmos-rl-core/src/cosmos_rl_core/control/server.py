@@ -198,14 +198,7 @@ class Controller:
         self.peers.add(peer)
         self._ledger.feed(events.Join(replica=peer.name, role=peer.role))
         try:
-            while True:
-                message = await connection.receive()
-                if self.peers.by_name.get(peer.name) is not peer:  # a message of a process that has ended
-                    return
-                try:
-                    self._handle(peer, message)
-                except OSError as error:  # the observer could not write a file
-                    self.outcome.fail(error)
+            await connection.consume(_handler(self._handle, peer, self.peers, fail=self.outcome.fail))
         except ConnectionClosed:
             self._lose(peer)
             raise
@@ -319,3 +312,22 @@ class Controller:
                 peer.post(message)
             case p.NoMore() | p.Ack():
                 pass  # not sent: a worker ends with its connection
+
+
+def _handler(
+    handle: Callable[[Peer, p.ToController], None], peer: Peer, peers: Peers, *, fail: Callable[[OSError], None]
+) -> Callable[[p.ToController], None]:
+    """Return the function that handles a worker's messages, until a newer process of its name connects.
+
+    `fail` gets errors of files that the observer writes.
+    """
+
+    def handle_one(message: p.ToController) -> None:
+        if peers.by_name.get(peer.name) is not peer:
+            raise ConnectionClosed(f"a newer process of {peer.name} has connected")
+        try:
+            handle(peer, message)
+        except OSError as error:
+            fail(error)
+
+    return handle_one

@@ -25,7 +25,9 @@ HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 * 2**20
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that are not a message; for text that is not UTF-8 it raises Python's own."""
+_LEAST_BUFFER_BYTES = 4 * 2**10
 _BUFFER_BYTES = 64 * 2**10
+"""Size up to which a buffer grows that is filled by one read: thousands of idle connections have small ones."""
 
 _encode_into = msgspec.msgpack.Encoder().encode_into
 
@@ -98,7 +100,8 @@ class FrameReader:
     def __init__(self, *, max_frame_bytes: int) -> None:
         self.max_frame_bytes = max_frame_bytes
         self._opener: FrameOpener | None = None
-        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._size = _LEAST_BUFFER_BYTES
+        self._view = memoryview(bytearray(self._size))
         self._start = 0
         self._end = 0
 
@@ -110,6 +113,8 @@ class FrameReader:
         """Return the free part of the buffer, never empty."""
         if self._start == self._end:
             self._start = self._end = 0
+            if len(self._view) < self._size:
+                self._view = memoryview(bytearray(self._size))
         elif self._end == len(self._view):
             self._make_room(HEADER_BYTES)
         return self._view[self._end :]
@@ -117,6 +122,8 @@ class FrameReader:
     def received(self, num_bytes: int) -> None:
         """Count bytes that were written into the buffer."""
         self._end += num_bytes
+        if self._end == len(self._view):
+            self._size = min(2 * self._size, _BUFFER_BYTES)
 
     def take(self, num_bytes: int) -> bytes | None:
         """Return the next bytes as they are, or None while too few have come."""
@@ -142,7 +149,7 @@ class FrameReader:
             return None
         self._opener.verify(tag, self._view[start + HEADER_BYTES : start + size])
         self._start = start + size
-        if len(self._view) > _BUFFER_BYTES:
+        if len(self._view) == size > self._size:
             return self._detach(size)
         return bytes(self._view[start + HEADER_BYTES : self._start])
 
@@ -151,7 +158,7 @@ class FrameReader:
         if self._start + size <= len(self._view):
             return
         pending = self._view[self._start : self._end]
-        fresh = memoryview(bytearray(max(size, _BUFFER_BYTES)))
+        fresh = memoryview(bytearray(max(size, self._size)))
         fresh[: len(pending)] = pending
         self._view, self._start, self._end = fresh, 0, len(pending)
 
@@ -159,6 +166,6 @@ class FrameReader:
         """Return a large frame's body with its memory, without a copy, and start a new buffer."""
         assert self._start == self._end == size == len(self._view)
         body = self._view[HEADER_BYTES:]
-        self._view = memoryview(bytearray(_BUFFER_BYTES))
+        self._view = memoryview(bytearray(self._size))
         self._start = self._end = 0
         return body
