@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +33,34 @@ def test_25_runs_with_faults_keep_every_rule(block):
 def test_a_thousand_replicas():
     options = Options(rollouts=1000, policies=4, groups_per_step=128, max_steps=4, faults_until_s=8.0)
     assert simulate(1, options).steps >= 4
+
+
+SEEDS = int(os.environ.get("SIMULATED_SEEDS", "20000"))
+LARGE_SEEDS = int(os.environ.get("LARGE_SIMULATED_SEEDS", "3"))
+BLOCK = 500
+FIRST = 200  # the default lane has the seeds before
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("start", range(FIRST, FIRST + SEEDS, BLOCK))
+def test_four_policies_in_many_runs_with_faults(start):
+    seeds = range(start, min(start + BLOCK, FIRST + SEEDS))
+    reports = [simulate(seed, replace(Options.for_seed(seed), policies=4)) for seed in seeds]
+    assert all(report.steps for report in reports)
+    assert sum(report.crashes for report in reports) > len(reports) / 5
+    assert sum(report.kills for report in reports) > len(reports) / 2
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(0)
+@pytest.mark.parametrize("seed", range(LARGE_SEEDS))
+def test_four_policies_and_4096_rollouts(seed):
+    options = Options(
+        rollouts=4096, policies=4, groups_per_step=512, max_steps=4, faults_until_s=8.0, mean_between_faults_s=0.1
+    )
+    report = simulate(seed, options)
+    assert report.steps >= 4 and report.crashes and report.kills and report.reissued
 
 
 def test_a_run_replays_bit_for_bit_in_another_process():
