@@ -149,12 +149,13 @@ class _TermLogprobs(torch.autograd.Function):
             if d_hidden is not None:
                 d_hidden[part] = product(grad, weight.t())
             if needs_weight:
-                of_part = product(grad.t(), hidden[part].t())
+                of_part = _outer(grad, hidden[part])
                 d_weight = of_part.float() if d_weight is None else d_weight.add_(of_part)
             if d_bias is not None:
                 d_bias.add_(grad.sum(0))
         if needs_weight:
             d_weight = torch.zeros_like(weight) if d_weight is None else d_weight.to(weight.dtype)
+            d_weight = d_weight if vocabulary.axis is None else d_weight.contiguous()
         d_bias = None if d_bias is None else d_bias.to(weight.dtype)
         return d_hidden, d_weight, d_bias, *[None] * 7
 
@@ -166,6 +167,16 @@ def _parts(length: int, chunk: int) -> list[slice]:
 def _scaled_logits(head: Head, hidden: Tensor, temperature: float) -> Tensor:
     logits = head.logits(hidden)
     return logits if temperature == 1 else logits.div_(temperature)
+
+
+def _outer(rows: Tensor, columns: Tensor) -> Tensor:
+    """rows [n, V], columns [n, hidden] -> rows.T @ columns [V, hidden]; on a CPU the transpose of [hidden, V].
+
+    For the other order oneDNN copies `rows`, the largest tensor of a step.
+    """
+    if rows.device.type == "cpu":
+        return product(columns.t(), rows.t()).t()
+    return product(rows.t(), columns.t())
 
 
 def _grad_logits(
