@@ -326,6 +326,24 @@ async def test_a_second_process_under_the_name_of_a_live_worker_is_refused(tmp_p
         assert not policy.served.done() and not rollout.served.done()
 
 
+@in_a_loop
+async def test_a_policy_that_joins_when_the_others_are_done_does_not_keep_the_run_alive(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=2, max_steps=2, suspect_grace_s=0.1))
+    async with running(tmp_path, ledger=ledger, policy_wait_s=30.0) as (controller, task):
+        policy, rollout = await join(controller)
+        for step in (0, 1):
+            policy.says(p.RequestBatch(step=step))
+            rollout.says(p.RequestLeases(version=step, capacity=2))
+            granted = await rollout.hears(p.Grant)
+            rollout.says(*(delivery(each, b"group", version=step) for each in granted.prompts))
+            policy.says(p.Vote(step=step, epoch=(await policy.hears(p.Batch)).epoch))
+            await policy.hears(p.Committed)
+        await Worker(controller, "policy", "policy-1").hears(p.Welcome)
+        policy.says(p.Goodbye())
+        await task
+        assert ledger.lineage == 0
+
+
 @pytest.mark.parametrize(
     ("wait_s", "message"),
     [

@@ -113,10 +113,6 @@ class Peers:
     def of_role(self, role: p.Role) -> list[Peer]:
         return list(self._of_role[role].values())
 
-    def has_policy(self) -> bool:
-        """Return whether a policy is connected that does not leave."""
-        return any(not peer.leaving for peer in self.of_role("policy"))
-
     def is_in_use(self, name: str, *, now: float) -> bool:
         """Return whether a live worker has this name: it has sent a heartbeat recently, or has just connected."""
         peer = self.by_name.get(name)

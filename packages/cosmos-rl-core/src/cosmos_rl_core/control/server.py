@@ -261,7 +261,7 @@ class Controller:
             case p.Goodbye():
                 peer.leaving = True
                 self._feed(peer, message)
-                if peer.role == "policy" and not self.peers.has_policy():
+                if peer.role == "policy" and not self._turns.has_policy():
                     self.outcome.finish()
             case p.Fatal():
                 self.outcome.worker_failed(peer.name, worker_error(peer.name, peer.role, message))
@@ -277,7 +277,8 @@ class Controller:
             case events.Halt():
                 self.outcome.fail(UserError(output.message))
             case events.PoliciesLost():
-                self._recovery.begin()
+                if not self.outcome.is_decided:
+                    self._recovery.begin()
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
                 self._send(peer, output.message)
 

@@ -60,6 +60,12 @@ class Turns:
             peer.wants_batch = None
             peer.post(p.Batch(step=step, epoch=peer.epoch, samples=()))
 
+    def has_policy(self) -> bool:
+        """Return whether a policy is left that trains. At the end of the run a newcomer does not count."""
+        staying = [peer.name for peer in self.peers.of_role("policy") if not peer.leaving]
+        is_over = self.stop_reason or self.ledger.why_finished() is not None
+        return any(not is_over or name in self.ledger.members.mesh for name in staying)
+
     def evaluate_if_due(self, version: int, *, last: bool = False) -> bool:
         """Begin the evaluation of a version if it is due; return whether it was begun."""
         due = self.evaluator.begin_if_due(version, lineage=self.ledger.lineage, last=last)

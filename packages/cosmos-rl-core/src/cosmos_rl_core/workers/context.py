@@ -76,6 +76,8 @@ class Assignment:
     """Spooled files of an earlier process of this replica that must be kept."""
     lineage: int = 0
     """Lineage of the run when the worker joined."""
+    version: int = 0
+    """Version of the run when the worker joined."""
 
     @contextmanager
     def building(self) -> Iterator[None]:

@@ -211,6 +211,7 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
             last_step=welcome.last_step or None,
             kept=tuple(welcome.kept),
             lineage=welcome.lineage,
+            version=welcome.version,
         )
         finished = True
     finally:

@@ -78,7 +78,8 @@ class PolicyRole:
             together = True
             raise
         finally:
-            finish = partial(saver.finish, leads=replicas.leads)
+            is_current = trainer.version >= at.version  # not so of a newcomer that never took the others' weights
+            finish = partial(saver.finish, leads=replicas.leads and is_current)
             folder = await learner.in_compute_thread(finish) if together else None
             if publisher is not None:
                 await publisher.close()
