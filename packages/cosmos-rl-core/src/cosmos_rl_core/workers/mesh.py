@@ -51,19 +51,21 @@ class PolicyMesh:
         mesh: ReplicaMesh | None,
         is_over: Callable[[int], bool],
         timeout_s: float,
+        leads_first: bool = True,
     ) -> None:
-        """is_over: whether a later epoch than the given one is known here."""
+        """is_over: whether a later epoch than the given one is known here. leads_first: `leads` without a mesh."""
         self.members: tuple[str, ...] = ()
         self.group: ReplicaGroup | None = None
         self._context, self._replica, self._trainer = context, context.replica, trainer
         self._device = torch.device("cpu") if mesh is None else mesh.device
         self._ranks = RankGroup() if mesh is None else RankGroup.of_all()
         self._is_over, self._timeout_s = is_over, timeout_s
+        self._leads_first = leads_first
 
     @property
     def leads(self) -> bool:
         """Whether this replica writes the run's files: it is the oldest of the mesh."""
-        return self.members[:1] in ((), (self._replica,))
+        return self.members[0] == self._replica if self.members else self._leads_first
 
     @property
     def place(self) -> int:

@@ -32,6 +32,7 @@ from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.mesh import PolicyMesh
 from cosmos_rl_core.workers.steps import ControllerLink, PolicySteps, ValidatedSteps
 
+FIRST = "policy-0"
 WORK = ("forward_backward", "optim_step")
 """Spans of the timeline that count as busy time."""
 
@@ -54,10 +55,10 @@ class PolicyRole:
         mesh, trainer, reference, state = await loop.run_in_executor(at.compute, self._build)
         self._trainer = trainer
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
-        if at.config.monitor.rolls_back and not at.resume_from:
-            await loop.run_in_executor(at.compute, saver.after_step, state)  # step 0 may be the last healthy step
         publisher = await self._publisher(trainer)
         replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh)
+        if at.config.monitor.rolls_back and not at.resume_from:  # step 0 may be the last healthy step
+            await loop.run_in_executor(at.compute, partial(saver.after_step, state, leads=replicas.leads))
         learner = PolicyLearner(
             trainer,
             publisher=publisher,
@@ -78,8 +79,7 @@ class PolicyRole:
             together = True
             raise
         finally:
-            is_current = trainer.version >= at.version  # not so of a newcomer that never took the others' weights
-            finish = partial(saver.finish, leads=replicas.leads and is_current)
+            finish = partial(saver.finish, leads=replicas.leads)
             folder = await learner.in_compute_thread(finish) if together else None
             if publisher is not None:
                 await publisher.close()
@@ -124,8 +124,15 @@ class PolicyRole:
 
     def _replicas(self, trainer: Trainer, mesh: ReplicaMesh | None) -> PolicyMesh:
         at = self._at
-        timeout_s = at.config.policy.collective_timeout_s
-        return PolicyMesh(at.context, trainer=trainer, mesh=mesh, is_over=self._link.is_over, timeout_s=timeout_s)
+        is_first = at.config.policy.replicas == 1 or at.context.replica == FIRST
+        return PolicyMesh(
+            at.context,
+            trainer=trainer,
+            mesh=mesh,
+            is_over=self._link.is_over,
+            timeout_s=at.config.policy.collective_timeout_s,
+            leads_first=is_first and trainer.version == at.version,  # a newcomer has no weights to save yet
+        )
 
     def _steps(
         self, learner: PolicyLearner, saver: CheckpointSaver, mesh: ReplicaMesh | None, replicas: PolicyMesh
