@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import time
@@ -43,7 +42,7 @@ def write_status(path: Path, controller: Controller, *, phase: str) -> None:
         "waits": ledger.waits() + controller.waits(),
     }
     temporary = path.with_suffix(".tmp")
-    temporary.write_text(json.dumps(status))
+    temporary.write_bytes(msgspec.json.encode(status))
     temporary.replace(path)
 
 

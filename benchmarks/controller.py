@@ -1,0 +1,404 @@
+"""The controller under the load of 4,096 rollout replicas.
+
+    .venv/bin/python benchmarks/controller.py [--quick] [--once]
+
+The product's controller with its journal, sockets and status file in one process; 8 client processes with 512 fake
+workers each (64 with --quick), which connect, beat, request leases and deliver references as real ones do; three fake
+policies that take every batch and vote at once. Phases:
+
+    join       all connect at once, until the last one is ready
+    steady     a heartbeat per worker and second, and RATE groups a second on a fixed timetable (open loop): each a
+               request, a grant, and a delivery a second later. Latency runs from the time a request was due
+    burst      20,480 leased groups are delivered at once; the grant of a request behind the deliveries of a worker
+               proves that they are on disk
+    kill       every lease of the window is held, then one client process gets SIGKILL: an eighth of the workers
+
+Beside it the bare wire: a process that decodes the same messages over the same connections and grants each request
+at once, without ledger, journal and status. The sides take turns; metrics are medians over the rounds. CPU is the
+server process's own, over the messages that the clients sent and received.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import math
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from _fleet_server import NUM_POLICIES
+from _metrics import Figure, report
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
+from cosmos_rl_core.wire.handshake import read_token
+from cosmos_rl_core.wire.listening import raise_descriptor_limit
+
+HERE = Path(__file__).resolve().parent
+NUM_PROCESSES = 8
+RATE = 400
+"""Groups a second of the steady phase."""
+GENERATION_S = 1.0
+BURST = 20_480
+SIDES = ("bare", "controller")
+START_S = 0.5
+"""Time to pass a command to all client processes before it begins."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Size:
+    workers: int
+    steady_s: float
+    bursts: int
+    rounds: int
+
+
+FULL = Size(workers=4096, steady_s=12.0, bursts=3, rounds=3)
+QUICK = Size(workers=512, steady_s=4.0, bursts=2, rounds=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Round:
+    """One side's metrics of one round; NaN for what only the controller has."""
+
+    join_s: float
+    join_cpu_us: float
+    """Server CPU a worker."""
+    refused: float
+    messages_per_s: float
+    cpu_us: float
+    """Server CPU a message, steady."""
+    p50_ms: float
+    p99_ms: float
+    sync_p99_ms: float
+    """Of a write and fdatasync alone on the journal's disk, meanwhile."""
+    delivered_per_s: float
+    delivery_cpu_us: float
+    burst_cpu_us: float
+    """Server CPU a message, in a burst."""
+    rss_mib: float
+    regranted_s: float = math.nan
+
+
+class Clients:
+    """The processes with the fake workers, and the policies."""
+
+    def __init__(self, address: str, token_file: Path, workers: int) -> None:
+        self._processes: list[asyncio.subprocess.Process] = []
+        self._address, self._token_file, self._workers = address, token_file, workers
+        self.policies: list[FakePolicy] = []
+
+    async def start(self) -> None:
+        each = self._workers // NUM_PROCESSES
+        for index in range(NUM_PROCESSES):
+            arguments = (self._address, str(self._token_file), str(index * each), str(each), str(self._workers))
+            self._processes.append(
+                await asyncio.create_subprocess_exec(
+                    sys.executable,
+                    str(HERE / "_fleet.py"),
+                    *arguments,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    limit=2**24,
+                )
+            )
+        await self.ask("counts")
+
+    async def start_policies(self) -> None:
+        token = read_token(self._token_file)
+        self.policies = [await FakePolicy.open(self._address, token, index) for index in range(NUM_POLICIES)]
+
+    async def policies_wait(self) -> None:
+        """Return when the policies have taken all whole batches."""
+        before = -1
+        while before != (steps := self.policies[0].steps):
+            before = steps
+            await asyncio.sleep(2.0)
+
+    async def ask(self, do: str, **arguments: Any) -> list[dict[str, Any]]:
+        """Send a command to all processes and return their answers."""
+        return await asyncio.gather(*(self._ask(process, {"do": do, **arguments}) for process in self._processes))
+
+    async def _ask(self, process: asyncio.subprocess.Process, command: dict[str, Any]) -> dict[str, Any]:
+        assert process.stdin is not None and process.stdout is not None
+        process.stdin.write(json.dumps(command).encode() + b"\n")
+        line = await process.stdout.readline()
+        assert line, f"a client process ended in {command}"
+        return json.loads(line)
+
+    async def kill_last(self) -> None:
+        """SIGKILL the last process."""
+        process = self._processes.pop()
+        process.kill()
+        await process.wait()
+
+    async def close(self) -> None:
+        for policy in self.policies:
+            policy.close()
+        await self.ask("leave")
+        for process in self._processes:
+            assert process.stdin is not None
+            process.stdin.close()
+            await process.wait()
+
+
+class FakePolicy:
+    """Takes every batch, votes at once and reports the step; the first of them saves each fifth step."""
+
+    def __init__(self, connection: Connection, *, saves: bool) -> None:
+        self.messages = 0
+        self.steps = 0
+        self._connection = connection
+        self._saves = saves
+        self._task = asyncio.create_task(self._work())
+
+    @classmethod
+    async def open(cls, address: str, token: bytes, index: int) -> FakePolicy:
+        hello = Hello(name=f"policy-{index}", role="policy")
+        connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=60)
+        return cls(connection, saves=index == 0)
+
+    def close(self) -> None:
+        self._task.cancel()
+        self._connection.close()
+
+    def _send(self, message: p.ToController) -> None:
+        self._connection.post(message)
+        self.messages += 1
+
+    async def _work(self) -> None:
+        with contextlib.suppress(ConnectionClosed):  # the benchmark is over
+            while True:
+                message = await self._connection.receive()
+                self.messages += 1
+                match message:
+                    case p.Welcome():
+                        self._send(p.Ready(address="tcp://127.0.0.1:1"))
+                    case p.Remesh():
+                        self._send(p.RequestBatch(message.version, message.epoch))
+                    case p.Batch() as batch:
+                        self._send(p.Vote(batch.step, batch.epoch))
+                    case p.Committed():
+                        self._done(message.step + 1, batch.epoch)
+
+    def _done(self, version: int, epoch: int) -> None:
+        self.steps = version
+        self._send(p.StepDone(version - 1, version, {"loss": 0.0}))
+        if self._saves and version % 5 == 0:
+            self._send(p.CheckpointDone(version, "/checkpoints/step"))
+        self._send(p.RequestBatch(version, epoch))
+
+
+class ServerProcess:
+    """A server of one side, its CPU time and memory."""
+
+    def __init__(self, side: str, directory: Path) -> None:
+        command = [sys.executable, str(HERE / "_fleet_server.py"), side, str(directory)]
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert self._process.stdout is not None
+        self.address = self._process.stdout.readline().strip()
+
+    @property
+    def cpu_s(self) -> float:
+        return time.clock_gettime((~self._process.pid << 3) | 2)  # CPUCLOCK_SCHED of another process
+
+    @property
+    def rss_mib(self) -> float:
+        return int(Path(f"/proc/{self._process.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 2**20
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(timeout=60)
+
+
+@asynccontextmanager
+async def side_running(side: str, size: Size) -> AsyncIterator[tuple[ServerProcess, Clients]]:
+    directory = Path(tempfile.mkdtemp(prefix="controller-", dir=HERE / "out"))
+    try:
+        server = ServerProcess(side, directory)
+        try:
+            clients = Clients(server.address, directory / "token", size.workers)
+            await clients.start()
+            yield server, clients
+        finally:
+            server.close()  # before the policies, whose loss would be an error
+        await clients.close()
+    finally:
+        shutil.rmtree(directory)
+
+
+async def run_round(side: str, size: Size) -> Round:
+    async with side_running(side, size) as (server, clients):
+        joined = await join(server, clients, size)
+        if side == "controller":
+            await clients.start_policies()
+        steady_state = await steady(server, clients, size)
+        bursts = [await burst(server, clients, size) for _ in range(size.bursts)]
+        rss_mib = server.rss_mib
+        killed = {"regranted_s": await kill(clients)} if side == "controller" else {}
+        return Round(
+            **joined,
+            **steady_state,
+            delivered_per_s=statistics.median(one[0] for one in bursts),
+            delivery_cpu_us=statistics.median(one[1] for one in bursts),
+            burst_cpu_us=statistics.median(one[2] for one in bursts),
+            rss_mib=rss_mib,
+            **killed,
+        )
+
+
+async def join(server: ServerProcess, clients: Clients, size: Size) -> dict[str, float]:
+    cpu_before = server.cpu_s
+    answers = await clients.ask("join", begin=time.monotonic() + START_S)
+    return {
+        "join_s": max(answer["seconds"] for answer in answers),
+        "join_cpu_us": 1e6 * (server.cpu_s - cpu_before) / size.workers,
+        "refused": float(sum(answer["refused"] for answer in answers)),
+    }
+
+
+async def steady(server: ServerProcess, clients: Clients, size: Size) -> dict[str, float]:
+    await asyncio.sleep(1.0)  # the policies have their mesh, the heartbeats their rhythm
+    syncing = asyncio.create_task(sync_latencies(size.steady_s))
+    begin = time.monotonic() + START_S
+    before = await count(clients)
+    cpu_before, counted_at = server.cpu_s, time.monotonic()
+    answers = await clients.ask("steady", begin=begin, seconds=size.steady_s, rate=RATE, generation_s=GENERATION_S)
+    cpu_s, messages = server.cpu_s - cpu_before, await count(clients) - before
+    elapsed = time.monotonic() - counted_at
+    cuts = statistics.quantiles((one for answer in answers for one in answer["latencies"]), n=100)
+    return {
+        "messages_per_s": messages / elapsed,
+        "cpu_us": 1e6 * cpu_s / messages,
+        "p50_ms": 1000 * cuts[49],
+        "p99_ms": 1000 * cuts[98],
+        "sync_p99_ms": 1000 * statistics.quantiles(await syncing, n=100)[98],
+    }
+
+
+async def sync_latencies(seconds: float) -> list[float]:
+    """Return the seconds of a small write and fdatasync on the journal's disk, 20 of them a second."""
+
+    def write() -> float:
+        began = time.perf_counter()
+        os.write(file.fileno(), bytes(512))
+        os.fdatasync(file.fileno())
+        return time.perf_counter() - began
+
+    found: list[float] = []
+    with tempfile.TemporaryFile(dir=HERE / "out") as file:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            found.append(await asyncio.to_thread(write))
+            await asyncio.sleep(0.05)
+    return found
+
+
+async def burst(server: ServerProcess, clients: Clients, size: Size) -> tuple[float, float, float]:
+    """Return durable deliveries a second, and the server's CPU microseconds a delivery and a message."""
+    await clients.ask("lease", each=BURST // size.workers)
+    before, cpu_before = await count(clients), server.cpu_s
+    answers = await clients.ask("deliver", begin=time.monotonic() + START_S)
+    delivered = sum(answer["delivered"] for answer in answers)
+    cpu_us, messages = 1e6 * (server.cpu_s - cpu_before), await count(clients) - before
+    return delivered / max(answer["seconds"] for answer in answers), cpu_us / delivered, cpu_us / messages
+
+
+async def kill(clients: Clients) -> float:
+    """Return the seconds from the death of an eighth of the workers until others hold all their leases."""
+    await clients.policies_wait()  # a step would make the held requests those of old weights
+    held = await clients.ask("fill", each=100)
+    lost, before = held[-1]["held"], sum(one["count"] for one in await clients.ask("regranted"))
+    killed_at = time.monotonic()
+    await clients.kill_last()
+    while True:
+        found = await clients.ask("regranted")
+        if sum(one["count"] for one in found) - before >= lost:
+            return max(one["at"] for one in found) - killed_at
+        assert time.monotonic() - killed_at < 60, f"{lost} leases of killed workers were not granted again: {found}"
+        await asyncio.sleep(0.1)
+
+
+async def count(clients: Clients) -> int:
+    """Return the messages to and from the server so far."""
+    answers = await clients.ask("counts")
+    return sum(one["sent"] + one["received"] for one in answers) + sum(one.messages for one in clients.policies)
+
+
+NOTES = {
+    "controller": "controller: every grant waits for its record on disk (group commit), as in a run",
+    "bare": "bare wire: the same messages without ledger, journal, status and policies: sockets, HMAC, msgpack",
+}
+EACH = (
+    ("join_s", "storm of joins: until all are ready", "s", ""),
+    ("join_cpu_us", "storm of joins: server CPU a worker", "us", ""),
+    ("messages_per_s", "steady: messages", "a second", ""),
+    ("cpu_us", "steady: server CPU a message", "us", "<= 10"),
+    ("p50_ms", "steady: lease -> grant p50", "ms", ""),
+    ("p99_ms", "steady: lease -> grant p99", "ms", "<= 10"),
+    ("sync_p99_ms", "steady: fdatasync alone on the same disk, p99", "ms", ""),
+    ("delivered_per_s", "burst: deliveries of references, durable", "a second", ">= 20000"),
+    ("delivery_cpu_us", "burst: server CPU a delivery", "us", ""),
+    ("burst_cpu_us", "burst: server CPU a message", "us", "<= 10"),
+    ("rss_mib", "memory of the server (RSS)", "MiB", "<= 200"),
+    ("regranted_s", "an eighth killed: until others hold their leases", "s", "<= 3"),
+)
+
+
+def metrics(rounds: dict[str, list[Round]]) -> list[Figure]:
+    def median(side: str, field: str) -> float:
+        return statistics.median(getattr(one, field) for one in rounds[side])
+
+    rows = [
+        Figure(
+            metric=f"{text}: {side}",
+            value=median(side, field),
+            unit=unit,
+            target=target if side == "controller" else "",
+            note=NOTES[side],
+        )
+        for field, text, unit, target in EACH
+        for side in SIDES
+        if not math.isnan(median(side, field))
+    ]
+    for field, text, target in (
+        ("cpu_us", "steady: server CPU a message", "<= 2"),
+        ("delivery_cpu_us", "burst: server CPU a delivery", "<= 4"),
+    ):
+        ratio = statistics.median(
+            getattr(ours, field) / getattr(bare, field) for ours, bare in zip(rounds["controller"], rounds["bare"])
+        )
+        rows.append(Figure(metric=f"{text}: controller over bare wire", value=ratio, unit="times", target=target))
+    return rows
+
+
+def main(arguments: Sequence[str]) -> int:
+    raise_descriptor_limit()
+    size = QUICK if "--quick" in arguments else FULL
+    if "--once" in arguments:
+        size = replace(size, rounds=1)
+    (HERE / "out").mkdir(exist_ok=True)
+    rounds: dict[str, list[Round]] = {side: [] for side in SIDES}
+    for number in range(size.rounds):
+        for side in SIDES:
+            print(f"round {number + 1}: {side}, {size.workers} workers ...", flush=True)
+            rounds[side].append(asyncio.run(run_round(side, size)))
+            print(f"    {rounds[side][-1]}", flush=True)
+    report("controller", metrics(rounds))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
