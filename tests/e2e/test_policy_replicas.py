@@ -16,10 +16,10 @@ pytestmark = pytest.mark.ci
 STEPS, PROMPTS, REPLICAS = 60, 6, 3
 
 
-def recipe(bandit, run_dir, *, replicas=REPLICAS, **changes):
+def recipe(bandit, run_dir, *, replicas=REPLICAS, steps=STEPS, **changes):
     return bandit(
         run_dir,
-        run__max_steps=STEPS,
+        run__max_steps=steps,
         policy__prompts_per_step=PROMPTS,
         policy__replicas=replicas,
         sync__max_staleness=0,
@@ -37,9 +37,9 @@ def trained(run_dir, rows_of):
     ]
 
 
-def weights(run_dir):
-    folder = run_dir / "checkpoints" / f"step_{STEPS}"
-    assert read_state(folder).step == STEPS
+def weights(run_dir, *, steps=STEPS):
+    folder = run_dir / "checkpoints" / f"step_{steps}"
+    assert read_state(folder).step == steps
     files = sorted(Path(folder).rglob("*.safetensors"))
     return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}
 
@@ -74,3 +74,22 @@ def test_the_survivors_go_on(tmp_path, undisturbed, bandit, write_recipe, start,
     assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
     assert trained(run_dir, rows_of) == trained(undisturbed, rows_of)
     assert difference(weights(run_dir), weights(undisturbed)) < 1e-4
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"policy__minibatches": 2, "policy__epochs": 2}, {"policy__parallel": {"dp_shard": 2}}],
+    ids=["one update", "four updates", "two ranks"],
+)
+def test_two_replicas_train_what_one_does(tmp_path, bandit, write_recipe, start, rows_of, changes):
+    """With max_staleness = 0: the same samples in every step, weights and optimizer state equal to rounding."""
+    found = {}
+    for replicas in (1, 2):
+        run_dir = tmp_path / f"replicas_{replicas}"
+        tables = recipe(bandit, run_dir, replicas=replicas, steps=6, **changes)
+        process = start("run", write_recipe(run_dir.with_suffix(".toml"), tables))
+        _, errors = process.communicate(timeout=120)
+        assert process.returncode == 0, errors
+        found[replicas] = weights(run_dir, steps=6), [row["reward_mean"] for row in rows_of(run_dir / "metrics.jsonl")]
+    assert found[2][1] == found[1][1]
+    assert difference(found[2][0], found[1][0]) < 1e-5
