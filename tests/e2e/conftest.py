@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shlex
 import subprocess
 import sys
 import time
@@ -173,6 +174,37 @@ def pid_of():
         return None
 
     return find
+
+
+@pytest.fixture
+def controller(tmp_path, bandit, write_recipe, start):
+    """Start a controller; return its process, its directory and the commands that it prints."""
+
+    def begin(*flags, **changes):
+        run_dir = tmp_path / "run"
+        tables = bandit(run_dir, logging__sinks=["console", "jsonl"], **{"run__max_steps": 12, **changes})
+        process = start("controller", write_recipe(tmp_path / "run.toml", tables), *flags)
+        commands = []
+        for line in process.stdout:
+            if line.strip().startswith("cosmos-rl worker"):
+                commands.append(shlex.split(line.strip())[1:])
+            if "on other machines by --controller" in line:
+                break
+        return process, run_dir, commands
+
+    return begin
+
+
+@pytest.fixture(scope="session")
+def finished():
+    """Wait for a process that must end with this exit code, and return its output and errors."""
+
+    def wait(process, code=0, *, timeout_s=120):
+        out, errors = process.communicate(timeout=timeout_s)
+        assert process.returncode == code, out + errors
+        return out, errors
+
+    return wait
 
 
 @pytest.fixture

@@ -1,7 +1,6 @@
 """A run whose workers are started by others: `cosmos-rl controller`, and `cosmos-rl worker` from anywhere."""
 
 import json
-import shlex
 import signal
 
 import pytest
@@ -13,32 +12,7 @@ pytestmark = pytest.mark.ci
 STEPS, PROMPTS = 12, 4
 
 
-@pytest.fixture
-def controller(tmp_path, bandit, write_recipe, start):
-    """Start a controller; return its process, its directory and the commands that it prints."""
-
-    def begin(*flags, **changes):
-        run_dir = tmp_path / "run"
-        tables = bandit(run_dir, logging__sinks=["console", "jsonl"], **{"run__max_steps": STEPS, **changes})
-        process = start("controller", write_recipe(tmp_path / "run.toml", tables), *flags)
-        commands = []
-        for line in process.stdout:
-            if line.strip().startswith("cosmos-rl worker"):
-                commands.append(shlex.split(line.strip())[1:])
-            if "on other machines by --controller" in line:
-                break
-        return process, run_dir, commands
-
-    return begin
-
-
-def finished(process, code=0, *, timeout_s=120):
-    out, errors = process.communicate(timeout=timeout_s)
-    assert process.returncode == code, out + errors
-    return out, errors
-
-
-def test_the_printed_commands_start_a_run_that_trains_every_sample_once(controller, start, rows_of):
+def test_the_printed_commands_start_a_run_that_trains_every_sample_once(controller, start, rows_of, finished):
     process, run_dir, (policy, rollout) = controller()
     contact = json.loads((run_dir / "controller.json").read_text())
     assert contact["pid"] == process.pid and contact["generation"] == 0
@@ -56,7 +30,7 @@ def test_the_printed_commands_start_a_run_that_trains_every_sample_once(controll
 
 
 def test_workers_without_the_directory_need_the_address_and_the_token_alone(
-    controller, start, tmp_path, monkeypatch, rows_of
+    controller, start, tmp_path, monkeypatch, rows_of, finished
 ):
     """The directory is renamed to a place of which its workers learn nothing."""
     checkpoints = tmp_path / "elsewhere"
@@ -71,7 +45,9 @@ def test_workers_without_the_directory_need_the_address_and_the_token_alone(
     assert read_state(checkpoints / f"step_{STEPS}").step == STEPS
 
 
-def test_a_rollout_worker_that_is_killed_is_replaced_by_one_that_nobody_announced(controller, start, wait_for, rows_of):
+def test_a_rollout_worker_that_is_killed_is_replaced_by_one_that_nobody_announced(
+    controller, start, wait_for, rows_of, finished
+):
     process, run_dir, (policy, rollout) = controller(
         run__max_steps=24, rollout__options={"delay_s": 0.05}, elastic__suspect_grace_s=1.0
     )
@@ -83,7 +59,9 @@ def test_a_rollout_worker_that_is_killed_is_replaced_by_one_that_nobody_announce
     assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(24))
 
 
-def test_workers_that_cannot_join_say_why_and_leave_the_run_unharmed(controller, start, wait_for, rows_of, tmp_path):
+def test_workers_that_cannot_join_say_why_and_leave_the_run_unharmed(
+    controller, start, wait_for, rows_of, tmp_path, finished
+):
     process, run_dir, (policy, rollout) = controller(run__max_steps=10_000)
     good = [start(*policy), start(*rollout)]
     wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
@@ -105,7 +83,7 @@ def test_workers_that_cannot_join_say_why_and_leave_the_run_unharmed(controller,
         finished(worker)
 
 
-def test_a_policy_that_cannot_start_does_not_end_the_run(controller, start, monkeypatch):
+def test_a_policy_that_cannot_start_does_not_end_the_run(controller, start, monkeypatch, finished):
     process, run_dir, (policy, rollout) = controller()
     address = json.loads((run_dir / "controller.json").read_text())["address"]
     token = run_dir / "token"
@@ -130,19 +108,19 @@ def test_a_policy_that_cannot_start_does_not_end_the_run(controller, start, monk
         (["--controller", "127.0.0.1:9", "--token-file", "token"], "cannot read the token file token", 2),
     ],
 )
-def test_a_command_that_leads_nowhere_says_so(start, tmp_path, monkeypatch, arguments, message, code):
+def test_a_command_that_leads_nowhere_says_so(start, tmp_path, monkeypatch, arguments, message, code, finished):
     monkeypatch.delenv("COSMOS_RL_TOKEN", raising=False)
     _, errors = finished(start("worker", "--role", "rollout", *arguments, cwd=tmp_path), code)
     assert message in errors
 
 
-def test_an_unreachable_controller_is_named(start, tmp_path, monkeypatch):
+def test_an_unreachable_controller_is_named(start, tmp_path, monkeypatch, finished):
     monkeypatch.setenv("COSMOS_RL_TOKEN", "00" * 32)
     _, errors = finished(start("worker", "--role", "rollout", "--controller", "tcp://127.0.0.1:9", cwd=tmp_path), 1)
     assert "cannot connect to tcp://127.0.0.1:9" in errors
 
 
-def test_a_busy_port_is_named(controller, start, tmp_path):
+def test_a_busy_port_is_named(controller, start, tmp_path, finished):
     process, run_dir, _ = controller("--port", "0")
     port = json.loads((run_dir / "controller.json").read_text())["address"].rpartition(":")[2]
     second = start("controller", tmp_path / "run.toml", f"run.output_dir={tmp_path / 'other'}", "--port", port)

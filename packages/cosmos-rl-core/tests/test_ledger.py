@@ -243,6 +243,22 @@ def test_an_error_is_tried_again_first_and_dropped_after_max_attempts():
     assert p.ledger.samples.drop_reasons == {"boom": 1}
 
 
+def test_a_replica_that_leaves_returns_leases_without_a_failure_and_gets_no_more():
+    p = play(max_attempts=1, groups_per_step=2)
+    p.join("rollout-1")
+    p.ask("rollout-0", capacity=1)
+    p.ask("rollout-1", capacity=1)
+    p.ask("rollout-0", capacity=1)  # waits: the window is full
+    p.send("rollout-0", m.Return(samples=(0, 1, 99)))  # 1 is another replica's, 99 nobody's
+    assert p.ledger.samples.held == {"rollout-1": {1}}
+    assert p.ledger.counts()["pending"] == 1, "the waiting request was granted after the return"
+    p.ask("rollout-1", capacity=1)  # waits: it has its share of two replicas
+    said = p.send("rollout-0", m.Goodbye())
+    assert [(lease.sample, lease.attempt) for lease in granted(said)] == [(0, 2)]
+    p.deliver("rollout-1", 0, attempt=2)
+    assert p.ledger.counts()["ready"] == 1
+
+
 def test_a_final_error_drops_at_once():
     p = play()
     p.ask("rollout-0")

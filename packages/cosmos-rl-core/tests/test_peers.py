@@ -19,8 +19,11 @@ def test_idleness_is_taken_over_the_time_between_two_steps():
     peers.add(peer)
     peer.beat(beat(1, 1.0), now=102.0)
     peer.beat(beat(2, 3.0), now=104.0)
+    assert peers.metrics()["members"] == 0.0, "it is not ready"
+    peer.is_ready = True
+    peer.beat(beat(2, 4.5), now=106.0)
     assert peers.metrics() == {"members": 1.0, "rollout_idle_fraction": 0.25}
-    peer.beat(beat(3, 3.0), now=105.0)
+    peer.beat(beat(3, 4.5), now=107.0)
     assert peers.metrics()["rollout_idle_fraction"] == 1.0
 
 

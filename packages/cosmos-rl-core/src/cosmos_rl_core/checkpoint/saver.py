@@ -81,13 +81,14 @@ class CheckpointSaver:
         self._kept: set[int] = set()
         """Steps of the checkpoints that were there after the last save."""
 
-    def after_step(self, state: TrainState, *, leads: bool = True) -> None:
+    def after_step(self, state: TrainState, *, leads: bool = True, now: bool = False) -> None:
         """Record the run's position, and save if it is time: copy now and write during the next steps.
 
-        leads: whether this replica saves for all; the others keep their position alone.
+        leads: whether this replica saves for all; the others keep their position alone. now: save in any case.
         """
         self._state = state
-        if not leads or not self._section.every_steps or state.step % self._section.every_steps:
+        due = self._section.every_steps > 0 and state.step % self._section.every_steps == 0
+        if not leads or not (due or now):
             return
         self.settle()
         snapshot = self._snapshot(copy=self._section.asynchronous)

@@ -23,6 +23,8 @@ class Outcome:
     def __init__(self, members: Members, *, external: bool, note: Callable[[str], None]) -> None:
         """external: workers are started by others, so that one that fails before it is ready does not end the run."""
         self.decided: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.interrupted = False
+        """Whether the last policy left before the end of the run."""
         self._members = members
         self._external = external
         self._note = note
@@ -35,6 +37,22 @@ class Outcome:
         """End the run in good order."""
         if not self.decided.done():
             self.decided.set_result(None)
+
+    def last_policy_left(self, *, over: bool) -> None:
+        """End the run if it is over, or if no other policy is expected: then like an interrupt.
+
+        A policy that leaves saves a checkpoint first, from which another one that joins in time continues.
+        """
+        self.interrupted = not over
+        if over or not self._external:
+            self.finish()
+
+    def policy_lost(self, error: Exception) -> None:
+        """End the run for want of a policy: with the error, or like an interrupt if the last one left by itself."""
+        if self.interrupted:
+            self.finish()
+        else:
+            self.fail(error)
 
     def fail(self, error: BaseException) -> None:
         """End the run with this error."""

@@ -38,6 +38,8 @@ class Peer:
     """Fraction of idle time, over the last step with a heartbeat."""
     heartbeat_at: float = 0.0
     """Clock of its last heartbeat."""
+    is_ready: bool = False
+    """Whether it is built and can work."""
     leaving: bool = False
     """It sent a Goodbye or a Fatal."""
     has_ended: bool = False
@@ -145,4 +147,4 @@ class Peers:
             peer.measure_idleness()
         idle = {role: [peer.idle_fraction for peer in peers.values()] for role, peers in self._of_role.items()}
         fractions = {f"{role}_idle_fraction": fmean(values) for role, values in idle.items() if values}
-        return {"members": float(len(self.by_name)), **fractions}
+        return {"members": float(sum(peer.is_ready for peer in self.by_name.values())), **fractions}

@@ -6,6 +6,7 @@ worker                                      controller
 rollout
   RequestLeases     ->      <- Grant          prompts to generate groups for
   Deliver | Failed  ->      <- Cancel         a group, a reference to it, or the reason for its failure
+  Return            ->                        leases of a worker that leaves; it gets no new ones
                             <- Release        files of the spool that are no longer needed
                             <- SyncFrom       the address to pull weights from, again when it changes
 policy
@@ -174,6 +175,12 @@ class Failed(Message, frozen=True):
     """Lineage of the weights."""
 
 
+class Return(Message, frozen=True):
+    """The rollout worker leaves: it returns these leases, which does not count as a failure, and gets no new ones."""
+
+    samples: tuple[int, ...] = ()
+
+
 class SyncFrom(Message, frozen=True):
     """The policy that publishes weights. Sent to every rollout replica whenever it changes."""
 
@@ -331,6 +338,7 @@ ToLedger = (
     | RequestLeases
     | Deliver
     | Failed
+    | Return
     | RequestBatch
     | PayloadsLost
     | PeersLost

@@ -19,6 +19,7 @@ from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.outcome import Outcome
 from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.control.reports import Observer, PolicyReports
 from cosmos_rl_core.errors import UserError, WorkerFailed
@@ -46,8 +47,7 @@ class Recovery:
     parts: RunParts
     newest_checkpoint: Callable[[], tuple[int, str]]
     """Returns version and location of the newest whole checkpoint; (0, "") is the initial model. Called in a thread."""
-    fail: Callable[[BaseException], None]
-    """Ends the run."""
+    outcome: Outcome
     policy_wait_s: float
     """Maximum wait for another policy; 0: the run fails at once."""
     supervised: bool
@@ -63,7 +63,7 @@ class Recovery:
     def begin(self) -> None:
         """All policy replicas are lost."""
         if self.policy_wait_s == 0.0:
-            self.fail(WorkerFailed(POLICIES_LOST))
+            self.outcome.policy_lost(WorkerFailed(POLICIES_LOST))
             return
         self.close()
         self._task = asyncio.create_task(self._run())
@@ -77,6 +77,7 @@ class Recovery:
     def joined(self) -> None:
         """A policy has connected: end the wait."""
         self._joined.set()
+        self.outcome.interrupted = False
 
     def close(self) -> None:
         if self._task is not None:
@@ -90,11 +91,12 @@ class Recovery:
             self._rolled_back.set()
             await asyncio.wait_for(self._joined.wait(), self.policy_wait_s)
         except TimeoutError:
-            self.fail(WorkerFailed(f"{POLICIES_LOST}, and no other one has come within {self.policy_wait_s:g} s"))
+            text = f"{POLICIES_LOST}, and no other one has come within {self.policy_wait_s:g} s"
+            self.outcome.policy_lost(WorkerFailed(text))
         except ValueError as error:
-            self.fail(UserError(str(error)))
+            self.outcome.fail(UserError(str(error)))
         except Exception as error:  # it would be lost with this task
-            self.fail(error)
+            self.outcome.fail(error)
 
     def _roll_back(self, version: int, checkpoint: str) -> None:
         """Continue from a checkpoint on a new lineage. Raises ValueError for a version that is not available.

@@ -125,7 +125,7 @@ class Controller:
             feed=self._ledger.feed,
             parts=RunParts(self._batches, self._reports, self._evaluator, observer, self.peers),
             newest_checkpoint=job.newest_checkpoint,
-            fail=self.outcome.fail,
+            outcome=self.outcome,
             policy_wait_s=job.policy_wait_s,
             supervised=job.supervised,
             resume_from=job.resume_from,
@@ -236,12 +236,12 @@ class Controller:
             case p.PayloadsLost():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
-            case p.Failed() | p.Vote() | p.PeersLost():
+            case p.Failed() | p.Return() | p.Vote() | p.PeersLost():
                 self._feed(peer, message)
             case p.Ready():
                 self._feed(peer, message)
                 self._observer.note(f"{peer.name} is ready")
-                peer.address = message.address
+                peer.address, peer.is_ready = message.address, True
                 self.peers.announce(self.ledger, ready=peer)
             case _:
                 self._handle_report(peer, message)
@@ -260,9 +260,12 @@ class Controller:
                 self._feed(peer, message)
             case p.Goodbye():
                 peer.leaving = True
+                over = self._turns.is_over  # before the ledger returns the policy's batch
                 self._feed(peer, message)
+                if not over:
+                    self._observer.note(f"{peer.name} has left")
                 if peer.role == "policy" and not self._turns.has_policy():
-                    self.outcome.finish()
+                    self.outcome.last_policy_left(over=over)
             case p.Fatal():
                 self.outcome.worker_failed(peer.name, worker_error(peer.name, peer.role, message))
                 peer.leaving = self.outcome.is_decided

@@ -35,6 +35,11 @@ class Turns:
     stop_reason: str = ""
     """Why the run ends early; then no batch is assigned any more."""
 
+    @property
+    def is_over(self) -> bool:
+        """Whether the run needs no further step."""
+        return bool(self.stop_reason) or self.ledger.why_finished() is not None
+
     def request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
         """Pass a rollout's request to the ledger, or to the evaluation."""
         if self.evaluator.current is not None:
@@ -63,8 +68,7 @@ class Turns:
     def has_policy(self) -> bool:
         """Return whether a policy is left that trains. At the end of the run a newcomer does not count."""
         staying = [peer.name for peer in self.peers.of_role("policy") if not peer.leaving]
-        is_over = self.stop_reason or self.ledger.why_finished() is not None
-        return any(not is_over or name in self.ledger.members.mesh for name in staying)
+        return any(not self.is_over or name in self.ledger.members.mesh for name in staying)
 
     def evaluate_if_due(self, version: int, *, last: bool = False) -> bool:
         """Begin the evaluation of a version if it is due; return whether it was begun."""

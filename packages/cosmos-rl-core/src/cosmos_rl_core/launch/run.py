@@ -186,7 +186,7 @@ class _Run:
                 counts=controller.ledger.counts(),
                 reasons=controller.ledger.samples.drop_reasons,
                 wall_s=time.perf_counter() - started,
-                interrupted=self._interrupts > 0,
+                interrupted=self._interrupts > 0 or controller.outcome.interrupted,
             )
 
     def _final_weights(self, controller: Controller, verdict: Verdict | None) -> tuple[int, str]:

@@ -303,5 +303,8 @@ class ElasticSection(Strict):
     """Time a disconnected worker has to reconnect before it is removed from the run."""
     restart_workers: int = Field(default=3, ge=0)
     """Maximum restarts of each worker after its process ends unexpectedly; a policy continues from a checkpoint."""
+    leave_s: float = Field(default=20.0, ge=0)
+    """Time for a rollout worker to finish its groups after SIGTERM, and to serve those that were not read yet. Set it
+    below the time after which the platform kills the process."""
     policy_wait_s: float = Field(default=600.0, ge=0)
     """Time to wait for another policy worker after the last one was lost; 0 ends the run at once."""

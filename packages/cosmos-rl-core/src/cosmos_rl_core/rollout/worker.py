@@ -91,6 +91,8 @@ class RolloutWorker:
         """(sample, evaluation) -> the task that generates its group."""
         self._broken: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         """Gets the first error of a task other than SampleError."""
+        self._changed = asyncio.Event()
+        """Set after each change of the groups in work and of the spool."""
         self._busy_before = 0.0
         self._busy_since = 0.0
 
@@ -126,6 +128,12 @@ class RolloutWorker:
             for task in [leases, *helpers, *self._running.values()]:
                 task.cancel()
             await asyncio.gather(leases, *helpers, *self._running.values(), return_exceptions=True)
+
+    async def drain(self) -> None:
+        """Wait until no group is in work, and all spooled ones were released; `leases` must grant nothing more."""
+        while self._running or (self._spool is not None and self._spool.num_bytes > 0):
+            self._changed.clear()
+            await self._changed.wait()
 
     async def _answer_leases(self) -> None:
         while (leases := await self._leases.granted()) is not None:
@@ -179,6 +187,7 @@ class RolloutWorker:
             self._request()
 
     def _request(self) -> None:
+        self._changed.set()
         if self._engine.version >= 0:
             room = self._max_groups if self._spool is None else min(self._max_groups, self._spool.room())
             capacity = room - len(self._running)

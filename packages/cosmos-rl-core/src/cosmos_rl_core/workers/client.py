@@ -28,8 +28,9 @@ class ControllerClient:
     await client.beside(work, pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
     """
 
-    def __init__(self, connection: Connection, *, lineage: int = 0) -> None:
-        """lineage: of the Welcome."""
+    def __init__(self, connection: Connection, *, lineage: int = 0, leaving: asyncio.Event | None = None) -> None:
+        """lineage: of the Welcome. leaving: set when the worker shall leave."""
+        self.leaving = leaving or asyncio.Event()
         self.connection = connection
         self.lineage = lineage
         """The run's lineage, as of the last message."""
@@ -47,7 +48,7 @@ class ControllerClient:
     async def beside(self, work: Coroutine[Any, Any, None], *, pulse: Callable[[], p.Heartbeat]) -> None:
         """Receive messages and send heartbeats while `work` runs; an error in any of them ends all and is raised."""
         main = asyncio.create_task(work)
-        helpers = {asyncio.create_task(self._receive()), asyncio.create_task(self._beat(pulse))}
+        helpers = {asyncio.create_task(each) for each in (self._receive(), self._beat(pulse), self._leave())}
         try:
             while not main.done():
                 done, _ = await asyncio.wait({main, *helpers}, return_when=asyncio.FIRST_COMPLETED)
@@ -77,6 +78,11 @@ class ControllerClient:
         except ConnectionClosed:
             self._stop()
             self.commits.put_nowait(None)
+
+    async def _leave(self) -> None:
+        """Let a policy that waits for a batch leave."""
+        await self.leaving.wait()
+        self.batches.put_nowait(None)
 
     def _sort(self, message: p.ToWorker) -> None:
         match message:
@@ -135,12 +141,16 @@ class RemoteLeases:
 
     def request(self, *, version: int, capacity: int, lineage: int) -> None:
         asked = p.RequestLeases(version=version, capacity=capacity, lineage=lineage)
-        if capacity > 0 and asked != self._asked and not self._client.stopped.is_set():
+        ending = self._client.stopped.is_set() or self._client.leaving.is_set()
+        if capacity > 0 and asked != self._asked and not ending:
             self._asked = asked
             self._client.connection.post(asked)
 
     async def granted(self) -> Sequence[Lease] | None:
         grant = await self._client.grants.get()
+        while grant is not None and self._client.leaving.is_set():
+            self.give_back(tuple(item.sample for item in grant.prompts if not item.evaluation))
+            grant = await self._client.grants.get()
         if grant is None or self._client.stopped.is_set():
             return None
         self._asked = None
@@ -153,6 +163,10 @@ class RemoteLeases:
             )
             for item in grant.prompts
         ]
+
+    def give_back(self, samples: tuple[int, ...] = ()) -> None:
+        """Return leases, and withdraw the waiting request: the worker leaves."""
+        self._client.post(p.Return(samples=samples))
 
     async def deliver(self, lease: Lease, group: RolloutGroup) -> None:
         payload = encode_group(_as_read(group) if lease.evaluation else group)

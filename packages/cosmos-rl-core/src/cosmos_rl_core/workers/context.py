@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import threading
 from collections.abc import Iterator, Mapping
@@ -44,6 +45,11 @@ class WorkerContext:
     """Locked while a role builds its parts; shared by the roles of one process. transformers and diffusers replace
     their modules during their import, and models are built under process-wide settings (default dtype, device, random
     state): two threads must not do either at the same time."""
+
+    leaving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the first SIGTERM: the worker finishes its work in progress and leaves."""
+    saving: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by SIGUSR1: the policy saves a checkpoint after the step in work."""
 
     @property
     def leads(self) -> bool:

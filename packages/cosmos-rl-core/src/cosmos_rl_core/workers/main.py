@@ -57,8 +57,7 @@ def run_worker(worker: WorkerAddress, node: Node) -> int:
         from cosmos_rl_core.workers.agent import run_node  # torch's agent takes a second to import
 
         return run_node(worker, node)
-    for number in (signal.SIGINT, signal.SIGTERM):  # they reach the whole process group; the controller decides
-        signal.signal(number, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the controller decides
     code = asyncio.run(_work(worker))
     sys.stdout.flush()
     sys.stderr.flush()
@@ -79,6 +78,19 @@ async def connect_to(worker: WorkerAddress) -> Connection:
     )
 
 
+def _listen_for_signals(context: WorkerContext) -> None:
+    """Leave after SIGTERM, at once after a second one; save a checkpoint after SIGUSR1."""
+
+    def leave() -> None:
+        if context.leaving.is_set():
+            os._exit(128 + signal.SIGTERM)
+        context.leaving.set()
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGTERM, leave)
+    loop.add_signal_handler(signal.SIGUSR1, context.saving.set)
+
+
 async def _work(worker: WorkerAddress) -> int:
     try:
         connection, address = await connect_to(worker), worker_address(worker.controller)
@@ -94,6 +106,7 @@ async def _work(worker: WorkerAddress) -> int:
         threads=worker.threads,
         processes_per_gpu=worker.processes_per_gpu,
     )
+    _listen_for_signals(context)
     try:
         return await serve_role(worker.role, context, connection)
     except ConnectionClosed as error:
@@ -158,7 +171,7 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
         connection.close()
         return
     assert isinstance(welcome, p.Welcome)
-    client = ControllerClient(connection, lineage=welcome.lineage)
+    client = ControllerClient(connection, lineage=welcome.lineage, leaving=context.leaving)
     with _assigned(context, welcome) as assignment:
         worker: Role
         if role == "policy":

@@ -160,14 +160,13 @@ class PolicyRole:
             make_batch = maker(replicas.place, replicas.count)
             return await learner.in_compute_thread(partial(make_batch, message, payloads))
 
-        steps = PolicySteps(
-            link,
-            mesh=join,
-            batch=batch,
-            checkpoint=lambda committed: learner.in_compute_thread(
-                partial(saver.after_step, _state_after(committed), leads=replicas.leads)
-            ),
-        )
+        async def checkpoint(committed: p.Committed) -> None:
+            now = at.context.saving.is_set()
+            at.context.saving.clear()
+            save = partial(saver.after_step, _state_after(committed), leads=replicas.leads, now=now)
+            await learner.in_compute_thread(save)
+
+        steps = PolicySteps(link, mesh=join, batch=batch, checkpoint=checkpoint)
         validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
         if validation is None:
             return steps

@@ -54,6 +54,7 @@ class RolloutRole:
                 read_at = server.address
             await self._client.connection.send(p.Ready(address=read_at))
             await self._score_real_rows(rollouter)
+            leases = RemoteLeases(self._client, spool)
             self._worker = RolloutWorker(
                 engine,
                 rollouter=rollouter,
@@ -64,14 +65,33 @@ class RolloutRole:
                     lineage=self._client.lineage,
                     timeline=at.context.timeline,
                 ),
-                leases=RemoteLeases(self._client, spool),
+                leases=leases,
                 max_groups=groups_in_flight(at.config),
                 spool=spool,
                 timeline=at.context.timeline,
             )
-            await self._worker.run()
+            await self._work(self._worker, leases)
             if spool is not None:  # after an error the files stay, for the next process of this replica
                 spool.close()
+
+    async def _work(self, worker: RolloutWorker, leases: RemoteLeases) -> None:
+        """Work until the run is over or, after SIGTERM, until the groups in work are done and read, or time is up."""
+        work = asyncio.create_task(worker.run())
+        leaving = asyncio.create_task(self._client.leaving.wait())
+        try:
+            await asyncio.wait({work, leaving}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                leases.give_back()
+                drained = asyncio.create_task(worker.drain())
+                limit_s = self._at.config.elastic.leave_s
+                await asyncio.wait({work, drained}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
+                drained.cancel()
+            if work.done():
+                work.result()
+        finally:
+            leaving.cancel()
+            work.cancel()
+            await asyncio.gather(work, return_exceptions=True)
 
     async def _score_real_rows(self, rollouter: Rollouter) -> None:
         """In the first replica: score real rows and report the metrics, if [monitor] data_rows is set."""

@@ -64,12 +64,12 @@ class DirectLink:
         self._ranks = ranks
 
     def request_batch(self, step: int, *, epoch: int) -> None:
-        if not self._client.stopped.is_set():
+        if not (self._client.stopped.is_set() or self._client.leaving.is_set()):
             self.post(p.RequestBatch(step=step, epoch=epoch))
 
     async def batch(self) -> p.Batch | p.Remesh | None:
         message = await self._client.batches.get()
-        stopped = self._client.stopped.is_set()
+        stopped = self._client.stopped.is_set() or self._client.leaving.is_set()
         if message is None or (isinstance(message, p.Batch) and (stopped or not message.samples)):
             await self._relay(p.Stop(reason="no more batches"))
             return None

@@ -152,6 +152,14 @@ def fail(ledger: LedgerState, replica: str, message: p.Failed) -> None:
     ledger.send(replica, p.Ack(message.sample))
 
 
+def return_leases(ledger: LedgerState, replica: str, message: p.Return) -> None:
+    """Return leases of a replica that leaves, and withdraw its waiting request."""
+    ledger.sessions.withdraw(replica)
+    for sample in sorted(ledger.samples.held.get(replica, set()).intersection(message.samples)):
+        ledger.sessions.end_lease(sample, replica)
+        ledger.decide(records.Returned(sample, f"{replica} leaves"))
+
+
 def _fail(ledger: LedgerState, sample: int, entry: Sample, reason: str, *, final: bool) -> None:
     ledger.sessions.end_lease(sample, entry.replica)
     if final or entry.failures + 1 >= ledger.config.max_attempts:
@@ -189,4 +197,5 @@ RULES: Mapping[type, Callable[..., None]] = {
     p.RequestLeases: request_leases,
     p.Deliver: deliver,
     p.Failed: fail,
+    p.Return: return_leases,
 }

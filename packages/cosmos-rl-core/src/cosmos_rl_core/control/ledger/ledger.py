@@ -8,7 +8,7 @@ A pure state machine: no clock, no randomness, no I/O. Durable state changes onl
 replaying the records gives an equal ledger. The rules are in the modules of this folder:
 
     liveness   Join Ready Heartbeat Disconnected Goodbye Restart Tick  membership, expired leases
-    leasing    RequestLeases Deliver Failed              PENDING -> LEASED -> READY or DROPPED
+    leasing    RequestLeases Deliver Failed Return       PENDING -> LEASED -> READY or DROPPED
     stepping   RequestBatch PayloadsLost Vote CheckpointDone Rollback  READY -> ASSIGNED -> COMMITTED -> CHECKPOINTED
 
 `state` contains the state and applies records to it.

@@ -1,0 +1,109 @@
+"""Workers that leave in good order: SIGTERM. SIGUSR1 saves."""
+
+import signal
+import subprocess
+
+import pytest
+
+from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
+
+pytestmark = pytest.mark.ci
+
+STEPS, PROMPTS = 30, 4
+SPOOLED = {"rollout__spool": {"threshold_bytes": 1}}
+
+
+def samples_by_step(run_dir, rows_of, steps=STEPS):
+    return [
+        [row["sample"] for row in rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")] for step in range(steps)
+    ]
+
+
+def steps_done(run_dir, rows_of):
+    return len(rows_of(run_dir / "metrics.jsonl"))
+
+
+@pytest.mark.parametrize("changes", [{}, SPOOLED], ids=["in memory", "spooled"])
+def test_a_rollout_worker_that_leaves_finishes_its_groups(controller, start, wait_for, rows_of, finished, changes):
+    process, run_dir, (policy, rollout) = controller(
+        run__max_steps=STEPS, rollout__options={"delay_s": 0.05}, sync__max_staleness=2, **changes
+    )
+    first = start(*rollout, "--name", "first")
+    workers = [start(*policy), start(*rollout)]
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
+    first.send_signal(signal.SIGTERM)
+    finished(first)
+    left_at = steps_done(run_dir, rows_of)
+    out, _ = finished(process)
+    for worker in workers:
+        finished(worker)
+    assert left_at < STEPS, "the run was over before the worker left"
+    assert "first has left" in out
+    assert "lost" not in out
+    trained = [set(samples) for samples in samples_by_step(run_dir, rows_of)]
+    assert [len(samples) for samples in trained] == [PROMPTS] * STEPS
+    assert set().union(*trained) == set(range(STEPS * PROMPTS)), "a sample was lost, or trained twice"
+
+
+def test_what_is_not_finished_within_leave_s_is_generated_by_others(controller, start, wait_for, rows_of, finished):
+    process, run_dir, (policy, rollout) = controller(
+        run__max_steps=8, rollout__options={"delay_s": 1.0}, elastic__leave_s=0.1, rollout__max_attempts=1
+    )
+    first = start(*rollout, "--name", "first")
+    start(*policy)
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 1, "a step")
+    second = start(*rollout)
+    first.send_signal(signal.SIGTERM)
+    finished(first)
+    out, _ = finished(process)
+    finished(second)
+    assert "dropped" not in out, "leaving counted as a failed attempt"
+    assert set().union(*samples_by_step(run_dir, rows_of, 8)) == set(range(8 * PROMPTS))
+
+
+def test_a_policy_that_leaves_saves_and_another_one_continues(controller, start, wait_for, rows_of, finished):
+    process, run_dir, (policy, rollout) = controller(run__max_steps=STEPS, rollout__options={"delay_s": 0.05})
+    first, other = start(*policy), start(*rollout)
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
+    first.send_signal(signal.SIGTERM)
+    finished(first)
+    left_at = steps_done(run_dir, rows_of)
+    assert 3 <= left_at < STEPS
+    assert read_state(run_dir / "checkpoints" / f"step_{left_at}").step == left_at
+    second = start(*policy)
+    out, _ = finished(process)
+    finished(second)
+    finished(other)
+    assert "policy-0 has left" in out
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS)), "a step was done again"
+    assert [len(set(samples)) for samples in samples_by_step(run_dir, rows_of)] == [PROMPTS] * STEPS
+    assert len(set().union(*samples_by_step(run_dir, rows_of))) == STEPS * PROMPTS
+
+
+def test_without_another_policy_the_run_ends_like_an_interrupt(controller, start, wait_for, rows_of, finished):
+    process, run_dir, (policy, rollout) = controller(run__max_steps=10_000, elastic__policy_wait_s=0.5)
+    first, other = start(*policy), start(*rollout)
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
+    first.send_signal(signal.SIGUSR1)
+    saved = wait_for(lambda: list_steps(run_dir / "checkpoints"), "the checkpoint that SIGUSR1 asks for")
+    wait_for(lambda: steps_done(run_dir, rows_of) > saved[0] + 1, "training to continue")
+    first.send_signal(signal.SIGTERM)
+    finished(first)
+    _, errors = finished(process, 130)
+    assert errors == ""
+    finished(other)
+    done = steps_done(run_dir, rows_of)
+    assert read_state(run_dir / "checkpoints" / f"step_{done}").step == done
+
+
+def test_a_second_signal_ends_a_worker_at_once(controller, start, wait_for, rows_of, finished):
+    process, run_dir, (policy, rollout) = controller(run__max_steps=10_000, rollout__options={"delay_s": 60.0})
+    worker = start(*rollout, "--name", "slow")
+    start(*policy)
+    wait_for(lambda: "leased to slow" in (run_dir / "status.json").read_text(), "the first lease")
+    worker.send_signal(signal.SIGTERM)
+    with pytest.raises(subprocess.TimeoutExpired):
+        worker.wait(2.0)
+    worker.send_signal(signal.SIGTERM)
+    finished(worker, 143)
+    process.send_signal(signal.SIGINT)
