@@ -120,11 +120,11 @@ def test_an_unreachable_controller_is_named(start, tmp_path, monkeypatch, finish
     assert "cannot connect to tcp://127.0.0.1:9" in errors
 
 
-def test_a_busy_port_is_named(controller, start, tmp_path, finished):
+def test_a_busy_port_is_named_and_without_workers_one_interrupt_ends_the_run(controller, start, tmp_path, finished):
     process, run_dir, _ = controller("--port", "0")
     port = json.loads((run_dir / "controller.json").read_text())["address"].rpartition(":")[2]
     second = start("controller", tmp_path / "run.toml", f"run.output_dir={tmp_path / 'other'}", "--port", port)
     _, errors = finished(second, 2)
     assert f"port {port} on 127.0.0.1 is in use" in errors
     process.send_signal(signal.SIGINT)
-    process.send_signal(signal.SIGINT)
+    finished(process, 130, timeout_s=20)

@@ -160,6 +160,8 @@ class Controller:
         self._turns.stop_reason = reason
         for peer in self.peers.of_role("policy"):
             peer.post(p.Stop(reason=reason))
+        if self._job.external and not self.peers.of_role("policy"):
+            self.outcome.finish()  # none may ever come
 
     def dismiss(self) -> None:
         """Send Stop to every worker: the run is over."""
