@@ -93,3 +93,26 @@ def test_two_replicas_train_what_one_does(tmp_path, bandit, write_recipe, start,
         found[replicas] = weights(run_dir, steps=6), [row["reward_mean"] for row in rows_of(run_dir / "metrics.jsonl")]
     assert found[2][1] == found[1][1]
     assert difference(found[2][0], found[1][0]) < 1e-5
+
+
+def test_a_policy_that_hangs_is_left_behind_and_ends_when_it_wakes(
+    tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
+):
+    run_dir = tmp_path / "run"
+    tables = recipe(bandit, run_dir, replicas=2, elastic={"silence_s": 3.0}, logging__sinks=["console", "jsonl"])
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    metrics = run_dir / "metrics.jsonl"
+    wait_for(lambda: len(rows_of(metrics)) >= 10, "ten steps")
+    hung = pid_of(run_dir, "policy-0")  # the one that publishes, saves and reports
+    os.kill(hung, signal.SIGSTOP)
+    before, stopped = len(rows_of(metrics)), time.monotonic()
+    wait_for(lambda: len(rows_of(metrics)) > before + 2, "steps without it")
+    waited_s = time.monotonic() - stopped
+    print(f"next commits {waited_s:.2f} s after the stop")
+    assert waited_s < 3.0 + 5.0
+    os.kill(hung, signal.SIGCONT)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert "policy-0 incarnation 1 was replaced or removed" in " ".join(output.split())
+    assert [row["step"] for row in rows_of(metrics)] == list(range(STEPS))
+    assert read_state(run_dir / "checkpoints" / f"step_{STEPS}").step == STEPS

@@ -108,7 +108,7 @@ def test_a_choice_is_suggested():
     source = recipe()
     source["run"]["placement"] = "locl"
     problem = only_problem(source)
-    assert (problem.wrong, problem.suggestion) == ('must be "local" or "inline"', 'did you mean "local"?')
+    assert (problem.wrong, problem.suggestion) == ('must be "local", "inline" or "external"', 'did you mean "local"?')
 
 
 @pytest.mark.parametrize("value", ["8", True, 8.5])
@@ -237,7 +237,7 @@ def test_a_clash_names_both_keys_and_values(sections, key, other):
 
 @pytest.mark.parametrize(
     "sections",
-    [{"policy": {"replicas": 2}}, {"sync": {"interval": 2}}, {"rollout": {"sampling": {"temperature": 0.0}}}],
+    [{"sync": {"interval": 2}}, {"rollout": {"sampling": {"temperature": 0.0}}}],
 )
 def test_what_is_not_supported_is_an_error(sections):
     assert only_problem(recipe(**sections)).wrong

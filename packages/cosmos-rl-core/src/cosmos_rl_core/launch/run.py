@@ -258,6 +258,7 @@ class _Run:
             policy_members=config.policy.replicas,
             lease_ttl_s=config.elastic.lease_ttl_s,
             suspect_grace_s=config.elastic.suspect_grace_s,
+            silence_s=config.elastic.silence_s,
             max_attempts=config.rollout.max_attempts,
         )
         return Controller(

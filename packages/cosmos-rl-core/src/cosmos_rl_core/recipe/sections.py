@@ -301,6 +301,9 @@ class ElasticSection(Strict):
     """Time a rollout worker may keep a prompt without progress before the prompt is given to another worker."""
     suspect_grace_s: float = Field(default=2.0, gt=0)
     """Time a disconnected worker has to reconnect before it is removed from the run."""
+    silence_s: float = Field(default=120.0, gt=0)
+    """Time without a heartbeat, which a worker sends each second, after which it counts as hung: it is removed from the
+    run after `suspect_grace_s`, and ends when it goes on."""
     restart_workers: int = Field(default=3, ge=0)
     """Maximum restarts of each worker after its process ends unexpectedly; a policy continues from a checkpoint."""
     leave_s: float = Field(default=20.0, ge=0)

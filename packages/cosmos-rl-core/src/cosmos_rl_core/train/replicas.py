@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,32 +30,32 @@ BUCKET_BYTES = 32 << 20
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
 _WORKING, _DONE, _LOST = b"w", b"d", b"l"
 _Operation = tuple[Any, Any]
-"""A torch `Work` or `_Transfer`, and the tensors that it reads or writes."""
+"""A torch `Work` or `_InThread`, and what it reads or writes."""
 
 
-class _Transfer:
-    """Sends or receives that are waited for in a thread: gloo completes them in `wait` alone, where nobody can poll."""
+class _InThread:
+    """Work that blocks, in a thread of its own: connecting, and sends and receives, which gloo completes in `wait`."""
 
-    def __init__(self, operations: Sequence[dist.Work]) -> None:
-        self._operations = operations
-        self._error: RuntimeError | None = None
-        self._thread = threading.Thread(target=self._wait_for_all, name="transfer between replicas", daemon=True)
+    def __init__(self, work: Callable[[], Any]) -> None:
+        self.result: Any = None
+        self._work = work
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="replicas", daemon=True)
         self._thread.start()
 
-    def _wait_for_all(self) -> None:
+    def _run(self) -> None:
         try:
-            for operation in self._operations:
-                operation.wait()
-        except RuntimeError as error:
+            self.result = self._work()
+        except Exception as error:  # raised by `wait`; torch wraps errors of the store in several ways
             self._error = error
 
     def is_completed(self) -> bool:
         return not self._thread.is_alive()
 
     def wait(self) -> None:
-        """Raise the error of a completed transfer."""
+        """Raise RuntimeError if the work failed."""
         if self._error is not None:
-            raise self._error
+            raise RuntimeError(str(self._error)) from self._error
 
 
 class ReplicaGroup:
@@ -81,13 +82,12 @@ class ReplicaGroup:
         self._device = device
         self._is_over, self._agree, self._timeout_s = is_over, agree, timeout_s
         self._abandoned: list[Sequence[_Operation]] = []
+        connecting = _InThread(partial(_connect, store, place=place, count=count, device=device, timeout_s=timeout_s))
         try:
-            self._group = _connect(store, place=place, count=count, device=device, timeout_s=timeout_s)
-        except Exception as error:  # torch wraps errors of the store, and reports lost members in many ways
-            agree(_LOST)
-            raise EpochOver(f"no connection to the other policy replicas: {error}") from error
-        if _LOST in agree(_DONE):
-            raise EpochOver("another rank of this replica has no connection to the other policy replicas")
+            self._finish([(connecting, store)])
+        except EpochOver as error:
+            raise EpochOver("no connection to the other policy replicas") from error
+        self._group = connecting.result
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sum of each tensor over the replicas, in new memory. Raises EpochOver."""
@@ -115,8 +115,8 @@ class ReplicaGroup:
         self._transfer(tensors, lambda each, tag: self._group.recv([each], source, tag))
 
     def _transfer(self, tensors: Sequence[Tensor], start: Callable[[Tensor, int], dist.Work]) -> None:
-        operations = [start(each, tag) for tag, each in enumerate(tensors) if each.numel()]
-        self._finish([(_Transfer(operations), tensors)])
+        works = [start(each, tag) for tag, each in enumerate(tensors) if each.numel()]
+        self._finish([(_InThread(lambda: [work.wait() for work in works]), tensors)])
 
     def send_bytes(self, data: bytes, *, to: int) -> None:
         self.send([torch.tensor([len(data)], device=self._device)], to=to)

@@ -31,7 +31,7 @@ from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.wire.blocking import BlockingConnection
-from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
+from cosmos_rl_core.wire.channel import Hello
 from cosmos_rl_core.wire.listening import parse_address
 from cosmos_rl_core.workers.context import WorkerContext
 
@@ -81,13 +81,7 @@ class PolicyMesh:
         if len(message.members) == 1:
             return False
         is_over = partial(self._is_over, message.epoch)
-        try:
-            store = ChannelStore(
-                self._connect(message.epoch), epoch=message.epoch, is_over=is_over, timeout_s=self._timeout_s
-            )
-        except (ConnectionClosed, OSError) as error:
-            self._ranks.gather(b"l")
-            raise EpochOver(f"no rendezvous: {error}") from error
+        store = ChannelStore(self._connect, epoch=message.epoch, is_over=is_over, timeout_s=self._timeout_s)
         try:
             self.group = ReplicaGroup(
                 dist.PrefixStore(str(self._ranks.rank), store),
@@ -102,7 +96,7 @@ class PolicyMesh:
             store.close()
         return self._catch_up(self.group, version=message.version)
 
-    def _connect(self, epoch: int) -> BlockingConnection:
+    def _connect(self) -> BlockingConnection:
         context = self._context
         address = parse_address(context.controller)
         found = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
@@ -130,17 +124,20 @@ class PolicyMesh:
 
 
 class ChannelStore(dist.Store):
-    """torch's key-value store over a connection to the controller, for one epoch. Not safe in several threads."""
+    """torch's key-value store over a connection to the controller, for one epoch. Used by one thread at a time."""
 
     def __init__(
-        self, connection: BlockingConnection, *, epoch: int, is_over: Callable[[], bool], timeout_s: float
+        self, connect: Callable[[], BlockingConnection], *, epoch: int, is_over: Callable[[], bool], timeout_s: float
     ) -> None:
+        """connect: called with the first use of the store."""
         super().__init__()
-        self._connection, self._epoch = connection, epoch
+        self._connect, self._epoch = connect, epoch
         self._is_over, self._timeout_s = is_over, timeout_s
+        self._connection: BlockingConnection | None = None
 
     def close(self) -> None:
-        self._connection.close()
+        if self._connection is not None:
+            self._connection.close()
 
     def set(self, key: str, value: str | bytes | Sequence[int]) -> None:
         data = value.encode() if isinstance(value, str) else bytes(value)
@@ -162,6 +159,8 @@ class ChannelStore(dist.Store):
         return all(self._ask(p.StoreGet(self._epoch, key)).value is not None for key in keys)
 
     def _ask(self, message: p.StoreSet | p.StoreGet) -> p.StoreValue:
+        if self._connection is None:
+            self._connection = self._connect()
         self._connection.send(message)
         answer = self._connection.receive()
         if answer.over or self._is_over():
