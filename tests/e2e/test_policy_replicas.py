@@ -14,6 +14,7 @@ from cosmos_rl_core.checkpoint.manifest import read_state
 pytestmark = pytest.mark.ci
 
 STEPS, PROMPTS, REPLICAS = 60, 6, 3
+SILENCE_S = 6.0
 
 
 def recipe(bandit, run_dir, *, replicas=REPLICAS, steps=STEPS, **changes):
@@ -99,7 +100,7 @@ def test_a_policy_that_hangs_is_left_behind_and_ends_when_it_wakes(
     tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
 ):
     run_dir = tmp_path / "run"
-    tables = recipe(bandit, run_dir, replicas=2, elastic={"silence_s": 3.0}, logging__sinks=["console", "jsonl"])
+    tables = recipe(bandit, run_dir, replicas=2, elastic={"silence_s": SILENCE_S, "suspect_grace_s": 1.0}, logging__sinks=["console", "jsonl"])
     process = start("run", write_recipe(tmp_path / "run.toml", tables))
     metrics = run_dir / "metrics.jsonl"
     wait_for(lambda: len(rows_of(metrics)) >= 10, "ten steps")
@@ -109,7 +110,7 @@ def test_a_policy_that_hangs_is_left_behind_and_ends_when_it_wakes(
     wait_for(lambda: len(rows_of(metrics)) > before + 2, "steps without it")
     waited_s = time.monotonic() - stopped
     print(f"next commits {waited_s:.2f} s after the stop")
-    assert waited_s < 3.0 + 5.0
+    assert SILENCE_S < waited_s < SILENCE_S + 5.0
     os.kill(hung, signal.SIGCONT)
     output, errors = process.communicate(timeout=240)
     assert process.returncode == 0, errors
