@@ -100,7 +100,13 @@ def test_a_policy_that_hangs_is_left_behind_and_ends_when_it_wakes(
     tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
 ):
     run_dir = tmp_path / "run"
-    tables = recipe(bandit, run_dir, replicas=2, elastic={"silence_s": SILENCE_S, "suspect_grace_s": 1.0}, logging__sinks=["console", "jsonl"])
+    tables = recipe(
+        bandit,
+        run_dir,
+        replicas=2,
+        elastic={"silence_s": SILENCE_S, "suspect_grace_s": 1.0},
+        logging__sinks=["console", "jsonl"],
+    )
     process = start("run", write_recipe(tmp_path / "run.toml", tables))
     metrics = run_dir / "metrics.jsonl"
     wait_for(lambda: len(rows_of(metrics)) >= 10, "ten steps")
