@@ -254,14 +254,15 @@ def test_a_save_that_fails_on_the_way_is_told_where_the_run_is_watched(tmp_path,
 
 
 class Interfering:
-    """A reward that, the second time, does something to the run's directory."""
+    """A reward that does something to the run's directory once, when a checkpoint is there."""
 
     def __init__(self, directory, act):
-        self.directory, self.act, self.calls = directory, act, 0
+        self.directory, self.act, self.calls, self.acted = directory, act, 0, False
 
     def __call__(self, group):
         self.calls += 1
-        if self.calls == 6:
+        if self.calls >= 6 and not self.acted and list_steps(self.directory / "checkpoints"):
+            self.acted = True
             self.act(self.directory)
         return [float(rollout.num_terms) for rollout in group.rollouts]
 
