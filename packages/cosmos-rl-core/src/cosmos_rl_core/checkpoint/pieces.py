@@ -17,7 +17,6 @@ from torch.distributed.checkpoint._dedup_save_plans import dedup_save_plans
 from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
-from torch.distributed.tensor import DTensor
 
 
 class Piece(msgspec.Struct, frozen=True, array_like=True):
@@ -48,11 +47,6 @@ def dtype_of(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"torch has no dtype {name!r}")
     return found
-
-
-def local_part(tensor: Tensor) -> Tensor:
-    """The part of a tensor that this rank holds."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def local_pieces(tensors: Mapping[str, Tensor]) -> list[Piece]:

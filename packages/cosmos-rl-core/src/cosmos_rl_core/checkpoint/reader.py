@@ -21,8 +21,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from cosmos_rl_core.checkpoint.contents import Contents, Entry, key_of
-from cosmos_rl_core.checkpoint.pieces import local_part
 from cosmos_rl_core.checkpoint.safetensors_file import SafetensorsFile
+from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.storage.folder import Folder
 
 

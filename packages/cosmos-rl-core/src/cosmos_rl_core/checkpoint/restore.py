@@ -23,10 +23,10 @@ from torch.optim import Optimizer
 
 from cosmos_rl_core.checkpoint.contents import MODEL, OPTIMIZER, RNG, Contents
 from cosmos_rl_core.checkpoint.manifest import TrainState, read_origin, train_state
-from cosmos_rl_core.checkpoint.pieces import local_part
 from cosmos_rl_core.checkpoint.reader import CheckpointReader
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Policy
+from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.storage.folder import Folder
 
 

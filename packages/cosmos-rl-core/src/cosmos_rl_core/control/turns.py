@@ -1,4 +1,4 @@
-"""Turns of training and evaluation: requests for leases and batches pass to the ledger while no evaluation runs.
+"""Training and evaluation take turns: requests for leases and batches reach the ledger only while no evaluation runs.
 
 RequestLeases -> evaluation runs? -- yes -> rows to evaluate, or held until its end
                                   -- no  -> ledger -> Grant

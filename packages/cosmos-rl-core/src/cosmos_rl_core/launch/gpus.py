@@ -58,9 +58,10 @@ def rollout_gpus(config: RunConfig) -> list[int]:
 
 
 def assign_gpus(config: RunConfig, ranks: int, *, gpus: Sequence[str]) -> AssignedGpus:
-    """Return the GPUs of every policy replica, of `ranks` ranks each, and of every rollout replica, as in `gpus`.
+    """Return the GPUs of every policy replica, of `ranks` ranks each, and of every rollout replica.
 
-    Raises UserError if there are too few, and [run] share_gpus is not set or cannot help.
+    They are assigned in the order of `gpus`. Raises UserError if there are too few, and [run] share_gpus is not set or
+    cannot help.
     """
     policies = config.policy.replicas
     wanted = [*[ranks] * policies, *rollout_gpus(config)]

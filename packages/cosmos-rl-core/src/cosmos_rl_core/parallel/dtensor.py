@@ -22,6 +22,11 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return the part of a tensor that this rank holds, without gradient; it shares the tensor's memory."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
+
+
 @torch.no_grad()
 def whole(tensor: Tensor) -> Tensor:
     """Return the tensor with all its elements, without gradient; all ranks that hold parts of a DTensor call it."""

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
 from cosmos_rl_core.interfaces import MicrobatchLoss, Policy
+from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.types import Microbatch
 
 
@@ -55,7 +56,7 @@ def _norm_over_ranks(gradients: Sequence[Tensor], *, num_stages: int, device: to
     stage_size = dist.get_world_size() // num_stages
     parts: defaultdict[float, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = local_part(gradient)
         parts[stage_size / num_shards(gradient)].append(local)
         device = local.device if device is None else device
     squares = [get_total_norm(tensors).double().square() / copies for copies, tensors in parts.items()]
@@ -78,7 +79,7 @@ def _scale(gradients: Sequence[Tensor], max_norm: float, norm: Tensor) -> None:
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0).where(norm.isfinite(), 1.0)
     by_device: defaultdict[torch.device, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
-        local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
+        local = local_part(gradient)
         by_device[local.device].append(local)
     for device, parts in by_device.items():
         torch._foreach_mul_(parts, factor.to(device))

@@ -12,6 +12,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from cosmos_rl_core.parallel.dtensor import local_part
+
 
 class LiveBytes(TorchDispatchMode):
     """Counts the real storages that operators return, and with `inputs` those they use, while they are alive.
@@ -25,8 +27,7 @@ class LiveBytes(TorchDispatchMode):
         self.peak = 0
         """Bytes of all counted storages, at most so far."""
         self._inputs = inputs
-        locals_ = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in without)
-        self._without = {tensor.untyped_storage()._cdata for tensor in locals_}
+        self._without = {local_part(tensor).untyped_storage()._cdata for tensor in without}
         self._alive: dict[int, StorageWeakRef] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None) -> Any:

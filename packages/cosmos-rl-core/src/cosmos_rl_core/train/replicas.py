@@ -2,7 +2,6 @@
 
     group = ReplicaGroup(store, place=0, count=2, device=device, is_over=is_over, agree=ranks.gather, timeout_s=600)
     totals = group.sum([gradient, ...])              # new tensors; the same call in every replica
-    group.close()
 
 A member that dies or hangs must not block the others, and a gloo operation cannot be aborted. So every wait polls, and
 ends with EpochOver as soon as a member is lost. An operation that was given up keeps its buffers until it ends on its

@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from cosmos_rl_core.parallel.dtensor import local_part
 
 
 class StochasticAdam(torch.optim.Adam):
@@ -35,7 +36,8 @@ class StochasticAdam(torch.optim.Adam):
             parameters, gradients, means, squares, _, steps = lists
             for parameter, gradient, mean, square, count in zip(parameters, gradients, means, squares, steps):
                 count += 1
-                _update(_local(parameter), _local(gradient), _local(mean), _local(square), int(count), group)
+                weight, g, m, v = (local_part(tensor) for tensor in (parameter, gradient, mean, square))
+                _update(weight, g, m, v, int(count), group)
 
 
 def _update(weight: Tensor, gradient: Tensor, mean: Tensor, square: Tensor, step: int, group: dict[str, Any]) -> None:
@@ -60,7 +62,3 @@ def stochastic(values: Tensor, generator: torch.Generator) -> Tensor:
     noise = torch.randint(0, 1 << 16, values.shape, dtype=torch.int32, device=values.device, generator=generator)
     rounded = ((values.contiguous().view(torch.int32) + noise) & -(1 << 16)).view(torch.float32)
     return torch.where(values.isfinite(), rounded, values).to(torch.bfloat16)
-
-
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

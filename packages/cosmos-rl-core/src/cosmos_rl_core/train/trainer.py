@@ -16,11 +16,11 @@ import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from cosmos_rl_core.algorithms.aggregation import aggregated
 from cosmos_rl_core.interfaces import Objective, Policy
 from cosmos_rl_core.parallel.device import to_device
+from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.gradients import clip_gradients
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.metrics import sum_metrics
@@ -138,7 +138,7 @@ class Trainer:
             for parameter, total in zip(trained, totals):
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
-                _local(parameter.grad).copy_(total)
+                local_part(parameter.grad).copy_(total)
             self._sums = {name: torch.tensor(value, dtype=torch.float64) for name, value in metrics.items()}
 
         return put
@@ -185,11 +185,6 @@ class Trainer:
         self._sums[name] = self._sums[name] + value if name in self._sums else value
 
 
-def _local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter or gradient."""
-    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
-
-
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     """This rank's part of a parameter's gradient; zeros where it has none."""
-    return torch.zeros_like(_local(parameter)) if parameter.grad is None else _local(parameter.grad)
+    return torch.zeros_like(local_part(parameter)) if parameter.grad is None else local_part(parameter.grad)

@@ -83,7 +83,7 @@ class Assignment:
     lineage: int = 0
     """Lineage of the run when the worker joined."""
     version: int = 0
-    """Version of the run when the worker joined."""
+    """Committed steps of the run when the worker joined."""
 
     @contextmanager
     def building(self) -> Iterator[None]:

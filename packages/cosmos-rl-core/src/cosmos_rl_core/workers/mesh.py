@@ -21,11 +21,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from cosmos_rl_core.checkpoint.contents import OPTIMIZER, RNG
-from cosmos_rl_core.checkpoint.pieces import local_part
 from cosmos_rl_core.checkpoint.restore import live_tensors, parameter_names
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.rendezvous import STORE
 from cosmos_rl_core.errors import EpochOver, WorkerFailed
+from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.replicas import ReplicaGroup

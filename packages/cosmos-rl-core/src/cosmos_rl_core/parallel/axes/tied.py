@@ -12,8 +12,8 @@ from contextlib import contextmanager
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 
 
@@ -57,4 +57,4 @@ def sum_tied_gradients(parameters: Sequence[nn.Parameter], *, mesh: ReplicaMesh)
 def _local_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
-    return gradient.to_local() if isinstance(gradient, DTensor) else gradient
+    return local_part(gradient)

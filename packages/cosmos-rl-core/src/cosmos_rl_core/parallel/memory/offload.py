@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.tensor import DTensor
 
+from cosmos_rl_core.parallel.dtensor import local_part
+
 MIN_OFFLOADED_BYTES = 64 * 1024
 """Smaller tensors stay where they are: a copy costs more than they hold."""
 
@@ -53,7 +55,7 @@ def _offloaded(block: nn.Module, forward: Forward, min_bytes: int, copies: _Copi
             return lambda: saved
         key = (_address(saved), saved.storage_offset(), saved.shape, saved.stride(), saved._version)
         if key not in moved:
-            moved[key] = (saved, run.leave(_local(saved)))  # kept until the block ends: its address stays its own
+            moved[key] = (saved, run.leave(local_part(saved)))  # kept until the block ends: its address stays its own
         return _like(saved, run.back(moved[key][1]))
 
     try:
@@ -191,10 +193,6 @@ def _like(saved: Tensor, back: Callable[[], Tensor]) -> Callable[[], Tensor]:
     return lambda: DTensor.from_local(back(), mesh, placements, run_check=False, shape=shape, stride=stride)
 
 
-def _local(tensor: Tensor) -> Tensor:
-    return tensor.to_local().detach() if isinstance(tensor, DTensor) else tensor.detach()
-
-
 def _address(tensor: Tensor) -> int:
     """The address of a tensor's storage: views of a parameter, such as its transpose, share it."""
-    return _local(tensor).untyped_storage().data_ptr()
+    return local_part(tensor).untyped_storage().data_ptr()
