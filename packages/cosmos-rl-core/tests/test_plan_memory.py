@@ -365,6 +365,7 @@ def test_an_engine_with_a_dtype_of_its_own_holds_and_receives_that():
         ({"dtype": "bfloat16"}, True, 4 * WHOLE, 2 * GPU_BUCKET_BYTES),
         ({"delta": True}, True, 4 * WHOLE, 2 * GPU_BUCKET_BYTES),
         ({"bucket_bytes": 2**20, "transport": "cuda_ipc"}, True, 8 * WHOLE, 0),
+        ({"bucket_bytes": 2**20, "transport": "nixl_vram"}, True, 8 * WHOLE, 0),
     ],
 )
 def test_published_versions_are_held_in_the_hosts_memory(sync, gpu, copies, slots):

@@ -2,19 +2,27 @@
 
 import asyncio
 import queue
+import socket
+from importlib.util import find_spec
 
+import msgspec
 import pytest
 import torch
 from transfer_samples import TOKEN, blank, weights_at
 
 from cosmos_rl_core.parallel.device import log_choice
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
+from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.publish.publisher import Publisher
 from cosmos_rl_transfer.pull.subscriber import Subscriber
-from cosmos_rl_transfer.transports import cuda_ipc
+from cosmos_rl_transfer.transports import cuda_ipc, nixl_vram
 from cosmos_rl_transfer.transports.base import TransportUnavailable
 from cosmos_rl_transfer.transports.collective import Collective
 from cosmos_rl_transfer.transports.cuda_ipc import CudaIpc
+from cosmos_rl_transfer.transports.nixl_agent import HOST, Space, agent_of
+from cosmos_rl_transfer.transports.nixl_vram import NixlVram
+from cosmos_rl_transfer.wire.link import Link
+from cosmos_rl_transfer.wire.messages import Data
 
 pytestmark = pytest.mark.cuda_dry
 GPU = torch.device("cuda", 0)
@@ -215,6 +223,72 @@ def test_a_bucket_that_a_fence_copied_is_loaded_into_a_slot(record, shared):
         assert torch.equal(live[name].held, tensor), name
 
 
+needs_nixl = pytest.mark.skipif(find_spec("nixl_cu12") is None, reason="needs NIXL, the extra `nixl`")
+
+
+@pytest.fixture
+def vram(monkeypatch):
+    """Real NIXL on the memory that the pretend tensors hold."""
+    monkeypatch.setattr(nixl_vram, "space_of", lambda device: HOST)
+
+
+@pytest.fixture
+def link():
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        yield Link(ours, timeout_s=2, side="subscriber")
+
+
+@needs_nixl
+@pytest.mark.parametrize("staging", ["in_place", "shadow"])
+def test_nixl_moves_buckets_from_gpu_to_gpu(record, vram, staging):
+    trained, live = on_gpu(weights_at(0)), on_gpu(blank())
+    record.clear()
+    pulled, buckets = asyncio.run(moved(trained, live, NixlVram(), NixlVram(), staging=staging))
+    for name, tensor in weights_at(2).items():
+        assert torch.equal(live[name].held, tensor), name
+    assert not pulled.repaired
+    for counts in (record.mismatches, record.stray, record.synchronisations, record.uploads):
+        assert not counts, record
+    assert not [stream for stream in record.streams if "default stream" in stream], record
+    if staging == "in_place":  # the hashes at both ends, and the nonces of two slots
+        down = sum(count for stream, count in record.streams.items() if stream.startswith("to the host"))
+        assert down == 2 * 2 * buckets + 2, record
+
+
+@needs_nixl
+def test_nixl_registers_slots_as_memory_of_the_gpu(record):
+    """The addresses are host memory in truth, which UCX refuses to register as a GPU's."""
+    refused = agent_of("publisher")
+    with pytest.raises(TransportUnavailable, match="NIXL cannot register 2 pieces of memory"):
+        NixlVram().open(bucket_bytes=64, num_slots=2)
+    assert agent_of("publisher") is not refused  # peers cannot load its metadata any more
+
+
+def test_memory_of_a_gpu_has_its_index():
+    assert nixl_vram.space_of(torch.device("cuda", 3)) == Space("VRAM_SEG", 3)
+
+
+@needs_nixl
+def test_nixl_memory_that_is_not_the_offered_is_refused(record, vram, link):
+    outlet = NixlVram().open(bucket_bytes=64, num_slots=2)
+    offer = outlet.offer["gpu_memory"]
+    other = offer.replace(msgspec.json.decode(offer)["nonce"], "00" * 16)
+    with pytest.raises(TransportUnavailable, match="other memory than the publisher offered"):
+        NixlVram().attach(link, offer={"gpu_memory": other}, memory=[])
+    with pytest.raises(TransportUnavailable, match="not understood"):
+        NixlVram().attach(link, offer={"gpu_memory": "{}"}, memory=[])
+    with pytest.raises(TransportUnavailable, match="does not serve GPU memory"):
+        NixlVram().attach(link, offer={}, memory=[])
+    inlet = NixlVram().attach(link, offer=outlet.offer, memory=[])
+    for slot, num_bytes in ((2, 64), (-1, 64), (0, 65)):
+        with pytest.raises(TransferError, match="not offered"):
+            inlet.receive(Data(0, num_bytes, 0, (), slot=slot), out=None)
+    inlet.close()
+    outlet.close()
+    outlet.close()
+
+
 @pytest.fixture
 def allocator():
     """torch's real settings of allocators, which a build without CUDA has too."""
@@ -233,7 +307,7 @@ def allocator():
         (
             "max_split_size_mb:100,expandable_segments:True",
             "max_split_size_mb:100,expandable_segments:True,expandable_segments:False",
-            "cuda ipc: slots are allocated outside expandable segments\n",
+            "weights: slots on the GPU are allocated outside expandable segments\n",
         ),
     ],
 )
@@ -257,9 +331,10 @@ def test_slots_are_outside_expandable_segments(
     assert capsys.readouterr().err == logged
 
 
-def test_without_a_gpu_it_is_unavailable():
+@pytest.mark.parametrize("transport", [CudaIpc, NixlVram])
+def test_without_a_gpu_it_is_unavailable(transport):
     with pytest.raises(TransportUnavailable, match="needs a GPU"):
-        CudaIpc().open(bucket_bytes=64, num_slots=1)
+        transport().open(bucket_bytes=64, num_slots=1)
 
 
 def test_the_path_of_the_weights_is_logged_once(record, shared, caplog):

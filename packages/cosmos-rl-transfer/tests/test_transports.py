@@ -113,7 +113,9 @@ def test_another_transport_than_the_publishers_is_refused_with_what_it_offers(en
 
 
 def test_an_unknown_transport_lists_the_known_ones():
-    with pytest.raises(ValueError, match=r"'carrier pigeon'.*known: auto, collective, cuda_ipc, nixl, shm, tcp"):
+    with pytest.raises(
+        ValueError, match=r"'carrier pigeon'.*known: auto, collective, cuda_ipc, nixl, nixl_vram, shm, tcp"
+    ):
         open_outlet("carrier pigeon", bucket_bytes=10, num_slots=1)
 
 

@@ -26,6 +26,7 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "nixl": "cosmos_rl_transfer.transports.nixl:Nixl",
         "collective": "cosmos_rl_transfer.transports.collective:Collective",
         "cuda_ipc": "cosmos_rl_transfer.transports.cuda_ipc:CudaIpc",
+        "nixl_vram": "cosmos_rl_transfer.transports.nixl_vram:NixlVram",
     },
     "cosmos_rl.rewards": {"remote": "cosmos_rl_core.reward.remote:RemoteReward"},
     "cosmos_rl.algorithms": {

@@ -116,7 +116,7 @@ def _publishing(
     else:
         yield Held(name="version that an engine still reads", bytes=size, host=True)
     bucket_bytes = sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
-    yield Held(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport != "cuda_ipc")
+    yield Held(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport not in ("cuda_ipc", "nixl_vram"))
 
 
 def engine_dtype(config: RunConfig, domain: Domain, *, computed: str) -> str:

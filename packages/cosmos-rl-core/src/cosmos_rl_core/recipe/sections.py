@@ -205,8 +205,8 @@ class SyncSection(Strict):
     interval: int = 1
     """Optimizer steps between weight syncs; only 1 is supported."""
     transport: str = Field(default="auto", min_length=1)
-    """"shm", "tcp", "nixl" or, between GPUs of one machine, "cuda_ipc"; "auto" selects the fastest one available
-    between two processes, "cuda_ipc" excepted."""
+    """"shm", "tcp", "nixl" or, from GPU to GPU, "cuda_ipc" (one machine) and "nixl_vram"; "auto" selects the fastest
+    one available between two processes, those from GPU to GPU excepted."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Data type to which wider weights are cast for the transfer. Not set: that of the engine."""
     bucket_bytes: int | None = Field(default=None, ge=4096)

@@ -237,7 +237,7 @@ class Offer:
         """Arguments as for `PeerServer`. bind: None for the address from which publishers are reached."""
         self._manifest, self._rank, self._token = manifest, rank, token
         # an instance, or a process group, reaches one peer only; the shadow is in host memory
-        one_to_one = not isinstance(transport, str) or transport in ("collective", "cuda_ipc")
+        one_to_one = not isinstance(transport, str) or transport in ("collective", "cuda_ipc", "nixl_vram")
         self._transport = "auto" if one_to_one else str(transport)
         self._bind, self._timeout_s = bind, timeout_s
         self._server: PeerServer | None = None

@@ -2,36 +2,27 @@
 
 The subscriber copies a bucket from GPU to GPU (NVLink or PCIe) and verifies it there; with staging = "in_place" it goes
 straight to the live tensors. Handles are torch's (torch/multiprocessing/reductions.py): each `offer` exports the slots
-once more, since a handle counts one process that maps it. A nonce behind each slot shows that it is the same memory.
-
-Slots are allocated outside expandable segments (`PYTORCH_CUDA_ALLOC_CONF`, which policies set by default). torch shares
-such a segment by a file descriptor that the other process fetches with pidfd_getfd (`ExpandableSegment::fromShared` in
-torch 2.13's CUDACachingAllocator.cpp); kernels before 5.6 lack it, and without the rights of a debugger over the
-publisher's process, as in most containers, it fails.
+once more, since a handle counts one process that maps it. Slots and their nonces: gpu_slots.py.
 
 Unproven on hardware: tests replace `export` and `map_exported`. "auto" does not choose it.
 """
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
-from cosmos_rl_core.parallel.device import log_choice, own_device
 from cosmos_rl_transfer.content.gpu import SideStream
 from cosmos_rl_transfer.content.raw import Block, Raw
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.transports.base import Run, TransportUnavailable
+from cosmos_rl_transfer.transports.gpu_slots import NONCE_BYTES, GpuSlots, nonce_of, own_gpu
 from cosmos_rl_transfer.wire.link import Link
 from cosmos_rl_transfer.wire.messages import Data
-
-_NONCE_BYTES = 16
 
 
 class Handle(msgspec.Struct, frozen=True):
@@ -60,21 +51,6 @@ def map_exported(handle: Handle, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
-@contextmanager
-def outside_expandable_segments() -> Iterator[None]:
-    """Switch expandable segments off for the allocations inside; the process's other settings stay."""
-    settings: str = torch._C._accelerator_getAllocatorSettings()
-    if "expandable_segments:true" not in settings.replace(" ", "").lower():
-        yield
-        return
-    log_choice("cuda ipc: slots are allocated outside expandable segments")
-    torch._C._accelerator_setAllocatorSettings(f"{settings},expandable_segments:False")
-    try:
-        yield
-    finally:
-        torch._C._accelerator_setAllocatorSettings(settings)
-
-
 class CudaIpc:
     """The CUDA IPC transport, for weights and engines on GPUs of one host."""
 
@@ -82,29 +58,22 @@ class CudaIpc:
 
     def open(self, *, bucket_bytes: int, num_slots: int) -> _Outlet:
         """Make slots on this process's GPU."""
-        return _Outlet(SideStream(_device()), bucket_bytes, num_slots)
+        return _Outlet(GpuSlots(SideStream(own_gpu("CUDA IPC")), bucket_bytes, num_slots))
 
     def attach(self, link: Link, *, offer: Mapping[str, str], memory: Sequence[Raw]) -> _Inlet:
         """Map the publisher's slots."""
         if "gpu_slots" not in offer:
             raise TransportUnavailable("the publisher's slots are not on a GPU")
-        device, nonce = _device(), bytes.fromhex(offer["nonce"])
+        device, nonce = own_gpu("CUDA IPC"), bytes.fromhex(offer["nonce"])
         try:
             handles = msgspec.json.decode(offer["gpu_slots"], type=list[Handle])
             slots = [map_exported(handle, device) for handle in handles]
         except (msgspec.ValidationError, RuntimeError) as error:
             raise TransportUnavailable(f"the publisher's GPU memory cannot be mapped: another host? {error}") from error
         side = SideStream(device)
-        if any(bytes(side.to_host(slot[-_NONCE_BYTES:], torch.uint8).tolist()) != nonce for slot in slots):
+        if any(nonce_of(slot, side) != nonce for slot in slots):
             raise TransportUnavailable("the publisher's GPU memory is not the one it offered")
-        return _Inlet([slot[:-_NONCE_BYTES] for slot in slots])
-
-
-def _device() -> torch.device:
-    device = own_device()
-    if device.type != "cuda":
-        raise TransportUnavailable("CUDA IPC needs a GPU, and torch sees none")
-    return device
+        return _Inlet([slot[:-NONCE_BYTES] for slot in slots])
 
 
 class _Outlet:
@@ -112,18 +81,9 @@ class _Outlet:
     over_link = False
     direct = False
 
-    def __init__(self, side: SideStream, bucket_bytes: int, num_slots: int) -> None:
-        self._nonce = os.urandom(_NONCE_BYTES)
-        with side.current(), outside_expandable_segments():
-            nonce = torch.frombuffer(bytearray(self._nonce), dtype=torch.uint8).pin_memory()
-            self._blocks = [
-                torch.zeros(bucket_bytes + _NONCE_BYTES, dtype=torch.uint8, device=side.device)
-                for _ in range(num_slots)
-            ]
-            for block in self._blocks:
-                block[bucket_bytes:].copy_(nonce, non_blocking=True)
-        side.mark().synchronize()
-        self.slots: Sequence[Block] = [block[:bucket_bytes] for block in self._blocks]
+    def __init__(self, made: GpuSlots) -> None:
+        self._blocks, self._nonce = made.blocks, made.nonce
+        self.slots: Sequence[Block] = made.slots
         try:
             [export(block) for block in self._blocks[:1]]
         except RuntimeError as error:

@@ -6,7 +6,7 @@ UCX chooses the path: InfiniBand and RoCE where there are any, `process_vm_readv
 
 Attaching reads the nonce, which proves that the path works. Memory exposed after a subscriber attached is in a newer
 generation of the catalog; `locate` puts the generation in an empty run before the others, and the subscriber rereads
-the catalog if its generation differs. GPU memory is not supported: `Raw` is in host memory.
+the catalog if its generation differs. GPU memory: nixl_vram.py.
 """
 
 from __future__ import annotations

@@ -34,6 +34,19 @@ Move = tuple[int, int, int]
 """Address at the peer, address here, number of bytes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The memory that addresses belong to."""
+
+    segment: str
+    """NIXL's name of its kind."""
+    device: int
+    """Index of the GPU; 0 for host memory."""
+
+
+HOST = Space("DRAM_SEG", 0)
+
+
 @dataclass(slots=True, eq=False)
 class Peer:
     """An agent of another process, readable from this one."""
@@ -63,19 +76,22 @@ class Agent:
             self._agent.createBackend("UCX", {})
         except self._errors as error:
             raise TransportUnavailable(f"NIXL's UCX back end does not start: {error}") from error
+        self.refused = False
+        """Whether a registration failed: peers cannot load the metadata that NIXL 1.5 writes afterwards."""
         self._lock = threading.Lock()
         self._peers: dict[str, Peer] = {}
 
-    def register(self, regions: Sequence[Region]) -> None:
+    def register(self, regions: Sequence[Region], space: Space = HOST) -> None:
         """Register memory for reads by peers or into it. Raises TransportUnavailable."""
         try:
-            self._agent.registerMem(self._registrations(regions), [])
+            self._agent.registerMem(self._registrations(regions, space), [])
         except self._errors as error:
+            self.refused = True
             raise TransportUnavailable(f"NIXL cannot register {len(regions)} pieces of memory: {error}") from error
 
-    def deregister(self, regions: Sequence[Region]) -> None:
+    def deregister(self, regions: Sequence[Region], space: Space = HOST) -> None:
         """Undo `register`."""
-        self._agent.deregisterMem(self._registrations(regions), [])
+        self._agent.deregisterMem(self._registrations(regions, space), [])
 
     def metadata(self) -> bytes:
         """Return the connection data and registered memory for peers."""
@@ -109,16 +125,25 @@ class Agent:
                 with suppress(*self._errors):  # NIXL removes a dead peer by itself
                     self._agent.invalidateRemoteMD(peer.name)
 
-    def read(self, peer: Peer, moves: Sequence[Move], *, link: Link, timeout_s: float) -> None:
-        """Read registered memory of a peer into registered memory here, and wait for it without spinning.
+    def read(
+        self,
+        peer: Peer,
+        moves: Sequence[Move],
+        *,
+        link: Link,
+        timeout_s: float,
+        there: Space = HOST,
+        here: Space = HOST,
+    ) -> None:
+        """Read registered memory `there`, of a peer, into registered memory `here`, and wait for it without spinning.
 
         Raises PeerLost if the peer is lost, `link` to it is closed or `timeout_s` is over.
         """
-        here = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(local, size, 0) for _, local, size in moves])
-        there = self._nixl.nixlXferDList(self._nixl.DRAM_SEG, [(remote, size, 0) for remote, _, size in moves])
+        targets = self._descriptors([(local, size) for _, local, size in moves], here)
+        sources = self._descriptors([(remote, size) for remote, _, size in moves], there)
         with peer.turn:
             try:
-                request = self._agent.createXferReq(self._nixl.NIXL_READ, here, there, peer.name, b"", [])
+                request = self._agent.createXferReq(self._nixl.NIXL_READ, targets, sources, peer.name, b"", [])
                 try:
                     self._wait(request, link, timeout_s)
                 finally:
@@ -143,8 +168,13 @@ class Agent:
         with suppress(*self._errors):  # a transfer that cannot be cancelled ends when the peer is removed
             self._agent.releaseXferReq(request)
 
-    def _registrations(self, regions: Sequence[Region]) -> Any:
-        return self._nixl.nixlRegDList(self._nixl.DRAM_SEG, [(address, size, 0, "") for address, size in regions])
+    def _registrations(self, regions: Sequence[Region], space: Space) -> Any:
+        segment = getattr(self._nixl, space.segment)
+        return self._nixl.nixlRegDList(segment, [(address, size, space.device, "") for address, size in regions])
+
+    def _descriptors(self, regions: Sequence[Region], space: Space) -> Any:
+        segment = getattr(self._nixl, space.segment)
+        return self._nixl.nixlXferDList(segment, [(address, size, space.device) for address, size in regions])
 
 
 _agents: WeakValueDictionary[tuple[int, str], Agent] = WeakValueDictionary()
@@ -156,7 +186,7 @@ def agent_of(role: Role) -> Agent:
     key = (os.getpid(), role)  # an agent's threads do not survive a fork
     with _agents_lock:
         agent = _agents.get(key)
-        if agent is None:
+        if agent is None or agent.refused:
             _agents[key] = agent = Agent(_bindings(), role)
         return agent
 
