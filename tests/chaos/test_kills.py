@@ -15,17 +15,14 @@ import os
 import random
 import signal
 import time
-from pathlib import Path
 from statistics import fmean
 
-import msgspec
 import pytest
+from lives import journal_of, live_to_the_end, live_until, num_lines, processes_of
 from safetensors.numpy import load_file
 
 from cosmos_rl_core.checkpoint.manifest import read_state
-from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, segment_path
 from cosmos_rl_core.control.ledger import records
-from cosmos_rl_core.launch.run import run
 
 pytestmark = pytest.mark.ci
 
@@ -65,11 +62,11 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def live(tables):
+def live(tables, *arguments, target=live_to_the_end):
     """Start or go on in a process of its own."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    process = context.Process(target=run, args=(tables,), kwargs={"resume": "auto"}, daemon=True)
+    process = context.Process(target=target, args=(tables, *arguments), daemon=True)
     process.start()
     return process
 
@@ -92,21 +89,17 @@ def kill_when(process, condition, *, after_s):
     assert process.exitcode == -9
 
 
-def kill_again_and_again(tables, run_dir, *, kills, steps, seed):
+def kill_again_and_again(tables, *, kills, steps, seed):
     """Let the run live `kills` + 1 times; each life but the last is killed at some moment."""
     chance = random.Random(seed)
     for life in range(kills):
-        wanted = chance.randint(0, (life + 1) * (steps - 2) // kills)  # now and then before anything has happened
-        metrics = run_dir / "metrics.jsonl"
-        process = live(tables)
-        kill_when(process, lambda: num_lines(metrics) >= wanted, after_s=chance.uniform(0.0, 0.05))  # noqa: B023
+        wanted = chance.randint(0, (life + 1) * (steps - 20) // kills)  # now and then before anything has happened
+        process = live(tables, wanted, chance.uniform(0.0, 0.05), target=live_until)
+        process.join(DEADLINE_S)
+        assert process.exitcode == -9
     process = live(tables)
     process.join(DEADLINE_S)
     assert process.exitcode == 0
-
-
-def num_lines(path: Path):
-    return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
 def must_have_trained_each_sample_once(run_dir, *, steps, lost_lines=0):
@@ -128,7 +121,7 @@ def must_have_trained_each_sample_once(run_dir, *, steps, lost_lines=0):
 def check(directory, *, kills, steps, max_staleness, seed):
     killed, whole = directory / "killed", directory / "whole"
     tables = recipe(killed, steps=steps, max_staleness=max_staleness)
-    kill_again_and_again(tables, killed, kills=kills, steps=steps, seed=seed)
+    kill_again_and_again(tables, kills=kills, steps=steps, seed=seed)
     must_have_trained_each_sample_once(killed, steps=steps)
 
     process = live(recipe(whole, steps=steps, max_staleness=max_staleness))
@@ -169,18 +162,6 @@ def test_a_hundred_kills_leave_no_trace(max_staleness, tmp_path):
 # -- a run in several processes
 
 
-def processes_of(run_dir, *, name=""):
-    """The workers of a run, from the process table: all, or those of a name."""
-    token, found = str(run_dir / "token").encode(), []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            with contextlib.suppress(OSError):  # it ended while we looked
-                words = (entry / "cmdline").read_bytes().split(b"\0")
-                if token in words and (not name or name.encode() in words):
-                    found.append(int(entry.name))
-    return found
-
-
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("max_staleness", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_controller_and_a_killed_machine_leave_no_trace(max_staleness, tmp_path):
@@ -189,7 +170,7 @@ def test_a_killed_controller_and_a_killed_machine_leave_no_trace(max_staleness, 
     tables = recipe(run_dir, steps=steps, max_staleness=max_staleness)
     tables["run"]["placement"] = "local"
     tables["policy"]["threads"] = tables["rollout"]["threads"] = 1
-    tables["rollout"]["options"]["delay_s"] = 0.02
+    tables["rollout"]["options"]["delay_s"] = 0.04
     for all_of_them, wanted in ((False, 3), (True, 6)):
         process = live(tables)
         kill_when(process, lambda: num_lines(run_dir / "metrics.jsonl") >= wanted, after_s=0.01)  # noqa: B023
@@ -206,7 +187,7 @@ def test_a_killed_controller_and_a_killed_machine_leave_no_trace(max_staleness, 
 @pytest.mark.parametrize("max_staleness", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_policy_goes_on_from_its_checkpoint(max_staleness, tmp_path):
     """All policies die, at random steps: a new lineage from the newest checkpoint, within one run."""
-    killed, whole, steps = tmp_path / "killed", tmp_path / "whole", 20
+    killed, whole, steps = tmp_path / "killed", tmp_path / "whole", 26
     tables = recipe(killed, steps=steps, max_staleness=max_staleness)
     tables["run"]["placement"] = "local"
     tables["policy"]["threads"] = tables["rollout"]["threads"] = 1
@@ -230,11 +211,3 @@ def test_a_killed_policy_goes_on_from_its_checkpoint(max_staleness, tmp_path):
     process.join(DEADLINE_S)
     if max_staleness == 0:
         assert bits(killed / "checkpoints" / f"step_{steps}") == bits(whole / "checkpoints" / f"step_{steps}")
-
-
-def journal_of(run_dir):
-    """The records of a run, which may still be active."""
-    decoder = msgspec.msgpack.Decoder(records.AnyRecord)
-    [first] = segment_firsts(run_dir / "journal")
-    path = segment_path(run_dir / "journal", first)
-    return [decoder.decode(body) for body, _ in read_segment(path, first=first, is_last=True)]

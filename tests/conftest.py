@@ -1,4 +1,4 @@
-"""What the whole-run proofs share: two domains small enough for a CPU, and the command as a user calls it."""
+"""What whole-run proofs and chaos tests share: small domains for a CPU, and the command as a user calls it."""
 
 import contextlib
 import json

@@ -1,0 +1,59 @@
+"""Runs in processes of their own, and what they leave behind. A module, as the processes import it."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+
+from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, segment_path
+from cosmos_rl_core.control.ledger import records
+from cosmos_rl_core.launch.run import run
+
+
+def live_to_the_end(tables):
+    run(tables, resume="auto")
+
+
+def live_until(tables, wanted, after_s):
+    """Be killed `after_s` after `wanted` lines of metrics, by a thread that waits together with the run.
+
+    Another process may get its turn on a busy machine only when the run is over.
+    """
+    metrics = Path(tables["run"]["output_dir"]) / "metrics.jsonl"
+
+    def kill():
+        while num_lines(metrics) < wanted:
+            time.sleep(0.001)
+        time.sleep(after_s)  # the moment is the point of the test
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=kill, daemon=True).start()
+    run(tables, resume="auto")
+
+
+def num_lines(path):
+    return path.read_bytes().count(b"\n") if path.exists() else 0
+
+
+def processes_of(run_dir, *, name=""):
+    """The workers of a run, from the process table: all, or those of a name."""
+    token, found = str(run_dir / "token").encode(), []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if token in words and (not name or name.encode() in words):
+                    found.append(int(entry.name))
+    return found
+
+
+def journal_of(run_dir):
+    """The records of a run, which may still be active."""
+    decoder = msgspec.msgpack.Decoder(records.AnyRecord)
+    [first] = segment_firsts(run_dir / "journal")
+    path = segment_path(run_dir / "journal", first)
+    return [decoder.decode(body) for body, _ in read_segment(path, first=first, is_last=True)]
