@@ -176,6 +176,25 @@ def pid_of():
     return find
 
 
+@pytest.fixture(scope="session")
+def rank_pids():
+    """The processes of the ranks of a replica of a run, by rank, from the process table."""
+
+    def find(run_dir: Path, replica: str = "policy-0") -> dict[int, int]:
+        wanted, found = {str(run_dir / "token").encode(), replica.encode(), b"cosmos_rl_core.workers.rank_main"}, {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):  # it ended while we looked
+                    words = (entry / "cmdline").read_bytes().split(b"\0")
+                    if wanted <= set(words):
+                        environment = (entry / "environ").read_bytes().split(b"\0")
+                        rank = next(word for word in environment if word.startswith(b"RANK="))
+                        found[int(rank.removeprefix(b"RANK="))] = int(entry.name)
+        return found
+
+    return find
+
+
 @pytest.fixture
 def controller(tmp_path, bandit, write_recipe, start):
     """Start a controller; return its process, its directory and the commands that it prints."""

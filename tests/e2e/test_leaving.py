@@ -96,6 +96,27 @@ def test_without_another_policy_the_run_ends_like_an_interrupt(controller, start
     assert read_state(run_dir / "checkpoints" / f"step_{done}").step == done
 
 
+def test_a_policy_of_two_ranks_saves_and_leaves_together(controller, start, wait_for, rows_of, finished):
+    process, run_dir, (policy, rollout) = controller(
+        run__max_steps=STEPS, policy__parallel__dp_shard=2, rollout__options={"delay_s": 0.05}
+    )
+    first, other = start(*policy), start(*rollout)
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
+    first.send_signal(signal.SIGUSR1)
+    wait_for(lambda: list_steps(run_dir / "checkpoints"), "the checkpoint that SIGUSR1 asks for")
+    first.send_signal(signal.SIGTERM)
+    finished(first)
+    left_at = steps_done(run_dir, rows_of)
+    assert 3 <= left_at < STEPS
+    assert read_state(run_dir / "checkpoints" / f"step_{left_at}").step == left_at
+    second = start(*policy)
+    out, _ = finished(process)
+    finished(second)
+    finished(other)
+    assert "policy-0 has left" in out
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS)), "a step was done again"
+
+
 def test_a_second_signal_ends_a_worker_at_once(controller, start, wait_for, rows_of, finished):
     process, run_dir, (policy, rollout) = controller(run__max_steps=10_000, rollout__options={"delay_s": 60.0})
     worker = start(*rollout, "--name", "slow")

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cosmos_rl_core.checkpoint.manifest import read_state
+from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 
 pytestmark = pytest.mark.ci
 
@@ -66,3 +66,28 @@ def test_a_rank_killed_on_the_second_machine_ends_the_run_and_is_named(tmp_path,
     _, errors = second.communicate(timeout=60)
     assert second.returncode == 1
     assert "policy-0, rank 1: died (signal SIGKILL)" in errors
+
+
+@pytest.mark.slow
+def test_a_signal_on_the_second_machine_lets_all_ranks_leave(
+    tmp_path, bandit, write_recipe, start, wait_for, finished, rows_of
+):
+    run_dir = tmp_path / "run"
+    tables = bandit(
+        run_dir,
+        run__max_steps=10_000,
+        policy__num_nodes=2,
+        policy__parallel__dp_shard=2,
+        policy__threads=2,
+        logging__sinks=["console", "jsonl"],
+    )
+    first, second = start_both(write_recipe(tmp_path / "run.toml", tables), start)
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
+    second.send_signal(signal.SIGUSR1)
+    [saved, *_] = wait_for(lambda: list_steps(run_dir / "checkpoints"), "the checkpoint that SIGUSR1 asks for")
+    second.send_signal(signal.SIGTERM)
+    finished(first, 130)
+    finished(second)
+    done = len(rows_of(run_dir / "metrics.jsonl"))
+    assert done > saved
+    assert read_state(run_dir / "checkpoints" / f"step_{done}").step == done

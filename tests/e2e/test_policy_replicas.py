@@ -41,8 +41,12 @@ def trained(run_dir, rows_of):
 def weights(run_dir, *, steps=STEPS):
     folder = run_dir / "checkpoints" / f"step_{steps}"
     assert read_state(folder).step == steps
-    files = sorted(Path(folder).rglob("*.safetensors"))
-    return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}
+    return {
+        (file.name, name): tensor
+        for file in sorted(Path(folder).rglob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+        if not name.startswith("rng/")
+    }
 
 
 def difference(one, other):
@@ -94,6 +98,25 @@ def test_two_replicas_train_what_one_does(tmp_path, bandit, write_recipe, start,
         found[replicas] = weights(run_dir, steps=6), [row["reward_mean"] for row in rows_of(run_dir / "metrics.jsonl")]
     assert found[2][1] == found[1][1]
     assert difference(found[2][0], found[1][0]) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_takes_its_replica_alone(
+    tmp_path, undisturbed, bandit, write_recipe, start, wait_for, rank_pids, rows_of
+):
+    run_dir = tmp_path / "run"
+    tables = recipe(bandit, run_dir, replicas=2, policy__parallel={"dp_shard": 2})
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 10, "ten steps")
+    before = len(rows_of(run_dir / "metrics.jsonl"))
+    killed = rank_pids(run_dir, "policy-0")
+    os.kill(killed[1], signal.SIGKILL)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before + 2, "steps without it")
+    wait_for(lambda: len(set(rank_pids(run_dir, "policy-0").values()) - set(killed.values())) == 2, "its return")
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    assert trained(run_dir, rows_of) == trained(undisturbed, rows_of)
 
 
 def test_a_policy_that_hangs_is_left_behind_and_ends_when_it_wakes(

@@ -180,7 +180,7 @@ def relay(rank, world_size):
     from cosmos_rl_core.workers.steps import FollowerLink, PolicySteps
 
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
-    ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1))
+    ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1), dist.HashStore())
     seen = []
 
     async def batch(message):

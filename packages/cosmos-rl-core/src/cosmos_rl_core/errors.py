@@ -44,5 +44,9 @@ class WorkerFailed(Exception):
     """A worker died or raised, and the run cannot continue. Names the worker and its error or last log lines."""
 
 
+class WorkerLost(WorkerFailed):
+    """A worker's process died without an error of its own: another one may take its place."""
+
+
 class EpochOver(Exception):
     """The policy replicas that train together changed: gradients of the step in work are void, and it is redone."""

@@ -116,9 +116,9 @@ class ChildProcess:
         with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
             loop.call_soon_threadsafe(ended.set_result, status)
 
-    def terminate(self) -> None:
-        """Send SIGTERM to this process only, which ends its own children."""
-        self._process.terminate()
+    def hang_up(self) -> None:
+        """Send SIGHUP to this process only, which ends its own children."""
+        self._process.send_signal(signal.SIGHUP)
 
     def kill(self) -> None:
         """Kill its whole session, with all processes it has started. Does not wait."""

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger.membership import Members
 from cosmos_rl_core.control.peers import Peers
-from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
+from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed, WorkerLost
 from cosmos_rl_core.wire.channel import Connection
 
 
@@ -60,9 +60,11 @@ class Outcome:
             self.decided.set_exception(error)
 
     def worker_failed(self, replica: str, error: Exception) -> None:
-        """End the run with a worker's error, unless others started the worker and it never was ready."""
+        """End the run with a worker's error, unless others started the worker and it never was ready, or it died."""
         member = self._members.by_name.get(replica)
-        if self._external and (member is None or not member.was_ready):
+        if self._external and isinstance(error, WorkerLost):
+            self._note(str(error).partition(";")[0])
+        elif self._external and (member is None or not member.was_ready):
             self._note(f"{replica} could not start, and the run continues without it: {error}")
         else:
             self.fail(error)

@@ -239,6 +239,8 @@ class Committed(Message, frozen=True):
     """First id of the prompt stream that was not issued yet."""
     unfinished: tuple[int, ...]
     """Issued ids not trained on up to this step; a checkpoint stores them with `next_sample`."""
+    save: bool = False
+    """Whether to save a checkpoint after the step; set by rank 0 for the others of its replica."""
 
 
 class StepDone(Message, frozen=True):
@@ -330,6 +332,8 @@ class Fatal(Message, frozen=True):
     """True: an error that the user can fix; the message is shown without the worker's name."""
     out_of_memory: bool = False
     """Whether the worker's device has too little memory."""
+    lost: bool = False
+    """Whether a process died, rather than raised an error."""
 
 
 ToLedger = (

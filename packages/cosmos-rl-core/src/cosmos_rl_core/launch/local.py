@@ -118,7 +118,7 @@ class LocalWorkers:
         for worker in self._workers.values():
             if worker.process is not None and worker.process.exit_code is None:
                 if worker.node.num_ranks > 1:
-                    worker.process.terminate()
+                    worker.process.hang_up()
                 else:
                     worker.process.kill()
 

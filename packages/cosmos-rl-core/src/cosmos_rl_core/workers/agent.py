@@ -4,13 +4,16 @@
       rank 0, rank 1, ...      python -m cosmos_rl_core.workers.rank_main; output is forwarded with the rank as prefix
 
 Ranks of one machine rendezvous in a file; ranks of several machines at a store on the first machine, which the other
-agents join (torchrun's static rendezvous; rank 0 is on the controller's machine). When a rank fails, the agent ends
-all ranks and reports the rank and the cause to the controller.
+agents join (torchrun's static rendezvous; rank 0 is on the controller's machine). When a rank raises an error, the
+agent ends all ranks and reports the rank and the cause to the controller. When a rank dies, the agent ends the others
+and itself: the launcher may start the replica again. SIGTERM and SIGUSR1 are passed to the ranks, which leave or save
+together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -20,9 +23,10 @@ import uuid
 from collections.abc import Mapping, MutableMapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from torch.distributed import HashStore
-from torch.distributed.elastic.agent.server.api import RunResult, WorkerSpec
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException, Std
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -40,6 +44,8 @@ SHUTDOWN_S = 5
 """Maximum seconds for a rank to exit after another one failed."""
 JOIN_S = 24 * 3600
 """Maximum wait for the other machines, in seconds."""
+PASSED_ON = {signal.SIGTERM: signal.SIGUSR2, signal.SIGUSR1: signal.SIGUSR1}
+"""Signals to the agent -> to a rank. The agent itself ends ranks by SIGTERM."""
 OTHERS_FIRST_S = 2.0
 """Delay of a report if local ranks only lost peers: the cause may be on another machine, whose agent reports first."""
 
@@ -76,6 +82,37 @@ class OneMachine(RendezvousHandler):
         return True
 
 
+class Agent(LocalElasticAgent):
+    """torch's agent, which passes SIGTERM and SIGUSR1 on. A second SIGTERM, or SIGHUP, ends the ranks at once."""
+
+    _leaving = False
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for passed in PASSED_ON.values():
+            signal.signal(passed, signal.SIG_IGN)  # inherited: a rank that is starting ignores them
+        started = super()._start_workers(worker_group)  # type: ignore[call-arg]  # torch's decorator hides the type
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the controller decides
+        signal.signal(signal.SIGTERM, self._leave)
+        signal.signal(signal.SIGUSR1, lambda *_: self._pass_on(signal.SIGUSR1))
+        return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if self._leaving:  # again and again: the rank may have been starting
+            self._pass_on(signal.SIGTERM)
+        return super()._monitor_workers(worker_group)  # type: ignore[call-arg]
+
+    def _leave(self, *_: object) -> None:
+        if self._leaving:
+            raise SignalException("a second SIGTERM", sigval=signal.SIGTERM)
+        self._leaving = True
+
+    def _pass_on(self, received: signal.Signals) -> None:
+        """Pass a signal to this machine's first rank."""
+        assert self._pcontext is not None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._pcontext.pids()[0], PASSED_ON[received])
+
+
 def run_node(worker: WorkerAddress, node: Node) -> int:
     """Run this machine's ranks to their end and return the exit code. Reports a failure to the controller."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
@@ -91,7 +128,7 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     rank, failure = cause((rank, _failure(found)) for rank, found in failures.items())
     failure = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
     print(failure.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log
-    if failure.refused:
+    if failure.refused or (failure.lost and node.num_nodes == 1):
         return failure.exit_code
     delay_s = OTHERS_FIRST_S if failure.consequence and node.num_nodes > 1 else 0.0
     asyncio.run(_report(worker, failure, token=token, delay_s=delay_s))
@@ -125,7 +162,7 @@ def _run_ranks(worker: WorkerAddress, node: Node, folder: Path) -> Mapping[int, 
         monitor_interval=WATCH_S,
         local_addr="127.0.0.1" if node.is_local else None,
     )
-    agent = LocalElasticAgent(
+    agent = Agent(
         spec,
         DefaultLogsSpecs(log_dir=str(folder), tee=Std.ALL),
         log_line_prefix_template="[rank ${rank}] ",
@@ -149,8 +186,9 @@ def _failure(found: ProcessFailure) -> Failure:
         return written
     if found.exitcode < 0:
         name = signal.Signals(-found.exitcode).name
-        return Failure(message=f"died (signal {name})", consequence=name == "SIGTERM", at=found.timestamp)
-    return Failure(message=f"ended (exit code {found.exitcode}) without an error message", at=found.timestamp)
+        return Failure(message=f"died (signal {name})", consequence=name == "SIGTERM", died=True, at=found.timestamp)
+    text = f"ended (exit code {found.exitcode}) without an error message"
+    return Failure(message=text, died=True, at=found.timestamp)
 
 
 async def _report(worker: WorkerAddress, failure: Failure, *, token: bytes, delay_s: float) -> None:

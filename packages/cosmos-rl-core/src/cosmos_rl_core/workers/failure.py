@@ -4,6 +4,8 @@
     agent       ends the other ranks, finds the cause among all failures, reports it
     controller  ends the run with it
 
+The death of a process of a replica on one machine is not reported: the replica ends, and may be started again.
+
 A failed rank breaks the collectives of all others, so most errors are consequences; only the cause is reported.
 """
 
@@ -20,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed
+from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed, WorkerLost
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.workers.directory import explain_no_room
@@ -59,6 +61,8 @@ class Failure:
     """True: the rank only lost a peer, or was terminated after another one failed."""
     refused: bool = False
     """True: the controller refused the replica."""
+    died: bool = False
+    """True: the process ended without an error of its own."""
     at: float = field(default_factory=time.time)
     """Time of the failure, in Unix seconds of its machine."""
 
@@ -77,11 +81,16 @@ class Failure:
         return cls(message=f"{type(error).__name__}: {error}", consequence=lost)
 
     @property
+    def lost(self) -> bool:
+        """Whether a process died, here or on another machine, rather than raised an error."""
+        return self.died or self.consequence
+
+    @property
     def exit_code(self) -> int:
         return 2 if self.user else 1
 
     def message_to_controller(self) -> p.Fatal:
-        return p.Fatal(message=self.message, user=self.user, out_of_memory=self.out_of_memory)
+        return p.Fatal(message=self.message, user=self.user, out_of_memory=self.out_of_memory, lost=self.lost)
 
     def write(self, path: Path) -> None:
         """Write the failure for the agent; torch's agent itself reads `message` and `timestamp`."""
@@ -132,4 +141,4 @@ async def receive_report(connection: Connection, failed: Callable[[str, Exceptio
         failed(replica, UserError(fatal.message))
     else:
         text = f"{fatal.message}; the run cannot continue without it. See logs/{replica}.log"
-        failed(replica, WorkerFailed(text))
+        failed(replica, WorkerLost(text) if fatal.lost else WorkerFailed(text))

@@ -175,7 +175,7 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
     with _assigned(context, welcome) as assignment:
         worker: Role
         if role == "policy":
-            worker = PolicyRole(assignment, DirectLink(client, context.ranks))
+            worker = PolicyRole(assignment, DirectLink(client, context.ranks, saving=context.saving))
         else:
             worker = RolloutRole(assignment, client)
         await client.beside(worker.run(), pulse=worker.pulse)

@@ -161,9 +161,7 @@ class PolicyRole:
             return await learner.in_compute_thread(partial(make_batch, message, payloads))
 
         async def checkpoint(committed: p.Committed) -> None:
-            now = at.context.saving.is_set()
-            at.context.saving.clear()
-            save = partial(saver.after_step, _state_after(committed), leads=replicas.leads, now=now)
+            save = partial(saver.after_step, _state_after(committed), leads=replicas.leads, now=committed.save)
             await learner.in_compute_thread(save)
 
         steps = PolicySteps(link, mesh=join, batch=batch, checkpoint=checkpoint)

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import traceback
+from functools import partial
 from pathlib import Path
 
 from cosmos_rl_core.observe.trace import Timeline
@@ -20,6 +21,9 @@ from cosmos_rl_core.workers.failure import Failure
 from cosmos_rl_core.workers.main import connect_to, follow, run_role
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 from cosmos_rl_core.workers.ranks import Ranks
+
+LISTEN_S = 0.5
+"""Seconds between two looks of rank 0 for requests of other machines."""
 
 
 def main() -> None:
@@ -59,11 +63,26 @@ async def _run(worker: WorkerAddress, node: Node, timeline: Timeline) -> None:
         address=worker_address(worker.controller),
         ranks=ranks,
     )
+    listening = asyncio.create_task(_listen(context, ranks, node))
     if connection is not None:
         await run_role(worker.role, context, connection)
     else:
         await follow(context)
+    listening.cancel()
     await ranks.leave()
+
+
+async def _listen(context: WorkerContext, ranks: Ranks, node: Node) -> None:
+    """Pass the signals of the agents to rank 0, which leaves or saves with all others."""
+    requests = {"leave": (signal.SIGUSR2, context.leaving), "save": (signal.SIGUSR1, context.saving)}
+    for request, (received, event) in requests.items():
+        act = event.set if ranks.rank == 0 else partial(ranks.ask, request)
+        asyncio.get_running_loop().add_signal_handler(received, act)
+    while ranks.rank == 0 and node.num_nodes > 1:
+        for request, (_, event) in requests.items():
+            if await ranks.asked(request):
+                event.set()
+        await asyncio.sleep(LISTEN_S)
 
 
 if __name__ == "__main__":

@@ -41,6 +41,8 @@ class Ranks:
     _group: dist.ProcessGroup
     _thread: ThreadPoolExecutor
     """Runs all exchanges, in the order of the calls."""
+    _requests: dist.Store
+    """Requests of any rank to rank 0."""
 
     @classmethod
     def join(cls, *, timeout_s: float, store: Path | None) -> Ranks:
@@ -62,7 +64,8 @@ class Ranks:
         group = dist.new_group(backend="gloo", timeout=IDLE)
         assert isinstance(group, dist.ProcessGroup)
         thread = ThreadPoolExecutor(1, thread_name_prefix="ranks", initializer=use_device)
-        return cls(RankGroup(group), group, thread)
+        requests = dist.PrefixStore("requests", dist.distributed_c10d._get_default_store())
+        return cls(RankGroup(group), group, thread, requests)
 
     @property
     def rank(self) -> int:
@@ -84,6 +87,17 @@ class Ranks:
         """Wait for all ranks, then destroy the groups."""
         await self._in_thread(self.messages.meet)
         dist.destroy_process_group()
+
+    def ask(self, request: str) -> None:
+        """Ask rank 0 for something from any rank, outside the order of messages."""
+        self._requests.set(request, "")
+
+    async def asked(self, request: str) -> bool:
+        """Return whether a rank has asked since the last call."""
+        return await asyncio.to_thread(self._take, request)
+
+    def _take(self, request: str) -> bool:
+        return self._requests.check([request]) and self._requests.delete_key(request)
 
     def _exchange(self, mine: bytes) -> bytes:
         length = torch.tensor([len(mine)])

@@ -13,6 +13,8 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
+import msgspec
+
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import EpochOver
 from cosmos_rl_core.loop import Steps
@@ -59,9 +61,11 @@ class ControllerLink(Protocol):
 class DirectLink:
     """Link of the connected process. Relays each message to the other ranks before it acts on it."""
 
-    def __init__(self, client: ControllerClient, ranks: Ranks | None) -> None:
+    def __init__(self, client: ControllerClient, ranks: Ranks | None, *, saving: asyncio.Event) -> None:
+        """saving: set when a checkpoint shall be saved after the step in work."""
         self._client = client
         self._ranks = ranks
+        self._saving = saving
 
     def request_batch(self, step: int, *, epoch: int) -> None:
         if not (self._client.stopped.is_set() or self._client.leaving.is_set()):
@@ -88,6 +92,9 @@ class DirectLink:
 
     async def committed(self) -> p.Committed | p.Remesh | None:
         message = await self._client.commits.get()
+        if isinstance(message, p.Committed) and self._saving.is_set():
+            self._saving.clear()
+            message = msgspec.structs.replace(message, save=True)
         await self._relay(message or p.Stop(reason="the controller is gone"))
         return message
 
