@@ -74,10 +74,7 @@ def held_by_policy(config: RunConfig, rank: MemoryEstimate) -> list[Held]:
         found += parts.encoders(at=(START,), only=START)
         if config.algorithm.kl_coef and not model.lora and not model.pulls_to_average:
             found.append(Held(name="policy, while its reference is loaded", bytes=rank.parameters, at=(START,)))
-    if ranks > 1 and not model.path:  # one of a folder is built on meta
-        found.append(
-            Held(name="the whole network before sharding", bytes=size * sum(parts.numbers.values()), at=(START,))
-        )
+    found += parts.building(size, sharded=ranks > 1)
     return found
 
 
@@ -87,6 +84,7 @@ def held_by_rollout(config: RunConfig) -> list[Held]:
     found = [*parts.encoders(at=(CAPTIONS,)), *parts.codec()]
     if (size := BYTES[config.model.dtype]) != BYTES["float32"]:
         found.append(Held(name="parameters kept in float32", bytes=size * parts.kept_in_float32))
+    found += parts.building(size, sharded=False)
     if config.model.given.max_frames:
         found += parts.encoding()
     return [*found, *parts.generating()]
@@ -174,6 +172,15 @@ class _Parts:
         """Bytes of the inputs of a pass over terms of different captions."""
         captions = terms * self.text_length * self.family.text_width * (BYTES["float32"] + BYTES[self.model.dtype])
         return captions + _INPUTS * BYTES["float32"] * terms * math.prod(self.latents)
+
+    def building(self, size: int, *, sharded: bool) -> Iterator[Held]:
+        """A network with random weights, made whole in float32, then cast to `size` bytes an element and sharded.
+
+        One of a folder takes nothing beside its parameters.
+        """
+        if not self.model.path and (sharded or size < BYTES["float32"]):
+            made = BYTES["float32"] * sum(self.numbers.values())
+            yield Held(name="the whole network in float32", bytes=made, at=(START,))
 
     def encoders(self, *, at: tuple[str, ...], only: str = "") -> Iterator[Held]:
         """The text encoder, its activations, and the captions in host memory; `only`: the one phase that keeps it."""
