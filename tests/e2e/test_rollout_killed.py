@@ -56,6 +56,36 @@ def test_a_killed_rollout_process_costs_no_sample(
     assert sorted(trained) == list(range(STEPS * PROMPTS))
 
 
+def test_a_rollout_process_that_dies_too_often_is_given_up_and_the_others_go_on(
+    tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
+):
+    run_dir = tmp_path / "run"
+    tables = bandit(
+        run_dir,
+        run__max_steps=10_000,
+        rollout__replicas=2,
+        rollout__options={"delay_s": 0.05},
+        elastic__restart_workers=1,
+        logging__sinks=["console", "jsonl"],
+    )
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl"), "the first step")
+    first = pid_of(run_dir, "rollout-1")
+    os.kill(first, signal.SIGKILL)
+    second = wait_for(lambda: (pid := pid_of(run_dir, "rollout-1")) != first and pid, "the second process")
+    os.kill(second, signal.SIGKILL)
+    wait_for(lambda: pid_of(run_dir, "rollout-1") is None, "its end")
+    before = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= before + 3, "steps without it")
+    process.send_signal(signal.SIGINT)
+    told, errors = process.communicate(timeout=120)
+
+    assert process.returncode == 130, errors
+    assert "rollout-1 died (signal SIGKILL); starting it again" in told
+    assert "rollout-1 died (signal SIGKILL); it is given up, and the run continues with policy" not in told
+    assert "rollout-1 died (signal SIGKILL); it is given up, and the run continues with rollout-0" in told
+
+
 def test_a_killed_policy_process_ends_the_run_with_its_last_words(
     tmp_path, bandit, write_recipe, start, wait_for, pid_of, rows_of
 ):

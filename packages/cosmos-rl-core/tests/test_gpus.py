@@ -4,7 +4,7 @@ from cosmos_rl_core import assemble, processes
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch import gpus
 from cosmos_rl_core.launch.check import check
-from cosmos_rl_core.launch.gpus import AssignedGpus, assign_gpus, gpus_per_rollout
+from cosmos_rl_core.launch.gpus import AssignedGpus, GpuSupply, assign_gpus, gpus_per_rollout
 from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.launch.plan import plan
 from cosmos_rl_core.processes import machine_gpus
@@ -148,3 +148,29 @@ def test_a_domain_without_the_hook_has_one_gpu_per_engine():
     config = load_config({**tables, "rollout": {"engine": "tiny"}, "reward": {"functions": [{"name": "hits"}]}})
     assert load_domain(config.run.domain).name == "tiny"
     assert gpus_per_rollout(config) == 1
+
+
+def supply(number, *, rollout=1, share=False):
+    visible = [str(index) for index in range(number)]
+    return GpuSupply(visible=visible, per_worker={"policy": 2, "rollout": rollout}, share=share)
+
+
+def test_workers_that_are_added_get_the_free_gpus():
+    in_use = {"policy-0": ["0", "1"], "rollout-0": ["3"]}
+    assert supply(8, rollout=2).assign({"policy": 1, "rollout": 1}, in_use=in_use) == {
+        "policy": [["2", "4"]],
+        "rollout": [["5", "6"]],
+    }
+    assert supply(0).assign({"rollout": 2}, in_use={}) == {"rollout": [(), ()]}
+
+
+def test_more_workers_than_free_gpus_are_refused_with_the_numbers():
+    with pytest.raises(UserError) as error:
+        supply(4).assign({"rollout": 2}, in_use={"policy-0": ["0", "1"], "rollout-0": ["2"]})
+    assert "2 GPUs of this machine are needed (2 more rollout x 1), but 1 of 4 are free" in str(error.value)
+    assert "policy-0 on 0,1, rollout-0 on 2" in str(error.value)
+
+
+def test_added_workers_share_the_gpus_with_the_fewest_processes():
+    in_use = {"policy-0": ["0", "1"], "rollout-0": ["2"]}
+    assert supply(3, share=True).assign({"rollout": 4}, in_use=in_use) == {"rollout": [["0"], ["1"], ["2"], ["0"]]}

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from cosmos_rl_core.cli import elastic, inference
+from cosmos_rl_core.cli import elastic, inference, scale
 from cosmos_rl_core.cli.inference import Overrides, Recipe
 from cosmos_rl_core.imports import add_folders, import_from
 
@@ -46,6 +46,7 @@ def run(
 app.command()(elastic.controller)
 AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 app.command(add_help_option=False, context_settings=AS_GIVEN)(elastic.worker)
+app.command()(scale.scale)
 
 
 @app.command()

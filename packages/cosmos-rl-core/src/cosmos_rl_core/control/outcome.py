@@ -60,14 +60,25 @@ class Outcome:
             self.decided.set_exception(error)
 
     def worker_failed(self, replica: str, error: Exception) -> None:
-        """End the run with a worker's error, unless others started the worker and it never was ready, or it died."""
+        """End the run with a worker's error, unless it died or never was ready, and another one can do its work.
+
+        That is another one of its role that was ready, or with `external` one that may join.
+        """
         member = self._members.by_name.get(replica)
         if self._external and isinstance(error, WorkerLost):
             self._note(str(error).partition(";")[0])
-        elif self._external and (member is None or not member.was_ready):
+        elif (self._external or self._has_other(replica)) and (member is None or not member.was_ready):
             self._note(f"{replica} could not start, and the run continues without it: {error}")
         else:
             self.fail(error)
+
+    def _has_other(self, replica: str) -> bool:
+        members = self._members.by_name
+        return replica in members and any(
+            other.role == members[replica].role and other.was_ready and other.is_live
+            for name, other in members.items()
+            if name != replica
+        )
 
 
 def worker_error(replica: str, role: p.Role, fatal: p.Fatal) -> Exception:

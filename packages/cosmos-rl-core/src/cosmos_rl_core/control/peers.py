@@ -42,6 +42,8 @@ class Peer:
     """Whether it is built and can work."""
     leaving: bool = False
     """It sent a Goodbye or a Fatal."""
+    draining: bool = False
+    """It was asked to leave."""
     has_ended: bool = False
     """Its process does not exist any more."""
     _waiting: list[p.ToWorker] = field(default_factory=list)
@@ -78,6 +80,11 @@ class Peer:
             self._waiting.append(message)
         else:
             self._send(message)
+
+    def drain(self) -> None:
+        """Ask the worker to leave in good order."""
+        self.draining = True
+        self.post(p.Drain())
 
     def dismiss(self, reason: str) -> None:
         """Send a Stop at once. A worker without a Welcome leaves without having built anything."""

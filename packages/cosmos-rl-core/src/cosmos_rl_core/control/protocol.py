@@ -21,8 +21,12 @@ policy
   CheckpointDone | Alarm ->                   a checkpoint was written, or failed
 both                        <- RolledBack     all policies were lost: training continues from a checkpoint
                             <- Stop
+                            <- Drain          leave in good order, as after SIGTERM
                             <- Refused        instead of the Welcome: the worker exits, the run continues
   Goodbye | Fatal   ->
+operator (`cosmos-rl scale`)
+  Scale             ->      <- Progress       one per worker that starts, is ready, leaves or has left
+                            <- Scaled | Refused
 
 The ledger (ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack`,
 `NoMore` and `Reject` are not sent: they concern workers that outlive their connection, and a worker
@@ -314,10 +318,34 @@ class Stop(Message, frozen=True):
     reason: str
 
 
+class Drain(Message, frozen=True):
+    """Leave in good order, as after SIGTERM: the run needs fewer workers of this role."""
+
+
 class Refused(Message, frozen=True):
-    """The worker cannot join the run."""
+    """The worker cannot join the run, or the operator's request cannot be met."""
 
     reason: str
+
+
+class Scale(Message, frozen=True):
+    """Change the number of workers. The reply is Refused, or a Progress for each change and then Scaled."""
+
+    wanted: dict[str, int]
+    """Number of workers by role; the other role stays as it is."""
+
+
+class Progress(Message, frozen=True):
+    """One line for the operator."""
+
+    text: str
+
+
+class Scaled(Message, frozen=True):
+    """The request of the operator is met."""
+
+    present: dict[str, int]
+    """Number of ready workers by role."""
 
 
 class Goodbye(Message, frozen=True):
@@ -353,7 +381,8 @@ ToLedger = (
 """Messages of workers to the ledger."""
 FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
 """Messages of the ledger to workers."""
-ToController = ToLedger | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet
+ToController = ToLedger | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale
+ToOperator = Progress | Scaled | Refused
 ToWorker = (
     Welcome
     | Grant
@@ -365,6 +394,7 @@ ToWorker = (
     | Committed
     | RolledBack
     | Stop
+    | Drain
     | Refused
     | StoreValue
 )

@@ -11,11 +11,13 @@ from __future__ import annotations
 import asyncio
 import os
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import count, islice
 
 from cosmos_rl_core.control.peers import Peers
-from cosmos_rl_core.launch.placement import STOP_GRACE_S, Launch
+from cosmos_rl_core.control.protocol import Role
+from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch
 from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
@@ -29,6 +31,23 @@ class ExternalWorkers:
     """Implements `placement.Workers` for processes of others."""
 
     peers: Peers
+    commands: Callable[[Mapping[Role, int]], Sequence[str]] = lambda more: ()
+    """Returns the commands that start so many more workers, by role."""
+
+    def names(self, role: Role) -> list[str]:
+        return []
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def check(self, more: Mapping[Role, int], *, without: Sequence[str]) -> None:
+        """Accept any number: others start the workers."""
+
+    def add(self, more: Mapping[Role, int]) -> Added:
+        return Added(commands=self.commands(more))
+
+    def dismiss(self, name: str, *, connected: bool) -> None:
+        """Do nothing: a worker of others ends by itself."""
 
     async def leave(self) -> None:
         """Wait until all workers have left, at most STOP_GRACE_S: those that stay lose the connection."""
@@ -45,24 +64,26 @@ async def start_external(launch: Launch) -> ExternalWorkers:
     """Print the commands that start workers."""
     lines = [
         "workers join by, on any machine that shares this directory:",
-        *(f"  {command}" for command in commands(launch)),
+        *(f"  {command}" for command in commands(launch, {"policy": 1, "rollout": 0 if launch.config.is_sft else 1})),
         f"on other machines by --controller {launch.address} instead of --run, with the content of "
         f"{launch.directory / 'token'} in the environment variable {TOKEN_VARIABLE}",
     ]
     launch.observer.note("\n".join(lines))
-    return ExternalWorkers(launch.controller.peers)
+    return ExternalWorkers(launch.controller.peers, lambda more: list(commands(launch, more)))
 
 
-def commands(launch: Launch) -> Iterator[str]:
-    """Yield the command of each machine of the policy replica, and that of any rollout worker."""
+def commands(launch: Launch, more: Mapping[Role, int]) -> Iterator[str]:
+    """Yield the command of each machine of so many policy replicas, and that of each rollout worker."""
     config, folders = launch.config, os.pathsep.join(launch.python_path)
-    node = launch.policy_node
+    node, taken = launch.policy_node, launch.controller.ledger.members.by_name
     rendezvous = f"MACHINE_0:{RENDEZVOUS_PORT}" if node.num_nodes > 1 else ""
-    for index in range(node.num_nodes):
-        part = replace(node, index=index, rendezvous=rendezvous, python_path=folders)
-        threads = config.policy.threads and max(1, config.policy.threads // node.ranks_per_node)
-        yield _command(WorkerAddress(role="policy", run=launch.directory, threads=threads), part)
-    if not config.is_sft:
+    threads = config.policy.threads and max(1, config.policy.threads // node.ranks_per_node)
+    names = (f"policy-{i}" if i else "" for i in count() if f"policy-{i}" not in taken)  # policy-0 is the default
+    for name in islice(names, more.get("policy", 0)):
+        worker = WorkerAddress(role="policy", name=name, run=launch.directory, threads=threads)
+        for index in range(node.num_nodes):
+            yield _command(worker, replace(node, index=index, rendezvous=rendezvous, python_path=folders))
+    for _ in range(more.get("rollout", 0)):
         worker = WorkerAddress(role="rollout", run=launch.directory, threads=config.rollout.threads)
         yield _command(worker, Node(python_path=folders))
 

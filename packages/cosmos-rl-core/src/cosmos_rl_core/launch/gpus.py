@@ -1,6 +1,7 @@
 """GPUs of each worker of this machine: one per policy rank, and for a rollout replica as many as its engine needs.
 
     assigned = assign_gpus(config, node.ranks_per_node, gpus=machine_gpus(os.environ))
+    added = GpuSupply(...).assign({"rollout": 2}, in_use={"policy-0": ["0"]})      # for workers that are added later
 
 A GPU belongs to one process, unless [run] share_gpus allows more. On a machine without GPUs nothing is assigned.
 """
@@ -9,10 +10,11 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
+from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.optional import SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -42,6 +44,45 @@ class AssignedGpus:
         workers += [(f"rollout-{i}", own) for i, own in enumerate(self.rollouts)]
         text = ", ".join(f"{name} on {','.join(own)}" for name, own in workers)
         return f"{text}; unused: {','.join(self.unused)}" if self.unused else text
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuSupply:
+    """The GPUs of this machine, for workers that are added to a run."""
+
+    visible: Sequence[str]
+    per_worker: Mapping[Role, int]
+    """GPUs of one worker on this machine, by role."""
+    share: bool
+    """[run] share_gpus: whether a GPU may have several processes of the run."""
+
+    def assign(
+        self, more: Mapping[Role, int], *, in_use: Mapping[str, Sequence[str]]
+    ) -> dict[Role, list[Sequence[str]]]:
+        """Return the GPUs of `more` workers by role, the least used ones first. in_use: GPUs by worker.
+
+        Raises UserError if fewer are free than needed, unless `share` is set.
+        """
+        if not self.visible:
+            return {role: [()] * number for role, number in more.items()}
+        use = Counter({gpu: 0 for gpu in self.visible})
+        use.update(gpu for own in in_use.values() for gpu in own)
+        free = sum(number == 0 for number in use.values())
+        wanted = sum(self.per_worker[role] * number for role, number in more.items())
+        if wanted > free and not self.share:
+            parts = [f"{number} more {role} x {self.per_worker[role]}" for role, number in more.items() if number]
+            workers = ", ".join(f"{name} on {','.join(own)}" for name, own in in_use.items())
+            raise UserError(
+                f"{wanted} GPUs of this machine are needed ({', '.join(parts)}), but {free} of {len(self.visible)} are "
+                f"free: {workers}; start the workers on another machine, or set [run] share_gpus = true"
+            )
+        found: dict[Role, list[Sequence[str]]] = {}
+        for role, number in more.items():
+            for _ in range(number):
+                own = sorted(self.visible, key=use.__getitem__)[: self.per_worker[role]]
+                use.update(own)
+                found.setdefault(role, []).append(own)
+        return found
 
 
 def gpus_per_rollout(config: RunConfig) -> int:

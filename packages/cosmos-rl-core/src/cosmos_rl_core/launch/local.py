@@ -7,17 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import os
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 from pathlib import Path
 from typing import IO
 
-from cosmos_rl_core.errors import WorkerFailed
+from cosmos_rl_core.control.protocol import Role
+from cosmos_rl_core.errors import UserError, WorkerFailed
 from cosmos_rl_core.imports import PYTHON
-from cosmos_rl_core.launch.placement import STOP_GRACE_S, Launch, threads
+from cosmos_rl_core.launch.external import ExternalWorkers
+from cosmos_rl_core.launch.gpus import GpuSupply, gpus_per_rollout
+from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch, threads
 from cosmos_rl_core.optional import NamesModules
 from cosmos_rl_core.plugins import locate
-from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines
+from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_lines, machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
@@ -37,6 +43,16 @@ class WorkerProcess:
     """Visible GPUs; empty on a machine without GPUs."""
     starts: int = 0
     process: ChildProcess | None = None
+    leaving: bool = False
+    """Whether it shall leave, so that its end is no death."""
+
+    def kill(self) -> None:
+        """End it now; the agent of several ranks ends those first."""
+        if self.process is not None and self.process.exit_code is None:
+            if self.node.num_ranks > 1:
+                self.process.hang_up()
+            else:
+                self.process.kill()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +60,7 @@ class Death:
     """A worker that ended before it was stopped."""
 
     name: str
+    role: str
     status: str
     """"exit code 1" or "signal SIGKILL"."""
     last_lines: str
@@ -70,6 +87,16 @@ class LocalWorkers:
     """Forks workers of one process; without one, and after its end, they are started as commands."""
     spools: Path | None = None
     """Folder of this machine's spools, removed when the workers have left."""
+    supply: GpuSupply | None = None
+    """GPUs of workers that are added."""
+    rollout_threads: Callable[[int], int | None] = lambda number: None
+    """Returns the CPU threads of a rollout worker that is added, with so many of them on this machine."""
+    is_taken: Callable[[str], bool] = lambda name: False
+    """Returns whether a worker of this run has or had the name."""
+    guests: ExternalWorkers | None = None
+    """Workers of other machines that have joined the run."""
+    _first: dict[str, WorkerProcess] = field(default_factory=dict)
+    """The first worker of each role, whose settings apply to those that are added."""
     _workers: dict[str, WorkerProcess] = field(default_factory=dict)
     _watchers: set[asyncio.Task[None]] = field(default_factory=set)
     _stopping: bool = False
@@ -89,11 +116,57 @@ class LocalWorkers:
         """
         for i, visible in enumerate(gpus):
             address = replace(self.address(role, f"{role}-{i}", threads=threads), processes_per_gpu=processes_per_gpu)
-            log = self.log_dir / f"{address.name}.log"
-            worker = self._workers[address.name] = WorkerProcess(
-                address=address, node=node or Node(), log=log, gpus=visible
-            )
-            self._spawn(worker)
+            self._start(address, node or Node(), visible)
+
+    def names(self, role: Role) -> list[str]:
+        return [name for name, worker in self._workers.items() if worker.address.role == role and not worker.leaving]
+
+    def has(self, name: str) -> bool:
+        return name in self._workers
+
+    def check(self, more: Mapping[Role, int], *, without: Sequence[str]) -> None:
+        self._assign(more, without=without)
+
+    def add(self, more: Mapping[Role, int]) -> Added:
+        started = []
+        for role, gpus in self._assign(more).items():
+            first = self._first[role]
+            number = len(self.names(role)) + len(gpus)
+            for visible in gpus:
+                name = next(f"{role}-{i}" for i in count() if not self._has_had(f"{role}-{i}"))
+                shared = Counter(gpu for worker in self._workers.values() for gpu in worker.gpus)
+                address = replace(
+                    first.address,
+                    name=name,
+                    threads=self.rollout_threads(number) if role == "rollout" else first.address.threads,
+                    processes_per_gpu=max((shared[gpu] + 1 for gpu in visible), default=1),
+                )
+                self._start(address, first.node, visible)
+                started.append(name)
+        return Added(names=started)
+
+    def dismiss(self, name: str, *, connected: bool) -> None:
+        if (worker := self._workers.get(name)) is not None:
+            worker.leaving = True
+            if not connected:
+                worker.kill()
+
+    def _assign(self, more: Mapping[Role, int], *, without: Sequence[str] = ()) -> dict[Role, list[Sequence[str]]]:
+        for role, number in more.items():
+            if number and (machines := self._first[role].node.num_nodes) > 1:
+                raise UserError(f"a {role} replica of {machines} machines cannot be added to a run")
+        assert self.supply is not None
+        in_use = {name: worker.gpus for name, worker in self._workers.items() if worker.gpus and name not in without}
+        return self.supply.assign(more, in_use=in_use)
+
+    def _has_had(self, name: str) -> bool:
+        return name in self._workers or self.is_taken(name) or (self.log_dir / f"{name}.log").exists()
+
+    def _start(self, address: WorkerAddress, node: Node, gpus: Sequence[str]) -> None:
+        log = self.log_dir / f"{address.name}.log"
+        worker = self._workers[address.name] = WorkerProcess(address=address, node=node, log=log, gpus=gpus)
+        self._first.setdefault(address.role, worker)
+        self._spawn(worker)
 
     def address(self, role: str, name: str, *, threads: int | None) -> WorkerAddress:
         """Return the command-line parameters of a worker of this run, on any machine."""
@@ -109,18 +182,18 @@ class LocalWorkers:
             self.kill()
             await all_ended(running)
         await asyncio.gather(*self._watchers)
+        if self.guests is not None:
+            await self.guests.leave()
         if self.spools is not None:
             clear_spools(self.spools)
 
     def kill(self) -> None:
-        """End every worker now; the agent of several ranks ends those first."""
+        """End every worker now."""
         self._stopping = True
         for worker in self._workers.values():
-            if worker.process is not None and worker.process.exit_code is None:
-                if worker.node.num_ranks > 1:
-                    worker.process.hang_up()
-                else:
-                    worker.process.kill()
+            worker.kill()
+        if self.guests is not None:
+            self.guests.kill()
 
     def pid(self, name: str) -> int:
         process = self._workers[name].process
@@ -151,7 +224,11 @@ class LocalWorkers:
 
     async def _watch(self, worker: WorkerProcess, process: ChildProcess) -> None:
         status = await process.ended()
-        if self._stopping or process.exit_code == 0:
+        if self._stopping:
+            return
+        name = worker.address.name
+        if process.exit_code == 0 or worker.leaving:
+            del self._workers[name]
             return
         if isinstance(process, ForkedProcess) and not process.started:
             self.fork_server = None  # it has ended
@@ -160,8 +237,16 @@ class LocalWorkers:
             return
         can_restart = worker.node.num_nodes == 1 and process.exit_code != 2
         restarting = can_restart and worker.starts <= self.restart_workers
-        name, end = worker.address.name, last_lines(worker.log)
-        self.on_death(Death(name=name, status=status, last_lines=end, restarting=restarting))
+        if not restarting:
+            del self._workers[name]
+        death = Death(
+            name=name,
+            role=worker.address.role,
+            status=status,
+            last_lines=last_lines(worker.log),
+            restarting=restarting,
+        )
+        self.on_death(death)
         if restarting:
             self._spawn(worker)
 
@@ -197,9 +282,16 @@ async def start_processes(launch: Launch) -> LocalWorkers:
     config, controller, observer = launch.config, launch.controller, launch.observer
 
     def on_death(death: Death) -> None:
-        then = "starting it again" if death.restarting else "the run cannot continue without it"
-        report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
+        role = "policy" if death.role == "policy" else "rollout"
+        others = {*workers.names(role), *(peer.name for peer in controller.peers.of_role(role))} - {death.name}
         if death.restarting:
+            then = "starting it again"
+        elif others:
+            then = f"it is given up, and the run continues with {', '.join(sorted(others))}"
+        else:
+            then = "the run cannot continue without it"
+        report = f"{death.name} died ({death.status}); {then}. The end of logs/{death.name}.log:\n{death.last_lines}"
+        if death.restarting or others:
             observer.note(report)
             controller.ended(death.name)
         else:
@@ -218,6 +310,17 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         policy_keeps=(launch.lock,),
         fork_server=launch.fork_server,
         spools=spools,
+        supply=GpuSupply(
+            visible=machine_gpus(os.environ),
+            per_worker={
+                "policy": launch.policy_node.ranks_per_node,
+                "rollout": 0 if config.is_sft else gpus_per_rollout(config),
+            },
+            share=config.run.share_gpus,
+        ),
+        rollout_threads=lambda number: threads(config, rollouts=number)[1],
+        is_taken=controller.ledger.members.by_name.__contains__,
+        guests=ExternalWorkers(controller.peers),
     )
     node = launch.policy_node
     policy, rollout = threads(config)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +55,38 @@ class Launch:
     """Forks this machine's workers; None: they are started as commands."""
 
 
+@dataclass(frozen=True, slots=True)
+class Added:
+    """Workers that a placement adds to a run."""
+
+    names: Sequence[str] = ()
+    """Those that were started."""
+    commands: Sequence[str] = ()
+    """Commands of those that somebody else must start."""
+
+
 class Workers(Protocol):
     """The workers of one run."""
+
+    def names(self, role: p.Role) -> list[str]:
+        """Return the workers of a role whose processes run here, the oldest first; also those not connected yet."""
+        ...
+
+    def has(self, name: str) -> bool:
+        """Return whether this process runs here, also one that shall leave."""
+        ...
+
+    def check(self, more: Mapping[p.Role, int], *, without: Sequence[str]) -> None:
+        """Raise UserError if `more` workers cannot be added, by role, once those of `without` have left."""
+        ...
+
+    def add(self, more: Mapping[p.Role, int]) -> Added:
+        """Start `more` workers, by role, under new names. Raises UserError as `check`."""
+        ...
+
+    def dismiss(self, name: str, *, connected: bool) -> None:
+        """Expect the end of a worker that the controller drains; end it here unless it is `connected`."""
+        ...
 
     async def leave(self) -> None:
         """Wait until all workers have left; end the others."""
@@ -72,6 +102,21 @@ class Tasks:
 
     def __init__(self, tasks: list[asyncio.Task[None]]) -> None:
         self._tasks = tasks
+
+    def names(self, role: p.Role) -> list[str]:
+        return []
+
+    def has(self, name: str) -> bool:
+        return False
+
+    def check(self, more: Mapping[p.Role, int], *, without: Sequence[str]) -> None:
+        raise UserError('[run] placement = "inline" has a fixed number of workers; set placement = "local"')
+
+    def add(self, more: Mapping[p.Role, int]) -> Added:
+        return Added()
+
+    def dismiss(self, name: str, *, connected: bool) -> None:
+        pass
 
     async def leave(self) -> None:
         _, late = await asyncio.wait(self._tasks, timeout=STOP_GRACE_S)
@@ -133,8 +178,11 @@ async def start_tasks(launch: Launch) -> Workers:
     return Tasks([asyncio.create_task(work(name.partition("-")[0], name)) for name in names])
 
 
-def threads(config: RunConfig) -> tuple[int, int]:
-    """Return the CPU threads of a policy replica on this machine and of a rollout process, one of each GPU."""
+def threads(config: RunConfig, *, rollouts: int | None = None) -> tuple[int, int]:
+    """Return the CPU threads of a policy replica on this machine and of a rollout process, one of each GPU.
+
+    rollouts: rollout replicas on this machine; default: as in the recipe.
+    """
     cores = len(os.sched_getaffinity(0))
     if config.is_sft:
         return config.policy.threads or cores, 1
@@ -142,7 +190,7 @@ def threads(config: RunConfig) -> tuple[int, int]:
         cores=cores,
         policy=config.policy.threads,
         rollout=config.rollout.threads,
-        rollout_replicas=config.rollout.replicas * gpus_per_rollout(config),
+        rollout_replicas=(rollouts or config.rollout.replicas) * gpus_per_rollout(config),
         overlap=config.sync.max_staleness > 0,
     )
 

@@ -37,6 +37,7 @@ from cosmos_rl_core.launch.local import fork_server, start_processes
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
+from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.processes import machine_gpus
@@ -144,6 +145,7 @@ class _Run:
         self._observer = RunObserver(config, directory, first_step=first, max_steps=last)
         self._history = History(directory, first_step=evaluated_from(config, first, max_steps=last))
         self._workers: Workers | None = None
+        self._scaling: Scaling | None = None
         self._interrupts = 0
         self._removals = Removals(directory, lock=lock)
 
@@ -211,6 +213,8 @@ class _Run:
         async def on_connect(connection: Connection) -> None:
             if connection.peer.role == AGENT:
                 await receive_report(connection, controller.outcome.worker_failed)
+            elif connection.peer.role == OPERATOR:
+                await answer_operator(connection, self._scaling)
             else:
                 await controller.on_connect(connection)
 
@@ -317,6 +321,7 @@ class _Run:
                 fork_server=self._forks,
             )
         )
+        self._scaling = Scaling(controller, self._workers, self._config, note=self._observer.note)
         try:
             yield
         finally:

@@ -104,6 +104,8 @@ class ControllerClient:
                 self._publish(message.address, message.lineage)
             case p.RolledBack():
                 self._publish("", message.lineage)
+            case p.Drain():
+                self.leaving.set()
             case p.Stop():
                 self._stop()
 
