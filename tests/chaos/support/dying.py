@@ -1,0 +1,158 @@
+"""The tiny domain, whose workers kill themselves at a named point: DIE_AT = "policy-1 reduce 6 /tmp/.../died".
+
+The process of that name dies at that point of that step, or the first time after it, once: it creates the file first,
+so that its successor lives. All hooks are set in the workers, as they build their policy or their engine; the product
+has none. A policy computes in float64, where differences of rounding stay far below those of a lost or doubled sample.
+From step PACED_FROM on each step waits for the file GO, each longer than the one before and at most PACE_S, so that a
+run of few steps lasts until a process was started again.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from functools import wraps
+from pathlib import Path
+
+from cosmos_rl_core.testing.tiny import Tiny
+
+STEP = -1
+"""Step of the policy in this process."""
+PACED_FROM, PACE_S = 6, 5.0
+
+
+def die_at(point):
+    """Kill this process if it is the one, and if this is the point and the step."""
+    name, wanted, step, died = os.environ["DIE_AT"].split(" ", 3)
+    if point != wanted or int(step) > STEP or name not in Path("/proc/self/cmdline").read_text().split("\0"):
+        return
+    try:
+        os.close(os.open(died, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def around(owner, name, *, before="", after=""):
+    """Let a function, or a coroutine function, die before or after its work."""
+    work = getattr(owner, name)
+
+    @wraps(work)
+    def one(*arguments, **keywords):
+        if before:
+            die_at(before)
+        result = work(*arguments, **keywords)
+        if asyncio.iscoroutine(result):
+            return awaited(result)
+        if after:
+            die_at(after)
+        return result
+
+    async def awaited(coroutine):
+        result = await coroutine
+        if after:
+            die_at(after)
+        return result
+
+    setattr(owner, name, one)
+
+
+def hook_policy():
+    from cosmos_rl_core.checkpoint.writer import CheckpointWriter
+    from cosmos_rl_core.train.learner import PolicyLearner
+    from cosmos_rl_core.train.replicas import ReplicaGroup
+    from cosmos_rl_core.train.trainer import Trainer
+    from cosmos_rl_core.workers.steps import PolicySteps
+    from cosmos_rl_transfer.publish.delivery import Delivery
+
+    count_steps(PolicySteps)
+    around(Trainer, "forward_backward", before="forward")
+    die_in_the_sum(ReplicaGroup)
+    around(Trainer, "optim_step", after="update")
+    vote_alone(PolicySteps)
+    around(PolicyLearner, "optim_step", before="committed")
+    around(CheckpointWriter, "_write_tensors", after="saving")
+    around(Delivery, "_serve", after="serving")
+    around(ReplicaGroup, "receive_bytes", after="healing")
+    around(ReplicaGroup, "send_bytes", after="sending")
+
+
+def count_steps(steps):
+    work = steps.next_batch
+
+    async def next_batch(self, step):
+        global STEP
+        STEP = max(STEP, step)
+        if "GO" in os.environ and step >= PACED_FROM:
+            deadline = time.monotonic() + min(PACE_S, 0.2 * (step - PACED_FROM))
+            while not os.path.exists(os.environ["GO"]) and time.monotonic() < deadline:
+                await asyncio.sleep(0.01)
+        return await work(self, step)
+
+    steps.next_batch = next_batch
+
+
+def die_in_the_sum(group):
+    """With the operations of `sum` begun, and not waited for."""
+    work, finish = group.sum, group._finish
+
+    def summed(self, tensors):
+        self.in_sum = True
+        try:
+            return work(self, tensors)
+        finally:
+            self.in_sum = False
+
+    def finished(self, operations):
+        if getattr(self, "in_sum", False):
+            die_at("reduce")
+        finish(self, operations)
+
+    group.sum, group._finish = summed, finished
+
+
+def vote_alone(steps):
+    """Die with the vote sent while the others have not voted yet: in this step they wait until it is dead."""
+    work = steps.commit
+
+    async def commit(self, step):
+        name, point, wanted, died = os.environ["DIE_AT"].split(" ", 3)
+        if point == "voted" and step >= int(wanted):
+            if name not in Path("/proc/self/cmdline").read_text().split("\0"):
+                while not os.path.exists(died):
+                    await asyncio.sleep(0.01)
+                await asyncio.sleep(0.5)  # the controller notices it
+            elif not os.path.exists(died):
+                from cosmos_rl_core.control import protocol as p
+
+                await self._link.send(p.Vote(step=step, epoch=self._epoch))
+                await asyncio.sleep(0.2)  # the vote arrives
+                die_at("voted")
+        await work(self, step)
+
+    steps.commit = commit
+
+
+def hook_rollout():
+    from cosmos_rl_core.workers.client import RemoteLeases
+
+    global STEP
+    STEP = 0
+    around(RemoteLeases, "deliver", before="deliver", after="delivered")
+
+
+class Dying(Tiny):
+    """The domain."""
+
+    def build_policy(self, *arguments, **keywords):
+        hook_policy()
+        policy = super().build_policy(*arguments, **keywords)
+        policy.module.double()
+        return policy
+
+    def build_engine(self, *arguments, **keywords):
+        hook_rollout()
+        return super().build_engine(*arguments, **keywords)
+
+
+DOMAIN = Dying()

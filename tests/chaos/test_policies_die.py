@@ -1,0 +1,206 @@
+"""Rows 8 to 12 and 15 to 18 of the failure matrix: a policy is killed at a named point, and nothing is lost or doubled.
+
+every step has the samples of a run with one policy that nobody kills
+weights and optimizer agree with it to 1e-12, in float64: a sum over fewer replicas has another order
+the step of the death was committed by the survivors alone, or by all of them
+"""
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+from lives import journal_of, processes_of
+from safetensors.torch import load_file
+
+from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
+from cosmos_rl_core.control.ledger import records
+
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
+
+STEPS, PROMPTS, AT = 40, 6, 5
+SEVERAL_UPDATES = {"policy__minibatches": 2, "policy__epochs": 2}
+SUPPORT = str(Path(__file__).parent / "support")
+"""Folder of the domain, for all processes of a run."""
+slow = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def recipe(bandit, write_recipe):
+    """Write the recipe of a run of the dying domain in a directory, and return the path."""
+
+    def write(directory: Path, *, replicas, **changes):
+        tables = bandit(
+            directory / "run",
+            run__domain="dying:DOMAIN",
+            run__max_steps=STEPS,
+            policy__prompts_per_step=PROMPTS,
+            policy__replicas=replicas,
+            sync__max_staleness=0,
+            checkpoint__every_steps=4,
+            rollout__options={"delay_s": 0.005},
+            logging__sinks=["console", "jsonl"],
+            **changes,
+        )
+        return write_recipe(directory / "run.toml", tables)
+
+    return write
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory, recipe, start, finished):
+    """The directory of a run with one policy, that nobody kills."""
+    found = {}
+
+    def of(**changes):
+        key = str(changes)
+        if key not in found:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("DIE_AT", "nobody nowhere 0 never")
+                patch.setenv("PYTHONPATH", SUPPORT)
+                file = recipe(directory, replicas=1, run__placement="inline", **changes)
+                finished(start("run", file), timeout_s=240)
+            found[key] = directory / "run"
+        return found[key]
+
+    return of
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch, recipe, start):
+    """Start a run in which a policy dies at a point; return its process, its directory and the file of the death."""
+
+    def begin(name, point, *, replicas, at=AT, paced=False, **changes):
+        died = tmp_path / "died"
+        monkeypatch.setenv("DIE_AT", f"{name} {point} {at} {died}")
+        monkeypatch.setenv("PYTHONPATH", SUPPORT)
+        if paced:
+            monkeypatch.setenv("GO", str(tmp_path / "go"))
+        return start("run", recipe(tmp_path, replicas=replicas, **changes)), tmp_path / "run", died
+
+    return begin
+
+
+def weights(run_dir):
+    folder = run_dir / "checkpoints" / f"step_{STEPS}"
+    assert read_state(folder).step == STEPS
+    files = sorted(Path(folder).rglob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}
+
+
+def trained(run_dir, rows_of):
+    """The samples of each step, and the rewards of all its rollouts."""
+    steps = [rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl") for step in range(STEPS)]
+    return [sorted((row["sample"], row["response"], row["reward"]) for row in rows) for rows in steps]
+
+
+@pytest.fixture
+def must_equal(rows_of):
+    """Compare a run with the one that nobody killed."""
+
+    def compare(run_dir, whole):
+        assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+        assert trained(run_dir, rows_of) == trained(whole, rows_of)
+        mine, other = weights(run_dir), weights(whole)
+        assert mine.keys() == other.keys()
+        assert max((mine[name] - other[name]).abs().max().item() for name in mine) < 1e-12
+        for step in list_steps(run_dir / "checkpoints"):
+            assert read_state(run_dir / "checkpoints" / f"step_{step}").step == step
+
+    return compare
+
+
+def voters_of(run_dir, step):
+    [commit] = [record for record in journal_of(run_dir) if isinstance(record, records.Commit) and record.step == step]
+    return commit.voters
+
+
+ALONE, BOTH = ("policy-0",), ("policy-0", "policy-1")
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "voters", "changes"),
+    [
+        pytest.param("policy-1", "forward", ALONE, {}, id="row 8: in the forward pass", marks=slow),
+        pytest.param("policy-0", "forward", ("policy-1",), {}, id="row 8: the first of the mesh", marks=slow),
+        pytest.param("policy-1", "reduce", ALONE, {}, id="row 9: in the sum of the gradients"),
+        pytest.param("policy-1", "voted", ALONE, {}, id="row 10: after its vote, before the commit"),
+        pytest.param("policy-0", "committed", BOTH, {}, id="row 11: after the commit, before the step", marks=slow),
+        pytest.param("policy-1", "update", ALONE, SEVERAL_UPDATES, id="row 12: between two updates of a step"),
+        pytest.param("policy-0", "serving", None, {}, id="while it serves weights", marks=slow),
+        pytest.param("policy-0", "saving", None, {}, id="while it saves", marks=slow),
+    ],
+)
+def test_a_policy_that_dies_at(dying, undisturbed, finished, must_equal, name, point, voters, changes):
+    process, run_dir, died = dying(name, point, replicas=2, **changes)
+    out, _ = finished(process, timeout_s=240)
+    assert died.exists(), "it did not die"
+    assert f"{name} died (signal SIGKILL); starting it again" in out
+    if voters is not None:
+        assert voters_of(run_dir, AT) == voters
+    must_equal(run_dir, undisturbed(**changes))
+    assert not any(isinstance(record, records.RolledBack) for record in journal_of(run_dir))
+
+
+def kill(run_dir, name):
+    [pid] = processes_of(run_dir, name=name)
+    os.kill(pid, signal.SIGKILL)
+
+
+def votes(run_dir, name):
+    """Number of commits that a replica voted for."""
+    return sum(name in record.voters for record in journal_of(run_dir) if isinstance(record, records.Commit))
+
+
+@pytest.mark.parametrize(
+    ("name", "point", "newcomer", "replicas"),
+    [
+        pytest.param("policy-1", "healing", "policy-1", 2, id="row 17: the newcomer dies while it takes the state"),
+        pytest.param("policy-0", "sending", "policy-2", 3, id="row 18: the source of the state dies", marks=slow),
+    ],
+)
+def test_a_newcomer_joins_although(
+    tmp_path, dying, undisturbed, wait_for, rows_of, finished, must_equal, name, point, newcomer, replicas
+):
+    process, run_dir, died = dying(name, point, replicas=replicas, at=0, paced=True)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= AT + 1, "the steps before the kill")
+    kill(run_dir, newcomer)
+    before = votes(run_dir, newcomer)
+    wait_for(died.exists, "the death while state is sent", timeout_s=300)
+    wait_for(lambda: votes(run_dir, newcomer) > before, "a vote of the newcomer", timeout_s=300)
+    (tmp_path / "go").touch()
+    finished(process, timeout_s=240)
+    must_equal(run_dir, undisturbed())
+
+
+def test_a_newcomer_has_the_state_of_the_others(
+    tmp_path, dying, undisturbed, wait_for, start, rows_of, finished, must_equal
+):
+    """Row 16. It trains alone after the death of the policy that it took its state from."""
+    process, run_dir, _ = dying("nobody", "nowhere", replicas=1, paced=True)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= AT, "the steps before it joins")
+    newcomer = start("worker", "--role", "policy", "--name", "newcomer", "--run", run_dir)
+    wait_for(lambda: votes(run_dir, "newcomer"), "a vote of the newcomer", timeout_s=300)
+    kill(run_dir, "policy-0")
+    (tmp_path / "go").touch()
+    finished(process, timeout_s=240)
+    finished(newcomer)
+    alone = [r.voters for r in journal_of(run_dir) if isinstance(r, records.Commit)].count(("newcomer",))
+    assert alone > 0
+    assert not any(isinstance(record, records.RolledBack) for record in journal_of(run_dir))
+    must_equal(run_dir, undisturbed())
+
+
+@slow
+def test_all_of_several_policies_die(tmp_path, dying, undisturbed, wait_for, rows_of, finished, must_equal):
+    """Row 15. The steps after the newest checkpoint are done again, on a new lineage."""
+    process, run_dir, _ = dying("nobody", "nowhere", replicas=2, paced=True)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= AT + 1, "the steps before the kill")
+    for name in BOTH:
+        kill(run_dir, name)
+    (tmp_path / "go").touch()
+    finished(process, timeout_s=240)
+    [rollback] = [record for record in journal_of(run_dir) if isinstance(record, records.RolledBack)]
+    assert rollback.version == 4
+    must_equal(run_dir, undisturbed())
