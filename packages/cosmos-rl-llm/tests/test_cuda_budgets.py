@@ -82,6 +82,8 @@ def test_mixed_precision_computes_in_bfloat16(kind, monkeypatch):
         gradients = trained(policy, one_microbatch())
     assert not record.mismatches and not record.math_attention and not record.synchronisations, record
     assert multiplied == (set() if kind == "qwen3" else {torch.bfloat16})
+    layers = policy.module.config.num_hidden_layers
+    assert record.varlen.total() == (0 if kind == "gpt_oss" else layers), record  # one call a layer, none with sinks
     wanted = trained(CausalLMPolicy(small(kind), compute_dtype=torch.bfloat16), one_microbatch())
     for mine, right in zip(gradients, wanted, strict=True):
         assert mine.dtype == torch.float32

@@ -1,11 +1,15 @@
 """Attention on CUDA: the kernel of each layer, and its result where a fake replaces what needs a GPU."""
 
 import sys
+from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.nn.attention import flex_attention as flex
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
@@ -17,6 +21,8 @@ from cosmos_rl_llm.data.collate import pack_batch
 from cosmos_rl_llm.model.miniature import miniature
 from cosmos_rl_llm.policy import kernels
 from cosmos_rl_llm.policy.attention import Scoring, causal_attention
+from cosmos_rl_llm.policy.kernels import Ragged
+from cosmos_rl_llm.policy.packing import PackedLayout
 from cosmos_rl_llm.policy.policy import CausalLMPolicy
 from cosmos_rl_llm.policy.probe import probe_samples
 
@@ -90,7 +96,7 @@ def test_flex_attention_scores_like_plain_attention(scoring, monkeypatch):
 
 def fake_varlen(query, key, value, ends_q, ends_k, max_q, max_k, *, scale, window_size, enable_gqa):
     """torch's kernel for packed sequences, by plain attention of each sequence."""
-    assert ends_q.dtype == torch.int32 and torch.equal(ends_q, ends_k) and enable_gqa
+    assert ends_q.dtype == ends_k.dtype == torch.int32 and torch.equal(ends_q, ends_k) and enable_gqa
     assert query.shape[-1] == value.shape[-1] and query.shape[-1] % 8 == 0
     assert window_size[1] == 0 and max_q == max_k == int(ends_q.diff().max())
     outputs = []
@@ -136,6 +142,85 @@ def test_a_kernel_gets_the_arguments_of_the_layer(kernel, scoring, narrow, monke
         results.append([output, *(x.grad for x in given)])
     for found, wanted in zip(*results):
         torch.testing.assert_close(found, wanted, rtol=0, atol=1e-5)
+
+
+SHARED = (
+    [0, 1, 2, 3, 4, 5],
+    [0, 1, 2, 3, 6, 7, 8, 9],
+    [0, 1, 2, 3, 6, 7, 8, 10],
+    [0, 1, 2, 3, 6, 7, 8, 10],
+    [11, 12, 13],
+    [11, 12, 13, 14, 15, 16],
+)
+ROWS = {
+    "end to end": ([5, 40, 1, 17], None),
+    "shared prompts": ([len(rows) for rows in SHARED], np.concatenate(SHARED)),
+}
+
+
+@pytest.mark.cuda_dry
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize(
+    ("scoring", "available"),
+    [
+        ({}, {"flash"}),
+        ({"window": 4}, {"flash"}),
+        ({"window": 100}, {"flash"}),
+        ({"softcap": 2.0}, {"flash_attn"}),
+        ({"softcap": 2.0, "window": 4}, {"flash_attn"}),
+    ],
+)
+def test_a_packed_row_is_one_call_without_padding(rows, scoring, available, monkeypatch):
+    lengths, places = ROWS[rows]
+    num_rows = sum(lengths) if places is None else places.max() + 1
+    generator = torch.Generator().manual_seed(0)
+    given = [torch.randn(1, heads, num_rows, 16, generator=generator).bfloat16() for heads in (4, 2, 2)]
+    given[2] = given[2][..., :10]
+    scoring = Scoring(scale=0.3, **scoring)
+    weights = torch.linspace(-1, 1, num_rows)[:, None, None]
+
+    def run(layout, given):
+        given = [x.requires_grad_() for x in given]
+        output = layout.attend(*given, scoring)
+        (output.float() * weights.to(output.device)).sum().backward()
+        return [output, *(x.grad for x in given)]
+
+    calls = []
+    with pretend_cuda() as record:
+        monkeypatch.setattr(kernels, "available", lambda device: available)
+        flash_attn = SimpleNamespace(flash_attn_varlen_func=partial(fake_flash_attn_varlen, calls))
+        monkeypatch.setitem(sys.modules, "flash_attn", flash_attn)
+        layout = PackedLayout.of(lengths, rows=places, device="cuda")
+        on_gpu = [x.to("cuda") for x in given]
+        record.clear()
+        found = run(layout, on_gpu)
+        assert record.varlen.total() + len(calls) == 1
+        assert not record.mismatches and not record.synchronisations, record
+    wanted = run(PackedLayout.of(lengths, rows=places), [x.float() for x in given])
+    for mine, right in zip(found, wanted, strict=True):
+        assert mine.dtype == torch.bfloat16 and mine.shape == right.shape
+        torch.testing.assert_close(mine.held.float(), right, rtol=0.02, atol=0.02)
+
+
+def fake_flash_attn_varlen(calls, query, key, value, ends_q, ends_k, max_q, max_k, **options):
+    """flash-attn's function for sequences of different lengths, by plain attention of each sequence's last queries."""
+    assert options.pop("causal") and max_k == int(ends_k.held.diff().max()) and max_q == int(ends_q.held.diff().max())
+    calls.append(options)
+    outputs, window = [], options["window_size"][0]
+    scoring = Scoring(
+        scale=options["softmax_scale"], window=None if window < 0 else window + 1, softcap=options["softcap"] or None
+    )
+    for (q0, q1), (k0, k1) in zip(pairwise(ends_q.held.tolist()), pairwise(ends_k.held.tolist())):
+        whole = F.pad(query[q0:q1], (0, 0, 0, 0, k1 - k0 - (q1 - q0), 0))  # the queries of a prefix are not used
+        one = (x.transpose(0, 1)[None] for x in (whole, key[k0:k1], value[k0:k1]))
+        outputs.append(causal_attention(*one, scoring)[0].transpose(0, 1)[k1 - k0 - (q1 - q0) :])
+    return torch.cat(outputs)
+
+
+def test_queries_that_are_not_the_end_of_their_sequence_stay_in_blocks():
+    assert Ragged.of([3, 3], np.array([0, 1, 2, 3, 1, 2])) is None
+    assert Ragged.of([2, 2], np.array([2, 3, 0, 1])) is None
+    assert PackedLayout.of([3, 3], padding=False).ragged is None
 
 
 class Attention(nn.Module):

@@ -9,6 +9,7 @@ import socket
 import threading
 import warnings
 from contextlib import nullcontext
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -98,6 +99,31 @@ def attention(hour: Hour) -> None:
         found = attend(*qkv(short, BF16), scoring).detach().float().cpu()
         error = (found - exact).abs().max() / exact.abs().max()
         hour.measured(f"{name}: error beside float32", error.item(), "", "<= 0.03", always=True)
+    _packed_attention(hour, heads, kv_heads, dim)
+
+
+def _packed_attention(hour: Hour, heads: int, kv_heads: int, dim: int) -> None:
+    """Sequences of different lengths that share a prompt, in one call (`kernels.Ragged`)."""
+    from cosmos_rl_llm.policy.attention import Scoring
+    from cosmos_rl_llm.policy.packing import PackedLayout
+
+    prompt, answers = hour.size((512, [1500, 700, 1, 64]), (8, [20, 7, 1, 3]))
+    ends = np.cumsum([prompt, *answers])
+    rows = np.concatenate([[*range(prompt), *range(start, end)] for start, end in pairwise(ends)])
+    lengths = [prompt + answer for answer in answers]
+
+    def run(device: torch.device, dtype: torch.dtype) -> list[torch.Tensor]:
+        torch.manual_seed(0)
+        given = [torch.randn(1, h, ends[-1], dim) for h in (heads, kv_heads, kv_heads)]
+        given = [x.to(device, dtype).requires_grad_() for x in given]
+        output = PackedLayout.of(lengths, rows=rows, device=device).attend(*given, Scoring(scale=dim**-0.5))
+        output.backward(torch.ones_like(output))
+        gradients = [x.grad for x in given if x.grad is not None]
+        return [x.detach().float().cpu() for x in (output, *gradients)]
+
+    exact, found = run(torch.device("cpu"), torch.float32), run(hour.device, BF16)
+    errors = [((mine - right).abs().max() / right.abs().max()).item() for mine, right in zip(found, exact, strict=True)]
+    hour.measured("packed row with a shared prompt: error beside float32", max(errors), "", "<= 0.03", always=True)
 
 
 QWEN2_5_1_5B = {

@@ -14,6 +14,7 @@ and the current device are recorded per thread. Each event is counted by the lin
     uploads           copies from pageable host memory: the host waits for the copy
     stray             copies to the host in a thread that never called `torch.cuda.set_device`: with several GPUs it
                       would wait for another one's work
+    varlen            calls of `varlen_attn`, which has no kernel on CPUs
     math_attention    scaled_dot_product_attention that no fused kernel takes: scores of [L, L] in memory
 
 It does not emulate time, memory, or races between streams. Operations run on the CPU in the order of their calls.
@@ -31,8 +32,10 @@ from unittest import mock
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention import varlen
 from torch.overrides import TorchFunctionMode
 
+from cosmos_rl_core.testing.pretend_attention import check_fused, varlen_attention
 from cosmos_rl_core.testing.pretend_record import HERE, Record
 from cosmos_rl_core.testing.pretend_tensor import CUDA, PINNED, REGISTERED, Dispatch, PretendTensor, is_pinned, pin
 
@@ -72,11 +75,7 @@ def _with_index(value: Any) -> Any:
 
 
 class _Calls(TorchFunctionMode):
-    """Names the device of calls, and counts scaled_dot_product_attention for which CUDA has no fused kernel.
-
-    Flash attention takes half precision, head dims up to 256 and no mask; the memory-efficient kernel takes masks and
-    float32, but no grouped heads (`sdp_utils.cpp` of torch 2.13).
-    """
+    """Names the device of calls, and counts scaled_dot_product_attention for which CUDA has no fused kernel."""
 
     def __init__(self, record: Record) -> None:
         super().__init__()
@@ -87,7 +86,7 @@ class _Calls(TorchFunctionMode):
             return func(*args, **(kwargs or {}))
         kwargs = {name: _with_index(value) for name, value in (kwargs or {}).items()}
         if func is torch.nn.functional.scaled_dot_product_attention:
-            self._check(*args, **kwargs)
+            check_fused(self.record, *args, **kwargs)
         if func is Tensor.cuda:
             return args[0].to(CUDA)
         if getattr(func, "__name__", "") in _FLOAT32 and torch.is_autocast_enabled("cuda"):
@@ -96,25 +95,6 @@ class _Calls(TorchFunctionMode):
         if func in _FROM_DATA and kwargs.get("device") == CUDA:  # they would allocate past the dispatch mode
             return func(*args, **kwargs | {"device": "cpu"}).to(CUDA)
         return func(*[_with_index(arg) for arg in args], **kwargs)
-
-    def _check(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> None:
-        flash = attn_mask is None and query.dtype != torch.float32 and query.shape[-1] <= 256
-        efficient = not enable_gqa or key.shape[1] == query.shape[1]
-        if isinstance(query, PretendTensor) and not flash and not efficient:
-            shape = f"{list(query.shape)} {query.dtype}".replace("torch.", "")
-            self.record.count(
-                self.record.math_attention, f"{'masked' if attn_mask is not None else 'causal'} {shape}, grouped"
-            )
 
 
 class _Stream:
@@ -257,6 +237,7 @@ def pretend_cuda() -> Iterator[Record]:
             stack.enter_context(mock.patch.object(torch.cuda, name, value))
         for owner, name in _BY_DEVICE:
             stack.enter_context(mock.patch.object(owner, name, _on_cpu(getattr(owner, name))))
+        stack.enter_context(mock.patch.object(varlen, "varlen_attn", functools.partial(varlen_attention, record)))
         stack.enter_context(mock.patch.object(Tensor, "pin_memory", pin))
         stack.enter_context(mock.patch.object(Tensor, "is_pinned", is_pinned))
         stack.enter_context(mock.patch.object(threading.Thread, "run", run_with_device))

@@ -20,6 +20,8 @@ class Record:
     uploads: Counter[str] = field(default_factory=Counter)
     stray: Counter[str] = field(default_factory=Counter)
     math_attention: Counter[str] = field(default_factory=Counter)
+    varlen: Counter[str] = field(default_factory=Counter)
+    """Calls of `varlen_attn`."""
     waits: Counter[str] = field(default_factory=Counter)
     """`Event.synchronize`: the host waits for the work before one event, not for the GPU."""
     streams: Counter[str] = field(default_factory=Counter)

@@ -8,6 +8,9 @@
 
 A sink is a further term of the softmax's sum: with it, outputs are multiplied by sigmoid(logsumexp(scores) - sink).
 CPUs use `attention.causal_attention`.
+
+flash and flash_attn take the sequences of a packed row in one call without padding (`Ragged`), except with sinks; the
+other kernels take padded blocks of them.
 """
 
 from __future__ import annotations
@@ -15,12 +18,13 @@ from __future__ import annotations
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -43,16 +47,84 @@ _TILE = 128
 """Rows and columns of a block of a block mask."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ragged:
+    """Sequences in one row without padding, for kernels that take the ends of each.
+
+    The queries of a sequence are the rows that it does not share with the sequences before it, one behind the other;
+    its keys are all of its rows.
+    """
+
+    query_ends: Tensor
+    """[n + 1] int32: first row of each sequence's queries, and the number of rows."""
+    key_ends: Tensor
+    """[n + 1] int32: the same among the keys."""
+    rows: Tensor | None
+    """[keys] int64: row of each key; None where no rows are shared, so that keys are the rows."""
+    most_queries: int
+    longest: int
+    """Most keys of a sequence."""
+
+    @classmethod
+    def of(cls, lengths: Sequence[int], rows: np.ndarray) -> Ragged | None:
+        """Lay out sequences of `lengths`; rows [sum(lengths)]: of their tokens. None where queries do not ascend."""
+        sizes = np.array(lengths)
+        starts = np.cumsum(sizes) - sizes
+        own = np.diff(np.maximum.accumulate(rows), prepend=-1) > 0
+        queries = np.add.reduceat(own, starts, dtype=np.int64)
+        place = np.arange(len(rows)) - np.repeat(starts, sizes)
+        if not np.array_equal(own, place >= np.repeat(sizes - queries, sizes)):
+            return None  # shared rows are not a prefix
+        if not np.array_equal(rows[own], np.arange(queries.sum())):
+            return None
+        query_ends, key_ends = (torch.from_numpy(_ends(counts)) for counts in (queries, sizes))
+        shared = None if len(rows) == queries.sum() else torch.from_numpy(rows)
+        return cls(query_ends, key_ends, shared, int(queries.max()), int(sizes.max()))
+
+
+def _ends(counts: np.ndarray) -> np.ndarray:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+
+
 def attend(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     """query [B, heads, L, D], key [B, kv_heads, L, D], value [B, kv_heads, L, D'] -> [B, heads, L, D'], causal."""
     if not query.is_cuda:
         return causal_attention(query, key, value, scoring)
-    if torch.is_autocast_enabled("cuda"):  # it covers torch's own attention only
-        query, key, value = (x.to(torch.get_autocast_dtype("cuda")) for x in (query, key, value))
-    if scoring.window is not None and scoring.window >= query.shape[2]:
-        scoring = replace(scoring, window=None)
+    query, key, value = _cast(query, key, value)
+    scoring = _within(scoring, query.shape[2])
     kernel = choose(scoring, dtype=query.dtype, head_dim=query.shape[-1], available=available(query.device))
     return RUN[kernel](query, key, value, scoring)
+
+
+def attend_ragged(query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, scoring: Scoring) -> Tensor | None:
+    """Attend in one call of a kernel; None where the kernel of the layer takes only sequences of one length.
+
+    query [L, heads, D], key [L, kv_heads, D], value [L, kv_heads, D'] -> [L, heads, D'], causal.
+    """
+    if not query.is_cuda or scoring.sinks is not None:
+        return None
+    query, key, value = _cast(query, key, value)
+    scoring = _within(scoring, ragged.longest)
+    kernel = choose(scoring, dtype=query.dtype, head_dim=query.shape[-1], available=available(query.device))
+    if kernel not in RUN_RAGGED:
+        return None
+    if ragged.rows is not None:
+        key, value = (x.index_select(0, ragged.rows) for x in (key, value))
+    width = value.shape[-1]
+    query, key, value = _same_width(query, key, value)
+    return RUN_RAGGED[kernel](query, key, value, ragged, scoring)[..., :width]
+
+
+def _cast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Cast to autocast's dtype, as autocast does for torch's own attention only."""
+    if not torch.is_autocast_enabled("cuda"):
+        return tensors
+    return tuple(tensor.to(torch.get_autocast_dtype("cuda")) for tensor in tensors)
+
+
+def _within(scoring: Scoring, length: int) -> Scoring:
+    """Drop a window that hides nothing of `length` tokens."""
+    return replace(scoring, window=None) if scoring.window is not None and scoring.window >= length else scoring
 
 
 def choose(scoring: Scoring, *, dtype: torch.dtype, head_dim: int, available: Collection[str]) -> Kernel:
@@ -114,26 +186,62 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tenso
     """Windows by the kernel for sequences of different lengths, the only one of torch's that has them."""
     if scoring.window is None:
         return causal_attention(query, key, value, scoring)
-    from torch.nn.attention.varlen import varlen_attn
-
     rows, _, length, _ = query.shape
     ends = torch.arange(0, (rows + 1) * length, length, dtype=torch.int32, device=query.device)
     q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in _same_width(query, key, value))
-    window = (scoring.window - 1, 0)
-    output = varlen_attn(q, k, v, ends, ends, length, length, scale=scoring.scale, window_size=window, enable_gqa=True)
-    assert isinstance(output, Tensor)
+    output = _flash_ragged(q, k, v, Ragged(ends, ends, None, length, length), scoring)
     return output.unflatten(0, (rows, length)).transpose(1, 2)[..., : value.shape[-1]]
+
+
+def _flash_ragged(query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, scoring: Scoring) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn
+
+    output = varlen_attn(
+        query,
+        key,
+        value,
+        ragged.query_ends,
+        ragged.key_ends,
+        ragged.most_queries,
+        ragged.longest,
+        scale=scoring.scale,
+        window_size=_before(scoring.window),
+        enable_gqa=True,
+    )
+    assert isinstance(output, Tensor)
+    return output
+
+
+def _before(window: int | None) -> tuple[int, int]:
+    """The window as tokens before and behind the last key of a query; -1: all."""
+    return (-1 if window is None else window - 1, 0)
 
 
 def _flash_attn(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
     from flash_attn import flash_attn_func  # pyright: ignore[reportMissingImports]
 
     q, k, v = (x.transpose(1, 2) for x in _same_width(query, key, value))
-    window = (-1 if scoring.window is None else scoring.window - 1, 0)
-    output = flash_attn_func(
-        q, k, v, softmax_scale=scoring.scale, causal=True, window_size=window, softcap=scoring.softcap or 0.0
-    )
+    window, softcap = _before(scoring.window), scoring.softcap or 0.0
+    output = flash_attn_func(q, k, v, softmax_scale=scoring.scale, causal=True, window_size=window, softcap=softcap)
     return output.transpose(1, 2)[..., : value.shape[-1]]
+
+
+def _flash_attn_ragged(query: Tensor, key: Tensor, value: Tensor, ragged: Ragged, scoring: Scoring) -> Tensor:
+    from flash_attn import flash_attn_varlen_func  # pyright: ignore[reportMissingImports]
+
+    return flash_attn_varlen_func(
+        query,
+        key,
+        value,
+        ragged.query_ends,
+        ragged.key_ends,
+        ragged.most_queries,
+        ragged.longest,
+        softmax_scale=scoring.scale,
+        causal=True,
+        window_size=_before(scoring.window),
+        softcap=scoring.softcap or 0.0,
+    )
 
 
 def _flex(query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
@@ -170,6 +278,10 @@ RUN: Mapping[Kernel, Callable[[Tensor, Tensor, Tensor, Scoring], Tensor]] = {
     "flex": _flex,
     "efficient": _efficient,
     "plain": causal_attention,
+}
+RUN_RAGGED: Mapping[Kernel, Callable[[Tensor, Tensor, Tensor, Ragged, Scoring], Tensor]] = {
+    "flash": _flash_ragged,
+    "flash_attn": _flash_attn_ragged,
 }
 
 

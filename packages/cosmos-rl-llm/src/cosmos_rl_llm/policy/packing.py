@@ -4,8 +4,9 @@
     padded blocks  [sequences, heads, longest, head_dim]                   causal, right padding is never attended to
 
 A right-padded causal block needs no mask, so a packed row costs one gather, one fused attention per block of
-similar lengths, and one scatter. Everything else in the network runs on the L real tokens only, and on the prompt
-of a group once (`share_prefixes`).
+similar lengths, and one scatter. Kernels that take the ends of sequences need one call, without padding, and a gather
+of the keys where prompts are shared (`kernels.Ragged`). Everything else in the network runs on the L real tokens
+only, and on the prompt of a group once (`share_prefixes`).
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.parallel.device import to_device
 from cosmos_rl_llm.policy.attention import Scoring
-from cosmos_rl_llm.policy.kernels import attend
+from cosmos_rl_llm.policy.kernels import Ragged, attend, attend_ragged
 
 ATTENTION = "cosmos_rl"
 """Name under which `install_attention` registers `layout_attention` with transformers."""
@@ -118,6 +120,8 @@ class PackedLayout:
     blocks: tuple[Block, ...]
     restore: Tensor
     """[L] int64: index of each token of the packed row in the concatenated padded blocks."""
+    ragged: Ragged | None = None
+    """The sequences without padding."""
 
     @classmethod
     def of(
@@ -148,11 +152,15 @@ class PackedLayout:
             padded = offset + np.arange(source.size).reshape(source.shape)
             restore[source[place < size]] = padded[place < size]
             offset += source.size
-            blocks.append(Block(torch.from_numpy(source.ravel()).to(device), len(members), longest))
-        return cls(tuple(blocks), torch.from_numpy(restore).to(device))
+            blocks.append(Block(torch.from_numpy(source.ravel()), len(members), longest))
+        ragged = Ragged.of(lengths, rows) if padding else None  # kernels may split a sequence by the longest in the row
+        return to_device(cls(tuple(blocks), torch.from_numpy(restore), ragged), torch.device(device))
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         query, key, value = (x[0].transpose(0, 1) for x in (query, key, value))  # [L, heads, D]
+        whole = None if self.ragged is None else attend_ragged(query, key, value, self.ragged, scoring)
+        if whole is not None:
+            return whole.unsqueeze(0)
         outputs = [_attend_block(block, query, key, value, scoring) for block in self.blocks]
         output = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
         return output.index_select(0, self.restore).unsqueeze(0)
