@@ -2,6 +2,8 @@
 
 import json
 import signal
+import subprocess
+import sys
 
 import pytest
 
@@ -10,6 +12,12 @@ from cosmos_rl_core.checkpoint.manifest import read_state
 pytestmark = pytest.mark.ci
 
 STEPS, PROMPTS = 12, 4
+OF_AN_EARLIER_VERSION = """
+from cosmos_rl_core.wire import handshake
+handshake.make_preamble.__kwdefaults__["version"] -= 1
+from cosmos_rl_core.cli.app import main
+main()
+"""
 
 
 def test_the_printed_commands_start_a_run_that_trains_every_sample_once(controller, start, rows_of, finished):
@@ -73,12 +81,16 @@ def test_workers_that_cannot_join_say_why_and_leave_the_run_unharmed(
     assert "does not have this run's token" in errors
     _, errors = finished(start(*policy), 2)
     assert "a live worker has the name policy-0: give this one another by --name" in errors
+    earlier = subprocess.run([sys.executable, "-c", OF_AN_EARLIER_VERSION, *rollout], capture_output=True, text=True)
+    assert earlier.returncode == 2
+    assert "install the same cosmos-rl-core on both sides" in earlier.stderr
     steps = len(rows_of(run_dir / "metrics.jsonl"))
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps, "another step")
     process.send_signal(signal.SIGINT)
     out, errors = finished(process, 130)
     assert "policy-0 was refused: a live worker has the name" in out
     assert "has refused a connection: its peer has another token" in errors
+    assert "has refused a connection: its peer has another version of the protocol" in errors
     for worker in good:
         finished(worker)
 

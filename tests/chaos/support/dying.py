@@ -17,7 +17,7 @@ from pathlib import Path
 from cosmos_rl_core.testing.tiny import Tiny
 
 STEP = -1
-"""Step of the policy in this process."""
+"""Step of the policy in this process, or deliveries of the rollout worker."""
 PACED_FROM, PACE_S = 6, 5.0
 
 
@@ -136,9 +136,15 @@ def vote_alone(steps):
 def hook_rollout():
     from cosmos_rl_core.workers.client import RemoteLeases
 
-    global STEP
-    STEP = 0
     around(RemoteLeases, "deliver", before="deliver", after="delivered")
+    work = RemoteLeases.deliver
+
+    async def deliver(self, *arguments):
+        global STEP
+        STEP += 1
+        await work(self, *arguments)
+
+    RemoteLeases.deliver = deliver
 
 
 class Dying(Tiny):

@@ -13,6 +13,11 @@ from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, s
 from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.launch.run import run
 
+STEPS, PROMPTS = 40, 6
+"""Of a run in which a worker dies at a named point."""
+AT = 5
+"""Step of the death."""
+
 
 def live_to_the_end(tables):
     run(tables, resume="auto")

@@ -1,0 +1,98 @@
+"""Runs of the dying domain, and the run that nobody killed, which they must equal."""
+
+from pathlib import Path
+
+import pytest
+from lives import AT, PROMPTS, STEPS
+from safetensors.torch import load_file
+
+from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
+
+SUPPORT = str(Path(__file__).parent / "support")
+"""Folder of the domain, for all processes of a run."""
+
+
+@pytest.fixture(scope="session")
+def recipe(bandit, write_recipe):
+    """Write the recipe of a run of the dying domain in a directory, and return the path."""
+
+    def write(directory: Path, *, replicas, **changes):
+        tables = bandit(
+            directory / "run",
+            run__domain="dying:DOMAIN",
+            run__max_steps=STEPS,
+            policy__prompts_per_step=PROMPTS,
+            policy__replicas=replicas,
+            sync__max_staleness=0,
+            checkpoint__every_steps=4,
+            rollout__options={"delay_s": 0.005},
+            logging__sinks=["console", "jsonl"],
+            **changes,
+        )
+        return write_recipe(directory / "run.toml", tables)
+
+    return write
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory, recipe, start, finished):
+    """The directory of a run with one policy, that nobody kills."""
+    found = {}
+
+    def of(**changes):
+        key = str(changes)
+        if key not in found:
+            directory = tmp_path_factory.mktemp("undisturbed")
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("DIE_AT", "nobody nowhere 0 never")
+                patch.setenv("PYTHONPATH", SUPPORT)
+                file = recipe(directory, replicas=1, run__placement="inline", **changes)
+                finished(start("run", file), timeout_s=240)
+            found[key] = directory / "run"
+        return found[key]
+
+    return of
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch, recipe, start):
+    """Start a run in which a worker dies at a point; return its process, its directory and the file of the death."""
+
+    def begin(name, point, *, replicas=1, at=AT, paced=False, **changes):
+        died = tmp_path / "died"
+        monkeypatch.setenv("DIE_AT", f"{name} {point} {at} {died}")
+        monkeypatch.setenv("PYTHONPATH", SUPPORT)
+        if paced:
+            monkeypatch.setenv("GO", str(tmp_path / "go"))
+        return start("run", recipe(tmp_path, replicas=replicas, **changes)), tmp_path / "run", died
+
+    return begin
+
+
+def weights(run_dir):
+    folder = run_dir / "checkpoints" / f"step_{STEPS}"
+    assert read_state(folder).step == STEPS
+    files = sorted(Path(folder).rglob("*.safetensors"))
+    return {name: tensor for file in files for name, tensor in load_file(file).items() if not name.startswith("rng/")}
+
+
+def trained(run_dir, rows_of):
+    """The samples of each step, and the rewards of all its rollouts."""
+    steps = [rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl") for step in range(STEPS)]
+    return [sorted((row["sample"], row["response"], row["reward"]) for row in rows) for rows in steps]
+
+
+@pytest.fixture
+def must_equal(rows_of):
+    """Compare a run with the one that nobody killed."""
+
+    def compare(run_dir, whole):
+        assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+        assert trained(run_dir, rows_of) == trained(whole, rows_of)
+        mine, other = weights(run_dir), weights(whole)
+        assert mine.keys() == other.keys()
+        assert max((mine[name] - other[name]).abs().max().item() for name in mine) < 1e-12
+        for step in list_steps(run_dir / "checkpoints"):
+            assert read_state(run_dir / "checkpoints" / f"step_{step}").step == step
+
+    return compare

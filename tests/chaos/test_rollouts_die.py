@@ -1,0 +1,55 @@
+"""Rows 2, 3 and 5 of the failure matrix: a rollout worker dies while it delivers, or is stopped and goes on later.
+
+With max_staleness = 0 every sample has its own random numbers, so that a sample that was lost, doubled or taken from a
+process that was removed would change the weights.
+"""
+
+import os
+import signal
+import time
+
+import pytest
+from lives import AT, processes_of
+
+pytestmark = [pytest.mark.ci, pytest.mark.timeout(600)]
+
+SPOOLED = {"rollout__spool": {"threshold_bytes": 0}}
+SILENCE_S, GRACE_S = 4.0, 1.0
+
+
+@pytest.mark.parametrize(
+    ("point", "changes"),
+    [
+        pytest.param("deliver", {}, id="row 2: before it delivers a group", marks=pytest.mark.slow),
+        pytest.param("delivered", {}, id="row 2: after it has delivered a group"),
+        pytest.param("delivered", SPOOLED, id="row 3: with the group in its spool", marks=pytest.mark.slow),
+    ],
+)
+def test_a_rollout_worker_that_dies(dying, undisturbed, finished, must_equal, point, changes):
+    process, run_dir, died = dying("rollout-0", point, rollout__replicas=2, **changes)
+    out, _ = finished(process, timeout_s=240)
+    assert died.exists(), "it did not die"
+    assert "rollout-0 died (signal SIGKILL); starting it again" in out
+    must_equal(run_dir, undisturbed())
+
+
+@pytest.mark.slow
+def test_a_rollout_worker_that_is_stopped_loses_its_leases_and_is_refused_when_it_goes_on(
+    tmp_path, dying, undisturbed, wait_for, rows_of, finished, must_equal
+):
+    """Row 5."""
+    elastic = {"silence_s": SILENCE_S, "suspect_grace_s": GRACE_S}
+    process, run_dir, _ = dying("nobody", "nowhere", paced=True, rollout__replicas=2, elastic=elastic)
+    metrics = run_dir / "metrics.jsonl"
+    wait_for(lambda: len(rows_of(metrics)) >= AT, "the steps before the stop")
+    [hung] = processes_of(run_dir, name="rollout-0")
+    os.kill(hung, signal.SIGSTOP)
+    before, stopped = len(rows_of(metrics)), time.monotonic()
+    wait_for(lambda: len(rows_of(metrics)) > before + 2, "steps without it")
+    print(f"next commits {time.monotonic() - stopped:.2f} s after the stop")
+    os.kill(hung, signal.SIGCONT)
+    wait_for(lambda: processes_of(run_dir, name="rollout-0") not in ([], [hung]), "its next process")
+    (tmp_path / "go").touch()
+    out, _ = finished(process, timeout_s=240)
+    assert "rollout-0 incarnation 1 was replaced or removed" in " ".join(out.split())
+    must_equal(run_dir, undisturbed())
