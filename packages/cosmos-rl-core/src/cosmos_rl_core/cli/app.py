@@ -43,6 +43,7 @@ def run(
         elastic.train(file, overrides or [], folders, resume=resume, overwrite=overwrite, forks=forks)
 
 
+app.command()(elastic.launch)
 app.command()(elastic.controller)
 AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 app.command(add_help_option=False, context_settings=AS_GIVEN)(elastic.worker)

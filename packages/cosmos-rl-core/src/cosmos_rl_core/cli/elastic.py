@@ -1,4 +1,4 @@
-"""The commands `controller` and `worker`: a run whose workers are started by others. Imports only typer."""
+"""The commands `controller`, `worker` and `launch`: a run whose workers are started by others. Imports only typer."""
 
 from __future__ import annotations
 
@@ -70,3 +70,25 @@ def worker(context: typer.Context) -> None:
     from cosmos_rl_core.workers.node import from_arguments
 
     raise typer.Exit(run_worker(*from_arguments(context.args, program="cosmos-rl worker")))
+
+
+def launch(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    on: Annotated[str, typer.Option("--on", metavar="slurm", help="The platform.")],
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the scripts that would be submitted.")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this output directory.")] = False,
+) -> None:
+    """Start the controller and the workers of a run on a cluster, with the settings of [cluster]."""
+    from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
+
+    run = ClusterRun.of(file, overrides or [])
+    launcher = find_launcher(on)
+    if dry_run:
+        typer.echo(launcher.plan(run))
+        return
+    run.must_be_new(resume=resume)
+    for line in launcher.start(run):
+        typer.echo(line)
+    typer.echo(f"{run.label} is submitted; its output is in {run.config.run.directory}/launch")

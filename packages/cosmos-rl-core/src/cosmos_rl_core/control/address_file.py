@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from pathlib import Path
 
 import msgspec
@@ -14,6 +15,7 @@ import msgspec
 from cosmos_rl_core.errors import UserError
 
 NAME = "controller.json"
+RETRY_S = 0.2
 
 
 class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,6 +45,18 @@ class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
                 (run_dir / NAME).unlink(missing_ok=True)
         except UserError:  # it is gone, with the run's directory or without
             return
+
+
+def wait_for_controller(run_dir: Path, *, timeout_s: float) -> ControllerFile:
+    """Return the content of a run's controller.json as soon as there is one. Raises UserError after `timeout_s`."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            return read_controller_file(run_dir)
+        except UserError:
+            if time.monotonic() >= deadline:
+                raise
+        time.sleep(RETRY_S)
 
 
 def read_controller_file(run_dir: Path) -> ControllerFile:

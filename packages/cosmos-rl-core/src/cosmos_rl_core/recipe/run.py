@@ -11,6 +11,7 @@ from cosmos_rl_core.algorithms.config import AlgorithmConfig
 from cosmos_rl_core.algorithms.table import find_algorithm
 from cosmos_rl_core.monitor.config import DIVERSITY, MonitorConfig
 from cosmos_rl_core.parallel.config import PolicySection
+from cosmos_rl_core.recipe.cluster import ClusterSection
 from cosmos_rl_core.recipe.sections import (
     CheckpointSection,
     DataRegularizationSection,
@@ -50,6 +51,7 @@ class RunConfig(Strict):
     monitor: MonitorConfig = MonitorConfig()
     logging: LoggingSection = LoggingSection()
     elastic: ElasticSection = ElasticSection()
+    cluster: ClusterSection = ClusterSection()
 
     @property
     def is_sft(self) -> bool:

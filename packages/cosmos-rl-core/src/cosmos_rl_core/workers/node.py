@@ -20,7 +20,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from cosmos_rl_core.control.address_file import read_controller_file
+from cosmos_rl_core.control.address_file import wait_for_controller
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.parallel.config import PolicySection
 from cosmos_rl_core.parallel.dims import ParallelDims
@@ -50,6 +50,7 @@ class WorkerAddress:
         default=None,
         metadata={"help": f"File with the run's token. Default: the variable {TOKEN_VARIABLE}, or that of --run."},
     )
+    wait_s: float = field(default=0.0, metadata={"help": "Seconds to wait for the controller.json of --run."})
     threads: int | None = field(default=None, metadata={"help": "CPU threads of each process. Default: torch's."})
     processes_per_gpu: int = field(
         default=1, metadata={"help": "Processes of the run that share this worker's GPU, itself included."}
@@ -61,7 +62,7 @@ class WorkerAddress:
             raise UserError("give either --run DIR or --controller tcp://host:port")
         found = self
         if self.run is not None:
-            address = read_controller_file(self.run).address
+            address = wait_for_controller(self.run, timeout_s=self.wait_s).address
             ours = None if TOKEN_VARIABLE in os.environ else self.run / "token"
             found = replace(self, run=None, controller=address, token_file=self.token_file or ours)
         if not self.name:

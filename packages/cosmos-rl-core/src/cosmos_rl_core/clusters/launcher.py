@@ -1,0 +1,156 @@
+"""The interface of a platform, and the processes of a run that it has to start.
+
+cluster = ClusterRun.of("gsm8k.toml", ["run.max_steps=10"])
+launcher = Slurm()                    # implements Launcher
+print(launcher.plan(cluster))         # the text that `start` would submit
+launcher.start(cluster)
+launcher.alive(cluster)               # {"run": "RUNNING", "rollout-0": "PENDING (Resources)"}
+launcher.stop(cluster, ["rollout-0"])
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from cosmos_rl_core import plugins
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.imports import import_from
+from cosmos_rl_core.launch.gpus import gpus_per_rollout
+from cosmos_rl_core.parallel.dims import ParallelDims
+from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.run import RunConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replica:
+    """One replica of a role."""
+
+    role: str
+    name: str
+    machines: int
+    ranks: int
+    """Processes on each machine."""
+    gpus: int
+    """GPUs on each machine."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterRun:
+    """A recipe that a platform starts."""
+
+    file: Path
+    overrides: tuple[str, ...]
+    config: RunConfig
+    directory: Path
+    """The run's directory, which all machines see at this path."""
+    folders: tuple[str, ...]
+    """Folders for "module:attribute" names."""
+
+    @classmethod
+    def of(cls, file: Path, overrides: Sequence[str]) -> ClusterRun:
+        """Read a recipe. Raises ConfigError, and UserError for a placement in one process."""
+        folders = import_from(file)
+        config = load_config(file, overrides)
+        if config.run.placement == "inline":
+            raise UserError('[run] placement = "inline" is one process; remove it to launch the run on a cluster')
+        directory = config.run.directory.resolve()
+        return cls(file=file.resolve(), overrides=tuple(overrides), config=config, directory=directory, folders=folders)
+
+    @property
+    def label(self) -> str:
+        """A name for the platform: that of the run and six digits of its directory."""
+        digits = hashlib.sha256(str(self.directory).encode()).hexdigest()[:6]
+        return f"{re.sub(r'[^A-Za-z0-9.-]', '-', self.config.run.name)}-{digits}"
+
+    @property
+    def program(self) -> str:
+        """The command of cosmos-rl on the machines."""
+        here = Path(sys.executable).with_name("cosmos-rl")
+        return self.config.cluster.command or (str(here) if here.exists() else "cosmos-rl")
+
+    def must_be_new(self, *, resume: bool) -> None:
+        """Raise UserError if the directory has an earlier run that shall not be resumed."""
+        if (self.directory / "resolved.toml").exists() and not resume:
+            raise UserError(
+                f"{self.directory} contains an earlier run; continue it with --resume, or choose another "
+                "[run] output_dir"
+            )
+
+    def policies(self) -> list[Replica]:
+        """Return the policy replicas."""
+        section = self.config.policy
+        dims = ParallelDims.of(section.parallel, world_size=section.world_size)
+        ranks = dims.world_size // section.num_nodes
+        return [
+            Replica(
+                role="policy",
+                name=f"policy-{index}",
+                machines=section.num_nodes,
+                ranks=ranks,
+                gpus=ranks if self.config.cluster.gpus else 0,
+            )
+            for index in range(section.replicas)
+        ]
+
+    def rollouts(self, count: int | None = None) -> list[Replica]:
+        """Return the first `count` rollout replicas, by default those of the recipe; none in supervised fine-tuning."""
+        if self.config.is_sft:
+            return []
+        gpus = gpus_per_rollout(self.config) if self.config.cluster.gpus else 0
+        number = self.config.rollout.replicas if count is None else count
+        return [Replica(role="rollout", name=f"rollout-{i}", machines=1, ranks=1, gpus=gpus) for i in range(number)]
+
+    def controller_arguments(self) -> list[str]:
+        """Return the arguments of `cosmos-rl` for the controller."""
+        listens = [] if "bind" in self.config.run.model_fields_set else ["run.bind=0.0.0.0"]
+        return ["controller", str(self.file), *self.overrides, *listens, "--resume", "auto"]
+
+    def worker_arguments(self, replica: Replica) -> list[str]:
+        """Return the arguments of `cosmos-rl` for each machine of a replica, without those of the machine itself."""
+        config = self.config
+        arguments = ["worker", "--role", replica.role, "--name", replica.name, "--run", str(self.directory)]
+        arguments += ["--wait-s", str(config.cluster.controller_wait_s), "--python-path", os.pathsep.join(self.folders)]
+        threads = config.policy.threads if replica.role == "policy" else config.rollout.threads
+        if threads:
+            arguments += ["--threads", str(max(1, threads // replica.ranks))]
+        if replica.role == "policy":
+            arguments += ["--collective-timeout-s", f"{config.policy.collective_timeout_s:g}"]
+            arguments += ["--ranks-per-node", str(replica.ranks), "--num-nodes", str(replica.machines)]
+        return arguments
+
+
+class Launcher(Protocol):
+    """A platform. Every method raises UserError with the platform's own message where it refuses."""
+
+    def plan(self, run: ClusterRun) -> str:
+        """Return the text that `start` submits."""
+        ...
+
+    def start(self, run: ClusterRun) -> list[str]:
+        """Submit the run and return a line for each submitted job."""
+        ...
+
+    def alive(self, run: ClusterRun) -> Mapping[str, str]:
+        """Return the state of each job by its name, as the platform calls it."""
+        ...
+
+    def scale_rollouts(self, run: ClusterRun, count: int) -> list[str]:
+        """Submit or stop rollout replicas until there are `count`; return a line for each change."""
+        ...
+
+    def stop(self, run: ClusterRun) -> list[str]:
+        """Stop all jobs of the run: the policy saves, rollouts hand their prompts back."""
+        ...
+
+
+def find_launcher(platform: str) -> Launcher:
+    """Return the launcher of a platform: an installed one, or "module:attribute". Raises UserError."""
+    found: type[Launcher] = plugins.load("cosmos_rl.launchers", platform)
+    return found()

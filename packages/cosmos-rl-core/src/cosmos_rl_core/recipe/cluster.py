@@ -1,0 +1,62 @@
+"""[cluster]: how `cosmos-rl launch` starts the processes of a run on the machines of a platform."""
+
+from __future__ import annotations
+
+from pydantic import Field, field_validator
+
+from cosmos_rl_core.settings.base import Strict
+
+
+class SlurmSection(Strict):
+    """[cluster.slurm]: options of the jobs that `cosmos-rl launch --on slurm` submits."""
+
+    partition: str = ""
+    """Partition of the jobs. Not set: Slurm's default."""
+    rollout_partition: str = ""
+    """Partition of the rollout jobs, such as one whose jobs may be preempted. Not set: `partition`."""
+    account: str = ""
+    """Account that is charged. Not set: the user's default."""
+    qos: str = ""
+    """Quality of service. Not set: the account's default."""
+    time: str = ""
+    """Time limit of a job, such as "04:00:00". Before it the run saves and submits itself again. Not set: that of the
+    partition."""
+    save_before_s: int = Field(default=180, ge=0)
+    """Seconds before the time limit at which the run saves and submits itself again. Slurm may be a minute late."""
+    cpus_per_task: int | None = Field(default=None, ge=1)
+    """CPUs of each process of the run. Not set: Slurm's default, often one."""
+    container_image: str = ""
+    """Image for the processes, with the pyxis plug-in of Slurm. Not set: no container."""
+    container_mounts: str = ""
+    """Mounts of the container, as "/from:/to,/other:/other"."""
+    gang: bool = False
+    """Run the rollout replicas in the job of the controller and the policies, which then starts with all or not at
+    all."""
+    extra: tuple[str, ...] = ()
+    """Further options of sbatch for all jobs, such as "--reservation=night"."""
+
+    @field_validator("extra")
+    @classmethod
+    def _options(cls, extra: tuple[str, ...]) -> tuple[str, ...]:
+        for one in extra:
+            if not one.startswith("-") or "\n" in one:
+                raise ValueError(f'has {one!r}, which is not an option of sbatch such as "--reservation=night"')
+        return extra
+
+
+class ClusterSection(Strict):
+    """[cluster]: the processes of the run on the machines of a platform, started by `cosmos-rl launch`."""
+
+    gpus: bool = True
+    """Request GPUs: one for each policy rank, and for a rollout replica as many as its engine needs."""
+    command: str = ""
+    """Command of cosmos-rl on the machines. Not set: the one of this environment, which all machines must see, or
+    "cosmos-rl" in a container."""
+    setup: tuple[str, ...] = ()
+    """Lines of shell before the processes start, such as "module load cuda"."""
+    env: dict[str, str] = Field(default_factory=dict)
+    """Environment variables of all processes, such as { NCCL_IB_TIMEOUT = "22" }."""
+    controller_wait_s: int = Field(default=3600, ge=0)
+    """Time that a worker waits for the controller, whose job may start later."""
+    slurm: SlurmSection = SlurmSection()
+    """Options of the jobs on Slurm."""

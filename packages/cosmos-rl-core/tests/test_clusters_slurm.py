@@ -1,0 +1,206 @@
+"""The scripts for Slurm, run by bash with stand-ins of its commands. tests/cluster runs them on a real Slurm."""
+
+import os
+import subprocess
+import time
+
+import pytest
+
+from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
+from cosmos_rl_core.clusters.slurm import Slurm, rollout_script, run_script
+from cosmos_rl_core.errors import UserError
+
+RECIPE = """
+[run]
+domain = "cosmos_rl_core.testing.tiny:TINY"
+name = "my run"
+output_dir = "{directory}/run"
+max_steps = 3
+[[reward.functions]]
+name = "hits"
+[cluster]
+command = "{directory}/cosmos-rl"
+env = {{ WORD = "two words" }}
+setup = ["echo module >> {directory}/calls"]
+"""
+SRUN = """#!/bin/bash
+while [ "${1#-}" != "$1" ]; do shift; done  # its options
+"$@" & child=$!
+trap 'kill -TERM $child' TERM
+wait $child; code=$?
+while kill -0 $child 2>/dev/null; do wait $child; code=$?; done
+exit $code
+"""
+"""srun sends its signals on to the step."""
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """A folder with commands of Slurm: `squeue` prints the file `queue`, all are recorded in `calls`."""
+    commands = {
+        "srun": SRUN,
+        "sbatch": f'#!/bin/bash\necho sbatch "$@" >> {tmp_path}/calls; echo 7',
+        "squeue": f"#!/bin/bash\ncat {tmp_path}/queue",
+        "scancel": f'#!/bin/bash\necho scancel "$@" >> {tmp_path}/calls',
+    }
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "queue").write_text("")
+    for name, text in commands.items():
+        (tmp_path / "bin" / name).write_text(text)
+        (tmp_path / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path
+
+
+@pytest.fixture
+def cluster(slurm):
+    """The recipe as a ClusterRun; `program` is the text of cosmos-rl, a shell script that gets the command as $1."""
+
+    def make(*overrides, program="exit 0"):
+        (slurm / "run.toml").write_text(RECIPE.format(directory=slurm))
+        (slurm / "cosmos-rl").write_text(f'#!/bin/bash\necho "$1" >> {slurm}/calls\n{program}\n')
+        (slurm / "cosmos-rl").chmod(0o755)
+        (slurm / "run" / "launch").mkdir(parents=True, exist_ok=True)
+        (slurm / "run" / "launch" / "rollouts").write_text("")
+        return ClusterRun.of(slurm / "run.toml", overrides)
+
+    return make
+
+
+def run_in_bash(script, slurm, **options):
+    (slurm / "job.sh").write_text(script)
+    return subprocess.Popen(["bash", slurm / "job.sh"], text=True, env={**os.environ, "SLURM_JOB_ID": "7"}, **options)
+
+
+def calls(slurm, word=""):
+    return [line for line in (slurm / "calls").read_text().splitlines() if line.startswith(word)]
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_plan_shows_every_option_of_the_recipe(cluster):
+    run = cluster(
+        'cluster.slurm={partition="a", rollout_partition="b", account="me", time="04:00:00", cpus_per_task=8, '
+        'container_image="/image.sqsh", container_mounts="/data:/data", extra=["--reservation=night"]}',
+        "policy.replicas=2",
+        "policy.ranks_per_node=4",
+        "rollout.replicas=3",
+    )
+    text = Slurm().plan(run)
+    controller, rollout = text.split("# ==== ")[1:]
+    assert f"{run.label}.rollout-0 to {run.label}.rollout-2" in rollout.splitlines()[0]
+    for line in ("--nodes=2", "--partition=a", "--account=me", "--time=04:00:00", "--gpus-per-node=4"):
+        assert f"#SBATCH {line}\n" in controller
+    assert "--no-kill\n" in controller and "--no-kill\n" not in rollout
+    assert "#SBATCH --partition=b\n" in rollout and "#SBATCH --gpus-per-node=1\n" in rollout
+    assert "#SBATCH --reservation=night\n" in rollout
+    assert "--container-image=/image.sqsh --container-mounts=/data:/data --cpus-per-task=8)" in controller
+    assert "export WORD='two words'" in controller
+    assert "--relative=1 --gpus-per-node=4" in controller and "--name policy-1" in controller
+
+
+def test_a_policy_over_machines_meets_on_its_first_one(cluster):
+    text = run_script(cluster("policy.replicas=2", "policy.ranks_per_node=4", "policy.num_nodes=2"))
+    second = next(line for line in text.splitlines() if "--name policy-1" in line)
+    assert "--nodes=2 --ntasks=2 --relative=2" in second
+    assert (
+        '--node $SLURM_PROCID --rendezvous $(scontrol show hostnames "$SLURM_STEP_NODELIST" | head -n 1):29402'
+        in second
+    )
+
+
+def test_a_later_job_of_the_run_submits_the_rollouts_that_have_ended(cluster, slurm):
+    run = cluster()
+    (run.directory / "launch" / "rollouts").write_text("rollout-0\nrollout-4\n")
+    assert run_in_bash(run_script(run), slurm).wait(60) == 0
+    script = run.directory / "launch" / "rollout.sbatch"
+    assert calls(slurm, "sbatch") == [
+        f"sbatch --job-name={run.label}.{name} {script}" for name in ("rollout-0", "rollout-4")
+    ]
+
+
+def test_the_job_ends_with_the_controller(cluster, slurm):
+    job = run_in_bash(run_script(cluster()), slurm)
+    assert job.wait(60) == 0
+    assert sorted(calls(slurm)) == ["controller", "module", "worker"]
+
+
+@pytest.mark.parametrize(("code", "starts"), [(1, 1), (2, 1), (137, 4)])
+def test_a_controller_is_started_again_after_a_crash_alone(cluster, slurm, code, starts):
+    program = f'[ "$1" = worker ] || exit {code}'
+    job = run_in_bash(run_script(cluster(program=program)).replace("sleep 1", "true"), slurm)
+    assert job.wait(60) == code
+    assert len(calls(slurm, "controller")) == starts  # restart_workers = 3
+
+
+def test_a_rollout_is_started_again_after_a_crash_and_not_after_an_error_of_the_user(cluster, slurm):
+    for code, starts in ((1, 4), (2, 1), (0, 1)):
+        run = cluster(program=f"exit {code}")
+        (slurm / "calls").write_text("")
+        job = run_in_bash(rollout_script(run, run.rollouts()[0]).replace("sleep 1", "true"), slurm)
+        assert job.wait(60) == code
+        assert len(calls(slurm, "worker")) == starts
+
+
+def test_before_the_time_limit_the_controller_ends_and_the_job_is_submitted_again(cluster, slurm):
+    program = 'trap "exit 130" TERM; echo ready >> $0.ready; while [ "$1" = controller ]; do sleep 0.05; done'
+    run = cluster(program=program)
+    job = run_in_bash(run_script(run), slurm)
+    wait_until((slurm / "cosmos-rl.ready").exists)
+    wait_until(lambda: calls(slurm, "controller"))
+    job.send_signal(10)  # USR1
+    assert job.wait(60) == 0
+    (again,) = calls(slurm, "sbatch")
+    assert again == f"sbatch --dependency=afterany:7 --job-name= {run.directory}/launch/run.sbatch"
+
+
+def test_a_rollout_that_leaves_before_the_end_waits_for_slurm_to_end_its_job(cluster, slurm):
+    run = cluster()
+    (run.directory / "controller.json").write_text("{}")
+    job = run_in_bash(
+        rollout_script(run, run.rollouts()[0]).replace("sleep 600", "echo held; sleep 0"), slurm, stdout=-1
+    )
+    assert "held" in job.communicate(timeout=60)[0]
+
+
+def test_start_submits_each_job_once(cluster, slurm):
+    run = cluster("rollout.replicas=2")
+    assert Slurm().start(run) == ["rollout-0: job 7", "rollout-1: job 7", "run: job 7"]
+    assert calls(slurm, "sbatch")[0] == (
+        f"sbatch --parsable --job-name={run.label}.rollout-0 {run.directory}/launch/rollout.sbatch"
+    )
+    (slurm / "queue").write_text(f"{run.label}.run|PENDING|Resources\nother.run|RUNNING|None\n")
+    assert Slurm().alive(run) == {"run": "PENDING (Resources)"}
+    with pytest.raises(UserError, match=r"has jobs already: run PENDING \(Resources\)"):
+        Slurm().start(run)
+
+
+def test_scaling_submits_and_cancels_rollouts(cluster, slurm):
+    run = cluster("rollout.replicas=2")
+    queue = [f"{run.label}.{name}|RUNNING|None\n" for name in ("run", "rollout-0", "rollout-2", "rollout-10")]
+    (slurm / "queue").write_text("".join(queue))
+    assert Slurm().scale_rollouts(run, 5) == ["rollout-1: job 7", "rollout-3: job 7"]
+    assert Slurm().scale_rollouts(run, 1) == ["rollout-2: cancelled", "rollout-10: cancelled"]
+    assert calls(slurm, "scancel") == [f"scancel --name={run.label}.{name}" for name in ("rollout-2", "rollout-10")]
+
+
+def test_without_slurm_the_message_names_the_command(cluster, monkeypatch, tmp_path):
+    run = cluster()
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="squeue is not installed here: run this on a machine that submits jobs"):
+        Slurm().start(run)
+
+
+def test_wrong_recipes_and_platforms_are_refused(cluster):
+    with pytest.raises(UserError, match='placement = "inline" is one process'):
+        cluster("run.placement=inline")
+    with pytest.raises(UserError, match="not an option of sbatch"):
+        cluster('cluster.slurm.extra=["reservation"]')
+    with pytest.raises(UserError, match="slurmm"):
+        find_launcher("slurmm")
+    assert isinstance(find_launcher("slurm"), Slurm)

@@ -1,0 +1,119 @@
+"""`cosmos-rl launch --on slurm` on a real Slurm of three nodes: a whole run, lost nodes, preemption, time limits."""
+
+import re
+
+import pytest
+
+from cosmos_rl_core.checkpoint.manifest import read_state
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+STEPS, PROMPTS = 12, 4
+
+
+@pytest.fixture
+def launched(slurm, tmp_path, bandit, write_recipe, monkeypatch):
+    """Submit a run; return its directory and a function for `cosmos-rl launch` with further arguments."""
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+
+    def launch(*flags, **changes):
+        fixed = {"run__bind": "127.0.0.1", "cluster__gpus": False, "logging__sinks": ["console", "jsonl"]}
+        recipe = bandit(tmp_path / "run", **{**fixed, "run__max_steps": STEPS, "rollout__replicas": 2, **changes})
+        write_recipe(tmp_path / "run.toml", recipe)
+        return tmp_path / "run", slurm.call("cosmos-rl", "launch", str(tmp_path / "run.toml"), "--on", "slurm", *flags)
+
+    yield launch
+    slurm.call("scancel", "--user=root")
+
+
+@pytest.fixture
+def jobs(slurm):
+    """State of each job by its name without the run's label."""
+
+    def listed():
+        lines = slurm.call("squeue", "--noheader", "--format=%j %T").splitlines()
+        return {
+            line.split()[0].rpartition(".")[2]: line.split()[1] for line in lines if line.split()[1] != "COMPLETING"
+        }
+
+    return listed
+
+
+def slow(rate=0.05):
+    """Rollouts that take so many seconds each."""
+    return {"run__max_steps": 10_000, "rollout__options": {"delay_s": rate}}
+
+
+def must_have_trained_each_sample_once(run_dir, rows_of, *, steps):
+    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")][:steps] == list(range(steps))
+    files = [run_dir / "rollouts" / f"step_{step:06d}.jsonl" for step in range(steps)]
+    assert len({row["sample"] for file in files for row in rows_of(file)}) == steps * PROMPTS
+
+
+def test_a_run_of_three_jobs_trains_to_its_end(launched, jobs, wait_for, rows_of):
+    run_dir, out = launched()
+    assert re.findall(r"^(\S+): job \d+$", out, re.MULTILINE) == ["rollout-0", "rollout-1", "run"]
+    wait_for(lambda: not jobs(), "the end of all jobs", timeout_s=300)
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=STEPS)
+    assert read_state(run_dir / "checkpoints" / f"step_{STEPS}").step == STEPS
+
+
+def test_with_gang_rollouts_are_steps_of_one_job(launched, jobs, wait_for, rows_of):
+    run_dir, out = launched(cluster__slurm={"gang": True})
+    assert re.findall(r"^(\S+): job \d+$", out, re.MULTILINE) == ["run"]
+    wait_for(lambda: not jobs(), "the end of the job", timeout_s=300)
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=STEPS)
+
+
+def test_a_rollout_on_a_lost_node_is_queued_again_and_the_run_goes_on(slurm, launched, jobs, wait_for, rows_of):
+    wide = {"extra": ["--exclusive"]}  # a node for each job
+    run_dir, _ = launched(**slow(), cluster__slurm=wide)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    places = dict(line.split() for line in slurm.call("squeue", "--noheader", "--format=%j %N").splitlines())
+    name, node = next((name, node) for name, node in places.items() if name.endswith("rollout-1"))
+    slurm.lose_node(node)
+    wait_for(lambda: jobs().get("rollout-1") == "PENDING", f"{name} in the queue again")
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps")
+    slurm.restore_node(node)
+    wait_for(lambda: jobs().get("rollout-1") == "RUNNING", f"{name} on a node again", timeout_s=300)
+
+
+def test_a_preempted_rollout_hands_its_prompts_back_and_returns(slurm, launched, jobs, wait_for, rows_of):
+    options = {"rollout_partition": "spot", "extra": ["--exclusive"]}
+    run_dir, _ = launched(**slow(), cluster__slurm=options)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    slurm.call("sbatch", "--exclusive", "--job-name=other.other", "--wrap=sleep 30")
+    wait_for(lambda: jobs().get("other") == "RUNNING", "the job of a higher priority", timeout_s=120)
+    assert sorted(jobs()[name] for name in ("rollout-0", "rollout-1")) == ["PENDING", "RUNNING"]
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps")
+    both = ["RUNNING", "RUNNING"]
+    wait_for(
+        lambda: [jobs().get(name) for name in ("rollout-0", "rollout-1")] == both, "the preempted one", timeout_s=300
+    )
+
+
+def test_before_its_time_limit_a_run_saves_and_continues_in_another_job(slurm, launched, jobs, wait_for, rows_of):
+    run_dir, out = launched(**slow())
+    first = re.search(r"^run: job (\d+)$", out, re.MULTILINE)[1]
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    slurm.call("scancel", "--signal=USR1", "--batch", first)  # as --signal=B:USR1@180 does
+    wait_for(lambda: first not in slurm.call("squeue", "--noheader", "--format=%i").split(), "the end of the first job")
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "steps of the second job", timeout_s=300)
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=steps)
+
+
+def test_cancelled_jobs_save_and_launch_resumes_them(slurm, launched, jobs, wait_for, rows_of):
+    run_dir, _ = launched(**slow())
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    slurm.call("scancel", "--user=root")
+    wait_for(lambda: not jobs(), "the end of all jobs", timeout_s=120)
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
+    launched("--resume", run__max_steps=steps + 5)
+    wait_for(lambda: not jobs(), "the end of all jobs", timeout_s=300)
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=steps + 5)
