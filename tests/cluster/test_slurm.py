@@ -111,7 +111,7 @@ def test_cancelled_jobs_save_and_launch_resumes_them(slurm, launched, jobs, wait
     run_dir, _ = launched(**slow())
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
     slurm.call("scancel", "--user=root")
-    wait_for(lambda: not jobs(), "the end of all jobs", timeout_s=120)
+    wait_for(lambda: not slurm.call("squeue", "--noheader").strip(), "the end of all jobs", timeout_s=120)
     steps = len(rows_of(run_dir / "metrics.jsonl"))
     assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
     launched("--resume", run__max_steps=steps + 5)
