@@ -69,11 +69,12 @@ def test_each_replica_gets_the_sum_in_new_memory(monkeypatch):
         assert totals[-1].dtype == torch.float64
 
 
-def test_bytes_of_every_replica_come_in_the_order_of_places():
+@pytest.mark.parametrize("unit", [1, 3000])  # together with its length, one message holds 4096 bytes
+def test_bytes_of_every_replica_come_in_the_order_of_places(unit):
     def work(place, store):
-        return group(store, place, 3).gather(b"x" * place)
+        return group(store, place, 3).gather(b"x" * place * unit)
 
-    assert in_threads(work, 3) == [[b"", b"x", b"xx"]] * 3
+    assert in_threads(work, 3) == [[b"", b"x" * unit, b"x" * 2 * unit]] * 3
 
 
 def test_a_replica_that_never_comes_ends_the_wait_when_the_epoch_is_over():
@@ -305,11 +306,15 @@ def remesh(epoch, version=0):
     return p.Remesh(epoch=epoch, members=("policy-0",), version=version, lineage=0)
 
 
-def steps_of(link, *, join=None):
+def steps_of(link, *, join=None, fails=()):
+    """fails: epochs in which a replica is lost while the batch is made."""
+
     async def mesh(message):
         return message.version
 
     async def batch(message):
+        if message.epoch in fails:
+            raise EpochOver("a policy replica of the mesh was lost")
         return message
 
     async def checkpoint(message):
@@ -334,6 +339,14 @@ def test_a_step_whose_mesh_changed_is_redone_in_the_new_epoch():
     asyncio.run(play())
     assert link.requested == [(5, 1), (5, 2), (6, 2)]
     assert [message.epoch for message in link.sent if isinstance(message, p.Vote)] == [1, 2]
+
+
+def test_a_batch_whose_parts_could_not_be_put_together_is_asked_for_in_the_next_epoch():
+    again = p.Batch(5, 2, (1, 2), part=(1, 2))
+    link = Link(remesh(1, 5), p.Batch(5, 1, (1, 2), part=(1,)), remesh(2, 5), again)
+    assert asyncio.run(steps_of(link, fails={1}).next_batch(5)) == again
+    assert link.requested == [(5, 1), (5, 2)]
+    assert link.lost == [1]
 
 
 def test_a_newcomer_asks_for_the_step_after_the_weights_it_was_given():

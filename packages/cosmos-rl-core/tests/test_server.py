@@ -168,6 +168,49 @@ async def test_prompts_go_out_and_their_groups_come_back_as_a_batch(tmp_path):
 
 
 @in_a_loop
+async def test_each_of_several_policies_gets_the_groups_of_its_part_alone(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=5, max_steps=2, policy_members=2))
+    async with running(tmp_path, ledger=ledger) as (controller, _):
+        policies = [Worker(controller, "policy", f"policy-{place}") for place in range(2)]
+        rollout = Worker(controller, "rollout", "rollout-0")
+        for worker in (*policies, rollout):
+            await worker.hears(p.Welcome)
+            worker.says(p.Ready(address="here"))
+        for policy in policies:
+            policy.says(p.RequestBatch(step=0, epoch=(await policy.hears(p.Remesh)).epoch))
+        rollout.says(p.RequestLeases(version=0, capacity=8))
+        granted = await rollout.hears(p.Grant)
+        terms = {prompt.sample: prompt.sample + 1 for prompt in granted.prompts}
+        for prompt in granted.prompts:
+            group = delivery(prompt, b"group %d" % prompt.sample)
+            rollout.says(msgspec.structs.replace(group, num_terms=terms[prompt.sample]))
+        batches = [await policy.hears(p.Batch) for policy in policies]
+        assert [batch.samples for batch in batches] == [(0, 1, 2, 3, 4)] * 2
+        assert sorted(sample for batch in batches for sample in batch.part) == [0, 1, 2, 3, 4]
+        for batch in batches:
+            assert batch.payloads == [b"group %d" % sample for sample in batch.part]
+        assert [sum(terms[sample] for sample in batch.part) for batch in batches] == [7, 8]
+
+
+@in_a_loop
+async def test_more_policies_than_groups_get_all_of_them(tmp_path):
+    ledger = Ledger(LedgerConfig(groups_per_step=1, max_steps=2, policy_members=2))
+    async with running(tmp_path, ledger=ledger) as (controller, _):
+        policies = [Worker(controller, "policy", f"policy-{place}") for place in range(2)]
+        rollout = Worker(controller, "rollout", "rollout-0")
+        for worker in (*policies, rollout):
+            await worker.hears(p.Welcome)
+            worker.says(p.Ready(address="here"))
+        for policy in policies:
+            policy.says(p.RequestBatch(step=0, epoch=(await policy.hears(p.Remesh)).epoch))
+        rollout.says(p.RequestLeases(version=0, capacity=8))
+        rollout.says(delivery((await rollout.hears(p.Grant)).prompts[0], b"group"))
+        for policy in policies:
+            batch = await policy.hears(p.Batch)
+            assert (batch.payloads, batch.part) == ([b"group"], None)
+
+
+@in_a_loop
 async def test_a_second_delivery_of_a_sample_does_not_replace_the_first(tmp_path):
     async with running(tmp_path) as (controller, _):
         policy, rollout = await join(controller)

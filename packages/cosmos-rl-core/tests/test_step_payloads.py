@@ -64,7 +64,7 @@ def losses(rank, world_size):
     from cosmos_rl_core.workers.ranks import Ranks
 
     group = dist.new_group(backend="gloo", timeout=timedelta(seconds=30))
-    ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1))
+    ranks = Ranks(RankGroup(group), group, ThreadPoolExecutor(1), dist.HashStore())
     reader = Reader({name: b"" for name in "abc" if name != "abc"[rank]})
     lost = asyncio.run(StepPayloads(reader, ranks)(batch(*map(spooled, "abcc"))))
     assert lost.reason == "a is gone", lost

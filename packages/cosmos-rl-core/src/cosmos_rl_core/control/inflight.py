@@ -17,8 +17,9 @@ import msgspec
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import records
-from cosmos_rl_core.control.peers import Peers
+from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
+from cosmos_rl_core.division import divide
 from cosmos_rl_core.rollout.spool.store import Spooled
 
 
@@ -29,6 +30,7 @@ class Held:
     payload: p.Payload
     replica: str
     """The rollout replica that generated it."""
+    num_terms: int = 0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -47,7 +49,7 @@ class Batches:
 
     def deliver(self, message: p.Deliver, *, replica: str, decided: Iterable[records.Record]) -> None:
         """Hold a group if the ledger accepted it, else release it: late groups and duplicates are not accepted."""
-        held = Held(message.payload, replica)
+        held = Held(message.payload, replica, message.num_terms)
         if any(isinstance(record, records.Delivered) for record in decided):
             self._held[message.sample] = held
             if isinstance(held.payload, Spooled):
@@ -61,9 +63,26 @@ class Batches:
         self._drop(lost)
         return lost
 
-    def with_payloads(self, batch: p.Batch) -> p.Batch:
+    def with_payloads(self, batch: p.Batch, policy: Peer) -> p.Batch:
+        """Return the batch with the payloads of the policy replica's part.
+
+        In a supervised run that is every row: rows are small, and what is made of them may depend on the whole batch.
+        """
         self._assigned[batch.step] = batch.samples
-        return msgspec.structs.replace(batch, payloads=[self._payload(sample) for sample in batch.samples])
+        part = None if self.supervised else self._part(batch.samples, policy)
+        given = batch.samples if part is None else part
+        return msgspec.structs.replace(batch, payloads=[self._payload(sample) for sample in given], part=part)
+
+    def _part(self, samples: tuple[int, ...], policy: Peer) -> tuple[int, ...] | None:
+        """Return the samples of one policy replica: parts of nearly equal numbers of terms, the lightest for the first.
+
+        None, which is all, where a replica trains alone or would get none.
+        """
+        count = len(policy.mesh)
+        if not 1 < count <= len(samples):
+            return None
+        parts = divide([float(max(1, self._held[sample].num_terms)) for sample in samples], count)
+        return tuple(samples[index] for index in parts[count - 1 - policy.mesh.index(policy.name)])
 
     def committed(self, step: int) -> None:
         """Release the groups of a step's batch. No-op for a commit that is repeated: the batch in work is kept."""

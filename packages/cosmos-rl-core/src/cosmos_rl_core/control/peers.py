@@ -28,6 +28,8 @@ class Peer:
     """Policy: address of its weights. Rollout: address of its spool."""
     epoch: int = 0
     """Policy: epoch of its mesh; 0 before the first."""
+    mesh: tuple[str, ...] = ()
+    """Policy: the members of that mesh."""
     wants_batch: int | None = None
     """Policy: the step whose batch it waits for."""
     held: p.RequestLeases | None = None

@@ -216,7 +216,14 @@ class Batch(Message, frozen=True):
     samples: tuple[int, ...]
     """Ascending; empty if the run has no more batches."""
     payloads: list[Payload] = []
-    """One per sample: its group, or its row (JSON) in a supervised run."""
+    """One per sample of `given`: its group, or its row (JSON) in a supervised run."""
+    part: tuple[int, ...] | None = None
+    """Samples of this policy replica, ascending, where each replica gets a part of the batch; None: all."""
+
+    @property
+    def given(self) -> tuple[int, ...]:
+        """The samples whose payloads are in the message."""
+        return self.samples if self.part is None else self.part
 
 
 class PayloadsLost(Message, frozen=True):

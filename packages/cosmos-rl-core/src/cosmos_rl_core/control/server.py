@@ -297,7 +297,7 @@ class Controller:
                 peer.post(p.Grant(tuple(with_row(prompt, self._source) for prompt in message.prompts)))
             case p.Batch():
                 peer.wants_batch = None
-                peer.post(self._batches.with_payloads(message))
+                peer.post(self._batches.with_payloads(message, peer))
             case p.Cancel():
                 peer.post(message)
             case p.RolledBack():
@@ -313,7 +313,7 @@ class Controller:
             case p.NoMore() if peer.role == "policy":
                 self._turns.end_batches(peer)
             case p.Remesh():
-                peer.epoch, peer.wants_batch = message.epoch, None
+                peer.epoch, peer.mesh, peer.wants_batch = message.epoch, message.members, None
                 self._reports.remesh(message.members)
                 self._rendezvous.begin(message.epoch)
                 self.peers.announce(self.ledger)

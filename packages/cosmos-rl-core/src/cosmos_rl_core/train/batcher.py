@@ -13,6 +13,7 @@ import numpy as np
 from cosmos_rl_core.algorithms.advantages import BatchAdvantage, StepAdvantages, critic_metrics
 from cosmos_rl_core.data.mixing import DataTerm
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.train.part import Part
 from cosmos_rl_core.types import Rollout, RolloutGroup, TrainBatch
 
 Collate = Callable[[Sequence[RolloutGroup]], TrainBatch]
@@ -25,6 +26,7 @@ class Batcher:
         self,
         collate: Collate,
         *,
+        collate_part: Collate | None = None,
         max_staleness: int,
         batch_advantage: BatchAdvantage | None = None,
         of_steps: StepAdvantages | None = None,
@@ -36,11 +38,14 @@ class Batcher:
     ) -> None:
         """Set up the stages; those that are None or 1 are skipped.
 
-        batch_advantage: rewards of all groups -> their advantages. of_steps: changes the advantages of episodes' steps.
-        data_term: adds its rows of the step. seed: of the split into minibatches. on_groups: called with the groups of
-        each step, which have the advantages that are trained on, and the step.
+        collate: all groups -> this rank's share of them. collate_part: the groups of this policy replica, where each
+        has a part of the batch -> this rank's share of those. batch_advantage: rewards of all groups -> their
+        advantages. of_steps: changes the advantages of episodes' steps. data_term: adds its rows of the step. seed: of
+        the split into minibatches. on_groups: called with the groups of each step, which have the advantages that are
+        trained on, and the step.
         """
         self._collate = collate
+        self._collate_part = collate_part or collate
         self._max_staleness = max_staleness
         self._batch_advantage = batch_advantage
         self._of_steps = of_steps
@@ -50,23 +55,28 @@ class Batcher:
         self._seed = seed
         self._on_groups = on_groups
 
-    def __call__(self, groups: Sequence[RolloutGroup], *, step: int) -> TrainBatch:
+    def __call__(self, groups: Sequence[RolloutGroup], *, step: int, part: Part | None = None) -> TrainBatch:
+        """Return the batch of all groups of a step. `part`: which of them this policy replica has. Raises EpochOver."""
         oldest = min(group.min_policy_version for group in groups)
         assert step - oldest <= self._max_staleness, f"step {step} was given terms of version {oldest}"
         trained = self._with_step_advantages(groups, step=step)
         if self._on_groups is not None:
             self._on_groups(trained, step)
-        first, *later = self._updates(trained, step=step)
+        first, *later = self._updates(trained, step=step, part=part)
         metrics = {**first.metrics, **group_metrics(groups, step=step)}
         if first.data_term is not None:
             metrics |= {f"data_term/{name}": value for name, value in first.data_term.metrics.items()}
         return replace(first, metrics=metrics, later=tuple(later))
 
-    def _updates(self, groups: Sequence[RolloutGroup], *, step: int) -> list[TrainBatch]:
+    def _updates(self, groups: Sequence[RolloutGroup], *, step: int, part: Part | None) -> list[TrainBatch]:
         random = np.random.default_rng([self._seed, step])
         dealt = deal_minibatches(groups, count=self._minibatches, random=random)
         data_term = None if self._data_term is None else self._data_term(step)
-        batches = [replace(self._collate(each), data_term=data_term) for each in dealt]
+        if part is None:
+            collated = [self._collate(each) for each in dealt]
+        else:
+            collated = part.total([self._collate_part(part.own(each)) for each in dealt])
+        batches = [replace(batch, data_term=data_term) for batch in collated]
         orders = [range(len(batches)), *(random.permutation(len(batches)) for _ in range(self._epochs - 1))]
         return [batches[place] for order in orders for place in order]
 

@@ -26,6 +26,8 @@ from cosmos_rl_core.errors import EpochOver
 
 BUCKET_BYTES = 32 << 20
 """Bytes of gradients in one all-reduce."""
+_SIZE_BYTES, _SHORT_BYTES = 8, 4096
+"""Bytes of a length, and of the first message of `gather`: shorter data needs no second one."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
 _WORKING, _DONE, _LOST = b"w", b"d", b"l"
 _Operation = tuple[Any, Any]
@@ -100,10 +102,13 @@ class ReplicaGroup:
 
     def gather(self, data: bytes) -> list[bytes]:
         """Return the `data` of every replica, in the order of their places. Raises EpochOver."""
-        sizes = self._gathered(torch.tensor([len(data)]))
-        padded = torch.zeros(max(int(size) for size in sizes), dtype=torch.uint8)
-        padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else padded[:0]
-        return [everything[: int(size)].numpy().tobytes() for everything, size in zip(self._gathered(padded), sizes)]
+        sized = len(data).to_bytes(_SIZE_BYTES, "little") + data
+        found = self._gathered(sized[:_SHORT_BYTES], _SHORT_BYTES)
+        sizes = [_SIZE_BYTES + int.from_bytes(each[:_SIZE_BYTES], "little") for each in found]
+        if max(sizes) > _SHORT_BYTES:
+            rests = self._gathered(sized[_SHORT_BYTES:], max(sizes) - _SHORT_BYTES)
+            found = [first + rest for first, rest in zip(found, rests)]
+        return [each[_SIZE_BYTES:size] for each, size in zip(found, sizes)]
 
     def send(self, tensors: Sequence[Tensor], *, to: int) -> None:
         """Send contiguous tensors to the replica at place `to`, which receives them. Raises EpochOver."""
@@ -128,12 +133,12 @@ class ReplicaGroup:
         self.receive([data], source=source)
         return data.cpu().numpy().tobytes()
 
-    def _gathered(self, tensor: Tensor) -> list[Tensor]:
-        """The tensor of each replica, on the CPU."""
-        mine = tensor.to(self._device)
+    def _gathered(self, data: bytes, size: int) -> list[bytes]:
+        """Return `size` bytes of each replica: its data, filled up with zeros."""
+        mine = torch.frombuffer(bytearray(data.ljust(size, b"\0")), dtype=torch.uint8).to(self._device)
         found = [torch.empty_like(mine) for _ in range(self.count)]
         self._finish([(self._group.allgather([found], [mine]), mine)])
-        return [each.cpu() for each in found]
+        return [each.cpu().numpy().tobytes() for each in found]
 
     def _finish(self, operations: Sequence[_Operation]) -> None:
         """Wait until all operations are done in all ranks of this replica; raise EpochOver if that cannot be."""

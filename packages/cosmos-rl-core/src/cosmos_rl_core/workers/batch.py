@@ -26,6 +26,8 @@ from cosmos_rl_core.rollout.payload import decode_group
 from cosmos_rl_core.rollout.spool.reader import PayloadGone, SpoolReader
 from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.train.batcher import Batcher
+from cosmos_rl_core.train.part import Part
+from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.workers.context import Assignment
 from cosmos_rl_core.workers.ranks import Ranks
@@ -41,14 +43,21 @@ def batch_share(config: RunConfig, mesh: ReplicaMesh | None) -> Share:
 class BatchMaker:
     """Turns a Batch message into the trainer's input, and writes the step's rollouts to a file."""
 
-    def __init__(self, assignment: Assignment, policy: Policy, *, share: Share, writes: bool) -> None:
-        """share: of this rank among those of all replicas. writes: whether this rank writes files about the step."""
+    def __init__(
+        self, assignment: Assignment, policy: Policy, *, share: Share, of_replica: Share, writes: bool
+    ) -> None:
+        """Set up collation.
+
+        share: of this rank among those of all policy replicas. of_replica: among those of its own. writes: whether this
+        rank writes files about the step.
+        """
         self._at = assignment
         self._writes = writes
         config = assignment.config
         self._collate_sft = assemble.build_collate_sft(config, assignment.domain, policy, share)
         self._batcher = Batcher(
             assemble.build_collate(config, assignment.domain, share),
+            collate_part=assemble.build_collate(config, assignment.domain, of_replica),
             max_staleness=config.sync.max_staleness,
             batch_advantage=build_batch_advantage(config.algorithm),
             of_steps=build_step_advantages(config.algorithm),
@@ -59,26 +68,38 @@ class BatchMaker:
             on_groups=self._write_rollouts,
         )
 
-    def __call__(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
+    def __call__(self, message: p.Batch, payloads: Payloads, replicas: ReplicaGroup | None) -> TrainBatch:
+        """Return this rank's batch. `replicas`: the policy replicas that train together. Raises EpochOver."""
         at = self._at
         with at.context.timeline.span("collate", step=message.step):
-            batch = self._supervised(message, payloads) if at.config.is_sft else self._of_groups(message, payloads)
+            if at.config.is_sft:
+                batch = self._supervised(message, payloads)
+            else:
+                batch = self._of_groups(message, payloads, replicas)
         reasons = (*batch.rows_dropped, *(() if batch.data_term is None else batch.data_term.rows_dropped))
         if reasons and self._writes:
             write_dropped(at.run_dir, step=message.step, reasons=reasons)
         return batch
 
-    def _of_groups(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
+    def _of_groups(self, message: p.Batch, payloads: Payloads, replicas: ReplicaGroup | None) -> TrainBatch:
         groups = [decode_group(encoded) for encoded in payloads.encoded]
-        batch = self._batcher(groups, step=message.step)
+        if message.part is None:
+            batch = self._batcher(groups, step=message.step)
+        else:
+            assert replicas is not None, "parts are given to replicas that train together"
+            part = Part(groups, replicas, with_text=self._is_written(message.step))
+            assert part.samples == message.samples, f"the parts of step {message.step} are not the batch"
+            batch = self._batcher(part.groups, step=message.step, part=part)
         return replace(batch, metrics={**batch.metrics, **payloads.metrics})
 
     def _write_rollouts(self, groups: Sequence[RolloutGroup], step: int) -> None:
         """Write the rollouts after their advantages are final, which may depend on all groups of the step."""
-        at = self._at
-        every = at.config.logging.rollouts_every
-        if every and step % every == 0 and self._writes:
-            write_rollouts(at.run_dir / "rollouts", step=step, groups=groups)
+        if self._writes and self._is_written(step):
+            write_rollouts(self._at.run_dir / "rollouts", step=step, groups=groups)
+
+    def _is_written(self, step: int) -> bool:
+        every = self._at.config.logging.rollouts_every
+        return bool(every) and step % every == 0
 
     def _supervised(self, message: p.Batch, payloads: Payloads) -> TrainBatch:
         rows = zip(message.samples, map(json.loads, map(bytes, payloads.encoded)), strict=True)
@@ -136,7 +157,7 @@ class StepPayloads:
         sizes = [payload.num_bytes for payload in message.payloads if isinstance(payload, Spooled)]
         if not sizes:
             return Payloads(encoded=[data for data in found if not isinstance(data, PayloadGone)])
-        pairs = zip(message.samples, found, strict=True)
+        pairs = zip(message.given, found, strict=True)
         gone = await self._agree({sample: str(data) for sample, data in pairs if isinstance(data, PayloadGone)})
         self._fetch_s += time.perf_counter() - started
         if gone:

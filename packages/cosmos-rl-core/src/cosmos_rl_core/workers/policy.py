@@ -144,7 +144,8 @@ class PolicyRole:
 
         @cache
         def maker(place: int, count: int) -> BatchMaker:
-            return BatchMaker(at, policy, share=share.of_replica(place, count), writes=place == 0 and at.context.leads)
+            writes = place == 0 and at.context.leads
+            return BatchMaker(at, policy, share=share.of_replica(place, count), of_replica=share, writes=writes)
 
         async def join(message: p.Remesh) -> int:
             behind = await learner.in_compute_thread(partial(replicas.join, message))
@@ -158,7 +159,7 @@ class PolicyRole:
             if isinstance(payloads, p.PayloadsLost):
                 return payloads
             make_batch = maker(replicas.place, replicas.count)
-            return await learner.in_compute_thread(partial(make_batch, message, payloads))
+            return await learner.in_compute_thread(partial(make_batch, message, payloads, replicas.group))
 
         async def checkpoint(committed: p.Committed) -> None:
             save = partial(saver.after_step, _state_after(committed), leads=replicas.leads, now=committed.save)

@@ -153,7 +153,8 @@ class PolicySteps:
         """Set up the steps of a rank.
 
         mesh: joins the replicas of a mesh and returns the version of the weights, which may be those of a peer by then;
-        raises EpochOver. batch: returns this rank's training batch, or the groups that some rank cannot read.
+        raises EpochOver. batch: returns this rank's training batch, or the groups that some rank cannot read; raises
+        EpochOver.
         """
         self._link = link
         self._mesh = mesh
@@ -175,7 +176,11 @@ class PolicySteps:
                 step = await self._join(message, step=step)
             elif message.epoch == self._epoch:  # otherwise a Remesh follows, or came
                 assert message.step == step
-                batch = await self._batch(message)
+                try:
+                    batch = await self._batch(message)
+                except EpochOver as error:
+                    self._link.peers_lost(message.epoch, str(error))
+                    continue
                 if not isinstance(batch, p.PayloadsLost):
                     self._given = self._epoch, step
                     return batch

@@ -1,0 +1,96 @@
+"""A batch of which each policy replica has the groups of its own part.
+
+own groups -> outlines to all replicas -> all groups of the batch, the others' as outlines
+           -> advantages, minibatches and metrics as with whole groups -> own groups collated -> counts summed
+
+An outline is a group without the data that only its own replica trains on. It is enough for everything that needs the
+whole batch, and small: the arrays of a term in the domain's form and its log-probabilities are left out.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from cosmos_rl_core.rollout.payload import decode_group, encode_group
+from cosmos_rl_core.types import RolloutGroup, TrainBatch
+
+_FASTEST = 1
+_decode_counts = msgspec.msgpack.Decoder(list[tuple[int, int]]).decode
+_decode_outlines = msgspec.msgpack.Decoder(list[bytes]).decode
+
+
+class Replicas(Protocol):
+    """The policy replicas that train together, as `train.replicas.ReplicaGroup` reaches them."""
+
+    @property
+    def place(self) -> int: ...
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """Return the `data` of every replica, in the order of their places. Raises EpochOver."""
+        ...
+
+
+class Part:
+    """One replica's part of a batch. All replicas make theirs, and call `total`, at the same time."""
+
+    def __init__(self, groups: Sequence[RolloutGroup], replicas: Replicas, *, with_text: bool) -> None:
+        """Exchange outlines with the other replicas. Raises EpochOver.
+
+        groups: of this part. with_text: whether outlines have the texts of prompts and rollouts.
+        """
+        self._replicas = replicas
+        self._samples = {group.prompt.sample_id for group in groups}
+        mine = [encode_group(outline(group, with_text=with_text)) for group in groups]
+        found = replicas.gather(zlib.compress(msgspec.msgpack.encode(mine), _FASTEST))
+        others = [
+            decode_group(encoded)
+            for place, data in enumerate(found)
+            if place != replicas.place
+            for encoded in _decode_outlines(zlib.decompress(data))
+        ]
+        self.groups = sorted([*groups, *others], key=lambda group: group.prompt.sample_id)
+        """All groups of the batch, ascending by sample."""
+
+    @property
+    def samples(self) -> tuple[int, ...]:
+        """The samples of the whole batch."""
+        return tuple(group.prompt.sample_id for group in self.groups)
+
+    def own(self, groups: Sequence[RolloutGroup]) -> list[RolloutGroup]:
+        """Return those groups that this replica trains on; where there is none, one that trains nothing."""
+        mine = [group for group in groups if group.prompt.sample_id in self._samples]
+        return mine or [_untrained(next(group for group in self.groups if group.prompt.sample_id in self._samples))]
+
+    def total(self, batches: Sequence[TrainBatch]) -> list[TrainBatch]:
+        """Return this replica's batches with the counts of all replicas. Raises EpochOver."""
+        mine = [(batch.num_terms, batch.num_rollouts) for batch in batches]
+        counts = np.array([_decode_counts(data) for data in self._replicas.gather(msgspec.msgpack.encode(mine))])
+        return [
+            replace(batch, num_terms=int(terms), num_rollouts=int(rollouts))
+            for batch, (terms, rollouts) in zip(batches, counts.sum(0), strict=True)
+        ]
+
+
+def outline(group: RolloutGroup, *, with_text: bool) -> RolloutGroup:
+    """Return the group without arrays and with log-probabilities of 0; its texts are empty unless `with_text`."""
+    rollouts = tuple(
+        replace(
+            rollout,
+            arrays={},
+            rollout_logprobs=np.zeros_like(rollout.rollout_logprobs),
+            text=rollout.text if with_text else "",
+        )
+        for rollout in group.rollouts
+    )
+    return replace(group, rollouts=rollouts, prompt_text=group.prompt_text if with_text else "")
+
+
+def _untrained(group: RolloutGroup) -> RolloutGroup:
+    rollout = group.rollouts[0]
+    return replace(group, rollouts=(replace(rollout, loss_mask=np.zeros_like(rollout.loss_mask)),))
