@@ -244,7 +244,15 @@ def run_dir(tmp_path):
         "phase": "train",
         "step": 12,
         "version": 11,
-        "members": [{"name": "rollout-0", "role": "rollout", "state": "ready", "age_s": 0.4, "progress": 88}],
+        "generation": 1,
+        "epoch": 5,
+        "mesh": ["policy-0"],
+        "wanted": {"policy": 1, "rollout": 3},
+        "members": [
+            {"name": "policy-0", "role": "policy", "state": "ready", "since_s": 4000, "age_s": 0.6, "version": 11},
+            {"name": "rollout-0", "role": "rollout", "state": "ready", "since_s": 75, "age_s": 0.4, "version": 10},
+            {"name": "rollout-1", "role": "rollout", "state": "joining", "since_s": 5, "age_s": 0.4},
+        ],
         "samples": {"leased": 5, "committed": 96},
         "waits": ["policy waits for 3 groups"],
     }
@@ -258,7 +266,14 @@ def test_status_of_a_live_run(run_dir, cosmos_rl):
     assert (done.returncode, done.stderr) == (0, "")
     assert f"live (pid {os.getpid()})" in done.stdout
     assert "phase train, step 12, version 11" in done.stdout
-    assert "rollout-0  rollout  ready  0.4 s  88" in done.stdout
+    assert "mesh epoch 5: policy-0; controller generation 1" in done.stdout
+    assert "workers ready: 1 of 1 policy, 1 of 3 rollout" in done.stdout
+    rows = [line.split() for line in done.stdout.splitlines() if line.startswith(("policy-", "rollout-"))]
+    assert rows == [
+        ["policy-0", "policy", "ready", "1", "h", "06", "min", "11", "1", "s"],
+        ["rollout-0", "rollout", "ready", "1", "min", "15", "s", "10", "0", "s"],
+        ["rollout-1", "rollout", "joining", "5", "s", "-", "0", "s"],
+    ]
     assert "samples: 5 leased, 96 committed" in done.stdout
     assert "  policy waits for 3 groups" in done.stdout
 

@@ -211,6 +211,38 @@ async def test_more_policies_than_groups_get_all_of_them(tmp_path):
 
 
 @in_a_loop
+async def test_every_idle_worker_has_the_reason_for_which_it_waits(tmp_path):
+    async with running(tmp_path) as (controller, _):
+        rollout = Worker(controller, "rollout", "rollout-0")
+        await rollout.hears(p.Welcome)
+        assert controller.waits() == ["the run waits for policy replicas: 0 of 1 ready"], "it builds its engine"
+        rollout.says(p.Ready())
+        await until(lambda: controller.waits()[1:] == ["rollout-0 waits for weights: no policy is ready"])
+        policy = Worker(controller, "policy", "policy-0")
+        await policy.hears(p.Welcome)
+        policy.says(p.Ready(address="here"))
+        await rollout.hears(p.SyncFrom)
+        assert controller.waits() == ["rollout-0 waits for weights: it loads them"]
+        rollout.says(p.Heartbeat(version=0), p.RequestLeases(version=0, capacity=1))
+        granted = await rollout.hears(p.Grant)
+        assert controller.waits() == [], "both work"
+        policy.says(p.RequestBatch(step=0))
+        await until(lambda: controller.waits() != [])
+        assert controller.waits() == ["policy-0 waits for batch 0: 0 of 2 groups ready, 1 leased to rollout-0"]
+        rollout.says(delivery(granted.prompts[0], b"group"))
+        await until(lambda: len(controller.waits()) == 2)
+        assert controller.waits()[1].startswith("rollout-0 waits for room: it can store no further group")
+        rollout.says(p.RequestLeases(version=0, capacity=1))
+        granted = await rollout.hears(p.Grant)
+        rollout.says(delivery(granted.prompts[0], b"group"))
+        await policy.hears(p.Batch)
+        late = Worker(controller, "policy", "policy-1")
+        await late.hears(p.Welcome)
+        late.says(p.Ready(address="there"))
+        await until(lambda: "policy-1 waits for the end of step 0, to join the mesh" in controller.waits())
+
+
+@in_a_loop
 async def test_a_second_delivery_of_a_sample_does_not_replace_the_first(tmp_path):
     async with running(tmp_path) as (controller, _):
         policy, rollout = await join(controller)

@@ -38,8 +38,12 @@ class Peer:
     busy_s: float = 0.0
     idle_fraction: float = 0.0
     """Fraction of idle time, over the last step with a heartbeat."""
+    version: int = -1
+    """Version of its weights; -1: none yet."""
     heartbeat_at: float = 0.0
     """Clock of its last heartbeat."""
+    since: float = field(init=False)
+    """Clock when it connected, or became ready."""
     is_ready: bool = False
     """Whether it is built and can work."""
     leaving: bool = False
@@ -55,6 +59,7 @@ class Peer:
 
     def __post_init__(self) -> None:
         self._measured = (self.busy_s, self.heartbeat_at)
+        self.since = self.heartbeat_at
 
     @property
     def is_welcome(self) -> bool:
@@ -64,6 +69,11 @@ class Peer:
     def beat(self, message: p.Heartbeat, *, now: float) -> None:
         """Record a heartbeat."""
         self.progress, self.busy_s, self.heartbeat_at = message.progress, message.busy_s, now
+        self.version = message.version
+
+    def ready(self, message: p.Ready, *, now: float) -> None:
+        """Record that it is built and can work."""
+        self.address, self.is_ready, self.since = message.address, True, now
 
     def measure_idleness(self) -> None:
         """Compute `idle_fraction` since the last call."""
@@ -137,6 +147,10 @@ class Peers:
         policies = {peer.name: peer for peer in self.of_role("policy")}
         names = (*mesh, *sorted(policies))
         return next((policies[name].address for name in names if name in policies and policies[name].address), "")
+
+    def has_publisher(self, mesh: Sequence[str]) -> bool:
+        """Return whether a policy publishes weights."""
+        return bool(self._publisher(mesh))
 
     def announce(self, ledger: Ledger, *, ready: Peer | None = None) -> None:
         """Send the publishing policy's address to all rollout replicas if it has changed, else to `ready` alone."""

@@ -86,6 +86,8 @@ class Heartbeat(Message, frozen=True):
     """Busy seconds since the start."""
     holding: tuple[int, ...] = ()
     """Rollout: samples in work or not yet delivered; their leases are renewed."""
+    version: int = -1
+    """Version of its weights; -1: none yet."""
 
 
 class RequestLeases(Message, frozen=True):

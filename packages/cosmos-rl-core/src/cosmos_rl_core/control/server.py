@@ -177,8 +177,8 @@ class Controller:
             self._disconnect(name, has_ended=True)
 
     def waits(self) -> list[str]:
-        """Return the running evaluation's progress, as lines for the status."""
-        return self._evaluator.waits()
+        """Return one line per wait, for the status."""
+        return self._turns.waits()
 
     # -- connections and messages of workers
 
@@ -243,7 +243,7 @@ class Controller:
             case p.Ready():
                 self._feed(peer, message)
                 self._observer.note(f"{peer.name} is ready")
-                peer.address, peer.is_ready = message.address, True
+                peer.ready(message, now=self.clock())
                 self.peers.announce(self.ledger, ready=peer)
             case _:
                 self._handle_report(peer, message)

@@ -5,45 +5,69 @@ from __future__ import annotations
 import os
 import re
 import time
+from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.observe.console import table
+from cosmos_rl_core.observe.console import duration, table
 from cosmos_rl_core.processes import is_alive
 
 if TYPE_CHECKING:
     from cosmos_rl_core.control.server import Controller
 
 
-def write_status(path: Path, controller: Controller, *, phase: str) -> None:
-    """Replace `path` with the current members, sample counts and waits."""
+def write_status(path: Path, controller: Controller, *, phase: str, wanted: Mapping[str, int] | None = None) -> None:
+    """Replace `path` with the current members, sample counts and waits. wanted: number of workers by role."""
     ledger = controller.ledger
-    now = controller.clock()
     status = {
         "time": time.time(),
         "pid": os.getpid(),
         "phase": phase,
         "step": ledger.next_step,
         "version": ledger.version,
-        "members": [
-            {
-                "name": peer.name,
-                "role": peer.role,
-                "state": ledger.members.by_name[peer.name].state.value,
-                "age_s": round(now - peer.heartbeat_at, 1),
-                "progress": peer.progress,
-            }
-            for peer in controller.peers.by_name.values()
-        ],
+        "generation": ledger.generation,
+        "epoch": ledger.members.epoch,
+        "mesh": ledger.members.mesh,
+        "wanted": wanted or {},
+        "members": _members(controller),
         "samples": ledger.counts(),
-        "waits": ledger.waits() + controller.waits(),
+        "waits": controller.waits(),
     }
     temporary = path.with_suffix(".tmp")
     temporary.write_bytes(msgspec.json.encode(status))
     temporary.replace(path)
+
+
+def _members(controller: Controller) -> list[Member]:
+    """Return the connected workers, and those that may reconnect."""
+    now, sessions, members = controller.clock(), controller.ledger.sessions.by_name, controller.ledger.members.by_name
+    found = [
+        Member(
+            name=peer.name,
+            role=peer.role,
+            state="leaving" if peer.draining else members[peer.name].state.value,
+            since_s=round(now - peer.since, 1),
+            age_s=round(now - peer.heartbeat_at, 1),
+            progress=peer.progress,
+            version=peer.version,
+        )
+        for peer in controller.peers.by_name.values()
+    ]
+    lost = (name for name in sessions if name not in controller.peers.by_name)
+    return found + [
+        Member(
+            name=name,
+            role=members[name].role,
+            state=members[name].state.value,
+            since_s=round(now - (sessions[name].suspect_since or now), 1),
+            age_s=round(now - sessions[name].last_message, 1),
+        )
+        for name in lost
+    ]
 
 
 SILENT_S = 10.0
@@ -59,6 +83,10 @@ class Member(msgspec.Struct, frozen=True, kw_only=True):
     age_s: float
     """Seconds since its last heartbeat."""
     progress: int | float | str = ""
+    since_s: float = 0.0
+    """Seconds since it connected, became ready or was lost."""
+    version: int = -1
+    """Version of its weights; -1: none, or unknown."""
 
 
 class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,6 +97,13 @@ class RunStatus(msgspec.Struct, frozen=True, kw_only=True):
     phase: str
     step: int
     version: int
+    generation: int = 0
+    """Number of controller restarts from the journal."""
+    epoch: int = 0
+    """Epoch of the mesh: of the policy replicas that train together."""
+    mesh: tuple[str, ...] = ()
+    wanted: dict[str, int] = {}
+    """Number of workers by role that the run shall have; empty if others start them."""
     members: tuple[Member, ...] = ()
     samples: dict[str, int] = {}
     """Samples by state."""
@@ -109,14 +144,32 @@ def _life(status: RunStatus, *, pid: int | None, age_s: float) -> str:
     return f"live (pid {pid})"
 
 
+def _numbers(status: RunStatus) -> str:
+    """Return the ready workers of each role, and how many there shall be: "1 of 1 policy, 2 of 3 rollout"."""
+    ready = Counter(member.role for member in status.members if member.state == "ready")
+    roles = [role for role in ("policy", "rollout") if role in status.wanted or ready[role]]
+    return ", ".join(
+        f"{ready[role]} of {status.wanted[role]} {role}" if role in status.wanted else f"{ready[role]} {role}"
+        for role in roles
+    )
+
+
 def render(run_dir: Path, status: RunStatus, *, pid: int | None, now: float) -> str:
     """Return the status as text for the user; `now` in Unix seconds."""
     life = _life(status, pid=pid, age_s=max(0.0, now - status.time))
     place = f"phase {status.phase}, step {status.step}, version {status.version}"
-    parts = [f"{run_dir}: {life}\n{place}"]
+    lines = [f"{run_dir}: {life}", place]
+    if status.mesh:
+        lines.append(f"mesh epoch {status.epoch}: {', '.join(status.mesh)}; controller generation {status.generation}")
+    if status.members or status.wanted:
+        lines.append(f"workers ready: {_numbers(status)}")
+    parts = ["\n".join(lines)]
     if status.members:
-        rows = [(m.name, m.role, m.state, f"{m.age_s:.1f} s", m.progress) for m in status.members]
-        parts.append(table(rows, header=("name", "role", "state", "age", "progress")))
+        rows = [
+            (m.name, m.role, m.state, duration(m.since_s), "-" if m.version < 0 else m.version, duration(m.age_s))
+            for m in status.members
+        ]
+        parts.append(table(rows, header=("name", "role", "state", "since", "version", "last heartbeat")))
     if samples := [f"{count} {state}" for state, count in status.samples.items() if count]:
         parts.append(f"samples: {', '.join(samples)}")
     if status.waits:

@@ -89,6 +89,39 @@ class Turns:
         for policy in self.peers.of_role("policy"):
             self.request_batch(policy)
 
+    def waits(self) -> list[str]:
+        """Return one line per wait: of the run, and of each worker that is ready and has no work."""
+        found = [*self.ledger.waits(), *self.evaluator.waits()]
+        found += [f"{peer.name} {why}" for peer in self.peers.of_role("policy") if (why := self._why_policy(peer))]
+        return found + [f"{peer.name} {why}" for peer in self.peers.of_role("rollout") if (why := self._why_idle(peer))]
+
+    def _why_policy(self, peer: Peer) -> str:
+        """Return why a policy waits, for reasons that the ledger does not have."""
+        evaluation, mesh = self.evaluator.current, self.ledger.members.mesh
+        if peer.is_ready and mesh and peer.name not in mesh:
+            return f"waits for the end of step {self.ledger.version}, to join the mesh"
+        if peer.wants_batch is not None and evaluation is not None:
+            return f"waits for the end of the evaluation of version {evaluation.version}"
+        return ""
+
+    def _why_idle(self, peer: Peer) -> str:
+        """Return why a rollout replica has no work, for reasons that the ledger does not have."""
+        evaluation = self.evaluator.current
+        if peer.draining:
+            return "leaves: its groups are finished and read first"
+        if not peer.is_ready or peer.name in self.ledger.samples.held or peer.name in self.ledger.sessions.waiting:
+            return ""
+        if peer.version < 0:
+            source = "it loads them" if self.peers.has_publisher(self.ledger.members.mesh) else "no policy is ready"
+            return f"waits for weights: {source}"
+        if evaluation is not None:
+            if peer.held is None:
+                return ""  # it evaluates
+            behind = peer.version < evaluation.version
+            what = f"weights of version {evaluation.version}" if behind else "the end of the evaluation"
+            return f"waits for {what}: version {evaluation.version} is evaluated"
+        return "waits for room: it can store no further group until the policy has read one"
+
     def _resume_requests(self) -> None:
         for rollout in self.peers.of_role("rollout"):
             if rollout.held is not None:

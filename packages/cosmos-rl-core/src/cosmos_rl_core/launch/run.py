@@ -345,7 +345,9 @@ class _Run:
         while True:
             self._check_removals(controller)
             with contextlib.suppress(OSError):  # a full disk must not end the run here, where nothing is lost
-                write_status(self._directory / "status.json", controller, phase=self._observer.current_phase)
+                wanted = None if self._scaling is None else self._scaling.wanted
+                phase = self._observer.current_phase
+                write_status(self._directory / "status.json", controller, phase=phase, wanted=wanted)
             await asyncio.sleep(STATUS_S)
 
     def _write_timeline(self) -> None:

@@ -102,6 +102,11 @@ class RolloutWorker:
         return self._engine.progress
 
     @property
+    def version(self) -> int:
+        """Version of the engine's weights; -1: none yet."""
+        return self._engine.version
+
+    @property
     def holding(self) -> list[int]:
         """Samples in work, without those of an evaluation."""
         return [sample for sample, evaluation in self._running if not evaluation]

@@ -46,8 +46,8 @@ class PolicyRole:
         self._trainer: Trainer | None = None
 
     def pulse(self) -> p.Heartbeat:
-        progress = self._trainer.progress if self._trainer else 0
-        return p.Heartbeat(progress=progress, busy_s=self._at.context.timeline.total(*WORK))
+        progress, version = (self._trainer.progress, self._trainer.version) if self._trainer else (0, -1)
+        return p.Heartbeat(progress=progress, busy_s=self._at.context.timeline.total(*WORK), version=version)
 
     async def run(self) -> None:
         at, loop = self._at, asyncio.get_running_loop()

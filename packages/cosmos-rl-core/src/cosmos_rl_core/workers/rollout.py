@@ -38,7 +38,9 @@ class RolloutRole:
         if self._worker is None:
             return p.Heartbeat()
         worker = self._worker
-        return p.Heartbeat(progress=worker.progress, busy_s=worker.busy_s, holding=tuple(worker.holding))
+        return p.Heartbeat(
+            progress=worker.progress, busy_s=worker.busy_s, holding=tuple(worker.holding), version=worker.version
+        )
 
     async def run(self) -> None:
         at = self._at

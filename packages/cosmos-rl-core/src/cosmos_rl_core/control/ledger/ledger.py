@@ -97,7 +97,8 @@ def _leases(ledger: LedgerState) -> list[str]:
         elif name in ledger.sessions.at_share:
             why = f"it holds its share of the window, {ledger.sessions.share} groups"
         else:
-            why = f"{ledger.samples.num_outstanding} of {ledger.window.capacity} groups are in flight"
+            in_flight = f"{ledger.samples.num_outstanding} of {ledger.window.capacity} groups are in flight"
+            why = f"the staleness window has no room for its weights, version {version}: {in_flight}"
         found.append(f"{name} waits for leases: {why}")
     return found
 
