@@ -19,7 +19,7 @@ def launched(slurm, tmp_path, bandit, write_recipe, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def launch(*flags, **changes):
-        fixed = {"run__bind": "127.0.0.1", "cluster__gpus": False, "logging__sinks": ["console", "jsonl"]}
+        fixed = {"run__bind": "127.0.0.1", "logging__sinks": ["console", "jsonl"]}
         recipe = bandit(tmp_path / "run", **{**fixed, "run__max_steps": STEPS, "rollout__replicas": 2, **changes})
         write_recipe(tmp_path / "run.toml", recipe)
         return tmp_path / "run", slurm.call("cosmos-rl", "launch", str(tmp_path / "run.toml"), "--on", "slurm", *flags)
@@ -60,8 +60,8 @@ def test_a_run_of_three_jobs_trains_to_its_end(launched, jobs, wait_for, rows_of
     assert read_state(run_dir / "checkpoints" / f"step_{STEPS}").step == STEPS
 
 
-def test_with_gang_rollouts_are_steps_of_one_job(launched, jobs, wait_for, rows_of):
-    run_dir, out = launched(cluster__slurm={"gang": True})
+def test_with_gang_two_policies_and_a_rollout_are_steps_of_one_job_on_three_nodes(launched, jobs, wait_for, rows_of):
+    run_dir, out = launched(cluster__slurm={"gang": True}, policy__replicas=2, rollout__replicas=1)
     assert re.findall(r"^(\S+): job \d+$", out, re.MULTILINE) == ["run"]
     wait_for(lambda: not jobs(), "the end of the job", timeout_s=300)
     must_have_trained_each_sample_once(run_dir, rows_of, steps=STEPS)

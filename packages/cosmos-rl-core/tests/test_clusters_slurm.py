@@ -138,6 +138,14 @@ def test_a_controller_is_started_again_after_a_crash_alone(cluster, slurm, code,
     assert len(calls(slurm, "controller")) == starts  # restart_workers = 3
 
 
+@pytest.mark.parametrize(("code", "only"), [(0, "--state=PENDING "), (2, "")])
+def test_the_end_of_the_run_cancels_rollouts(cluster, slurm, code, only):
+    run = cluster(program=f'[ "$1" = worker ] || exit {code}')
+    (run.directory / "launch" / "rollouts").write_text("rollout-0\n")
+    assert run_in_bash(run_script(run), slurm).wait(60) == code
+    assert calls(slurm, "scancel") == [f"scancel {only}--name={run.label}.rollout-0"]
+
+
 def test_a_rollout_is_started_again_after_a_crash_and_not_after_an_error_of_the_user(cluster, slurm):
     for code, starts in ((1, 4), (2, 1), (0, 1)):
         run = cluster(program=f"exit {code}")
@@ -197,8 +205,6 @@ def test_without_slurm_the_message_names_the_command(cluster, monkeypatch, tmp_p
 
 
 def test_wrong_recipes_and_platforms_are_refused(cluster):
-    with pytest.raises(UserError, match='placement = "inline" is one process'):
-        cluster("run.placement=inline")
     with pytest.raises(UserError, match="not an option of sbatch"):
         cluster('cluster.slurm.extra=["reservation"]')
     with pytest.raises(UserError, match="slurmm"):

@@ -7,6 +7,7 @@ import getpass
 import os
 import shutil
 import socket
+import stat
 import subprocess
 import time
 from pathlib import Path
@@ -43,6 +44,7 @@ JobRequeue=1
 DefMemPerCPU=100
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
+GresTypes=gpu
 PartitionName=main Nodes=ALL Default=YES MaxTime=INFINITE State=UP PriorityTier=10
 PartitionName=spot Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=20
 """
@@ -52,8 +54,9 @@ PartitionName=spot Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=1 GraceTime=
 class LoopbackSlurm:
     """Start with `with LoopbackSlurm(root, nodes=3) as slurm:`; commands need `slurm.environment`."""
 
-    def __init__(self, root: Path, *, nodes: int, cpus: int = 4) -> None:
-        self.root, self.nodes, self.cpus = root, nodes, cpus
+    def __init__(self, root: Path, *, nodes: int, cpus: int = 4, gpus: int = 2) -> None:
+        """gpus: of each node, device files that are no GPUs."""
+        self.root, self.nodes, self.cpus, self.gpus = root, nodes, cpus, gpus
         self.environment = {**os.environ, "SLURM_CONF": str(root / "slurm.conf")}
         self._daemons: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -70,9 +73,14 @@ class LoopbackSlurm:
         for index, port in enumerate(ports[1:]):
             text += (
                 f"NodeName=n{index} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} "
-                f"CPUs={self.cpus} RealMemory=4000 State=UNKNOWN\n"
+                f"CPUs={self.cpus} RealMemory=4000 Gres=gpu:{self.gpus} State=UNKNOWN\n"
             )
         (self.root / "slurm.conf").write_text(text)
+        for index in range(self.gpus):
+            os.mknod(self.root / f"gpu{index}", 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # as /dev/null
+        files = f"File={self.root}/gpu[0-{self.gpus - 1}]"
+        lines = [f"NodeName=n{index} Name=gpu {files}\n" for index in range(self.nodes)]
+        (self.root / "gres.conf").write_text("AutoDetect=off\n" + "".join(lines))
         self._begin("slurmctld", "slurmctld", "-D", "-i")
         for index in range(self.nodes):
             self._begin(f"n{index}", "slurmd", "-D", "-N", f"n{index}")

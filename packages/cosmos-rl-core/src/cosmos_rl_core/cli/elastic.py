@@ -82,6 +82,7 @@ def launch(
 ) -> None:
     """Start the controller and the workers of a run on a cluster, with the settings of [cluster]."""
     from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
+    from cosmos_rl_core.launch.check import check
 
     run = ClusterRun.of(file, overrides or [])
     launcher = find_launcher(on)
@@ -89,6 +90,7 @@ def launch(
         typer.echo(launcher.plan(run))
         return
     run.must_be_new(resume=resume)
+    check(run.config, file=str(file))
     for line in launcher.start(run):
         typer.echo(line)
     typer.echo(f"{run.label} is submitted; its output is in {run.config.run.directory}/launch")

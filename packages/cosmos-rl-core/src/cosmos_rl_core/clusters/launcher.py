@@ -55,11 +55,9 @@ class ClusterRun:
 
     @classmethod
     def of(cls, file: Path, overrides: Sequence[str]) -> ClusterRun:
-        """Read a recipe. Raises ConfigError, and UserError for a placement in one process."""
+        """Read a recipe. Raises ConfigError."""
         folders = import_from(file)
-        config = load_config(file, overrides)
-        if config.run.placement == "inline":
-            raise UserError('[run] placement = "inline" is one process; remove it to launch the run on a cluster')
+        config = load_config(file, [*overrides, "run.placement=external"])
         directory = config.run.directory.resolve()
         return cls(file=file.resolve(), overrides=tuple(overrides), config=config, directory=directory, folders=folders)
 
@@ -116,7 +114,7 @@ class ClusterRun:
         """Return the arguments of `cosmos-rl` for each machine of a replica, without those of the machine itself."""
         config = self.config
         arguments = ["worker", "--role", replica.role, "--name", replica.name, "--run", str(self.directory)]
-        arguments += ["--wait-s", str(config.cluster.controller_wait_s), "--python-path", os.pathsep.join(self.folders)]
+        arguments += ["--wait-s", str(config.cluster.start_wait_s), "--python-path", os.pathsep.join(self.folders)]
         threads = config.policy.threads if replica.role == "policy" else config.rollout.threads
         if threads:
             arguments += ["--threads", str(max(1, threads // replica.ranks))]

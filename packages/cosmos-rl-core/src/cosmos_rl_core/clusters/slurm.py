@@ -113,10 +113,10 @@ def run_script(run: ClusterRun) -> str:
         [
             *_head(run, machines=first, gpus=gpus, partition=slurm.partition),
             *_functions(run, "run.sbatch"),
-            *_ROLLOUTS_AGAIN.format(**_names(run)).splitlines(),
+            *_ROLLOUTS.format(**_names(run)).splitlines(),
             *steps,
             "# The controller runs on the first machine. It is started again unless it ends with 0, 1, 2 or 130.",
-            f'main "0 1 2 130" --nodes=1 --ntasks=1 --relative=0 {"--gres=none " if gpus else ""}{_MAIN} {controller}',
+            f'main "0 1 2 130" --nodes=1 --ntasks=1 --relative=0 {_MAIN} {controller}',
             "",
         ]
     )
@@ -132,6 +132,7 @@ def rollout_script(run: ClusterRun, replica: Replica) -> str:
         [
             *_head(run, machines=1, gpus=replica.gpus, partition=slurm.rollout_partition or slurm.partition),
             *_functions(run, "rollout.sbatch"),
+            "ended() { :; }",
             f'main "0 2" {step}',
             "",
         ]
@@ -224,6 +225,7 @@ main() {{
   # The step has left before the end of the run, as Slurm cancels or preempts the job. Only a job that Slurm itself ends
   # is queued again.
   if [ $code = 130 ] || [ -e {run}/controller.json ]; then sleep {hold} & wait $!; fi
+  ended
   exit $code
 }}
 
@@ -236,7 +238,14 @@ trap 'stopping=1' TERM
 """
 _MAIN = """bash -c 'echo $$ > "$PID_FILE"; exec "$@"' --"""
 """Records the process of the step that the job ends with: srun would kill the step at a TERM."""
-_ROLLOUTS_AGAIN = """
+_ROLLOUTS = """
+# The run has ended: cancels rollouts that never started, and after an error all of them.
+ended() {{
+  local name only=
+  if [ $code = 0 ]; then only=--state=PENDING; fi
+  while read -r name; do scancel $only --name={label}."$name"; done < {folder}/rollouts
+}}
+
 # Rollouts that ended with an earlier job of the run are submitted again.
 while read -r name; do
   if ! squeue --noheader --me --states=PENDING,RUNNING --name={label}."$name" | grep -q .; then

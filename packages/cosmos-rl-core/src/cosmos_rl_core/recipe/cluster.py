@@ -56,7 +56,7 @@ class ClusterSection(Strict):
     """Lines of shell before the processes start, such as "module load cuda"."""
     env: dict[str, str] = Field(default_factory=dict)
     """Environment variables of all processes, such as { NCCL_IB_TIMEOUT = "22" }."""
-    controller_wait_s: int = Field(default=3600, ge=0)
-    """Time that a worker waits for the controller, whose job may start later."""
+    start_wait_s: int = Field(default=3600, ge=0)
+    """Time that a worker waits for the start of the controller, whose job may start later."""
     slurm: SlurmSection = SlurmSection()
     """Options of the jobs on Slurm."""
