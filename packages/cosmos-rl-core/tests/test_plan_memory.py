@@ -342,6 +342,15 @@ def test_a_rollout_replica_has_the_weights_in_the_type_it_computes_in_and_a_vers
     assert (adapters.device, adapters.host) == (4 * (WHOLE + 1000), 4000 + RECEIVED)  # adapters alone are sent
 
 
+@pytest.mark.parametrize(("transport", "on_device"), [("nixl", 0), ("nixl_vram", 2 * 2**20), ("cuda_ipc", 2 * 2**20)])
+def test_buckets_between_gpus_are_received_on_the_gpu(transport, on_device):
+    sync = SyncSection(transport=transport, bucket_bytes=2**20, staging="in_place")
+    config = rl_recipe().model_copy(update={"sync": sync})
+    needs = rollout_needs(shape(), config, Counting())
+    assert needs is not None
+    assert (needs.device, needs.host) == (4 * WHOLE + on_device, 2 * 2**20 - on_device)
+
+
 class Half(Counting):
     """Its engines have a dtype of their own."""
 

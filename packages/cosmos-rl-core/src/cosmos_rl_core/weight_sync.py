@@ -20,6 +20,8 @@ BUCKET_BYTES = 4 << 20
 """Default bytes of a transfer bucket: small enough to be hashed in a processor's cache after the copy."""
 GPU_BUCKET_BYTES = 64 << 20
 """The same where the weights are on a GPU: a bucket is one copy to the host."""
+BETWEEN_GPUS = ("cuda_ipc", "nixl_vram")
+"""Transports whose buckets are on GPUs at both ends."""
 FULL_EVERY = 100
 """With deltas: interval of versions that are sent in full."""
 

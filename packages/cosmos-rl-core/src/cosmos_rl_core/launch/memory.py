@@ -19,7 +19,7 @@ from cosmos_rl_core.parallel.shape import ModelShape
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.settings.problems import as_toml
-from cosmos_rl_core.weight_sync import BUCKET_BYTES, GPU_BUCKET_BYTES
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS, BUCKET_BYTES, GPU_BUCKET_BYTES
 
 Change = Mapping[str, Any]
 """Dotted keys of the recipe and their new values."""
@@ -116,7 +116,7 @@ def _publishing(
     else:
         yield Held(name="version that an engine still reads", bytes=size, host=True)
     bucket_bytes = sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
-    yield Held(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport not in ("cuda_ipc", "nixl_vram"))
+    yield Held(name="buckets being sent", bytes=2 * bucket_bytes, host=sync.transport not in BETWEEN_GPUS)
 
 
 def engine_dtype(config: RunConfig, domain: Domain, *, computed: str) -> str:
@@ -146,7 +146,8 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
         sent *= ITEM_BYTES[sent_dtype(config, domain, computed=shape.compute_dtype)]
         parts.append(Held(name="next version, staged", bytes=sent, host=True))
     bucket_bytes = config.sync.bucket_bytes or (GPU_BUCKET_BYTES if gpu else BUCKET_BYTES)
-    parts.append(Held(name="buckets being received", bytes=2 * bucket_bytes, host=True))
+    on_host = config.sync.transport not in BETWEEN_GPUS
+    parts.append(Held(name="buckets being received", bytes=2 * bucket_bytes, host=on_host))
     if isinstance(domain, CountsMemory):
         parts += domain.held_by_rollout(config)
     else:

@@ -22,6 +22,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
@@ -237,7 +238,7 @@ class Offer:
         """Arguments as for `PeerServer`. bind: None for the address from which publishers are reached."""
         self._manifest, self._rank, self._token = manifest, rank, token
         # an instance, or a process group, reaches one peer only; the shadow is in host memory
-        one_to_one = not isinstance(transport, str) or transport in ("collective", "cuda_ipc", "nixl_vram")
+        one_to_one = not isinstance(transport, str) or transport in ("collective", *BETWEEN_GPUS)
         self._transport = "auto" if one_to_one else str(transport)
         self._bind, self._timeout_s = bind, timeout_s
         self._server: PeerServer | None = None
