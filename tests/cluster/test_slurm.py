@@ -67,6 +67,16 @@ def test_with_gang_two_policies_and_a_rollout_are_steps_of_one_job_on_three_node
     must_have_trained_each_sample_once(run_dir, rows_of, steps=STEPS)
 
 
+def test_rollouts_are_scaled_as_jobs(slurm, launched, jobs, wait_for, rows_of):
+    run_dir, _ = launched(**slow())
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    assert slurm.call("cosmos-rl", "status", str(run_dir)).startswith("jobs:\n")
+    assert re.fullmatch(r"rollout-2: job \d+\n", slurm.call("cosmos-rl", "scale", str(run_dir), "rollout=3"))
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 4, "four members", timeout_s=300)
+    assert slurm.call("cosmos-rl", "scale", str(run_dir), "rollout=1") == "rollout-1: cancelled\nrollout-2: cancelled\n"
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 2, "two members", timeout_s=300)
+
+
 def test_a_rollout_on_a_lost_node_is_queued_again_and_the_run_goes_on(slurm, launched, jobs, wait_for, rows_of):
     wide = {"extra": ["--exclusive"]}  # a node for each job
     run_dir, _ = launched(**slow(), cluster__slurm=wide)

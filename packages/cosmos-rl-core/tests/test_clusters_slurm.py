@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
+from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, find_launcher
 from cosmos_rl_core.clusters.slurm import Slurm, rollout_script, run_script
 from cosmos_rl_core.errors import UserError
 
@@ -60,7 +60,7 @@ def cluster(slurm):
         (slurm / "run.toml").write_text(RECIPE.format(directory=slurm))
         (slurm / "cosmos-rl").write_text(f'#!/bin/bash\necho "$1" >> {slurm}/calls\n{program}\n')
         (slurm / "cosmos-rl").chmod(0o755)
-        (slurm / "run" / "launch").mkdir(parents=True, exist_ok=True)
+        Launched(platform="slurm", file=str(slurm / "run.toml"), overrides=overrides).write(slurm / "run")
         (slurm / "run" / "launch" / "rollouts").write_text("")
         return ClusterRun.of(slurm / "run.toml", overrides)
 
@@ -192,9 +192,17 @@ def test_scaling_submits_and_cancels_rollouts(cluster, slurm):
     run = cluster("rollout.replicas=2")
     queue = [f"{run.label}.{name}|RUNNING|None\n" for name in ("run", "rollout-0", "rollout-2", "rollout-10")]
     (slurm / "queue").write_text("".join(queue))
-    assert Slurm().scale_rollouts(run, 5) == ["rollout-1: job 7", "rollout-3: job 7"]
-    assert Slurm().scale_rollouts(run, 1) == ["rollout-2: cancelled", "rollout-10: cancelled"]
+    launched = Launched.of(run.directory)
+    assert launched.jobs()["rollout-10"] == "RUNNING"
+    assert launched.scale({"rollout": 5}) == ["rollout-1: job 7", "rollout-3: job 7"]
+    assert launched.scale({"rollout": 1}) == ["rollout-2: cancelled", "rollout-10: cancelled"]
     assert calls(slurm, "scancel") == [f"scancel --name={run.label}.{name}" for name in ("rollout-2", "rollout-10")]
+
+    with pytest.raises(UserError, match=r"launch it with --resume policy\.replicas=2"):
+        launched.scale({"policy": 2})
+    with pytest.raises(UserError, match="at least one rollout worker must stay"):
+        launched.scale({"rollout": 0})
+    assert Launched.of(slurm) is None
 
 
 def test_without_slurm_the_message_names_the_command(cluster, monkeypatch, tmp_path):

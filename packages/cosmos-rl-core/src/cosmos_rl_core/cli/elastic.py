@@ -81,7 +81,7 @@ def launch(
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this output directory.")] = False,
 ) -> None:
     """Start the controller and the workers of a run on a cluster, with the settings of [cluster]."""
-    from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
+    from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, find_launcher
     from cosmos_rl_core.launch.check import check
 
     run = ClusterRun.of(file, overrides or [])
@@ -91,6 +91,7 @@ def launch(
         return
     run.must_be_new(resume=resume)
     check(run.config, file=str(file))
+    Launched(platform=on, file=str(run.file), overrides=run.overrides).write(run.directory)
     for line in launcher.start(run):
         typer.echo(line)
     typer.echo(f"{run.label} is submitted; its output is in {run.config.run.directory}/launch")

@@ -17,10 +17,15 @@ Wanted = Annotated[
 def scale(
     run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")], wanted: Wanted
 ) -> None:
-    """Start or drain workers of a live run, and wait until they are ready or gone."""
+    """Start or drain workers of a live run, and wait until they are ready or gone; on a cluster, submit their jobs."""
     import asyncio
 
+    from cosmos_rl_core.clusters.launcher import Launched
+
     numbers = parse(wanted)
+    if (launched := Launched.of(run_dir)) is not None:
+        typer.echo("\n".join(launched.scale(numbers)) or "nothing to change")
+        return
     present = asyncio.run(_request(run_dir, numbers))
     typer.echo(f"ready: {', '.join(f'{number} {role}' for role, number in present.items() if number)}")
 

@@ -1,11 +1,12 @@
 """The interface of a platform, and the processes of a run that it has to start.
 
 cluster = ClusterRun.of("gsm8k.toml", ["run.max_steps=10"])
-launcher = Slurm()                    # implements Launcher
+launcher = find_launcher("slurm")     # a Launcher
 print(launcher.plan(cluster))         # the text that `start` would submit
 launcher.start(cluster)
-launcher.alive(cluster)               # {"run": "RUNNING", "rollout-0": "PENDING (Resources)"}
-launcher.stop(cluster, ["rollout-0"])
+launched = Launched.of(run_dir)       # later, in another process
+launched.jobs()                       # {"run": "RUNNING", "rollout-0": "PENDING (Resources)"}
+launched.scale({"rollout": 4})
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+import msgspec
+
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.imports import import_from
@@ -26,6 +29,10 @@ from cosmos_rl_core.launch.gpus import gpus_per_rollout
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.recipe.run import RunConfig
+
+FOLDER = "launch"
+"""Folder for what a platform executes and writes, in the run's directory."""
+_FILE = "cluster.json"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,3 +159,47 @@ def find_launcher(platform: str) -> Launcher:
     """Return the launcher of a platform: an installed one, or "module:attribute". Raises UserError."""
     found: type[Launcher] = plugins.load("cosmos_rl.launchers", platform)
     return found()
+
+
+class Launched(msgspec.Struct, frozen=True, kw_only=True):
+    """The content of `<run>/launch/cluster.json`: a run that a platform has started."""
+
+    platform: str
+    file: str
+    overrides: tuple[str, ...]
+
+    @classmethod
+    def of(cls, run_dir: Path) -> Launched | None:
+        """Return the launch of a run, or None if no platform has started it. Raises UserError."""
+        path = run_dir / FOLDER / _FILE
+        try:
+            return msgspec.json.decode(path.read_bytes(), type=cls)
+        except FileNotFoundError:
+            return None
+        except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise UserError(f"{path} cannot be read: {error}") from error
+
+    def write(self, run_dir: Path) -> None:
+        """Create the folder and the file."""
+        run_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (run_dir / FOLDER).mkdir(exist_ok=True)
+        (run_dir / FOLDER / _FILE).write_bytes(msgspec.json.encode(self))
+
+    def jobs(self) -> Mapping[str, str]:
+        """Return the state of each job by its name, as the platform calls it. Raises UserError."""
+        return find_launcher(self.platform).alive(self._run())
+
+    def scale(self, wanted: Mapping[str, int]) -> list[str]:
+        """Submit or stop rollout replicas; return a line for each change. Raises UserError for other roles."""
+        for role, number in wanted.items():
+            if role != "rollout":
+                raise UserError(
+                    f"{role}={number}: on {self.platform} the number of policies is that of the recipe; stop the run "
+                    f"and launch it with --resume policy.replicas={number}"
+                )
+            if number < 1:
+                raise UserError("rollout=0: at least one rollout worker must stay")
+        return find_launcher(self.platform).scale_rollouts(self._run(), wanted["rollout"])
+
+    def _run(self) -> ClusterRun:
+        return ClusterRun.of(Path(self.file), self.overrides)

@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cosmos_rl_core.clusters.launcher import ClusterRun, Replica
+from cosmos_rl_core.clusters.launcher import FOLDER, ClusterRun, Replica
 from cosmos_rl_core.errors import UserError
 
 COMMAND_TIMEOUT_S = 60.0
@@ -23,8 +23,6 @@ RENDEZVOUS_PORT = 29400
 """Port on the first machine of a policy replica over several machines; those of later replicas follow it."""
 HOLD_S = 600
 """Maximum grace time of a preemption, in seconds."""
-FOLDER = "launch"
-"""Folder for the scripts and their output, in the run's directory."""
 
 
 class Slurm:
@@ -45,8 +43,6 @@ class Slurm:
         if alive := self.alive(run):
             raise UserError(f"{run.directory} has jobs already: {_listed(alive)}; stop them with scancel, or wait")
         folder = run.directory / FOLDER
-        run.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.mkdir(exist_ok=True)
         (folder / "run.sbatch").write_text(run_script(run))
         rollouts = [] if run.config.cluster.slurm.gang else run.rollouts()
         if rollouts:
