@@ -9,9 +9,12 @@ import sys
 import time
 from dataclasses import dataclass
 
+import msgspec
 import pytest
 
 from cosmos_rl_core.cli.app import main
+from cosmos_rl_core.control.address_file import ControllerFile
+from cosmos_rl_core.control.status import live_controller
 
 RECIPE = """
 [run]
@@ -310,3 +313,15 @@ def test_status_of_something_else_is_a_users_error(tmp_path, text, message, cosm
     if text is not None:
         (tmp_path / "status.json").write_text(text)
     assert message in refused(cosmos_rl("status", tmp_path))
+
+
+def test_status_does_not_look_for_the_controller_of_another_machine_here(tmp_path):
+    assert live_controller(tmp_path) == ""
+    (tmp_path / "run.lock").write_text("999999999\n")
+    here = ControllerFile.of_this_process("tcp://127.0.0.1:1", generation=0)
+    here.write(tmp_path)
+    assert live_controller(tmp_path) == ""
+    msgspec.structs.replace(here, host="n7", pid=12).write(tmp_path)
+    assert live_controller(tmp_path) == "pid 12 on n7"
+    (tmp_path / "run.lock").write_text(f"{os.getpid()}\n")
+    assert live_controller(tmp_path) == f"pid {os.getpid()}"

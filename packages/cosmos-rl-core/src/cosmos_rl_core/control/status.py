@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import socket
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from cosmos_rl_core.control.address_file import read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.console import duration, table
 from cosmos_rl_core.processes import is_alive
@@ -125,23 +127,32 @@ def read_status(run_dir: Path) -> RunStatus:
         raise UserError(f"{path}: not a status file: {error}") from error
 
 
-def live_pid(run_dir: Path) -> int | None:
-    """Return the controller's process id from `<run>/run.lock`, or None if that process does not exist."""
+def live_controller(run_dir: Path) -> str:
+    """Return "pid 12", or "pid 12 on HOST" of another machine; empty if the run's controller does not exist.
+
+    The process of another machine is not looked for: its controller.json may outlive it.
+    """
     try:
         found = re.search(r"\d+", (run_dir / "run.lock").read_text())
     except FileNotFoundError:
-        return None
-    return int(found[0]) if found is not None and is_alive(int(found[0])) else None
+        return ""
+    if found is not None and is_alive(int(found[0])):
+        return f"pid {found[0]}"
+    try:
+        elsewhere = read_controller_file(run_dir)
+    except UserError:
+        return ""
+    return "" if elsewhere.host == socket.gethostname() else f"pid {elsewhere.pid} on {elsewhere.host}"
 
 
-def _life(status: RunStatus, *, pid: int | None, age_s: float) -> str:
+def _life(status: RunStatus, *, controller: str, age_s: float) -> str:
     if status.phase == "finished":
         return f"finished {age_s:.0f} s ago"
-    if pid is None:
+    if not controller:
         return f"NOT LIVE: its controller is gone; last seen {age_s:.0f} s ago"
     if age_s > SILENT_S:
-        return f"live (pid {pid}), but silent for {age_s:.0f} s"
-    return f"live (pid {pid})"
+        return f"live ({controller}), but silent for {age_s:.0f} s"
+    return f"live ({controller})"
 
 
 def _numbers(status: RunStatus) -> str:
@@ -154,9 +165,9 @@ def _numbers(status: RunStatus) -> str:
     )
 
 
-def render(run_dir: Path, status: RunStatus, *, pid: int | None, now: float) -> str:
-    """Return the status as text for the user; `now` in Unix seconds."""
-    life = _life(status, pid=pid, age_s=max(0.0, now - status.time))
+def render(run_dir: Path, status: RunStatus, *, controller: str, now: float) -> str:
+    """Return the status as text for the user. controller: as of `live_controller`; now: in Unix seconds."""
+    life = _life(status, controller=controller, age_s=max(0.0, now - status.time))
     place = f"phase {status.phase}, step {status.step}, version {status.version}"
     lines = [f"{run_dir}: {life}", place]
     if status.mesh:
