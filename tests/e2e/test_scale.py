@@ -1,5 +1,6 @@
 """`cosmos-rl scale`: the number of workers of a live run changes, and the run goes on."""
 
+import json
 import re
 import signal
 
@@ -8,6 +9,7 @@ import pytest
 pytestmark = pytest.mark.ci
 
 PROMPTS = 4
+WINDOW = 2 * PROMPTS  # of max_staleness = 1, the default
 
 
 @pytest.fixture
@@ -33,6 +35,7 @@ def test_workers_are_started_and_drained_and_every_sample_is_trained_once(
         run_dir,
         run__max_steps=100_000,
         policy__prompts_per_step=PROMPTS,
+        rollout__replicas=2,
         rollout__options={"delay_s": 0.05},
         logging__sinks=["console", "jsonl"],
     )
@@ -40,18 +43,21 @@ def test_workers_are_started_and_drained_and_every_sample_is_trained_once(
     wait_for(lambda: steps_done(run_dir, rows_of) >= 2, "two steps")
 
     lines = scaled(run_dir, "rollout=3", "policy=2")
-    assert sorted(lines[:3]) == ["policy-1 starts", "rollout-1 starts", "rollout-2 starts"]
-    assert sorted(lines[3:6]) == ["policy-1 is ready", "rollout-1 is ready", "rollout-2 is ready"]
-    assert lines[6:] == ["ready: 2 policy, 3 rollout"]
+    assert sorted(lines[:2]) == ["policy-1 starts", "rollout-2 starts"]
+    assert sorted(lines[2:4]) == ["policy-1 is ready", "rollout-2 is ready"]
+    assert lines[4:] == ["ready: 2 policy, 3 rollout"]
     guest = start("worker", "--role", "rollout", "--name", "guest", "--run", run_dir)  # of any machine
     wait_for(lambda: rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 6.0, "a step with six members")
 
-    lines = scaled(run_dir, "rollout=2", "policy=1")
-    assert set(lines[:3]) == {"guest leaves", "rollout-2 leaves", "policy-1 leaves"}, "the youngest leave"
-    assert set(lines[3:6]) == {"guest has left", "rollout-2 has left", "policy-1 has left"}
-    assert lines[6:] == ["ready: 1 policy, 2 rollout"]
+    lines = scaled(run_dir, "rollout=1", "policy=1")
+    youngest = {"guest", "rollout-2", "policy-1"}
+    assert {f"{name} leaves" for name in youngest} < set(lines[:4])
+    assert {f"{name} has left" for name in youngest} < set(lines[4:8])
+    assert lines[8:] == ["ready: 1 policy, 1 rollout"]
     finished(guest)
-    assert "rollout-3 starts" in scaled(run_dir, "rollout=3"), "a name is never used again"
+    status = run_dir / "status.json"
+    wait_for(lambda: json.loads(status.read_text())["samples"]["leased"] > WINDOW / 2, "the share of both rollouts")
+    assert "rollout-3 starts" in scaled(run_dir, "rollout=2"), "a name is never used again"
     monkeypatch.setenv("COSMOS_RL_TOKEN", "00" * 32)
     assert "does not have this run's token" in scaled(run_dir, "rollout=2", code=2)
     done = steps_done(run_dir, rows_of)

@@ -211,6 +211,44 @@ async def test_more_policies_than_groups_get_all_of_them(tmp_path):
 
 
 @in_a_loop
+async def test_a_grant_has_the_number_of_rollouts_that_share_the_work(tmp_path):
+    async with running(tmp_path, ledger=Ledger(LedgerConfig(groups_per_step=1, max_steps=9))) as (controller, _):
+        policy, rollout = await join(controller)
+        other = Worker(controller, "rollout", "rollout-1")
+        await other.hears(p.Welcome)
+
+        async def step(number):
+            policy.says(p.RequestBatch(step=number))
+            rollout.says(p.RequestLeases(version=number, capacity=1))
+            grant = await rollout.hears(p.Grant)
+            rollout.says(delivery(grant.prompts[0], b"group", version=number))
+            policy.says(p.Vote(step=number, epoch=(await policy.hears(p.Batch)).epoch))
+            await policy.hears(p.Committed)
+            return grant.rollouts
+
+        assert await step(0) == 2, "the first one that is ready must not take all prompts of the first step"
+        assert await step(1) == 1, "the other one is not ready"
+
+
+@in_a_loop
+async def test_the_oldest_rollout_scores_the_real_rows_and_the_next_one_if_it_is_lost(tmp_path):
+    async with running(tmp_path) as (controller, _):
+        first = Worker(controller, "rollout", "a-spot-machine")
+        assert (await first.hears(p.Welcome)).scores_rows
+        for role, name in (("policy", "policy-0"), ("rollout", "rollout-0")):
+            assert not (await Worker(controller, role, name).hears(p.Welcome)).scores_rows
+        first.says(None)  # its connection closes
+        await first.served
+        second = Worker(controller, "rollout", "rollout-1")
+        assert (await second.hears(p.Welcome)).scores_rows
+        second.says(p.Validated(version=0, metrics={"data/rows": 4.0}))
+        await until(lambda: controller.peers.rows_scored)
+        second.says(None)
+        await second.served
+        assert not (await Worker(controller, "rollout", "rollout-2").hears(p.Welcome)).scores_rows
+
+
+@in_a_loop
 async def test_every_idle_worker_has_the_reason_for_which_it_waits(tmp_path):
     async with running(tmp_path) as (controller, _):
         rollout = Worker(controller, "rollout", "rollout-0")

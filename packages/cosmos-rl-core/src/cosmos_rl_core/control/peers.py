@@ -119,6 +119,9 @@ class Peers:
 
     by_name: dict[str, Peer] = field(default_factory=dict)
     _of_role: dict[str, dict[str, Peer]] = field(default_factory=lambda: {"policy": {}, "rollout": {}})
+    rows_scored: bool = False
+    """Whether the real rows for the monitor are scored."""
+    _scorer: str = ""
     _announced: p.SyncFrom | None = None
     """The last one sent to all rollout replicas."""
 
@@ -134,6 +137,9 @@ class Peers:
     def of_role(self, role: p.Role) -> list[Peer]:
         return list(self._of_role[role].values())
 
+    def num_of_role(self, role: p.Role) -> int:
+        return len(self._of_role[role])
+
     def is_in_use(self, name: str, *, now: float) -> bool:
         """Return whether a live worker has this name: it has sent a heartbeat recently, or has just connected."""
         peer = self.by_name.get(name)
@@ -147,6 +153,14 @@ class Peers:
         policies = {peer.name: peer for peer in self.of_role("policy")}
         names = (*mesh, *sorted(policies))
         return next((policies[name].address for name in names if name in policies and policies[name].address), "")
+
+    def scores_rows(self, peer: Peer) -> bool:
+        """Return whether a new worker scores the real rows: the oldest rollout replica, and after its loss the next."""
+        if peer.role == "policy" or self.rows_scored:
+            return False
+        if self._scorer not in self.by_name:
+            self._scorer = peer.name
+        return self._scorer == peer.name
 
     def has_publisher(self, mesh: Sequence[str]) -> bool:
         """Return whether a policy publishes weights."""

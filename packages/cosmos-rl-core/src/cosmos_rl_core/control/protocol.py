@@ -69,6 +69,8 @@ class Welcome(Message, frozen=True):
     """Version at which the run ends; 0 if unknown."""
     kept: list[str] = []
     """Rollout: spooled files of an earlier process of this replica that are still needed."""
+    scores_rows: bool = False
+    """Rollout: whether this replica scores real rows for the monitor."""
 
 
 class Ready(Message, frozen=True):
@@ -116,6 +118,8 @@ class Grant(Message, frozen=True):
     """Reply to RequestLeases: at least one prompt, at most the requested capacity."""
 
     prompts: tuple[LeasedPrompt, ...]
+    rollouts: int = 0
+    """Number of rollout replicas that share the work; 0: as before."""
 
 
 class NoMore(Message, frozen=True):

@@ -251,6 +251,7 @@ class Controller:
     def _handle_report(self, peer: Peer, message: p.ToController) -> None:
         match message:
             case p.Validated() if peer.role == "rollout":
+                self.peers.rows_scored = True
                 self._observer.evaluated(message.version, message.metrics, [])
             case p.StepDone() | p.Validated():
                 self._reports.add(peer.name, message, mesh=self.ledger.members.mesh)
@@ -292,9 +293,11 @@ class Controller:
         match message:
             case p.Welcome():
                 kept, resume_from = self._batches.kept(peer.name), self._recovery.resume_from
+                message = msgspec.structs.replace(message, scores_rows=self.peers.scores_rows(peer))
                 peer.welcome(self._job.welcome(message, kept=kept, resume_from=resume_from))
             case p.Grant():
-                peer.post(p.Grant(tuple(with_row(prompt, self._source) for prompt in message.prompts)))
+                prompts = tuple(with_row(prompt, self._source) for prompt in message.prompts)
+                peer.post(p.Grant(prompts, rollouts=self._turns.num_rollouts))
             case p.Batch():
                 peer.wants_batch = None
                 peer.post(self._batches.with_payloads(message, peer))

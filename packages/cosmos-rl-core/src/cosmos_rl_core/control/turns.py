@@ -10,7 +10,7 @@ RequestBatch  -> evaluation runs? -- yes -> wait for its end
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.evaluation import Evaluation, Evaluator
@@ -34,11 +34,26 @@ class Turns:
     """Returns whether the run ends at a version."""
     stop_reason: str = ""
     """Why the run ends early; then no batch is assigned any more."""
+    _first: int = field(init=False)
+    """Version at the start."""
+
+    def __post_init__(self) -> None:
+        self._first = self.ledger.version
 
     @property
     def is_over(self) -> bool:
         """Whether the run needs no further step."""
         return bool(self.stop_reason) or self.ledger.why_finished() is not None
+
+    @property
+    def num_rollouts(self) -> int:
+        """Number of rollout replicas that share the work: the ready ones, before the first step all connected ones.
+
+        Otherwise the first one that is ready would take all prompts of the first step.
+        """
+        if self.ledger.version > self._first:
+            return self.ledger.members.num_ready_rollouts
+        return self.peers.num_of_role("rollout")
 
     def request_leases(self, peer: Peer, message: p.RequestLeases) -> None:
         """Pass a rollout's request to the ledger, or to the evaluation."""

@@ -82,7 +82,8 @@ class RolloutWorker:
         self._rollouter = rollouter
         self._weights = weights
         self._leases = leases
-        self._max_groups = max_groups
+        self.max_groups = max_groups
+        """Maximum number of groups in work."""
         self._spool = spool
         self._timeline = timeline or Timeline("rollout")
         self._lanes: set[int] = set()
@@ -194,6 +195,6 @@ class RolloutWorker:
     def _request(self) -> None:
         self._changed.set()
         if self._engine.version >= 0:
-            room = self._max_groups if self._spool is None else min(self._max_groups, self._spool.room())
+            room = self.max_groups if self._spool is None else min(self.max_groups, self._spool.room())
             capacity = room - len(self._running)
             self._leases.request(version=self._engine.version, capacity=capacity, lineage=self._weights.lineage)

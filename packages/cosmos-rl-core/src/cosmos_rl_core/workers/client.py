@@ -135,10 +135,20 @@ class ControllerClient:
 class RemoteLeases:
     """`rollout.worker.LeaseSource` over the control channel."""
 
-    def __init__(self, client: ControllerClient, spool: Spool | None = None) -> None:
-        """spool: storage of large groups; without it all groups are sent to the controller."""
+    def __init__(
+        self,
+        client: ControllerClient,
+        spool: Spool | None = None,
+        *,
+        shared_by: Callable[[int], None] = lambda replicas: None,
+    ) -> None:
+        """spool: storage of large groups; without it all groups are sent to the controller.
+
+        shared_by: called with the number of rollout replicas that share the work, before a grant is returned.
+        """
         self._client = client
         self._spool = spool
+        self._shared_by = shared_by
         self._asked: p.RequestLeases | None = None
 
     def request(self, *, version: int, capacity: int, lineage: int) -> None:
@@ -156,6 +166,8 @@ class RemoteLeases:
         if grant is None or self._client.stopped.is_set():
             return None
         self._asked = None
+        if grant.rollouts:
+            self._shared_by(grant.rollouts)
         return [
             Lease(
                 prompt=Prompt(sample_id=item.sample, row=json.loads(item.row), origin=item.origin),

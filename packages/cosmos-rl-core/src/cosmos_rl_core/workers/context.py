@@ -84,6 +84,8 @@ class Assignment:
     """Lineage of the run when the worker joined."""
     version: int = 0
     """Committed steps of the run when the worker joined."""
+    scores_rows: bool = False
+    """Rollout: whether this replica scores real rows for the monitor."""
 
     @contextmanager
     def building(self) -> Iterator[None]:

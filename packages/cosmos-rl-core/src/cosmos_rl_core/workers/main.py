@@ -225,6 +225,7 @@ def _assigned(context: WorkerContext, welcome: p.ToWorker) -> Iterator[Assignmen
             kept=tuple(welcome.kept),
             lineage=welcome.lineage,
             version=welcome.version,
+            scores_rows=welcome.scores_rows,
         )
         finished = True
     finally:

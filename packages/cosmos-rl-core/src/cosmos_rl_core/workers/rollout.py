@@ -23,8 +23,6 @@ from cosmos_rl_core.wire.listening import is_loopback
 from cosmos_rl_core.workers.client import ControllerClient, RemoteLeases
 from cosmos_rl_core.workers.context import Assignment
 
-FIRST = "rollout-0"
-
 
 class RolloutRole:
     """Implements `workers.main.Role`."""
@@ -56,7 +54,7 @@ class RolloutRole:
                 read_at = server.address
             await self._client.connection.send(p.Ready(address=read_at))
             await self._score_real_rows(rollouter)
-            leases = RemoteLeases(self._client, spool)
+            leases = RemoteLeases(self._client, spool, shared_by=partial(self._share, spool))
             self._worker = RolloutWorker(
                 engine,
                 rollouter=rollouter,
@@ -68,7 +66,7 @@ class RolloutRole:
                     timeline=at.context.timeline,
                 ),
                 leases=leases,
-                max_groups=groups_in_flight(at.config),
+                max_groups=groups_in_flight(at.config, at.config.rollout.replicas),
                 spool=spool,
                 timeline=at.context.timeline,
             )
@@ -96,10 +94,10 @@ class RolloutRole:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _score_real_rows(self, rollouter: Rollouter) -> None:
-        """In the first replica: score real rows and report the metrics, if [monitor] data_rows is set."""
+        """In one replica: score real rows and report the metrics, if [monitor] data_rows is set."""
         config, domain, send = self._at.config, self._at.domain, self._client.connection.send
         monitor = config.monitor
-        if self._at.context.name != FIRST or not monitor.data_rows or monitor.best_of_data is not None:
+        if not self._at.scores_rows or not monitor.data_rows or monitor.best_of_data is not None:
             return
         if not isinstance(domain, ShowsRows):
             raise UserError(
@@ -116,6 +114,17 @@ class RolloutRole:
         else:
             await send(p.Validated(version=0, metrics=metrics))
 
+    def _share(self, spool: Spool | None, replicas: int) -> None:
+        """Take this replica's share of the work, of which there are `replicas` now.
+
+        A spool that holds its share beside the most replicas so far is large enough: the others may come back.
+        """
+        config = self._at.config
+        if self._worker is not None:
+            self._worker.max_groups = groups_in_flight(config, replicas)
+        if spool is not None:
+            spool.step_groups = min(spool.step_groups, _step_groups(config, replicas))
+
     def _spool(self) -> Spool | None:
         """Build the storage of large groups; none in the controller's process, where it has no benefit."""
         at = self._at
@@ -126,7 +135,7 @@ class RolloutRole:
             spool_root(section.directory, at.run_dir) / at.context.name,
             threshold_bytes=section.threshold_bytes,
             capacity_bytes=section.capacity_bytes,
-            step_groups=-(-at.config.policy.prompts_per_step // at.config.rollout.replicas),
+            step_groups=_step_groups(at.config, at.config.rollout.replicas),
             kept=at.kept,
         )
 
@@ -159,7 +168,12 @@ class RolloutRole:
         return await asyncio.to_thread(sync.subscriber, address, engine.weights(), settings=settings)
 
 
-def groups_in_flight(config: RunConfig) -> int:
-    """Maximum number of groups in work at one replica: its share of the staleness window."""
+def groups_in_flight(config: RunConfig, replicas: int) -> int:
+    """Maximum number of groups in work at one of `replicas`: its share of the staleness window."""
     window = (config.sync.max_staleness + 1) * config.policy.prompts_per_step
-    return -(-window // config.rollout.replicas)
+    return -(-window // replicas)
+
+
+def _step_groups(config: RunConfig, replicas: int) -> int:
+    """Number of groups of one step that one of `replicas` generates."""
+    return -(-config.policy.prompts_per_step // replicas)

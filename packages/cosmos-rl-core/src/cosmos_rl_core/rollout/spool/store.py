@@ -67,7 +67,8 @@ class Spool:
         self._directory = directory
         self._threshold_bytes = threshold_bytes
         self._capacity_bytes = capacity_bytes
-        self._step_groups = step_groups
+        self.step_groups = step_groups
+        """Number of groups of one step that must fit."""
         self._sizes: dict[str, int] = {}
         self._largest = 0
         directory.mkdir(parents=True, exist_ok=True)
@@ -131,11 +132,11 @@ class Spool:
         self._largest = max(self._largest, size)
 
     def _must_fit(self, size: int) -> None:
-        needed = size * self._step_groups
+        needed = size * self.step_groups
         if needed > self._capacity_bytes:
             raise UserError(
                 f"[rollout.spool] capacity_bytes = {self._capacity_bytes} is too small: a step needs "
-                f"{self._step_groups} groups from each replica, and one has {size} bytes. Set it to {needed} or more."
+                f"{self.step_groups} groups from each replica, and one has {size} bytes. Set it to {needed} or more."
             )
 
 
