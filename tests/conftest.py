@@ -248,6 +248,41 @@ def rows_of():
     return rows
 
 
+@pytest.fixture(scope="session")
+def journal_of():
+    """The records of a run."""
+    import msgspec
+
+    from cosmos_rl_core.control.journal.files import read_segment, segment_firsts, segment_path
+    from cosmos_rl_core.control.ledger import records
+
+    decoder = msgspec.msgpack.Decoder(records.AnyRecord)
+
+    def read(run_dir: Path):
+        [first] = segment_firsts(run_dir / "journal")
+        path = segment_path(run_dir / "journal", first)
+        return [decoder.decode(body) for body, _ in read_segment(path, first=first, is_last=True)]
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def bits_of():
+    """Weights and optimizer state of a checkpoint, to the bit, by file and name."""
+    from safetensors.numpy import load_file
+
+    def read(checkpoint: Path):
+        files = sorted(checkpoint.rglob("*.safetensors"))
+        assert len(files) >= 2
+        return {
+            (file.relative_to(checkpoint).as_posix(), name): array.tobytes()
+            for file in files
+            for name, array in load_file(file).items()
+        }
+
+    return read
+
+
 SAMPLED = ("rollout", "reward", "sync")
 """Sections that a supervised run has no use for."""
 

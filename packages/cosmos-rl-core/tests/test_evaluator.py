@@ -150,9 +150,9 @@ def test_the_last_answer_ends_the_evaluation():
     evaluator, finished = make(rows=2)
     evaluator.begin_if_due(0)
     evaluator.request(replica("a"), p.RequestLeases(version=0, capacity=1))
-    evaluator.deliver(deliver(1))
+    evaluator.finish(deliver(1))
     assert finished == []
-    evaluator.fail(failed(0))
+    evaluator.finish(failed(0))
     (evaluation,) = finished
     assert evaluator.current is None
     assert (sorted(evaluation.groups), evaluation.failures) == ([1], {0: "too long"})
@@ -164,11 +164,11 @@ def test_an_answer_sent_twice_counts_once_and_one_after_the_end_is_ignored():
     evaluator.begin_if_due(0)
     evaluator.request(replica("a"), p.RequestLeases(version=0, capacity=1))
     for _ in range(3):
-        evaluator.deliver(deliver(0))
+        evaluator.finish(deliver(0))
     assert finished == []
-    evaluator.deliver(deliver(1))
-    evaluator.deliver(deliver(1))
-    evaluator.fail(failed(1))
+    evaluator.finish(deliver(1))
+    evaluator.finish(deliver(1))
+    evaluator.finish(failed(1))
     assert len(finished) == 1
 
 
@@ -179,19 +179,19 @@ def test_rows_of_a_lost_replica_go_to_those_that_wait():
     request = p.RequestLeases(version=0, capacity=2)
     for peer in (lost, waiting, other):
         evaluator.request(peer, request)
-    evaluator.deliver(deliver(1))
-    evaluator.lose(lost, connected(waiting, other))
+    evaluator.finish(deliver(1))
+    evaluator.lose(lost.name, connected(waiting, other))
     assert (waiting.connection.rows, other.connection.rows) == ([0, 2, 3], [])
     assert (waiting.held, other.held) == (None, request)
     for row in (0, 2, 3):
-        evaluator.deliver(deliver(row))
+        evaluator.finish(deliver(row))
     assert len(finished) == 1
 
 
 def test_losing_a_replica_between_evaluations_changes_nothing():
     evaluator, finished = make()
     waiting = replica("b")
-    evaluator.lose(replica("a"), connected(waiting))
+    evaluator.lose("a", connected(waiting))
     assert (waiting.connection.posted, finished) == ([], [])
 
 

@@ -23,6 +23,8 @@ class Play:
         self.journal: list[records.Record] = []
         self.base = self.ledger.snapshot()
         self.incarnations: dict[str, int] = {}
+        self.removed: list[str] = []
+        """Replicas in the order of their removal."""
 
     def on(self, event: events.Event, *, after: float = 0.0) -> list[events.Output]:
         self.now += after
@@ -34,7 +36,8 @@ class Play:
         for output in said:
             if isinstance(output, To) and isinstance(output.message, m.Welcome):
                 self.incarnations[output.replica] = output.message.incarnation
-        return said
+        self.removed += [output.replica for output in said if isinstance(output, events.Removed)]
+        return [output for output in said if not isinstance(output, events.Removed)]
 
     def join(self, replica: str, *, ready: bool = True) -> list[events.Output]:
         said = self.on(events.Join(replica, "policy" if replica.startswith("policy") else "rollout"))
@@ -606,6 +609,7 @@ def test_losing_all_policies_rolls_back_without_generating_again():
     p.train(steps=3)
     p.checkpoint(1)
     assert p.send("policy-0", m.Goodbye()) == [events.PoliciesLost(1)]
+    assert p.removed == ["policy-0"]
     assert "rollback to version 1" in p.ledger.waits()[0]
     p.on(events.Rollback(1))
     assert (p.ledger.version, p.ledger.lineage) == (1, 1)

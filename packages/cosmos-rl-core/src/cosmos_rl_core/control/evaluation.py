@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -64,10 +64,10 @@ class Evaluation:
         if row in self._leased and row not in self.groups:
             self.failures[row] = reason
 
-    def release(self, replica: str) -> None:
-        """Requeue the undelivered rows of a lost replica, at the front."""
+    def release(self, replica: str, *, but: Collection[int] = ()) -> None:
+        """Requeue the undelivered rows of a lost replica, at the front, or those that it does not hold any more."""
         lost = [row for row, holder in self._leased.items() if holder == replica and not self._answered(row)]
-        for row in reversed(lost):
+        for row in reversed([row for row in lost if row not in but]):
             del self._leased[row]
             self._waiting.appendleft(row)
 
@@ -154,26 +154,31 @@ class Evaluator:
         ids = self.current.lease(peer.name, capacity=message.capacity * self.rows_per_group)
         if ids:
             peer.held = None
-            leased = (p.LeasedPrompt(sample=row, attempt=0, evaluation=True) for row in ids)
+            leased = (p.LeasedPrompt(sample=row, attempt=self.current.version, evaluation=True) for row in ids)
             peer.post(p.Grant(tuple(with_row(prompt, self.source) for prompt in leased)))
 
-    def deliver(self, message: p.Deliver) -> None:
-        assert isinstance(message.payload, bytes), "an evaluation's groups are never spooled"
-        if self.current is not None and self.source is not None and message.lineage == self.current.lineage:
+    def finish(self, message: p.Deliver | p.Failed) -> None:
+        """Record a row's result."""
+        if self.current is None or self.source is None or not self._is_current(message):
+            return
+        if isinstance(message, p.Failed):
+            self.current.fail(message.sample, message.reason)
+        else:
+            assert isinstance(message.payload, bytes), "an evaluation's groups are never spooled"
             group = decode_group(message.payload)
             self.current.deliver(message.sample, replace(group, prompt=self.source[message.sample]))
-            self._finish_if_done()
+        self._finish_if_done()
 
-    def fail(self, message: p.Failed) -> None:
-        if self.current is not None and message.lineage == self.current.lineage:
-            self.current.fail(message.sample, message.reason)
-            self._finish_if_done()
+    def _is_current(self, message: p.Deliver | p.Failed) -> bool:
+        """Return whether a result is of the current evaluation, whose version is the attempt of its leases."""
+        current = self.current
+        return current is not None and (message.lineage, message.attempt) == (current.lineage, current.version)
 
-    def lose(self, peer: Peer, peers: Peers) -> None:
-        """Lease the rows of a lost replica to others."""
+    def lose(self, replica: str, peers: Peers, *, but: Collection[int] = ()) -> None:
+        """Lease the rows of a lost replica to others; of one that is on a new connection, all `but` those it holds."""
         if self.current is None:
             return
-        self.current.release(peer.name)
+        self.current.release(replica, but=but)
         for other in peers.of_role("rollout"):
             if other.held is not None:
                 self.request(other, other.held)

@@ -17,6 +17,7 @@ import msgspec
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import records
+from cosmos_rl_core.control.ledger.samples import ASSIGNED, READY, Sample
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.division import divide
@@ -30,6 +31,8 @@ class Held:
     payload: p.Payload
     replica: str
     """The rollout replica that generated it."""
+    group: tuple[int, int]
+    """Sample and attempt."""
     num_terms: int = 0
 
 
@@ -47,14 +50,22 @@ class Batches:
     _assigned: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Step -> samples of its batch, until its commit."""
 
-    def deliver(self, message: p.Deliver, *, replica: str, decided: Iterable[records.Record]) -> None:
-        """Hold a group if the ledger accepted it, else release it: late groups and duplicates are not accepted."""
-        held = Held(message.payload, replica, message.num_terms)
-        if any(isinstance(record, records.Delivered) for record in decided):
+    def deliver(
+        self, message: p.Deliver, *, replica: str, decided: Iterable[records.Record], entry: Sample | None
+    ) -> None:
+        """Hold a group if the ledger accepted it, else release it: late groups and duplicates are not accepted.
+
+        entry: the sample after the message. A replica repeats the groups that were not released.
+        """
+        held = Held(message.payload, replica, (message.sample, message.attempt), message.num_terms)
+        there = self._held.get(message.sample)
+        if any(isinstance(record, records.Delivered) for record in decided) or (
+            there is None and _is_of(entry, message, replica)
+        ):
             self._held[message.sample] = held
             if isinstance(held.payload, Spooled):
                 self._spooled.setdefault(replica, {})[message.sample] = held.payload.path
-        else:
+        elif there != held:
             self._release([held])
 
     def lose(self, decided: Iterable[records.Record]) -> list[int]:
@@ -116,12 +127,26 @@ class Batches:
         self._release([held for _, held in dropped])
 
     def _release(self, groups: Iterable[Held]) -> None:
-        """Make the spools remove the files. A replica without a Welcome yet gets the list of kept files with it."""
-        paths: dict[str, list[str]] = {}
+        """Make the replicas forget groups and remove files.
+
+        A new process without a Welcome yet gets the list of kept files with it; one on a new connection repeats its
+        groups.
+        """
+        of_replica: dict[str, list[Held]] = {}
         for held in groups:
-            if isinstance(held.payload, Spooled):
-                paths.setdefault(held.replica, []).append(held.payload.path)
-        for replica, files in paths.items():
+            of_replica.setdefault(held.replica, []).append(held)
+        for replica, released in of_replica.items():
             peer = self.peers.by_name.get(replica)
             if peer is not None and peer.is_welcome:
-                peer.post(p.Release(files))
+                files = [held.payload.path for held in released if isinstance(held.payload, Spooled)]
+                peer.post(p.Release(files, tuple(held.group for held in released)))
+
+
+def _is_of(entry: Sample | None, message: p.Deliver, replica: str) -> bool:
+    """Return whether a repeated group is the one that the ledger has accepted."""
+    return (
+        entry is not None
+        and entry.state in (READY, ASSIGNED)
+        and (entry.replica, entry.min_version, entry.max_version, entry.num_terms)
+        == (replica, message.min_version, message.max_version, message.num_terms)
+    )

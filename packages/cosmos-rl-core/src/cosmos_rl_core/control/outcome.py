@@ -1,4 +1,4 @@
-"""Workers that may not join a run, and the end of a run: in good order, or with the error of a worker.
+"""The end of a run: in good order, or with the error of a worker.
 
 outcome = Outcome(ledger.members, external=False, note=observer.note)
 outcome.worker_failed("rollout-0", error)
@@ -12,9 +12,7 @@ from collections.abc import Callable
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger.membership import Members
-from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed, WorkerLost
-from cosmos_rl_core.wire.channel import Connection
 
 
 class Outcome:
@@ -86,13 +84,3 @@ def worker_error(replica: str, role: p.Role, fatal: p.Fatal) -> Exception:
     if fatal.out_of_memory:
         return OutOfMemory(f"{replica}: {fatal.message}", role=role)
     return UserError(fatal.message) if fatal.user else WorkerFailed(f"{replica}: {fatal.message}")
-
-
-def refuse(connection: Connection, peers: Peers, *, now: float) -> str:
-    """Refuse a new process under the name of a live worker, and return the reason; empty for any other."""
-    name = connection.peer.name
-    if not peers.is_in_use(name, now=now):
-        return ""
-    reason = f"a live worker has the name {name}: give this one another by --name, or stop that one first"
-    connection.post(p.Refused(reason))
-    return reason

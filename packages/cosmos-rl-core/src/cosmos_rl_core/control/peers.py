@@ -177,6 +177,9 @@ class Peers:
                 rollout.post(source)
         elif ready is not None and ready.role == "rollout":
             ready.post(source)
+        elif ready is not None:  # a policy on a new connection: rollout replicas may have become ready meanwhile
+            for rollout in self.of_role("rollout"):
+                rollout.post(source)
 
     def metrics(self) -> dict[str, float]:
         """Number of members, and the idle fraction of each role since the last call."""

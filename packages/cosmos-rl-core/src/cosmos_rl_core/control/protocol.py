@@ -2,12 +2,13 @@
 
 worker                                      controller
   Ready             ->      <- Welcome        sent when the worker connects
+  Rejoin            ->      <- Welcome        the same process on a new connection
   Heartbeat         ->                        every second, from the worker's main loop
 rollout
   RequestLeases     ->      <- Grant          prompts to generate groups for
   Deliver | Failed  ->      <- Cancel         a group, a reference to it, or the reason for its failure
   Return            ->                        leases of a worker that leaves; it gets no new ones
-                            <- Release        files of the spool that are no longer needed
+                            <- Release        groups that are no longer needed
                             <- SyncFrom       the address to pull weights from, again when it changes
 policy
   RequestBatch      ->      <- Batch          groups of one step, or references to them
@@ -28,9 +29,9 @@ operator (`cosmos-rl scale`)
   Scale             ->      <- Progress       one per worker that starts, is ready, leaves or has left
                             <- Scaled | Refused
 
-The ledger (ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack`,
-`NoMore` and `Reject` are not sent: they concern workers that outlive their connection, and a worker
-currently ends with its connection.
+Messages are repeated on a new connection until their reply (workers/unanswered.py). The ledger (ledger/ledger.py) takes
+the workers' messages unchanged and replies with messages of this file. Its `Ack`, `NoMore` and `Reject` are not sent:
+Release, Batch and a closed connection take their place.
 """
 
 from __future__ import annotations
@@ -71,6 +72,15 @@ class Welcome(Message, frozen=True):
     """Rollout: spooled files of an earlier process of this replica that are still needed."""
     scores_rows: bool = False
     """Rollout: whether this replica scores real rows for the monitor."""
+
+
+class Rejoin(Message, frozen=True):
+    """First message of a worker on a new connection, whose Hello has its incarnation. The reply is a Welcome."""
+
+    holding: tuple[int, ...] = ()
+    """Rollout: samples in work, and those whose results were not released; its other leases are returned."""
+    rows: tuple[int, ...] = ()
+    """Rollout: likewise, rows of the evaluation."""
 
 
 class Ready(Message, frozen=True):
@@ -135,7 +145,7 @@ class Cancel(Message, frozen=True):
 
 
 class Deliver(Message, frozen=True):
-    """A complete group. Repeated until the reply, Ack or Reject."""
+    """A complete group. Repeated on a new connection until its Release."""
 
     sample: int
     attempt: int
@@ -167,8 +177,14 @@ class Reject(Message, frozen=True):
 
 
 class Release(Message, frozen=True):
+    """Results are no longer needed, or were refused. Until then a replica keeps them, for another connection."""
+
     paths: list[str]
     """Files of the replica's spool, by the paths in its references."""
+    groups: tuple[tuple[int, int], ...] = ()
+    """Sample and attempt of each Deliver and Failed."""
+    rows: tuple[tuple[int, int], ...] = ()
+    """Likewise, of an evaluation."""
 
 
 class Failed(Message, frozen=True):
@@ -336,7 +352,7 @@ class Drain(Message, frozen=True):
 
 
 class Refused(Message, frozen=True):
-    """The worker cannot join the run, or the operator's request cannot be met."""
+    """The worker cannot join the run, or return to it, or the operator's request cannot be met."""
 
     reason: str
 
@@ -394,7 +410,7 @@ ToLedger = (
 """Messages of workers to the ledger."""
 FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
 """Messages of the ledger to workers."""
-ToController = ToLedger | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale
+ToController = ToLedger | Rejoin | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale
 ToOperator = Progress | Scaled | Refused
 ToWorker = (
     Welcome

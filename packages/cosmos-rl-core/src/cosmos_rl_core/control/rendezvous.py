@@ -47,6 +47,7 @@ class Rendezvous:
             case p.StoreSet(epoch, key, value):
                 if len(value) > MAX_VALUE_BYTES or len(self._values) >= MAX_KEYS:
                     raise ValueError(f"{len(value)} bytes under {key!r}, in a store of {len(self._values)} keys")
+                self.begin(epoch)  # after a restart of the controller, before it sends the mesh
                 if epoch == self.epoch:
                     self._values[key] = value
                 return p.StoreValue(over=epoch < self.epoch)

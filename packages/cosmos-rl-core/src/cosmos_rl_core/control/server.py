@@ -16,13 +16,15 @@ from pathlib import Path
 import msgspec
 
 from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.admission import Admission, consume
 from cosmos_rl_core.control.evaluation import Evaluator, with_row
 from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Record
-from cosmos_rl_core.control.outcome import Outcome, refuse, worker_error
+from cosmos_rl_core.control.outcome import Outcome, worker_error
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.recovery import Recovery, RunParts
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
@@ -33,8 +35,6 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
 
 TICK_S = 0.5
-LAST_WORDS_S = 1.0
-"""Maximum seconds for reading the last messages of a process that has ended."""
 OfAnEpoch = p.RequestBatch | p.PayloadsLost | p.PeersLost | p.Vote
 """Messages of a policy that are void in a later epoch of its mesh."""
 
@@ -131,6 +131,15 @@ class Controller:
             resume_from=job.resume_from,
         )
         self._rendezvous = Rendezvous()
+        self._admission = Admission(
+            ledger=ledger,
+            feed=self._ledger.feed,
+            peers=self.peers,
+            evaluator=self._evaluator,
+            recovery=self._recovery,
+            note=observer.note,
+            clock=clock,
+        )
 
     @property
     def checkpoint(self) -> str:
@@ -170,11 +179,7 @@ class Controller:
 
     def ended(self, name: str) -> None:
         """Remove a worker whose process has ended, once its last messages are read. Called by its launcher."""
-        if (peer := self.peers.by_name.get(name)) is not None:
-            peer.has_ended = True
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._lose, peer)  # a child may hold the socket open
-        elif name in self.ledger.members.by_name:
-            self._disconnect(name, has_ended=True)
+        self._admission.ended(name)
 
     def waits(self) -> list[str]:
         """Return one line per wait, for the status."""
@@ -187,38 +192,16 @@ class Controller:
             return  # the run is over
         if connection.peer.role == STORE:
             return await self._rendezvous.serve(connection)
-        role = "policy" if connection.peer.role == "policy" else "rollout"
-        if refusal := refuse(connection, self.peers, now=self.clock()):
-            return self._observer.note(f"{connection.peer.name} was refused: {refusal}")
-        if role == "policy":
-            if (earlier := self.peers.by_name.get(connection.peer.name)) is not None:
-                self._lose(earlier)
-            self.ended(connection.peer.name)
-            await self._recovery.rolled_back()
-            self._recovery.joined()
-        peer = Peer(name=connection.peer.name, role=role, connection=connection, heartbeat_at=self.clock())
-        self.peers.add(peer)
-        self._ledger.feed(events.Join(replica=peer.name, role=peer.role))
+        if (peer := await self._admission.admit(connection)) is None:
+            return
         try:
-            await connection.consume(_handler(self._handle, peer, self.peers, fail=self.outcome.fail))
+            await consume(peer, self._handle, peers=self.peers, fail=self.outcome.fail)
         except ConnectionClosed:
-            self._lose(peer)
+            self._admission.lose(peer)
             raise
 
-    def _lose(self, peer: Peer) -> None:
-        if self.peers.by_name.get(peer.name) is peer:
-            self.peers.remove(peer.name)
-            self._evaluator.lose(peer, self.peers)
-            if not peer.leaving:
-                self._disconnect(peer.name, has_ended=peer.has_ended or peer.role == "policy")
-
-    def _disconnect(self, name: str, *, has_ended: bool) -> None:
-        lost = events.Gone if has_ended else events.Disconnected
-        incarnation = self.ledger.members.by_name[name].incarnation  # it may not be welcome yet
-        self._ledger.feed(lost(replica=name, incarnation=incarnation))
-
     def _handle(self, peer: Peer, message: p.ToController) -> None:
-        if isinstance(message, OfAnEpoch) and message.epoch not in (0, peer.epoch):
+        if self._is_void(peer, message):
             return  # a Remesh is on its way to the replica, which then repeats its request
         match message:
             case p.Heartbeat():
@@ -226,27 +209,40 @@ class Controller:
                 self._feed(peer, message)
             case p.RequestLeases():
                 self._turns.request_leases(peer, message)
-            case p.Deliver() if message.evaluation:
-                self._evaluator.deliver(message)
+            case p.Deliver() | p.Failed() if message.evaluation:
+                peer.post(p.Release([], rows=((message.sample, message.attempt),)))
+                self._evaluator.finish(message)
             case p.Deliver():
-                self._batches.deliver(message, replica=peer.name, decided=self._feed(peer, message))
-            case p.Failed() if message.evaluation:
-                self._evaluator.fail(message)
+                decided, entry = self._feed(peer, message), self.ledger.samples.active.get(message.sample)
+                self._batches.deliver(message, replica=peer.name, decided=decided, entry=entry)
             case p.RequestBatch():
                 peer.wants_batch = message.step
                 self._turns.request_batch(peer)
             case p.PayloadsLost():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
-            case p.Failed() | p.Return() | p.Vote() | p.PeersLost():
+            case p.Failed():
+                self._feed(peer, message)
+                peer.post(p.Release([], groups=((message.sample, message.attempt),)))
+            case p.Return() | p.Vote() | p.PeersLost():
                 self._feed(peer, message)
             case p.Ready():
-                self._feed(peer, message)
-                self._observer.note(f"{peer.name} is ready")
-                peer.ready(message, now=self.clock())
-                self.peers.announce(self.ledger, ready=peer)
+                self._ready(peer, message)
             case _:
                 self._handle_report(peer, message)
+
+    def _ready(self, peer: Peer, message: p.Ready) -> None:
+        if self.ledger.members.by_name[peer.name].state is MemberState.JOINING:  # otherwise it is repeated
+            self._observer.note(f"{peer.name} is ready")
+        self._feed(peer, message)
+        peer.ready(message, now=self.clock())
+        self.peers.announce(self.ledger, ready=peer)
+
+    def _is_void(self, peer: Peer, message: p.ToController) -> bool:
+        """Return whether a message belongs to an earlier mesh, and is not the repeated vote of a committed step."""
+        if not isinstance(message, OfAnEpoch) or message.epoch in (0, peer.epoch):
+            return False
+        return not (isinstance(message, p.Vote) and message.step < self.ledger.version)
 
     def _handle_report(self, peer: Peer, message: p.ToController) -> None:
         match message:
@@ -285,6 +281,10 @@ class Controller:
             case events.PoliciesLost():
                 if not self.outcome.is_decided:
                     self._recovery.begin()
+            case events.Removed():
+                self._evaluator.lose(output.replica, self.peers)
+                if (peer := self.peers.by_name.get(output.replica)) is not None and peer.leaving:
+                    peer.dismiss("it has left")
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
                 self._send(peer, output.message)
 
@@ -323,22 +323,3 @@ class Controller:
                 peer.post(message)
             case p.NoMore() | p.Ack():
                 pass  # not sent: a worker ends with its connection
-
-
-def _handler(
-    handle: Callable[[Peer, p.ToController], None], peer: Peer, peers: Peers, *, fail: Callable[[OSError], None]
-) -> Callable[[p.ToController], None]:
-    """Return the function that handles a worker's messages, until a newer process of its name connects.
-
-    `fail` gets errors of files that the observer writes.
-    """
-
-    def handle_one(message: p.ToController) -> None:
-        if peers.by_name.get(peer.name) is not peer:
-            raise ConnectionClosed(f"a newer process of {peer.name} has connected")
-        try:
-            handle(peer, message)
-        except OSError as error:
-            fail(error)
-
-    return handle_one

@@ -135,6 +135,7 @@ async def start_tasks(launch: Launch) -> Workers:
     from cosmos_rl_core.parallel.device import use_device
     from cosmos_rl_core.workers import policy, rollout, steps  # noqa: F401
     from cosmos_rl_core.workers.context import WorkerContext
+    from cosmos_rl_core.workers.lasting import LastingConnection
     from cosmos_rl_core.workers.main import serve_role
 
     if launch.policy_node.num_ranks > 1:
@@ -168,7 +169,8 @@ async def start_tasks(launch: Launch) -> Workers:
             rewards=launch.rewards,
         )
         try:
-            await serve_role(role, context, connection)
+            lasting = LastingConnection(connection, connect=None, leaving=context.leaving)
+            await serve_role(role, context, lasting)
         except ConnectionClosed as error:  # nothing starts it again here
             launch.controller.outcome.fail(WorkerFailed(f"{name}: {error}"))
 

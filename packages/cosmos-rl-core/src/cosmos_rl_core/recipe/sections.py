@@ -309,5 +309,8 @@ class ElasticSection(Strict):
     leave_s: float = Field(default=20.0, ge=0)
     """Time for a rollout worker to finish its groups after SIGTERM, and to serve those that were not read yet. Set it
     below the time after which the platform kills the process."""
+    controller_wait_s: float = Field(default=300.0, ge=0)
+    """Time a worker of `cosmos-rl controller` waits for the controller after its connection closed; it goes on with its
+    work meanwhile. 0 ends it at once."""
     policy_wait_s: float = Field(default=600.0, ge=0)
     """Time to wait for another policy worker after the last one was lost; 0 ends the run at once."""

@@ -16,7 +16,8 @@ from cosmos_rl_core.rollout.payload import encode_group
 from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.rollout.worker import Lease
 from cosmos_rl_core.types import Prompt, RolloutGroup
-from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
+from cosmos_rl_core.wire.channel import ConnectionClosed
+from cosmos_rl_core.workers.lasting import LastingConnection
 
 HEARTBEAT_S = 1.0
 
@@ -28,7 +29,9 @@ class ControllerClient:
     await client.beside(work, pulse=lambda: Heartbeat(progress=..., busy_s=..., holding=...))
     """
 
-    def __init__(self, connection: Connection, *, lineage: int = 0, leaving: asyncio.Event | None = None) -> None:
+    def __init__(
+        self, connection: LastingConnection, *, lineage: int = 0, leaving: asyncio.Event | None = None
+    ) -> None:
         """lineage: of the Welcome. leaving: set when the worker shall leave."""
         self.leaving = leaving or asyncio.Event()
         self.connection = connection
@@ -99,7 +102,8 @@ class ControllerClient:
             case p.Remesh():
                 self.epoch = message.epoch
                 self.batches.put_nowait(message)
-                self.commits.put_nowait(message)
+                if not self.connection.unanswered.is_committed(message):
+                    self.commits.put_nowait(message)
             case p.SyncFrom():
                 self._publish(message.address, message.lineage)
             case p.RolledBack():
@@ -127,7 +131,7 @@ class ControllerClient:
 
     async def _beat(self, pulse: Callable[[], p.Heartbeat]) -> None:
         while not self.connection.closed.is_set():
-            self.connection.post(pulse())
+            self.post(pulse())
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self.connection.closed.wait(), HEARTBEAT_S)
 
@@ -156,7 +160,7 @@ class RemoteLeases:
         ending = self._client.stopped.is_set() or self._client.leaving.is_set()
         if capacity > 0 and asked != self._asked and not ending:
             self._asked = asked
-            self._client.connection.post(asked)
+            self._client.post(asked)
 
     async def granted(self) -> Sequence[Lease] | None:
         grant = await self._client.grants.get()
@@ -186,7 +190,7 @@ class RemoteLeases:
         payload = encode_group(_as_read(group) if lease.evaluation else group)
         if self._spool is not None and not lease.evaluation:
             payload = await self._spool.put(payload, name=f"{lease.prompt.sample_id}-{lease.attempt}")
-        await self._client.connection.send(
+        await self._client.send(
             p.Deliver(
                 sample=lease.prompt.sample_id,
                 attempt=lease.attempt,
@@ -200,7 +204,7 @@ class RemoteLeases:
         )
 
     async def fail(self, lease: Lease, error: SampleError) -> None:
-        await self._client.connection.send(
+        await self._client.send(
             p.Failed(
                 sample=lease.prompt.sample_id,
                 attempt=lease.attempt,

@@ -35,6 +35,7 @@ from cosmos_rl_core.workers.client import ControllerClient
 from cosmos_rl_core.workers.context import Assignment, WorkerContext, collector_paused
 from cosmos_rl_core.workers.directory import directory_of_worker, shares_directory
 from cosmos_rl_core.workers.failure import Failure, RefusedByController
+from cosmos_rl_core.workers.lasting import ANSWER_S, LastingConnection
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 
 CONNECT_TIMEOUT_S = 60.0
@@ -70,12 +71,24 @@ def use_expandable_segments(environment: MutableMapping[str, str]) -> None:
         environment[ALLOCATOR[0]] = "expandable_segments:True"
 
 
-async def connect_to(worker: WorkerAddress) -> Connection:
-    """Connect to the run's controller. Raises like `wire.channel.connect`, and UserError for the token file."""
-    hello = Hello(name=worker.name, role=worker.role)
-    return await connect(
-        worker.controller, token=worker.token(), hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S
+async def connect_to(worker: WorkerAddress, *, leaving: asyncio.Event) -> LastingConnection:
+    """Connect to the run's controller. Raises like `wire.channel.connect`, and UserError for the token file.
+
+    leaving: set when the worker shall leave; then a connection that closes is not opened again.
+    """
+    token = worker.token()
+
+    async def again(address: str, incarnation: int) -> Connection:
+        hello = Hello(name=worker.name, role=worker.role, incarnation=incarnation)
+        return await connect(
+            address or worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=ANSWER_S
+        )
+
+    first = Hello(name=worker.name, role=worker.role)
+    connection = await connect(
+        worker.controller, token=token, hello=first, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S
     )
+    return LastingConnection(connection, connect=again, leaving=leaving)
 
 
 def _listen_for_signals(context: WorkerContext) -> None:
@@ -92,8 +105,9 @@ def _listen_for_signals(context: WorkerContext) -> None:
 
 
 async def _work(worker: WorkerAddress) -> int:
+    leaving = asyncio.Event()
     try:
-        connection, address = await connect_to(worker), worker_address(worker.controller)
+        connection, address = await connect_to(worker, leaving=leaving), worker_address(worker.controller)
     except (UserError, ConnectionClosed) as error:
         print(f"{worker.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
         return 2 if isinstance(error, UserError) else 1
@@ -105,6 +119,7 @@ async def _work(worker: WorkerAddress) -> int:
         timeline=Timeline(process=worker.name),
         threads=worker.threads,
         processes_per_gpu=worker.processes_per_gpu,
+        leaving=leaving,
     )
     _listen_for_signals(context)
     try:
@@ -114,7 +129,7 @@ async def _work(worker: WorkerAddress) -> int:
         return 1
 
 
-async def serve_role(role: str, context: WorkerContext, connection: Connection) -> int:
+async def serve_role(role: str, context: WorkerContext, connection: LastingConnection) -> int:
     """Run the role to its end, report a failure to the controller, return the exit code.
 
     Raises ConnectionClosed when the controller is gone.
@@ -137,7 +152,7 @@ async def serve_role(role: str, context: WorkerContext, connection: Connection) 
     return 0
 
 
-async def _report(connection: Connection, fatal: p.Fatal) -> None:
+async def _report(connection: LastingConnection, fatal: p.Fatal) -> None:
     with contextlib.suppress(ConnectionClosed):  # the controller has noticed the closed connection
         await connection.send(fatal)
         connection.close()
@@ -155,7 +170,7 @@ class Role(Protocol):
         ...
 
 
-async def run_role(role: str, context: WorkerContext, connection: Connection) -> None:
+async def run_role(role: str, context: WorkerContext, connection: LastingConnection) -> None:
     """Receive the recipe, run `policy` or `rollout` to the end, send Goodbye."""
     with collector_paused():  # imports torch; a worker that cannot connect fails earlier
         from cosmos_rl_core.workers.policy import PolicyRole
@@ -173,14 +188,17 @@ async def run_role(role: str, context: WorkerContext, connection: Connection) ->
     assert isinstance(welcome, p.Welcome)
     client = ControllerClient(connection, lineage=welcome.lineage, leaving=context.leaving)
     with _assigned(context, welcome) as assignment:
+        config = assignment.config
+        if config.run.placement == "external":
+            shared = assignment.run_dir if assignment.shares_run_dir else None
+            connection.last(config.elastic.controller_wait_s, run_dir=shared)
         worker: Role
         if role == "policy":
             worker = PolicyRole(assignment, DirectLink(client, context.ranks, saving=context.saving))
         else:
             worker = RolloutRole(assignment, client)
         await client.beside(worker.run(), pulse=worker.pulse)
-        await connection.send(p.Goodbye())
-        connection.close()
+        await connection.leave()
 
 
 async def follow(context: WorkerContext) -> None:

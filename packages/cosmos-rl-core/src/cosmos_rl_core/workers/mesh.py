@@ -31,12 +31,14 @@ from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.train.replicas import ReplicaGroup
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.wire.blocking import BlockingConnection
-from cosmos_rl_core.wire.channel import Hello
+from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
 from cosmos_rl_core.wire.listening import parse_address
 from cosmos_rl_core.workers.context import WorkerContext
 
 ASK_S = 0.005
 """Seconds between two reads of a key that is not set yet."""
+AGAIN_S = 0.1
+"""Seconds between two attempts to reach the controller."""
 CONNECT_S = 30.0
 
 
@@ -134,6 +136,8 @@ class ChannelStore(dist.Store):
         self._connect, self._epoch = connect, epoch
         self._is_over, self._timeout_s = is_over, timeout_s
         self._connection: BlockingConnection | None = None
+        self._sent: list[p.StoreSet] = []
+        """Keys that are set again on another connection."""
 
     def close(self) -> None:
         if self._connection is not None:
@@ -159,13 +163,31 @@ class ChannelStore(dist.Store):
         return all(self._ask(p.StoreGet(self._epoch, key)).value is not None for key in keys)
 
     def _ask(self, message: p.StoreSet | p.StoreGet) -> p.StoreValue:
-        if self._connection is None:
-            self._connection = self._connect()
-        self._connection.send(message)
-        answer = self._connection.receive()
+        deadline = time.monotonic() + self._timeout_s
+        while True:
+            try:
+                answer = self._ask_once(message)
+                break
+            except (OSError, ConnectionClosed) as error:  # the controller may return, with an empty store
+                self.close()
+                self._connection = None
+                if self._is_over() or time.monotonic() > deadline:
+                    raise EpochOver(f"the controller is gone: {error}") from error
+                time.sleep(AGAIN_S)
         if answer.over or self._is_over():
             raise EpochOver("a later mesh was formed")
         return answer
+
+    def _ask_once(self, message: p.StoreSet | p.StoreGet) -> p.StoreValue:
+        if self._connection is None:
+            self._connection = self._connect()
+            for earlier in self._sent:
+                self._connection.send(earlier)
+                self._connection.receive()
+        if isinstance(message, p.StoreSet) and message not in self._sent:
+            self._sent.append(message)
+        self._connection.send(message)
+        return self._connection.receive()
 
 
 class Entry(msgspec.Struct, array_like=True):

@@ -52,7 +52,8 @@ async def _work(worker: WorkerAddress, node: Node) -> None:
 async def _run(worker: WorkerAddress, node: Node, timeline: Timeline) -> None:
     leads = os.environ["RANK"] == "0"
     use_device()  # this thread's; publishing runs in it
-    connection = await connect_to(worker) if leads else None
+    leaving = asyncio.Event()
+    connection = await connect_to(worker, leaving=leaving) if leads else None
     ranks = await asyncio.to_thread(Ranks.join, timeout_s=node.collective_timeout_s, store=node.store)
     context = WorkerContext(
         name=worker.name if leads else f"{worker.name}.{ranks.rank}",
@@ -62,6 +63,7 @@ async def _run(worker: WorkerAddress, node: Node, timeline: Timeline) -> None:
         threads=worker.threads,
         address=worker_address(worker.controller),
         ranks=ranks,
+        leaving=leaving,
     )
     listening = asyncio.create_task(_listen(context, ranks, node))
     if connection is not None:

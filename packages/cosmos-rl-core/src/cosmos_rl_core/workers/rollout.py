@@ -52,7 +52,7 @@ class RolloutRole:
                 server = await self._serve(spool)
                 parts.push_async_callback(server.close)
                 read_at = server.address
-            await self._client.connection.send(p.Ready(address=read_at))
+            await self._client.send(p.Ready(address=read_at))
             await self._score_real_rows(rollouter)
             leases = RemoteLeases(self._client, spool, shared_by=partial(self._share, spool))
             self._worker = RolloutWorker(
@@ -95,7 +95,7 @@ class RolloutRole:
 
     async def _score_real_rows(self, rollouter: Rollouter) -> None:
         """In one replica: score real rows and report the metrics, if [monitor] data_rows is set."""
-        config, domain, send = self._at.config, self._at.domain, self._client.connection.send
+        config, domain, send = self._at.config, self._at.domain, self._client.send
         monitor = config.monitor
         if not self._at.scores_rows or not monitor.data_rows or monitor.best_of_data is not None:
             return

@@ -119,7 +119,7 @@ class FakeController:
             assert not isinstance(output, events.Halt), output.message
             if isinstance(output, events.PoliciesLost):
                 self._world.after(0.1, self._roll_back)
-            else:
+            elif isinstance(output, events.To):
                 self._world.to_replica(output)
 
     def _roll_back(self) -> None:

@@ -77,10 +77,16 @@ class PoliciesLost(msgspec.Struct, frozen=True):
     """Version of the last durable checkpoint; 0 is the initial model."""
 
 
+class Removed(msgspec.Struct, frozen=True):
+    """A replica is no longer a member: it left, or was lost."""
+
+    replica: str
+
+
 class Halt(msgspec.Struct, frozen=True):
     """The run cannot continue; the message gives the cause and the remedy."""
 
     message: str
 
 
-Output = To | PoliciesLost | Halt
+Output = To | Removed | PoliciesLost | Halt

@@ -141,6 +141,7 @@ def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool 
     return_leases(ledger, replica, reason=reason)
     ledger.sessions.close(replica)
     ledger.decide(records.Moved(replica, MemberState.GONE))
+    ledger.output(events.Removed(replica))
     if not (in_good_order and ledger.why_finished() is not None):
         form_mesh(ledger)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.liveness import form_mesh, remesh, return_leases, send_mesh
+from cosmos_rl_core.control.ledger.liveness import form_mesh, lose, remesh, return_leases, send_mesh
 from cosmos_rl_core.control.ledger.samples import READY
 from cosmos_rl_core.control.ledger.state import LedgerState
 
@@ -98,8 +98,13 @@ def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) ->
 
 
 def peers_lost(ledger: LedgerState, replica: str, message: p.PeersLost) -> None:
-    """Begin a new epoch of the same mesh, whose members connect anew."""
-    if _is_of_mesh(ledger, replica, message.epoch):
+    """Begin a new epoch of the same mesh, without those that the controller has lost too."""
+    if not _is_of_mesh(ledger, replica, message.epoch):
+        return
+    closed = [name for name in ledger.members.mesh if ledger.sessions.by_name[name].is_closed]
+    for name in closed:  # both its connections are lost
+        lose(ledger, name, reason=f"{name} is gone: {message.reason}")
+    if not closed:
         remesh(ledger, ledger.members.mesh)
         form_mesh(ledger)
 
@@ -114,7 +119,9 @@ def _check_losses(ledger: LedgerState, reason: str) -> None:
 
 
 def vote(ledger: LedgerState, replica: str, message: p.Vote) -> None:
-    """Count a vote; the last one commits the step."""
+    """Count a vote; the last one commits the step. The vote of a committed step is a repeated one, of any epoch."""
+    if replica in ledger.members.mesh and message.step < ledger.version:
+        return _send_committed(ledger, [replica], message.step)
     if not _is_of_mesh(ledger, replica, message.epoch):
         return
     batch = ledger.assignment

@@ -1,0 +1,114 @@
+"""Connections of workers: new ones, those of a process that returns, and those that are lost.
+
+new process                 -> Join(incarnation 0)  -> Welcome with a new incarnation
+the same process again      -> Rejoin -> Join(incarnation, holding) -> Welcome, Release of what is not needed
+... after it was removed    -> Refused: others have its work
+another process of a name   -> Refused while the first one is alive
+the connection closes       -> Disconnected: suspect until it returns, or until its launcher reports its end
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.evaluation import Evaluator
+from cosmos_rl_core.control.ledger import events
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.records import Record
+from cosmos_rl_core.control.peers import Peer, Peers
+from cosmos_rl_core.control.recovery import Recovery
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
+
+LAST_WORDS_S = 1.0
+"""Maximum seconds for reading the last messages of a process that has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admission:
+    """Adds workers to the connected ones and to the ledger's members, and removes them."""
+
+    ledger: Ledger
+    feed: Callable[[events.Event], list[Record]]
+    """Passes an event to the ledger."""
+    peers: Peers
+    evaluator: Evaluator
+    recovery: Recovery
+    note: Callable[[str], None]
+    clock: Callable[[], float]
+
+    async def admit(self, connection: Connection) -> Peer | None:
+        """Return the worker of a new connection, or None if it was refused. Raises ConnectionClosed."""
+        name, incarnation = connection.peer.name, connection.peer.incarnation
+        role: p.Role = "policy" if connection.peer.role == "policy" else "rollout"
+        rejoin = await connection.receive() if incarnation else p.Rejoin()
+        if not isinstance(rejoin, p.Rejoin):
+            raise ValueError(f"{name} sent {type(rejoin).__name__} in place of Rejoin")
+        if refusal := self._refusal(name, incarnation):
+            self.note(f"{name} was refused: {refusal}")
+            connection.post(p.Refused(refusal))
+            return None
+        if role == "policy" and not incarnation:
+            if (earlier := self.peers.by_name.get(name)) is not None:
+                self.lose(earlier)
+            self.ended(name)
+            await self.recovery.rolled_back()
+            self.recovery.joined()
+        peer = Peer(name=name, role=role, connection=connection, heartbeat_at=self.clock())
+        earlier = self.peers.by_name.get(name)
+        self.peers.add(peer)
+        if earlier is not None:
+            earlier.connection.close()
+        self.feed(events.Join(name, role, incarnation, rejoin.holding))
+        if incarnation:
+            self.evaluator.lose(name, self.peers, but=rejoin.rows)
+        return peer
+
+    def lose(self, peer: Peer) -> None:
+        """Remove a worker whose connection has closed."""
+        if self.peers.by_name.get(peer.name) is peer:
+            self.peers.remove(peer.name)
+            if not peer.leaving:
+                self._disconnect(peer.name, has_ended=peer.has_ended)
+
+    def ended(self, name: str) -> None:
+        """Remove a worker whose process has ended, once its last messages are read."""
+        if (peer := self.peers.by_name.get(name)) is not None:
+            peer.has_ended = True
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self.lose, peer)  # a child may hold the socket open
+        elif name in self.ledger.members.by_name:
+            self._disconnect(name, has_ended=True)
+
+    def _disconnect(self, name: str, *, has_ended: bool) -> None:
+        lost = events.Gone if has_ended else events.Disconnected
+        incarnation = self.ledger.members.by_name[name].incarnation  # it may not be welcome yet
+        self.feed(lost(replica=name, incarnation=incarnation))
+
+    def _refusal(self, name: str, incarnation: int) -> str:
+        """Return why a connection is refused; empty if it is not."""
+        if incarnation and not self.ledger.members.is_current(name, incarnation):
+            return f"{name} was away for too long: others have its work"
+        if not incarnation and self.peers.is_in_use(name, now=self.clock()):
+            return f"a live worker has the name {name}: give this one another by --name, or stop that one first"
+        return ""
+
+
+async def consume(
+    peer: Peer, handle: Callable[[Peer, p.ToController], None], *, peers: Peers, fail: Callable[[OSError], None]
+) -> None:
+    """Pass a worker's messages to `handle`, until its connection closes or is replaced. Raises ConnectionClosed.
+
+    `fail` gets errors of files that the observer writes.
+    """
+
+    def handle_one(message: p.ToController) -> None:
+        if peers.by_name.get(peer.name) is not peer:
+            raise ConnectionClosed(f"{peer.name} has another connection")
+        try:
+            handle(peer, message)
+        except OSError as error:
+            fail(error)
+
+    await peer.connection.consume(handle_one)

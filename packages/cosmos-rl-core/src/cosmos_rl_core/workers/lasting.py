@@ -1,0 +1,175 @@
+"""A worker's connection to the controller, which is opened again when it closes.
+
+    closed -> pause, with jitter -> connect to the address of controller.json, or to the one given
+           -> Rejoin(incarnation, what it holds) -> Welcome -> unanswered messages, groups
+
+Meanwhile the worker goes on; what it sends is kept. It gives up after a while, when it leaves, and when the run has
+ended.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.address_file import NAME, read_controller_file
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
+from cosmos_rl_core.workers.unanswered import Unanswered
+
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 1.0
+ANSWER_S = 10.0
+"""Maximum wait for a connection and for the Welcome."""
+
+Connect = Callable[[str, int], Awaitable[Connection]]
+"""Opens a connection to an address, or the given one if it is empty, as the worker's process of this incarnation."""
+
+
+class Removed(ConnectionClosed):
+    """The run has ended, or others have taken the worker's place."""
+
+
+class LastingConnection:
+    """Has the methods of a `Connection` that a worker uses. One task receives."""
+
+    def __init__(self, connection: Connection, *, connect: Connect | None, leaving: asyncio.Event) -> None:
+        """connect: opens another one; None: there is only this. leaving: set when the worker shall leave."""
+        self.closed = asyncio.Event()
+        """Set once the connection has ended for good."""
+        self.unanswered = Unanswered()
+        self._wait_s = 0.0
+        self._run_dir: Path | None = None
+        self._current = connection
+        self._connect = connect
+        self._leaving = leaving
+        self._over = False
+        """Whether the run is over, or others have taken the worker's place."""
+        self._welcome: p.Welcome | None = None
+        self._lineage = 0
+
+    def last(self, wait_s: float, *, run_dir: Path | None) -> None:
+        """From now on, open another connection for at most `wait_s` after one has closed.
+
+        run_dir: the run's directory, where this machine shares it; without a controller.json there the run has ended.
+        """
+        self._wait_s, self._run_dir = wait_s, run_dir
+
+    def post(self, message: p.ToController) -> None:
+        """Send, or keep the message for the next connection. Raises ConnectionClosed after the end."""
+        self._keep(message)
+        with contextlib.suppress(ConnectionClosed):
+            self._current.post(message)
+
+    async def send(self, message: p.ToController) -> None:
+        """Like `post`, and wait while the send buffer is full."""
+        self._keep(message)
+        with contextlib.suppress(ConnectionClosed):
+            await self._current.send(message)
+
+    async def receive(self) -> Any:
+        """Return the next message. Raises ConnectionClosed after the end."""
+        while True:
+            try:
+                message = await self._current.receive()
+            except ConnectionClosed as error:
+                message = await self._open_again(error)
+            if isinstance(message, p.Welcome):
+                self._welcome, self._lineage = message, message.lineage
+            elif isinstance(message, p.RolledBack | p.SyncFrom):
+                self._lineage = message.lineage
+            elif isinstance(message, p.Stop):
+                self._over = True
+            if message is not None and self.unanswered.received(message):
+                return message
+
+    async def leave(self) -> None:
+        """Send Goodbye and, before a Stop, wait until the controller has journaled it. Raises ConnectionClosed."""
+        self.post(p.Goodbye())
+        if self._over and self._current.closed.is_set():
+            raise ConnectionClosed(self._current.reason)
+        while not self._over:
+            await self.receive()
+        self.close()
+
+    def close(self) -> None:
+        """Send the buffered bytes, then end the connection."""
+        self.closed.set()
+        self._current.close()
+
+    def _keep(self, message: p.ToController) -> None:
+        if self.closed.is_set():
+            raise ConnectionClosed(self._current.reason)
+        self.unanswered.sent(message)
+
+    async def _open_again(self, error: ConnectionClosed) -> p.ToWorker | None:
+        """Open another connection; return a message that was missed. Raises `error` when it gives up."""
+        loop, pause_s = asyncio.get_running_loop(), FIRST_PAUSE_S
+        deadline = loop.time() + self._wait_s
+        while self._may_return() and loop.time() < deadline:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._leaving.wait(), random.uniform(0.0, pause_s))
+            pause_s = min(LONGEST_PAUSE_S, 2 * pause_s)
+            try:
+                return await self._rejoin()
+            except Removed as removed:
+                self._over, error = True, removed
+            except (ConnectionClosed, TimeoutError, UserError):  # UserError: another run has the address now
+                continue
+        self.closed.set()
+        raise error
+
+    def _may_return(self) -> bool:
+        can = self._connect is not None and self._welcome is not None
+        return can and not (self._over or self.closed.is_set() or self._leaving.is_set())
+
+    async def _rejoin(self) -> p.ToWorker | None:
+        """Connect once. Raises ConnectionClosed and TimeoutError, after which another attempt may succeed."""
+        assert self._connect is not None and self._welcome is not None
+        known = self._welcome
+        connection = await self._connect(self._address(known), known.incarnation)
+        try:
+            await connection.send(self.unanswered.rejoin())
+            welcome = await asyncio.wait_for(connection.receive(), ANSWER_S)
+        except BaseException:
+            connection.close()
+            raise
+        if isinstance(welcome, p.Stop):
+            self._current = connection
+            return welcome
+        if isinstance(welcome, p.Refused):
+            connection.close()
+            raise Removed(welcome.reason)
+        if not isinstance(welcome, p.Welcome) or welcome.generation < known.generation:
+            connection.close()
+            raise ConnectionClosed("the controller is of an earlier generation than the last one")
+        await self._send_again(connection, welcome)
+        if welcome.lineage == self._lineage:
+            return None
+        self._lineage = welcome.lineage
+        return p.RolledBack(welcome.lineage, welcome.version)
+
+    async def _send_again(self, connection: Connection, welcome: p.Welcome) -> None:
+        self._current, self._welcome = connection, welcome
+        groups = list(self.unanswered.groups.values())
+        for message in self.unanswered.messages():
+            connection.post(message)
+        for group in groups:
+            await connection.send(group)
+
+    def _address(self, known: p.Welcome) -> str:
+        """Return the address of a later controller; empty if there is none. Raises Removed if the run has ended."""
+        if self._run_dir is None:
+            return ""
+        if not (self._run_dir / NAME).exists():
+            raise Removed("the run has ended")
+        with contextlib.suppress(UserError):  # removed in between
+            found = read_controller_file(self._run_dir)
+            if found.generation > known.generation:
+                return found.address
+        return ""
