@@ -50,6 +50,8 @@ class LastingConnection:
         self._leaving = leaving
         self._over = False
         """Whether the run is over, or others have taken the worker's place."""
+        self._reason = ""
+        """Why no other connection was opened."""
         self._welcome: p.Welcome | None = None
         self._lineage = 0
 
@@ -104,7 +106,7 @@ class LastingConnection:
 
     def _keep(self, message: p.ToController) -> None:
         if self.closed.is_set():
-            raise ConnectionClosed(self._current.reason)
+            raise ConnectionClosed(self._reason or self._current.reason)
         self.unanswered.sent(message)
 
     async def _open_again(self, error: ConnectionClosed) -> p.ToWorker | None:
@@ -121,6 +123,7 @@ class LastingConnection:
                 self._over, error = True, removed
             except (ConnectionClosed, TimeoutError, UserError):  # UserError: another run has the address now
                 continue
+        self._reason = str(error)
         self.closed.set()
         raise error
 
