@@ -8,8 +8,8 @@ import pytest
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.wire.channel import ConnectionClosed
-from cosmos_rl_core.workers.lasting import LastingConnection
-from cosmos_rl_core.workers.unanswered import Unanswered
+from cosmos_rl_core.workers.connection.lasting import LastingConnection
+from cosmos_rl_core.workers.connection.unanswered import Unanswered
 
 
 def in_a_loop(test):

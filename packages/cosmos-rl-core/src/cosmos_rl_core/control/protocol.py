@@ -29,9 +29,9 @@ operator (`cosmos-rl scale`)
   Scale             ->      <- Progress       one per worker that starts, is ready, leaves or has left
                             <- Scaled | Refused
 
-Messages are repeated on a new connection until their reply (workers/unanswered.py). The ledger (ledger/ledger.py) takes
-the workers' messages unchanged and replies with messages of this file. Its `Ack`, `NoMore` and `Reject` are not sent:
-Release, Batch and a closed connection take their place.
+Messages are repeated on a new connection until their reply: workers/connection/unanswered.py. The ledger
+(ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack`, `NoMore` and
+`Reject` are not sent: Release, Batch and a closed connection take their place.
 """
 
 from __future__ import annotations

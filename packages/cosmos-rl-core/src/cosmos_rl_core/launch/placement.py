@@ -134,8 +134,8 @@ async def start_tasks(launch: Launch) -> Workers:
 
     from cosmos_rl_core.parallel.device import use_device
     from cosmos_rl_core.workers import policy, rollout, steps  # noqa: F401
+    from cosmos_rl_core.workers.connection.lasting import LastingConnection
     from cosmos_rl_core.workers.context import WorkerContext
-    from cosmos_rl_core.workers.lasting import LastingConnection
     from cosmos_rl_core.workers.main import serve_role
 
     if launch.policy_node.num_ranks > 1:

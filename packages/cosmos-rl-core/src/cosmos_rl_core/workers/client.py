@@ -17,7 +17,7 @@ from cosmos_rl_core.rollout.spool.store import Spool
 from cosmos_rl_core.rollout.worker import Lease
 from cosmos_rl_core.types import Prompt, RolloutGroup
 from cosmos_rl_core.wire.channel import ConnectionClosed
-from cosmos_rl_core.workers.lasting import LastingConnection
+from cosmos_rl_core.workers.connection.lasting import LastingConnection
 
 HEARTBEAT_S = 1.0
 

@@ -32,10 +32,10 @@ from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 from cosmos_rl_core.workers.client import ControllerClient
+from cosmos_rl_core.workers.connection.lasting import ANSWER_S, LastingConnection
 from cosmos_rl_core.workers.context import Assignment, WorkerContext, collector_paused
 from cosmos_rl_core.workers.directory import directory_of_worker, shares_directory
 from cosmos_rl_core.workers.failure import Failure, RefusedByController
-from cosmos_rl_core.workers.lasting import ANSWER_S, LastingConnection
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 
 CONNECT_TIMEOUT_S = 60.0

@@ -20,7 +20,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import NAME, read_controller_file
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed
-from cosmos_rl_core.workers.unanswered import Unanswered
+from cosmos_rl_core.workers.connection.unanswered import Unanswered
 
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 1.0
