@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cosmos_rl_core.division import divide
-from cosmos_rl_core.train.balance import QUADRATIC_LENGTH, deal
+from cosmos_rl_core.train.balance import QUADRATIC_LENGTH, deal, divide
 from cosmos_rl_core.types import Share
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)

@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import itertools
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
+from cosmos_rl_core.control.journal import journal as journal_module
 from cosmos_rl_core.control.journal.files import JournalError
-from cosmos_rl_core.control.journal.journal import DiskFile, Journal
+from cosmos_rl_core.control.journal.journal import DiskFile, DurableLedger, Journal, Pace
 from cosmos_rl_core.control.ledger import records
+from cosmos_rl_core.control.ledger.events import Join
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.errors import UserError
 
 WRITTEN = [records.Leased(sample, f"rollout-{sample % 2}", 1, 7) for sample in range(5)]
@@ -246,3 +252,73 @@ def test_a_damaged_snapshot_falls_back_to_the_one_before(tmp_path):
     again = Journal(tmp_path)
     assert (again.snapshot, list(again.replay())) == (b"state 2", WRITTEN[2:4])
     again.close()
+
+
+class Sleeps:
+    """In place of `asyncio.sleep` in the journal's module: counts, and does something meanwhile."""
+
+    def __init__(self, monkeypatch, meanwhile=lambda: None):
+        self.seconds, self._meanwhile, self._sleep = [], meanwhile, asyncio.sleep
+        monkeypatch.setattr("cosmos_rl_core.control.journal.journal.asyncio.sleep", self)
+
+    async def __call__(self, seconds):
+        self.seconds.append(seconds)
+        self._meanwhile()
+        await self._sleep(0)
+
+
+def test_a_pace_allows_a_burst_and_then_its_rate(monkeypatch):
+    sleeps = Sleeps(monkeypatch)
+
+    async def waits():
+        pace = Pace(0.001, burst=2)
+        found = [await pace.wait() for _ in range(4)]
+        pace.refill()
+        return [*found, await pace.wait()]
+
+    assert asyncio.run(waits()) == [False, False, True, True, False]
+    assert sleeps.seconds == [pytest.approx(1000.0, rel=0.1), pytest.approx(2000.0, rel=0.1)]
+
+
+def paced(tmp_path, monkeypatch, *, events, meanwhile=0):
+    """Return the flushes and waits of a ledger whose pace allows one at once, for `events` joins in turn.
+
+    meanwhile: further joins that come during each wait.
+    """
+    monkeypatch.setattr(journal_module, "FLUSHES_PER_S", 0.001)
+    monkeypatch.setattr(journal_module, "FLUSH_BURST", 1)
+    names = (f"rollout-{number}" for number in itertools.count())
+    dispatched = []
+
+    async def run():
+        def feed():
+            durable.feed(Join(replica=next(names), role="rollout"))
+
+        sleeps = Sleeps(monkeypatch, meanwhile=lambda: [feed() for _ in range(meanwhile)])
+        files = []
+
+        def open_file(path):
+            files.append(CountingFile(path))
+            return files[-1]
+
+        with closing(Journal(tmp_path, open_file=open_file)) as journal:
+            ledger = Ledger(LedgerConfig(groups_per_step=1))
+            durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0, dispatch=dispatched.append)
+            task = asyncio.create_task(durable.run())
+            for _ in range(events):
+                expected = len(dispatched) + 1
+                feed()
+                while len(dispatched) < expected:
+                    await sleeps._sleep(0.001)
+            task.cancel()
+            return files[0].syncs, len(sleeps.seconds)
+
+    return (*asyncio.run(run()), len(dispatched))
+
+
+def test_events_that_come_during_a_wait_share_its_flush(tmp_path, monkeypatch):
+    assert paced(tmp_path, monkeypatch, events=3, meanwhile=4) == (3, 2, 3 + 2 * 4)
+
+
+def test_a_wait_in_which_nothing_came_is_followed_by_a_burst_without_waits(tmp_path, monkeypatch):
+    assert paced(tmp_path, monkeypatch, events=6) == (6, 3, 6)

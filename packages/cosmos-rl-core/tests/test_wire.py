@@ -1,6 +1,7 @@
 """The control channel: what authenticated peers may rely on, and what everybody else gets."""
 
 import asyncio
+import hmac
 import random
 import socket
 import time
@@ -12,6 +13,7 @@ import pytest
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.descriptors import descriptors_left
+from cosmos_rl_core.wire import frames
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.channel import MAX_UNAUTHENTICATED, Connection, ConnectionClosed, Hello, adopt, connect, serve
 from cosmos_rl_core.wire.frames import HEADER_BYTES, FrameReader, FrameSealer
@@ -875,3 +877,9 @@ def test_a_peer_name_that_is_unsafe_in_a_path_is_refused(name):
         await server.close()
 
     run(scenario())
+
+
+@pytest.mark.parametrize("length", [1, 32, 64])
+def test_tags_are_hmac_sha256(length):
+    key, parts = bytes(range(length)), (b"counted", b"", bytes(1000))
+    assert frames._Tags(key).digest(*parts) == hmac.digest(key, b"".join(parts), "sha256")

@@ -9,8 +9,9 @@ A large group is held as a reference to the spool of the replica that generated 
 
 from __future__ import annotations
 
+import heapq
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import msgspec
@@ -20,7 +21,6 @@ from cosmos_rl_core.control.ledger import records
 from cosmos_rl_core.control.ledger.samples import ASSIGNED, READY, Sample
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.data.source import PromptSource
-from cosmos_rl_core.division import divide
 from cosmos_rl_core.rollout.spool.store import Spooled
 
 
@@ -49,6 +49,8 @@ class Batches:
     """Held files by replica and sample."""
     _assigned: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Step -> samples of its batch, until its commit."""
+    _parts: tuple[tuple[int, ...], int, list[tuple[int, ...]]] = ((), 0, [])
+    """The last batch that was cut, the number of its parts, and these."""
 
     def deliver(
         self, message: p.Deliver, *, replica: str, decided: Iterable[records.Record], entry: Sample | None
@@ -85,15 +87,17 @@ class Batches:
         return msgspec.structs.replace(batch, payloads=[self._payload(sample) for sample in given], part=part)
 
     def _part(self, samples: tuple[int, ...], policy: Peer) -> tuple[int, ...] | None:
-        """Return the samples of one policy replica: parts of nearly equal numbers of terms, the lightest for the first.
+        """Return the samples of one policy replica; all have nearly equal numbers of terms.
 
         None, which is all, where a replica trains alone or would get none.
         """
         count = len(policy.mesh)
         if not 1 < count <= len(samples):
             return None
-        parts = divide([float(max(1, self._held[sample].num_terms)) for sample in samples], count)
-        return tuple(samples[index] for index in parts[count - 1 - policy.mesh.index(policy.name)])
+        if self._parts[:2] != (samples, count):
+            costs = {sample: max(1, self._held[sample].num_terms) for sample in samples}
+            self._parts = samples, count, parts_of(costs, count)
+        return self._parts[2][policy.mesh.index(policy.name)]
 
     def committed(self, step: int) -> None:
         """Release the groups of a step's batch. No-op for a commit that is repeated: the batch in work is kept."""
@@ -150,3 +154,17 @@ def _is_of(entry: Sample | None, message: p.Deliver, replica: str) -> bool:
         and (entry.replica, entry.min_version, entry.max_version, entry.num_terms)
         == (replica, message.min_version, message.max_version, message.num_terms)
     )
+
+
+def parts_of(costs: Mapping[int, int], count: int) -> list[tuple[int, ...]]:
+    """Return the samples of `costs` in `count` parts of nearly equal cost, each ascending; the costliest sample first.
+
+    The part with the least cost so far takes the next one. None is empty where there are as many samples as parts.
+    """
+    parts: list[list[int]] = [[] for _ in range(count)]
+    loads = [(0, -place) for place in reversed(range(count))]  # of equal ones the last, so that the first has the least
+    for sample in sorted(costs, key=lambda sample: (-costs[sample], sample)):
+        load, place = loads[0]
+        parts[-place].append(sample)
+        heapq.heapreplace(loads, (load + costs[sample], place))
+    return [tuple(sorted(part)) for part in parts]

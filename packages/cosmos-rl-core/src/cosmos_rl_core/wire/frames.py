@@ -10,6 +10,7 @@ before the body, so its last 12 bytes hold them while the tag is computed. No bo
 
 from __future__ import annotations
 
+import hashlib
 import hmac
 import struct
 from typing import Any
@@ -25,6 +26,8 @@ HEADER_BYTES = _HEADER.size
 MAX_FRAME_BYTES = 256 * 2**20
 UNDECODABLE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """Errors of msgspec for bytes that are not a message; for text that is not UTF-8 it raises Python's own."""
+_BLOCK_BYTES = 64
+"""Of SHA-256."""
 _LEAST_BUFFER_BYTES = 4 * 2**10
 _BUFFER_BYTES = 64 * 2**10
 """Size up to which a buffer grows that is filled by one read: thousands of idle connections have small ones."""
@@ -36,11 +39,29 @@ class ConnectionClosed(Exception):
     """The connection has ended; the message is the reason."""
 
 
+class _Tags:
+    """HMAC-SHA256 (RFC 2104) of one key, as two copied hashes: half the time of the standard library's object."""
+
+    def __init__(self, key: bytes) -> None:
+        assert len(key) <= _BLOCK_BYTES, "a longer key is hashed first"
+        padded = key.ljust(_BLOCK_BYTES, b"\0")
+        self._inner = hashlib.sha256(bytes(byte ^ 0x36 for byte in padded))
+        self._outer = hashlib.sha256(bytes(byte ^ 0x5C for byte in padded))
+
+    def digest(self, *parts: bytes | bytearray | memoryview) -> bytes:
+        """Return the 32 bytes over the parts, one after another."""
+        inner, outer = self._inner.copy(), self._outer.copy()
+        for part in parts:
+            inner.update(part)
+        outer.update(inner.digest())
+        return outer.digest()
+
+
 class FrameSealer:
     """Turns messages into frames, in order."""
 
     def __init__(self, key: bytes | None, *, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._mac = None if key is None else hmac.new(key, digestmod="sha256")
+        self._tags = None if key is None else _Tags(key)
         self._max_frame_bytes = max_frame_bytes
         self._sequence = 0
 
@@ -54,13 +75,12 @@ class FrameSealer:
                 f"a {type(message).__name__} of {length} bytes is above the frame limit of "
                 f"{self._max_frame_bytes} bytes: send it in parts or raise max_frame_bytes on both sides"
             )
-        if self._mac is None:
+        if self._tags is None:
             _HEADER.pack_into(frame, 0, length, b"")
             return frame
         _COUNTED.pack_into(frame, _COUNTED_AT, self._sequence, length)
-        mac = self._mac.copy()
-        mac.update(memoryview(frame)[_COUNTED_AT:])
-        _HEADER.pack_into(frame, 0, length, mac.digest())  # "16s" keeps the first 16 bytes
+        tag = self._tags.digest(memoryview(frame)[_COUNTED_AT:])
+        _HEADER.pack_into(frame, 0, length, tag)  # "16s" keeps the first 16 bytes
         self._sequence += 1
         return frame
 
@@ -69,7 +89,7 @@ class FrameOpener:
     """Verifies the frames of one direction, in order."""
 
     def __init__(self, key: bytes | None) -> None:
-        self._mac = None if key is None else hmac.new(key, digestmod="sha256")
+        self._tags = None if key is None else _Tags(key)
         self._sequence = 0
 
     def read_header(self, header: bytes | bytearray | memoryview, *, max_bytes: int) -> tuple[int, bytes]:
@@ -81,12 +101,10 @@ class FrameOpener:
 
     def verify(self, tag: bytes, body: bytearray | memoryview) -> None:
         """Raise `WrongTag` unless `body` is the next one of the key's owner."""
-        if self._mac is None:
+        if self._tags is None:
             return
-        mac = self._mac.copy()
-        mac.update(_COUNTED.pack(self._sequence, len(body)))
-        mac.update(body)
-        if not hmac.compare_digest(tag, mac.digest()[: len(tag)]):
+        wanted = self._tags.digest(_COUNTED.pack(self._sequence, len(body)), body)
+        if not hmac.compare_digest(tag, wanted[: len(tag)]):
             raise WrongTag("a frame's tag is wrong: it was changed, replayed or sealed with another token")
         self._sequence += 1
 

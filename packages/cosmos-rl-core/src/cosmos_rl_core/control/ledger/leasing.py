@@ -104,7 +104,7 @@ def _lease(ledger: LedgerState, replica: str, deadline: int) -> p.LeasedPrompt:
     attempt = 1 if sample is None else ledger.samples.active[sample].attempt + 1
     lease = p.LeasedPrompt(ledger.samples.next_sample if sample is None else sample, attempt, deadline)
     ledger.decide(records.Leased(lease.sample, replica, attempt, deadline))
-    ledger.sessions.renew(lease.sample, ledger.now)
+    ledger.sessions.renew([lease.sample], ledger.now)
     return lease
 
 

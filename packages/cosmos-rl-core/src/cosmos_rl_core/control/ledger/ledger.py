@@ -24,6 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import ClassVar
 
+from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, leasing, liveness, records, stepping
 from cosmos_rl_core.control.ledger.leasing import is_generated
 from cosmos_rl_core.control.ledger.membership import MemberState
@@ -46,7 +47,7 @@ class Ledger(LedgerState):
             self.rules[type(event)](self, event)
         elif liveness.is_current(self, event):
             self.rules[type(event.message)](self, event.replica, event.message)
-        if self.halted is None:
+        if self.halted is None and (self._records or _is_request(event)):
             stepping.answer_batch_requests(self)
             leasing.answer_lease_requests(self)
         return self._records, self._outputs
@@ -55,6 +56,11 @@ class Ledger(LedgerState):
         """Return one line per wait: "policy-0 waits for batch 7: 3 of 8 groups ready, 5 leased to rollout-0"."""
         found = [f"the run has halted: {self.halted}"] if self.halted is not None else []
         return [*found, *_mesh(self), *_batches(self), *_votes(self), *_leases(self), *_suspects(self)]
+
+
+def _is_request(event: events.Event) -> bool:
+    """Return whether an event can be answered though it changes no durable state. Most messages are heartbeats."""
+    return isinstance(event, events.From) and isinstance(event.message, p.RequestLeases | p.RequestBatch)
 
 
 def _mesh(ledger: LedgerState) -> list[str]:

@@ -76,10 +76,8 @@ def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
     if session is None or message.progress <= session.progress:
         return
     session.progress = message.progress
-    held = ledger.samples.held.get(replica, ())
-    for sample in message.holding:
-        if sample in held:
-            ledger.sessions.renew(sample, ledger.now)
+    if held := ledger.samples.held.get(replica):
+        ledger.sessions.renew([sample for sample in message.holding if sample in held], ledger.now)
 
 
 def disconnected(ledger: LedgerState, event: events.Disconnected) -> None:
@@ -112,8 +110,7 @@ def restart(ledger: LedgerState, event: events.Restart) -> None:
         ledger.sessions.by_name[name].is_closed = True
         _suspect(ledger, name)
     for held in ledger.samples.held.values():
-        for sample in sorted(held):
-            ledger.sessions.renew(sample, ledger.now)
+        ledger.sessions.renew(sorted(held), ledger.now)
     if ledger.is_orphaned:
         ledger.output(events.PoliciesLost(ledger.checkpoint_version))
     else:

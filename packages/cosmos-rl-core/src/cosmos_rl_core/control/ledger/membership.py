@@ -11,7 +11,7 @@ replicas reconnect and repeat their requests, and all timers start again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -186,10 +186,12 @@ class Sessions:
         if capacity is not None:
             self.lease_requests.setdefault(self.waiting[replica], {})[replica] = capacity
 
-    def renew(self, sample: int, now: float) -> None:
-        """Reset a lease's time to live."""
-        self._renewed.pop(sample, None)
-        self._renewed[sample] = now
+    def renew(self, samples: Sequence[int], now: float) -> None:
+        """Reset the time to live of leases."""
+        renewed = self._renewed
+        for sample in samples:
+            renewed.pop(sample, None)
+        renewed.update(dict.fromkeys(samples, now))
 
     def end_lease(self, sample: int, replica: str) -> None:
         """Stop the lease's time; its replica may get another."""
