@@ -95,3 +95,23 @@ def test_without_a_launcher_the_command_is_printed_and_workers_are_drained(
     finished(process, 130)
     for worker in workers:
         finished(worker)
+
+
+def test_a_policy_that_waits_for_rollouts_gets_another_one(
+    tmp_path, bandit, write_recipe, start, wait_for, rows_of, finished
+):
+    run_dir = tmp_path / "run"
+    tables = bandit(
+        run_dir,
+        run__max_steps=100_000,
+        rollout__options={"delay_s": 0.2},
+        elastic__autoscale={"max_rollouts": 2, "cooldown_steps": 1},
+        logging__sinks=["console", "jsonl"],
+    )
+    process = start("run", write_recipe(tmp_path / "run.toml", tables))
+    wait_for(
+        lambda: (rows := rows_of(run_dir / "metrics.jsonl")) and rows[-1]["members"] == 3.0, "a step with two rollouts"
+    )
+    process.send_signal(signal.SIGINT)
+    out, _ = finished(process, 130)
+    assert "autoscaling: policy idle for" in out and "workers wanted: 2 rollout" in out

@@ -402,3 +402,18 @@ def test_evaluation_sampling_replaces_length_and_temperature_only():
     config = load_config(recipe(eval={"max_length": 5}, rollout={"sampling": {"top_k": 3, "stop": ["x"]}}))
     sampling = config.rollout.sampling.evaluation(temperature=0.0, max_terms=config.eval.max_length)
     assert (sampling.max_terms, sampling.temperature, sampling.top_k, sampling.stop) == (5, 0.0, 3, ("x",))
+
+
+@pytest.mark.parametrize(
+    ("changes", "other"),
+    [
+        ({"run": {**recipe()["run"], "placement": "external"}}, "run.placement"),
+        ({"elastic": {"autoscale": {"max_rollouts": 2, "min_rollouts": 3}}}, "elastic.autoscale.min_rollouts"),
+        ({"rollout": {"replicas": 3}}, "rollout.replicas"),
+    ],
+)
+def test_autoscaling_needs_workers_of_the_run_and_limits_around_their_number(changes, other):
+    tables = recipe(**{"elastic": {"autoscale": {"max_rollouts": 2}}, **changes})
+    problem = only_problem(tables)
+    assert problem.key == "elastic.autoscale.max_rollouts"
+    assert other in str(problem)

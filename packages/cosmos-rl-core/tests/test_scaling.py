@@ -12,8 +12,9 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.placement import Added
-from cosmos_rl_core.launch.scaling import Scaling
+from cosmos_rl_core.launch.scaling import Scaling, wanted_rollouts
 from cosmos_rl_core.recipe.load import load_config
+from cosmos_rl_core.recipe.sections import AutoscaleSection
 
 
 class Wire:
@@ -56,7 +57,7 @@ class Workers:
 class Run:
     """A run with these ready workers, the oldest first."""
 
-    def __init__(self, *names, workers=None, algorithm="grpo"):
+    def __init__(self, *names, workers=None, algorithm="grpo", **elastic):
         self.peers, self.workers = Peers(), workers or Workers()
         self.outcome = SimpleNamespace(is_decided=False)
         self.ledger = SimpleNamespace(why_finished=lambda: None)
@@ -68,6 +69,7 @@ class Run:
             "algorithm": {"name": algorithm},
             "model": {},
             "data": {},
+            "elastic": elastic,
         }
         if algorithm != "sft":
             tables["reward"] = {"functions": [{"name": "hits"}]}
@@ -200,3 +202,67 @@ def test_a_run_that_is_not_live_is_named(tmp_path, capsys, monkeypatch):
         (tmp_path / "controller.json").write_text(json.dumps(contact))
         monkeypatch.setenv("COSMOS_RL_TOKEN", "00" * 32)
         assert f"its controller does not answer: cannot connect to {address}" in error_of(tmp_path)
+
+
+RULE = AutoscaleSection(min_rollouts=1, max_rollouts=4, steps=2, cooldown_steps=3)
+STARVED, SATED, BOTH, NONE = (0.5, 0.1), (0.1, 0.5), (0.5, 0.5), (0.1, 0.1)
+"""Idle fractions of the policy and of the rollout workers."""
+
+
+@pytest.mark.parametrize(
+    ("idle", "present", "wanted"),
+    [
+        ([NONE] * 3 + [STARVED] * 2, 2, 3),
+        ([NONE] * 3 + [SATED] * 2, 2, 1),
+        ([NONE] * 3 + [STARVED, NONE, STARVED], 2, 2),  # not in a row
+        ([NONE] * 3 + [NONE, STARVED, STARVED], 2, 3),
+        ([STARVED] * 4, 2, 2),  # the cooldown counts for nothing
+        ([STARVED] * 5, 2, 3),
+        ([STARVED] * 5, 4, 4),  # the maximum
+        ([SATED] * 5, 1, 1),  # the minimum
+        ([BOTH] * 5, 2, 2),  # the roles alternate: more workers help nobody
+        ([NONE] * 5, 2, 2),
+        ([(0.3, 0.0)] * 5, 2, 2),  # the limit itself is not above it
+        ([], 2, 2),
+        ([STARVED] * 5, 6, 6),  # an operator has gone beyond the maximum: the rule does not undo it
+    ],
+)
+def test_the_autoscaling_rule(idle, present, wanted):
+    assert wanted_rollouts(idle, present=present, section=RULE) == wanted
+
+
+def test_steps_with_an_idle_policy_add_a_worker_and_the_cooldown_begins_after_it_is_ready():
+    def metrics(idle):
+        return {"policy_idle_fraction": idle[0], "rollout_idle_fraction": idle[1]}
+
+    async def go():
+        autoscale = {"max_rollouts": 3, "steps": 2, "cooldown_steps": 1}
+        run = Run("policy-0", "rollout-0", autoscale=autoscale)
+        for _ in range(3):
+            run.scaling.stepped(metrics(STARVED))
+        await run.until(lambda: run.workers.running == ["rollout-8"])
+        assert run.notes == ["autoscaling: policy idle for 50%, rollouts for 10%", "workers wanted: 2 rollout"]
+        for _ in range(9):
+            run.scaling.stepped(metrics(STARVED))  # while it starts
+        newest = run.joins("rollout-8")
+        await asyncio.sleep(0.2)
+        for _ in range(2):
+            run.scaling.stepped(metrics(SATED))
+        await asyncio.sleep(0.2)
+        assert newest.connection.sent == [], "one step of the cooldown, and one that counts"
+        run.scaling.stepped(metrics(SATED))
+        await run.until(lambda: newest.connection.sent == [p.Drain()])
+        assert run.notes[2:] == ["autoscaling: policy idle for 10%, rollouts for 50%", "workers wanted: 1 rollout"]
+
+    asyncio.run(go())
+
+
+def test_without_a_maximum_nothing_is_scaled():
+    async def go():
+        run = Run("policy-0", "rollout-0")
+        for _ in range(99):
+            run.scaling.stepped({"policy_idle_fraction": 0.9, "rollout_idle_fraction": 0.0})
+        await asyncio.sleep(0.05)
+        assert run.notes == []
+
+    asyncio.run(go())

@@ -222,8 +222,20 @@ ALONE = f"eval/reward/{DIVERSITY}"
 class Watch:
     """An `Observer` that forwards to another one and runs the monitor on evaluations."""
 
-    def __init__(self, observer: Observer, config: RunConfig, *, history: History, stop: Callable[[str], None]) -> None:
-        """history: log of the checks. stop: ends the run after the current step, with a reason."""
+    def __init__(
+        self,
+        observer: Observer,
+        config: RunConfig,
+        *,
+        history: History,
+        stop: Callable[[str], None],
+        stepped: Callable[[Mapping[str, float]], None] = lambda metrics: None,
+    ) -> None:
+        """history: log of the checks. stop: ends the run after the current step, with a reason.
+
+        stepped: called with the metrics of each step.
+        """
+        self._stepped = stepped
         self.rollback: Verdict | None = None
         """The verdict that requires a rollback, or None."""
         self._observer = observer
@@ -244,6 +256,7 @@ class Watch:
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._observer.step(step, metrics)
+        self._stepped(metrics)
         self._diversity = metrics.get(f"reward/{DIVERSITY}")
         if self._diversity is not None:
             self._monitor.begin(diversity=self._diversity)

@@ -159,7 +159,11 @@ class _Run:
             (self._directory / "resolved.toml").write_text(text)
             token = make_token(self._directory / "token")
             watch = Watch(
-                self._observer, self._config, history=self._history, stop=lambda reason: controller.stop(reason)
+                self._observer,
+                self._config,
+                history=self._history,
+                stop=lambda reason: controller.stop(reason),
+                stepped=self._stepped,
             )
             controller = self._controller(text, journal, watch)
             server = await self._serve(controller, token)
@@ -327,6 +331,10 @@ class _Run:
         finally:
             controller.dismiss()
             await self._workers.leave()
+
+    def _stepped(self, metrics: Mapping[str, float]) -> None:
+        if self._scaling is not None:
+            self._scaling.stepped(metrics)
 
     def _listen_for_interrupts(self, controller: Controller) -> None:
         def interrupt() -> None:

@@ -1,8 +1,9 @@
-"""`cosmos-rl scale`: the number of workers of a live run, changed by an operator or by the autoscaling rule.
+"""The number of workers of a live run, changed by an operator (`cosmos-rl scale`) or by [elastic.autoscale].
 
 operator --Scale----------> answer_operator -> Scaling.change -> fewer: the youngest workers are drained
          <-Progress--------                                   -> more: the placement starts them, or has commands
          <-Scaled | Refused
+metrics of each step --> Scaling.stepped -> wanted_rollouts -> Scaling.change
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.launch.placement import Workers
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.recipe.sections import AutoscaleSection
 from cosmos_rl_core.wire.channel import Connection
 
 OPERATOR = "operator"
@@ -34,6 +36,9 @@ class Scaling:
         self._note = note
         self._workers = workers
         self._is_sft = config.is_sft
+        self._autoscale = config.elastic.autoscale
+        self._idle: list[tuple[float, float]] = []
+        self._autoscaling: asyncio.Task[None] | None = None
         self._lock = asyncio.Lock()
         self.wanted: dict[str, int] = {}
         """Number of workers by role, as last requested; empty for `cosmos-rl controller` before a request."""
@@ -46,6 +51,26 @@ class Scaling:
         """Return the workers of a role that are not leaving, the oldest first; also those not connected yet."""
         peers = [peer.name for peer in self._controller.peers.of_role(role) if not (peer.leaving or peer.draining)]
         return [*peers, *(name for name in self._workers.names(role) if name not in peers)]
+
+    def stepped(self, metrics: Mapping[str, float]) -> None:
+        """Apply [elastic.autoscale] after a step; a change in work is finished first."""
+        idle = metrics.get("policy_idle_fraction"), metrics.get("rollout_idle_fraction")
+        if not self._autoscale.max_rollouts or self._lock.locked() or idle[0] is None or idle[1] is None:
+            return
+        self._idle.append((idle[0], idle[1]))
+        present = len(self.present("rollout"))
+        wanted = wanted_rollouts(self._idle, present=present, section=self._autoscale)
+        if wanted != present:
+            self._note(f"autoscaling: policy idle for {idle[0]:.0%}, rollouts for {idle[1]:.0%}")
+            self._autoscaling = asyncio.create_task(self._change_rollouts(wanted))
+
+    async def _change_rollouts(self, wanted: int) -> None:
+        try:
+            await self.change({"rollout": wanted}, report=lambda text: None)  # the controller reports the members
+        except UserError as error:
+            self._note(f"autoscaling: {error}")
+        except Exception as error:  # it would be lost with this task
+            self._controller.outcome.fail(error)
 
     def ready(self) -> dict[str, int]:
         """Return the number of ready workers by role."""
@@ -70,9 +95,12 @@ class Scaling:
                 self._workers.check(more, without=leaving)
             self._note(f"workers wanted: {', '.join(f'{number} {role}' for role, number in roles.items())}")
             self.wanted |= roles
-            await self._drain(leaving, report)
-            if more:
-                await self._add(more, report)
+            try:
+                await self._drain(leaving, report)
+                if more:
+                    await self._add(more, report)
+            finally:
+                self._idle.clear()
 
     def _checked(self, wanted: Mapping[str, int]) -> dict[p.Role, int]:
         """Return the numbers by role. Raises UserError for a role or number that no run can have."""
@@ -133,6 +161,22 @@ class Scaling:
 
     def _exists(self, name: str) -> bool:
         return name in self._controller.peers.by_name or self._workers.has(name)
+
+
+def wanted_rollouts(idle: Sequence[tuple[float, float]], *, present: int, section: AutoscaleSection) -> int:
+    """Return the number of rollout workers by the rule of [elastic.autoscale].
+
+    idle: idle fractions of the policy and of the rollout workers, of each step since the last change, the oldest first.
+    """
+    last = list(idle)[section.cooldown_steps :][-section.steps :]
+    if len(last) < section.steps:
+        return present
+    limit = section.idle_fraction
+    if all(policy > limit >= rollout for policy, rollout in last):
+        return max(present, min(present + 1, section.max_rollouts))
+    if all(rollout > limit >= policy for policy, rollout in last):
+        return min(present, max(present - 1, section.min_rollouts))
+    return present
 
 
 async def answer_operator(connection: Connection, scaling: Scaling | None) -> None:

@@ -92,6 +92,7 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
     """Yield every pair of conflicting keys; `given` names the sections that the recipe contains."""
     yield from _sft_conflicts(given) if config.is_sft else _rl_conflicts(config)
     yield from _length_conflicts(config)
+    yield from _autoscale_conflicts(config)
     if config.is_sft and config.eval.loss_data is not None:
         yield Conflict(
             key="eval.loss_data",
@@ -190,6 +191,24 @@ def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
             wrong="has no rows to score without",
             suggestion="add [eval.loss_data], or set best_of_data",
         )
+
+
+def _autoscale_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Check that workers can be added, and the limits of their number."""
+    section, key = config.elastic.autoscale, "elastic.autoscale.max_rollouts"
+    if not section.max_rollouts:
+        return
+    if config.run.placement != "local":
+        yield Conflict(
+            key=key,
+            other="run.placement",
+            wrong="needs workers that the run starts itself, not",
+            suggestion="remove it and use cosmos-rl scale",
+        )
+    if section.min_rollouts > section.max_rollouts:
+        yield Conflict(key=key, other="elastic.autoscale.min_rollouts", wrong="must be at least")
+    if config.rollout.replicas > section.max_rollouts:
+        yield Conflict(key=key, other="rollout.replicas", wrong="must be at least")
 
 
 def _term_conflicts(config: RunConfig) -> Iterator[Conflict]:

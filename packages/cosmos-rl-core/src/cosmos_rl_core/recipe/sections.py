@@ -294,6 +294,22 @@ class LoggingSection(Strict):
     """Number of groups in a gallery."""
 
 
+class AutoscaleSection(Strict):
+    """[elastic.autoscale]: adds and drains rollout workers of `cosmos-rl run` by the idle fractions in the metrics."""
+
+    max_rollouts: int = Field(default=0, ge=0)
+    """Maximum number of rollout workers; 0: the number is not changed."""
+    min_rollouts: int = Field(default=1, ge=1)
+    """Minimum number of rollout workers."""
+    idle_fraction: float = Field(default=0.3, gt=0, lt=1)
+    """If the policy is idle for more than this fraction of each step and rollout workers are not, one is added; if
+    rollout workers are and the policy is not, the youngest leaves."""
+    steps: int = Field(default=3, ge=1)
+    """Number of steps in a row for which that must hold."""
+    cooldown_steps: int = Field(default=5, ge=0)
+    """Steps after a change, once it is complete, that count neither for nor against the next one."""
+
+
 class ElasticSection(Strict):
     """[elastic]: time limits and restarts for workers that hang, disconnect or crash."""
 
@@ -314,3 +330,4 @@ class ElasticSection(Strict):
     work meanwhile. 0 ends it at once."""
     policy_wait_s: float = Field(default=600.0, ge=0)
     """Time to wait for another policy worker after the last one was lost; 0 ends the run at once."""
+    autoscale: AutoscaleSection = AutoscaleSection()
