@@ -97,14 +97,14 @@ class Observer:
 
 
 @asynccontextmanager
-async def running(tmp_path, *, observer=None, ledger=None, **job):
+async def running(tmp_path, *, observer=None, ledger=None, supervised=False, **job):
     """A controller of a run of two groups a step, and the task in which it runs."""
     source = PromptSource([{"n": n} for n in range(10)], origin="rows", shuffle=False)
     job = Job(
         config_toml="",
         run_dir=tmp_path,
         resume_from="",
-        supervised=False,
+        supervised=supervised,
         max_steps=2,
         eval_every_steps=0,
         eval_by=(),
@@ -228,6 +228,14 @@ async def test_a_grant_has_the_number_of_rollouts_that_share_the_work(tmp_path):
 
         assert await step(0) == 2, "the first one that is ready must not take all prompts of the first step"
         assert await step(1) == 1, "the other one is not ready"
+
+
+@in_a_loop
+async def test_a_supervised_run_refuses_a_rollout_worker(tmp_path):
+    async with running(tmp_path, supervised=True) as (controller, _):
+        rollout = Worker(controller, "rollout", "a-spot-machine")
+        assert (await rollout.hears(p.Refused)).reason == "a supervised run has no rollout workers"
+        assert not controller.peers.by_name
 
 
 @in_a_loop

@@ -46,7 +46,7 @@ class Admission:
         rejoin = await connection.receive() if incarnation else p.Rejoin()
         if not isinstance(rejoin, p.Rejoin):
             raise ValueError(f"{name} sent {type(rejoin).__name__} in place of Rejoin")
-        if refusal := self._refusal(name, incarnation):
+        if refusal := self._refusal(name, role, incarnation):
             self.note(f"{name} was refused: {refusal}")
             connection.post(p.Refused(refusal))
             return None
@@ -86,10 +86,12 @@ class Admission:
         incarnation = self.ledger.members.by_name[name].incarnation  # it may not be welcome yet
         self.feed(lost(replica=name, incarnation=incarnation))
 
-    def _refusal(self, name: str, incarnation: int) -> str:
+    def _refusal(self, name: str, role: p.Role, incarnation: int) -> str:
         """Return why a connection is refused; empty if it is not."""
         if incarnation and not self.ledger.members.is_current(name, incarnation):
             return f"{name} was away for too long: others have its work"
+        if role == "rollout" and self.recovery.supervised:
+            return "a supervised run has no rollout workers"
         if not incarnation and self.peers.is_in_use(name, now=self.clock()):
             return f"a live worker has the name {name}: give this one another by --name, or stop that one first"
         return ""
