@@ -3,13 +3,10 @@
 from pathlib import Path
 
 import pytest
-from lives import AT, PROMPTS, STEPS
+from lives import AT, PROMPTS, STEPS, SUPPORT
 from safetensors.torch import load_file
 
 from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
-
-SUPPORT = str(Path(__file__).parent / "support")
-"""Folder of the domain, for all processes of a run."""
 
 
 @pytest.fixture(scope="session")
@@ -17,17 +14,19 @@ def recipe(bandit, write_recipe):
     """Write the recipe of a run of the dying domain in a directory, and return the path."""
 
     def write(directory: Path, *, replicas, **changes):
+        usual = {
+            "run__max_steps": STEPS,
+            "sync__max_staleness": 0,
+            "checkpoint__every_steps": 4,
+            "rollout__options": {"delay_s": 0.005},
+            "logging__sinks": ["console", "jsonl"],
+        }
         tables = bandit(
             directory / "run",
             run__domain="dying:DOMAIN",
-            run__max_steps=STEPS,
             policy__prompts_per_step=PROMPTS,
             policy__replicas=replicas,
-            sync__max_staleness=0,
-            checkpoint__every_steps=4,
-            rollout__options={"delay_s": 0.005},
-            logging__sinks=["console", "jsonl"],
-            **changes,
+            **{**usual, **changes},
         )
         return write_recipe(directory / "run.toml", tables)
 
@@ -44,10 +43,10 @@ def undisturbed(tmp_path_factory, recipe, start, finished):
         if key not in found:
             directory = tmp_path_factory.mktemp("undisturbed")
             with pytest.MonkeyPatch.context() as patch:
-                patch.setenv("DIE_AT", "nobody nowhere 0 never")
                 patch.setenv("PYTHONPATH", SUPPORT)
+                patch.delenv("DIE_AT", raising=False)
                 file = recipe(directory, replicas=1, run__placement="inline", **changes)
-                finished(start("run", file), timeout_s=240)
+                finished(start("run", file), timeout_s=600)
             found[key] = directory / "run"
         return found[key]
 

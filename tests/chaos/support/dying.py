@@ -8,6 +8,8 @@ run of few steps lasts until a process was started again.
 """
 
 import asyncio
+import hashlib
+import json
 import os
 import signal
 import time
@@ -19,11 +21,12 @@ from cosmos_rl_core.testing.tiny import Tiny
 STEP = -1
 """Step of the policy in this process, or deliveries of the rollout worker."""
 PACED_FROM, PACE_S = 6, 5.0
+NOBODY = "nobody nowhere 0 never"
 
 
 def die_at(point):
     """Kill this process if it is the one, and if this is the point and the step."""
-    name, wanted, step, died = os.environ["DIE_AT"].split(" ", 3)
+    name, wanted, step, died = os.environ.get("DIE_AT", NOBODY).split(" ", 3)
     if point != wanted or int(step) > STEP or name not in Path("/proc/self/cmdline").read_text().split("\0"):
         return
     try:
@@ -71,6 +74,8 @@ def hook_policy():
     around(Trainer, "optim_step", after="update")
     vote_alone(PolicySteps)
     around(PolicyLearner, "optim_step", before="committed")
+    if "DIGESTS" in os.environ:
+        record_weights(PolicySteps, PolicyLearner)
     around(CheckpointWriter, "_write_tensors", after="saving")
     around(Delivery, "_serve", after="serving")
     around(ReplicaGroup, "receive_bytes", after="healing")
@@ -90,6 +95,28 @@ def count_steps(steps):
         return await work(self, step)
 
     steps.next_batch = next_batch
+
+
+def record_weights(steps, learner):
+    """Write the digest of the weights after each step, with the mesh's epoch, to a file of this process in DIGESTS."""
+    commit, optim_step = steps.commit, learner.optim_step
+    epochs = []
+    path = Path(os.environ["DIGESTS"], f"{os.getpid()}.jsonl")
+
+    async def committed(self, step):
+        await commit(self, step)
+        epochs.append(self._epoch)
+
+    async def stepped(self):
+        step, result = self.version, await optim_step(self)
+        digest = hashlib.blake2b(digest_size=16)
+        for name, weight in sorted(self.trainer.policy.weights().items()):
+            digest.update(name.encode() + weight.detach().numpy().tobytes())
+        with path.open("a") as file:
+            file.write(json.dumps([epochs[-1], step, digest.hexdigest()]) + "\n")
+        return result
+
+    steps.commit, learner.optim_step = committed, stepped
 
 
 def die_in_the_sum(group):
@@ -116,7 +143,7 @@ def vote_alone(steps):
     work = steps.commit
 
     async def commit(self, step):
-        name, point, wanted, died = os.environ["DIE_AT"].split(" ", 3)
+        name, point, wanted, died = os.environ.get("DIE_AT", NOBODY).split(" ", 3)
         if point == "voted" and step >= int(wanted):
             if name not in Path("/proc/self/cmdline").read_text().split("\0"):
                 while not os.path.exists(died):

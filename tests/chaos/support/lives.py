@@ -17,6 +17,8 @@ STEPS, PROMPTS = 40, 6
 """Of a run in which a worker dies at a named point."""
 AT = 5
 """Step of the death."""
+SUPPORT = str(Path(__file__).parent)
+"""Folder of the dying domain, for all processes of a run."""
 
 
 def live_to_the_end(tables):
@@ -53,6 +55,18 @@ def processes_of(run_dir, *, name=""):
                 words = (entry / "cmdline").read_bytes().split(b"\0")
                 if token in words and (not name or name.encode() in words):
                     found.append(int(entry.name))
+    return found
+
+
+def workers_of(run_dir, role):
+    """The processes of a role by name, from the process table; not the ranks and forks of others."""
+    token, found = str(run_dir / "token"), {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):  # it ended while we looked
+                words = (entry / "cmdline").read_text().split("\0")
+                if token in words and role in words and "--name" in words:
+                    found[words[words.index("--name") + 1]] = int(entry.name)
     return found
 
 
