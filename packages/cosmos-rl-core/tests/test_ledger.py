@@ -618,6 +618,18 @@ def test_losing_all_policies_rolls_back_without_generating_again():
     assert isinstance(first, m.Batch) and (first.step, first.samples) == (1, (2, 3))
 
 
+def test_one_policy_continues_after_the_loss_of_all():
+    p = Play(policy_members=2)
+    for name in ("policy-0", "policy-1", "rollout-0"):
+        p.join(name)
+    for name in ("policy-0", "policy-1"):
+        p.send(name, m.Goodbye())
+    p.on(events.Rollback(0))
+    assert p.ledger.waits()[0] == "the run waits for policy replicas: 0 of 1 ready"
+    assert [message for message in p.join("policy-1") if isinstance(message.message, m.Remesh)]
+    assert p.ledger.members.mesh == ("policy-1",)
+
+
 def test_a_rollback_without_payloads_generates_again():
     p = play()
     p.train(steps=1)

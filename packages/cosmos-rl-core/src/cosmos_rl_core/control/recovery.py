@@ -60,6 +60,14 @@ class Recovery:
     _joined: asyncio.Event = field(default_factory=asyncio.Event)
     _task: asyncio.Task[None] | None = None
 
+    @property
+    def newcomer_from(self) -> str:
+        """Checkpoint that a policy loads if it joins now; empty, too, if a member of the mesh will send its state.
+
+        `resume_from` may have been removed by then, as newer checkpoints replace it.
+        """
+        return "" if self.ledger.members.mesh else self.resume_from
+
     def begin(self) -> None:
         """All policy replicas are lost."""
         if self.policy_wait_s == 0.0:
@@ -101,9 +109,13 @@ class Recovery:
     def _roll_back(self, version: int, checkpoint: str) -> None:
         """Continue from a checkpoint on a new lineage. Raises ValueError for a version that is not available.
 
-        Groups that were released with their step are generated again.
+        Groups that were released with their step are generated again. A policy that had connected before the loss has
+        a checkpoint or weights of the old lineage: it ends with its connection, and may be started again.
         """
         batches, reports, evaluator, observer, peers = self.parts
+        for peer in peers.of_role("policy"):
+            self.feed(events.Gone(peer.name, self.ledger.members.by_name[peer.name].incarnation))
+            peer.connection.close()
         undone = self.ledger.version - version
         kept = self.supervised or undone == 0
         self.feed(events.Rollback(version, payloads_kept=kept))
@@ -114,5 +126,3 @@ class Recovery:
         observer.rolled_back(version)
         source = checkpoint or "the initial model"
         observer.note(f"all policy replicas were lost: training continues from {source}; {undone} steps are done again")
-        if peers.of_role("policy"):
-            self.joined()

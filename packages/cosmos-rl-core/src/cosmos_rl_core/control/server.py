@@ -292,7 +292,7 @@ class Controller:
         """Send a message of the ledger, completed with the recipe, rows or payloads."""
         match message:
             case p.Welcome():
-                kept, resume_from = self._batches.kept(peer.name), self._recovery.resume_from
+                kept, resume_from = self._batches.kept(peer.name), self._recovery.newcomer_from
                 message = msgspec.structs.replace(message, scores_rows=self.peers.scores_rows(peer))
                 peer.welcome(self._job.welcome(message, kept=kept, resume_from=resume_from))
             case p.Grant():

@@ -70,7 +70,7 @@ def _mesh(ledger: LedgerState) -> list[str]:
         return [f"the run waits for a rollback to version {version}: all policy replicas were lost"]
     if members.mesh:
         return []
-    wanted, ready = ledger.config.policy_members, members.ready_policies()
+    wanted, ready = ledger.mesh_size, members.ready_policies()
     return [f"the run waits for policy replicas: {len(ready)} of {wanted} ready"]
 
 

@@ -146,7 +146,8 @@ def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool 
 def form_mesh(ledger: LedgerState) -> None:
     """Form the mesh of all ready policy replicas; called after changes of members or of the step.
 
-    A loss changes the mesh at once. New members join after the step; the first mesh waits for `policy_members`.
+    A loss changes the mesh at once. New members join after the step; the first mesh of a run waits for
+    `policy_members`, the one after the loss of all for one.
     """
     members = ledger.members
     ready = members.ready_policies()
@@ -154,7 +155,7 @@ def form_mesh(ledger: LedgerState) -> None:
     if survivors != members.mesh:
         remesh(ledger, survivors)
     elif not members.mesh:
-        if not ledger.is_orphaned and len(ready) >= ledger.config.policy_members:
+        if not ledger.is_orphaned and len(ready) >= ledger.mesh_size:
             remesh(ledger, ready)
     elif set(ready) != set(members.mesh) and ledger.assignment is None:
         newcomers = tuple(name for name in ready if name not in members.mesh)

@@ -125,6 +125,11 @@ class LedgerState:
         self.output(events.Halt(message))
 
     @property
+    def mesh_size(self) -> int:
+        """Number of ready policy replicas that the next mesh waits for: with the first one, the number expected."""
+        return self.config.policy_members if self.members.epoch == 0 else 1
+
+    @property
     def next_step(self) -> int:
         """First step without a batch."""
         return self.version + (self.assignment is not None)
