@@ -46,23 +46,31 @@ class Campaign:
         kinds, shares = list(KINDS), list(KINDS.values())
         while self.counts.total() < kills:
             time.sleep(self.chance.choice((0.0, 0.05, 0.5, 1.0, 2.0)) * self.chance.random())
-            assert self.process.poll() is None, "the run ended"
+            self.must_be_alive()
             role = self.chance.choice(("policy", "policy", "rollout"))
             kind = self.chance.choices(kinds, shares)[0]
+            if kind == "SIGTERM":
+                time.sleep(1.5)  # status.json of after the last kill: when the last policy leaves, the run ends
             workers = workers_of(self.run_dir, role)
             if workers and (kind != "SIGTERM" or len(self.ready(role)) > 1):
                 name = self.chance.choice(sorted(workers))
                 try:
-                    self.disturb(kind, workers[name], keep=name)
+                    self.disturb(kind, workers[name])
                 except ProcessLookupError:  # it has just died of an earlier kill
                     continue
                 self.counts[f"{role} {kind}"] += 1
 
-    def disturb(self, kind, pid, *, keep):
+    def must_be_alive(self):
+        if self.process.poll() is not None:
+            out, errors = self.process.communicate()
+            pytest.fail(f"the run ended with exit code {self.process.returncode}\n{out[-3000:]}\n{errors[-6000:]}")
+
+    def disturb(self, kind, pid):
         if kind == "SIGKILL":
             os.kill(pid, signal.SIGKILL)
         elif kind == "SIGTERM":
             os.kill(pid, signal.SIGTERM)
+            self.must_be_alive()
             self.scale()
         else:
             os.kill(pid, signal.SIGSTOP)

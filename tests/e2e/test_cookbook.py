@@ -75,6 +75,16 @@ def test_llm_quickstart_shortened(tmp_path):
     assert after > before + 0.1
 
 
+@pytest.mark.slow
+def test_elastic_llm(tmp_path):
+    printed = python("elastic_llm/recipe.py", "--dir", tmp_path, "policy.prompts_per_step=8")
+    assert printed.count("was killed; two steps were done within") == 3
+    assert "ready: 1 policy, 1 rollout" in printed
+    found = re.search(r"(\d+) steps, of (\d+) samples; (\d+) different ones", printed)
+    assert found, printed
+    assert int(found[2]) == int(found[3]) == 8 * int(found[1])
+
+
 def test_sft_on_chats(tmp_path):
     python("llm_sft_chat/recipe.py", "--dir", tmp_path, "run.max_steps=60", "run.placement=inline")
     before, after = before_and_after(tmp_path / "sft", metric="eval/loss")
