@@ -113,9 +113,11 @@ class Recovery:
         a checkpoint or weights of the old lineage: it ends with its connection, and may be started again.
         """
         batches, reports, evaluator, observer, peers = self.parts
-        for peer in peers.of_role("policy"):
-            self.feed(events.Gone(peer.name, self.ledger.members.by_name[peer.name].incarnation))
-            peer.connection.close()
+        for name, member in self.ledger.members.policies.items():
+            if member.is_live:
+                self.feed(events.Gone(name, member.incarnation))
+                if (peer := peers.by_name.get(name)) is not None:
+                    peer.connection.close()
         undone = self.ledger.version - version
         kept = self.supervised or undone == 0
         self.feed(events.Rollback(version, payloads_kept=kept))
