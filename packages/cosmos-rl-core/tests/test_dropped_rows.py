@@ -29,7 +29,7 @@ def finished(directory, *, dropped):
     """What the console says of a run from step 2, which repeats what an earlier one did."""
     write_dropped(directory, step=1, reasons=["of an earlier run"])
     write_dropped(directory, step=2, reasons=["repeated now"])
-    with RunObserver(load_config(RECIPE), directory, first_step=2, max_steps=4) as observer:
+    with RunObserver(load_config(RECIPE), directory, first_step=2, first_evaluated=2, max_steps=4) as observer:
         for step, number in enumerate(dropped, start=2):
             if number:
                 write_dropped(directory, step=step, reasons=[f"clip{step}.mp4: is cut off"])

@@ -1,6 +1,9 @@
 """controller.json in a run's directory: the address of its controller, for workers and for `cosmos-rl scale`.
 
 It is written when the controller listens, replaced by rename, and removed when the run has ended.
+
+A controller that takes over from a dead one claims the next generation first, by an empty file in the journal's folder
+that only one process can create. From then on an earlier one cannot write its journal any more.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from cosmos_rl_core.errors import UserError
 
 NAME = "controller.json"
 RETRY_S = 0.2
+_CLAIM = "generation-"
 
 
 class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,3 +76,19 @@ def read_controller_file(run_dir: Path) -> ControllerFile:
         ) from error
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}") from error
+
+
+def claim_generation(journal: Path, *, after: int) -> int:
+    """Return the number of a generation after this one that no other controller has. Raises UserError, OSError."""
+    generation = max([after, *(int(path.name.partition("-")[2]) for path in journal.glob(f"{_CLAIM}*"))]) + 1
+    try:
+        (journal / f"{_CLAIM}{generation}").touch(exist_ok=False)
+    except FileExistsError as error:
+        raise UserError(f"another controller has just taken over the run of {journal.parent}") from error
+    return generation
+
+
+def check_generation(journal: Path, generation: int) -> None:
+    """Raise UserError if a later controller has taken over."""
+    if (journal / f"{_CLAIM}{generation + 1}").exists():
+        raise UserError(f"another controller has taken over the run of {journal.parent}: this one ends")

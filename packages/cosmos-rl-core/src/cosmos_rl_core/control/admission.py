@@ -17,6 +17,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.evaluation import Evaluator
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.recovery import Recovery
@@ -65,6 +66,14 @@ class Admission:
         if incarnation:
             self.evaluator.lose(name, self.peers, but=rejoin.rows)
         return peer
+
+    def ready(self, peer: Peer, message: p.Ready) -> None:
+        """A worker is built, or says so again on a new connection."""
+        if self.ledger.members.by_name[peer.name].state is MemberState.JOINING:
+            self.note(f"{peer.name} is ready")
+        self.feed(events.From(peer.name, peer.incarnation, message))
+        peer.ready(message, now=self.clock())
+        self.peers.announce(self.ledger, ready=peer)
 
     def lose(self, peer: Peer) -> None:
         """Remove a worker whose connection has closed."""

@@ -124,6 +124,10 @@ class Evaluator:
     current: Evaluation | None = None
     _done: set[int] = field(default_factory=set)
 
+    def resume(self, version: int) -> None:
+        """Do not repeat the evaluation of this version, which another controller finished."""
+        self._done.add(version)
+
     def begin_if_due(self, version: int, *, lineage: int = 0, last: bool = False) -> bool:
         """Start the evaluation of `version` if it is due and was not done."""
         last = last or version == self.max_steps

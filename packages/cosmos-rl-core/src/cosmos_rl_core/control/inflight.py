@@ -47,6 +47,8 @@ class Batches:
     _held: dict[int, Held] = field(default_factory=dict)
     _spooled: dict[str, dict[int, str]] = field(default_factory=dict)
     """Held files by replica and sample."""
+    awaited: set[int] = field(default_factory=set)
+    """After a restart: delivered samples whose groups have not come again from their replicas."""
     _assigned: dict[int, tuple[int, ...]] = field(default_factory=dict)
     """Step -> samples of its batch, until its commit."""
     _parts: tuple[tuple[int, ...], int, list[tuple[int, ...]]] = ((), 0, [])
@@ -54,10 +56,11 @@ class Batches:
 
     def deliver(
         self, message: p.Deliver, *, replica: str, decided: Iterable[records.Record], entry: Sample | None
-    ) -> None:
+    ) -> bool:
         """Hold a group if the ledger accepted it, else release it: late groups and duplicates are not accepted.
 
-        entry: the sample after the message. A replica repeats the groups that were not released.
+        entry: the sample after the message. A replica repeats the groups that were not released. Returns whether this
+        was the last awaited one.
         """
         held = Held(message.payload, replica, (message.sample, message.attempt), message.num_terms)
         there = self._held.get(message.sample)
@@ -69,12 +72,20 @@ class Batches:
                 self._spooled.setdefault(replica, {})[message.sample] = held.payload.path
         elif there != held:
             self._release([held])
+        is_last = self.awaited == {message.sample}
+        if message.sample in self._held:
+            self.awaited.discard(message.sample)
+        return is_last and not self.awaited
 
     def lose(self, decided: Iterable[records.Record]) -> list[int]:
         """Release the groups that the ledger recorded as unreadable, and return their samples."""
         lost = [s for record in decided if isinstance(record, records.PayloadsLost) for s in record.samples]
         self._drop(lost)
         return lost
+
+    def missing(self, samples: Iterable[int]) -> tuple[int, ...]:
+        """Return the samples whose groups nobody holds."""
+        return () if self.supervised else tuple(sample for sample in samples if sample not in self._held)
 
     def with_payloads(self, batch: p.Batch, policy: Peer) -> p.Batch:
         """Return the batch with the payloads of the policy replica's part.

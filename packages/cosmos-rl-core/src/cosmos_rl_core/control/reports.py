@@ -59,6 +59,10 @@ class OncePerStep(Generic[M]):
         steps = sorted(step for step in self._kept if step <= newest)
         return [_of_first(self._kept.pop(step), mesh) for step in steps]
 
+    def resume(self, last: int) -> None:
+        """Continue after the report of this step."""
+        self._last = last
+
     def roll_back(self, step: int) -> None:
         """Forget this step and the later ones, which are done again."""
         self._last = min(self._last, step - 1)
@@ -84,6 +88,11 @@ class PolicyReports:
             self._record(self._steps.add(replica, message.step, message, mesh=mesh))
         else:
             self._record(self._versions.add(replica, message.version, message, mesh=mesh))
+
+    def resume(self, *, step: int, version: int) -> None:
+        """Continue another controller's reports, after those of this step and of the evaluation of this version."""
+        self._steps.resume(step)
+        self._versions.resume(version)
 
     def remesh(self, mesh: tuple[str, ...]) -> None:
         """Record the reports of a lost first member that another one has sent."""

@@ -22,13 +22,13 @@ from cosmos_rl_core.control.inflight import Batches
 from cosmos_rl_core.control.journal.journal import DurableLedger, Journal
 from cosmos_rl_core.control.ledger import events
 from cosmos_rl_core.control.ledger.ledger import Ledger
-from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.records import Record
 from cosmos_rl_core.control.outcome import Outcome, worker_error
 from cosmos_rl_core.control.peers import Peer, Peers
 from cosmos_rl_core.control.recovery import Recovery, RunParts
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
 from cosmos_rl_core.control.reports import Observer, PolicyReports
+from cosmos_rl_core.control.succession import Predecessor, Succession
 from cosmos_rl_core.control.turns import Turns
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
@@ -118,6 +118,7 @@ class Controller:
             peers=self.peers,
             evaluator=self._evaluator,
             ends_at=job.ends_at,
+            awaited=self._batches.awaited,
         )
         self.outcome = Outcome(ledger.members, external=job.external, note=observer.note)
         self._recovery = Recovery(
@@ -147,6 +148,10 @@ class Controller:
         return self._recovery.checkpoint
 
     # -- the run
+
+    def succeed(self, earlier: Predecessor) -> None:
+        """Continue the run of a dead controller, whose journal the ledger has replayed. Called before serving."""
+        Succession(recovery=self._recovery, turns=self._turns).begin(earlier)
 
     async def run(self) -> None:
         """Serve until the policy leaves after the last step. Raises the error that ended the run early."""
@@ -201,7 +206,7 @@ class Controller:
             raise
 
     def _handle(self, peer: Peer, message: p.ToController) -> None:
-        if self._is_void(peer, message):
+        if _is_void(peer, message, version=self.ledger.version):
             return  # a Remesh is on its way to the replica, which then repeats its request
         match message:
             case p.Heartbeat():
@@ -209,40 +214,33 @@ class Controller:
                 self._feed(peer, message)
             case p.RequestLeases():
                 self._turns.request_leases(peer, message)
-            case p.Deliver() | p.Failed() if message.evaluation:
-                peer.post(p.Release([], rows=((message.sample, message.attempt),)))
-                self._evaluator.finish(message)
-            case p.Deliver():
-                decided, entry = self._feed(peer, message), self.ledger.samples.active.get(message.sample)
-                self._batches.deliver(message, replica=peer.name, decided=decided, entry=entry)
+            case p.Deliver() | p.Failed():
+                self._finish(peer, message)
             case p.RequestBatch():
                 peer.wants_batch = message.step
                 self._turns.request_batch(peer)
             case p.PayloadsLost():
                 if lost := self._batches.lose(self._feed(peer, message)):
                     self._observer.note(f"groups lost and generated again: {len(lost)} ({peer.name}: {message.reason})")
-            case p.Failed():
-                self._feed(peer, message)
-                peer.post(p.Release([], groups=((message.sample, message.attempt),)))
             case p.Return() | p.Vote() | p.PeersLost():
                 self._feed(peer, message)
             case p.Ready():
-                self._ready(peer, message)
+                self._admission.ready(peer, message)
             case _:
                 self._handle_report(peer, message)
 
-    def _ready(self, peer: Peer, message: p.Ready) -> None:
-        if self.ledger.members.by_name[peer.name].state is MemberState.JOINING:  # otherwise it is repeated
-            self._observer.note(f"{peer.name} is ready")
-        self._feed(peer, message)
-        peer.ready(message, now=self.clock())
-        self.peers.announce(self.ledger, ready=peer)
-
-    def _is_void(self, peer: Peer, message: p.ToController) -> bool:
-        """Return whether a message belongs to an earlier mesh, and is not the repeated vote of a committed step."""
-        if not isinstance(message, OfAnEpoch) or message.epoch in (0, peer.epoch):
-            return False
-        return not (isinstance(message, p.Vote) and message.step < self.ledger.version)
+    def _finish(self, peer: Peer, message: p.Deliver | p.Failed) -> None:
+        key = (message.sample, message.attempt)
+        if message.evaluation:
+            peer.post(p.Release([], rows=(key,)))
+            self._evaluator.finish(message)
+        elif isinstance(message, p.Failed):
+            self._feed(peer, message)
+            peer.post(p.Release([], groups=(key,)))
+        else:
+            decided, entry = self._feed(peer, message), self.ledger.samples.active.get(message.sample)
+            if self._batches.deliver(message, replica=peer.name, decided=decided, entry=entry):
+                self._turns.request_batches()
 
     def _handle_report(self, peer: Peer, message: p.ToController) -> None:
         match message:
@@ -288,6 +286,13 @@ class Controller:
             case events.To() if (peer := self.peers.by_name.get(output.replica)) is not None:
                 self._send(peer, output.message)
 
+    def _send_batch(self, peer: Peer, message: p.Batch) -> None:
+        if missing := self._batches.missing(message.samples):  # they have not returned after a restart
+            self._ledger.feed(events.Unheld(missing))
+        else:
+            peer.wants_batch = None
+            peer.post(self._batches.with_payloads(message, peer))
+
     def _send(self, peer: Peer, message: p.FromLedger) -> None:
         """Send a message of the ledger, completed with the recipe, rows or payloads."""
         match message:
@@ -299,8 +304,7 @@ class Controller:
                 prompts = tuple(with_row(prompt, self._source) for prompt in message.prompts)
                 peer.post(p.Grant(prompts, rollouts=self._turns.num_rollouts))
             case p.Batch():
-                peer.wants_batch = None
-                peer.post(self._batches.with_payloads(message, peer))
+                self._send_batch(peer, message)
             case p.Cancel():
                 peer.post(message)
             case p.RolledBack():
@@ -321,5 +325,10 @@ class Controller:
                 self._rendezvous.begin(message.epoch)
                 self.peers.announce(self.ledger)
                 peer.post(message)
-            case p.NoMore() | p.Ack():
-                pass  # not sent: a worker ends with its connection
+
+
+def _is_void(peer: Peer, message: p.ToController, *, version: int) -> bool:
+    """Return whether a message belongs to an earlier mesh, and is not the repeated vote of a committed step."""
+    if not isinstance(message, OfAnEpoch) or message.epoch in (0, peer.epoch):
+        return False
+    return not (isinstance(message, p.Vote) and message.step < version)

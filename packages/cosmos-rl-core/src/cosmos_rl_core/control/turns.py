@@ -2,14 +2,14 @@
 
 RequestLeases -> evaluation runs? -- yes -> rows to evaluate, or held until its end
                                   -- no  -> ledger -> Grant
-RequestBatch  -> evaluation runs? -- yes -> wait for its end
+RequestBatch  -> evaluation runs? -- yes -> wait for its end; likewise for groups after a restart
                                   -- no  -> steps left? -- yes -> ledger -> Batch
                                                         -- no  -> last evaluation -> empty batch: the policy ends
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from dataclasses import dataclass, field
 
 from cosmos_rl_core.control import protocol as p
@@ -32,6 +32,8 @@ class Turns:
     evaluator: Evaluator
     ends_at: Callable[[int], bool]
     """Returns whether the run ends at a version."""
+    awaited: Set[int]
+    """Samples whose groups are awaited after a restart of the controller: no batch is assigned meanwhile."""
     stop_reason: str = ""
     """Why the run ends early; then no batch is assigned any more."""
     _first: int = field(init=False)
@@ -66,7 +68,7 @@ class Turns:
     def request_batch(self, peer: Peer) -> None:
         """Request the batch for a waiting policy from the ledger, once it is in the mesh and no evaluation runs."""
         step = peer.wants_batch
-        if step is None or peer.epoch == 0 or self.evaluator.current is not None:
+        if step is None or peer.epoch == 0 or self.evaluator.current is not None or self.awaited:
             return
         if self.stop_reason or self.ends_at(step):
             self.end_batches(peer)
@@ -101,12 +103,18 @@ class Turns:
             self.observer.note(f"failed in the evaluation: {reason}")
         self.observer.phase("saving" if self.ends_at(finished.version) else "training")
         self._resume_requests()
+        self.request_batches()
+
+    def request_batches(self) -> None:
+        """Request the batches of all policies that wait."""
         for policy in self.peers.of_role("policy"):
             self.request_batch(policy)
 
     def waits(self) -> list[str]:
         """Return one line per wait: of the run, and of each worker that is ready and has no work."""
         found = [*self.ledger.waits(), *self.evaluator.waits()]
+        if self.awaited:
+            found.append(f"the run waits for {len(self.awaited)} groups to return after the controller's restart")
         found += [f"{peer.name} {why}" for peer in self.peers.of_role("policy") if (why := self._why_policy(peer))]
         return found + [f"{peer.name} {why}" for peer in self.peers.of_role("rollout") if (why := self._why_idle(peer))]
 

@@ -64,8 +64,13 @@ class RunResult:
 class RunObserver:
     """Console, metric sinks and files of one run. Implements `control.server.Observer`."""
 
-    def __init__(self, config: RunConfig, directory: Path, *, first_step: int, max_steps: int) -> None:
-        """Open the sinks of [logging] in the run's directory; their lines of `first_step` and later are dropped."""
+    def __init__(
+        self, config: RunConfig, directory: Path, *, first_step: int, first_evaluated: int, max_steps: int
+    ) -> None:
+        """Open the sinks of [logging] in the run's directory; their lines of `first_step` and later are dropped.
+
+        first_evaluated: likewise, of evaluations.
+        """
         self.current_phase = "starting"
         self._config = config
         self._directory = directory
@@ -76,7 +81,6 @@ class RunObserver:
         self._sinks = build_sinks(sinks, directory, first_step=first_step)
         self._grids = Grids(directory / "media", self._sinks)
         keep_earlier(directory / DROPPED, first_step)
-        first_evaluated = evaluated_from(config, first_step, max_steps=max_steps)
         self._eval_sink = JsonLines(directory / "eval.jsonl", first_step=first_evaluated)
         self._console = _console(config, directory, max_steps) if "console" in config.logging.sinks else None
 

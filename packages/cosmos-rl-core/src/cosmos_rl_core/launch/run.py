@@ -13,6 +13,7 @@ import contextlib
 import os
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from cosmos_rl_core import assemble
@@ -20,7 +21,6 @@ from cosmos_rl_core.checkpoint.manifest import TrainState, has_all_files
 from cosmos_rl_core.checkpoint.resume import Resumption, checkpoint_root, claim_root, find_resumption, roll_back
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.address_file import ControllerFile
-from cosmos_rl_core.control.journal.journal import Journal
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.records import Position
 from cosmos_rl_core.control.ledger.state import LedgerConfig
@@ -38,6 +38,7 @@ from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
+from cosmos_rl_core.launch.takeover import Takeover, open_journal, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.processes import machine_gpus
@@ -59,6 +60,8 @@ from cosmos_rl_core.workers.fork_server import ForkServer
 from cosmos_rl_core.workers.node import policy_node
 
 STATUS_S = 1.0
+RETURN_S = 10.0
+"""Time for workers to return after a restart of the controller, if [elastic] suspect_grace_s is not longer."""
 PLACEMENTS: Mapping[str, Callable[[Launch], Awaitable[Workers]]] = {
     "local": start_processes,
     "inline": start_tasks,
@@ -104,14 +107,17 @@ def run_given(given: Given, *, resume: str | None, overwrite: bool, forks: ForkS
     short = descriptor_shortage(num_replicas(given.config), allowed=raise_descriptor_limit())
     path = given.config.run.directory
     try:
-        with contextlib.closing(RunDirectory.open(path, resume=resume is not None, overwrite=overwrite)) as directory:
+        continues = given.config.run.placement == "external"
+        opened = RunDirectory.open(path, resume=resume is not None, overwrite=overwrite, continues=continues)
+        with contextlib.closing(opened) as directory:
             given = given.placed_in(path)
-            resumption = find_resumption(given.config, directory.path, resume) if resume else None
-            if resume is None:
+            takeover = take_over(path.resolve(), dump_resolved(given.config)) if directory.is_orphaned else None
+            resumption = find_resumption(given.config, directory.path, resume or "auto") if resume or takeover else None
+            if resume is None and takeover is None:
                 claim_root(given.config, directory.path, overwrite=overwrite)
-            given.write_rows(path, resumed=resumption is not None)
+            given.write_rows(path, resumed=resumption is not None or takeover is not None)
             with fork_server(given.config, path, python_path=given.python_path, begun=forks) as server:
-                started = _Run(given, path.resolve(), resumption, lock=directory.lock, forks=server)
+                started = _Run(given, path.resolve(), resumption, takeover, lock=directory.lock, forks=server)
                 return run_to_end(started.run([*directory.notes, *([short] if short else [])]))
     except OutOfMemory as error:
         raise UserError(f"{error}\n{memory_advice(given.config, role=error.role)}") from error
@@ -125,13 +131,21 @@ class _Run:
     """The parts of one run and the order in which they start and stop."""
 
     def __init__(
-        self, given: Given, directory: Path, resumption: Resumption | None, *, lock: int, forks: ForkServer | None
+        self,
+        given: Given,
+        directory: Path,
+        resumption: Resumption | None,
+        takeover: Takeover | None,
+        *,
+        lock: int,
+        forks: ForkServer | None,
     ) -> None:
         self._given = given
         self._forks = forks
         self._config = config = given.config
         self._directory = directory
         self._resumption = resumption
+        self._takeover = takeover
         self._lock = lock
         assemble.look_up(config)
         self._policy_node = policy_node(config.policy, bind=_meeting_host(config))
@@ -141,9 +155,14 @@ class _Run:
         self._eval_source = assemble.build_eval_source(config)
         self._max_steps = planned_steps(config, self._source)
         self._resumed = TrainState(step=0) if resumption is None else resumption.state
-        first, last = self._resumed.step, self._max_steps
-        self._observer = RunObserver(config, directory, first_step=first, max_steps=last)
-        self._history = History(directory, first_step=evaluated_from(config, first, max_steps=last))
+        self._journal = open_journal(directory, takeover)
+        self._ledger = self._make_ledger()
+        first, last = self._ledger.version, self._max_steps
+        evaluated = (
+            evaluated_from(config, first, max_steps=last) if takeover is None else takeover.evaluated_from(first)
+        )
+        self._observer = RunObserver(config, directory, first_step=first, first_evaluated=evaluated, max_steps=last)
+        self._history = History(directory, first_step=evaluated)
         self._workers: Workers | None = None
         self._scaling: Scaling | None = None
         self._interrupts = 0
@@ -151,13 +170,13 @@ class _Run:
 
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
         started = time.perf_counter()
-        with self._observer, contextlib.closing(Journal(self._directory / "journal")) as journal:
-            resumed = self._resumption.notes if self._resumption else ()
+        with self._observer, contextlib.closing(self._journal):
+            resumed = self._resumption.notes if self._resumption and not self._takeover else ()
             for text in (*warnings_for(self._config), *notes, *resumed):
                 self._observer.note(text)
             text = dump_resolved(self._config)
             (self._directory / "resolved.toml").write_text(text)
-            token = make_token(self._directory / "token")
+            token = self._takeover.token() if self._takeover else make_token(self._directory / "token")
             watch = Watch(
                 self._observer,
                 self._config,
@@ -165,7 +184,10 @@ class _Run:
                 stop=lambda reason: controller.stop(reason),
                 stepped=self._stepped,
             )
-            controller = self._controller(text, journal, watch)
+            controller = self._controller(text, watch)
+            if self._takeover is not None:
+                controller.succeed(self._takeover.predecessor(self._ledger))
+                await self._journal.flush()
             server = await self._serve(controller, token)
             bound = parse_address(server.address)
             reached_at = controller_address(bound, advertise=self._config.run.advertise)
@@ -180,9 +202,10 @@ class _Run:
                 status.cancel()
                 contact.remove(self._directory)
                 await server.close()
-                self._write_timeline()
+                write_timeline(self._directory, note=self._observer.note)
             self._must_be_there(controller)
-            self._must_have_trained(controller.ledger)
+            if not self._interrupts:
+                must_have_trained(controller.ledger, first=0 if self._takeover else self._resumed.step)
             write_status(self._directory / "status.json", controller, phase="finished")
             step, checkpoint = self._final_weights(controller, watch.rollback)
             return self._observer.finish(
@@ -222,14 +245,14 @@ class _Run:
             else:
                 await controller.on_connect(connection)
 
-        bind = self._config.run.bind
-        return await serve(
-            str(Address(host=bind, port=self._config.run.port)),
-            token=token,
-            decode=p.ToController,
-            on_connect=on_connect,
-            allow_remote=not is_loopback(bind),
+        bind, port = self._config.run.bind, self._config.run.port
+        listen = partial(
+            serve, token=token, decode=p.ToController, on_connect=on_connect, allow_remote=not is_loopback(bind)
         )
+        if self._takeover is not None and not port:
+            with contextlib.suppress(UserError):  # another process has the port: workers find the new one
+                return await listen(str(Address(host=bind, port=self._takeover.port)))
+        return await listen(str(Address(host=bind, port=port)))
 
     def _check_removals(self, controller: Controller) -> None:
         for text in self._removals.check():
@@ -247,15 +270,7 @@ class _Run:
         if not there:
             raise UserError(f"the checkpoint {last}, the last of the run, was removed; its weights are gone")
 
-    def _must_have_trained(self, ledger: Ledger) -> None:
-        """Raise UserError for a run that ended without a step because all prompts were dropped."""
-        reasons = ledger.samples.drop_reasons
-        if ledger.version > self._resumed.step or self._interrupts or not reasons:
-            return
-        [(reason, number)] = reasons.most_common(1)
-        raise UserError(f"no step was trained: {reasons.total()} prompts were dropped, {number} of them as {reason}")
-
-    def _controller(self, text: str, journal: Journal, watch: Watch) -> Controller:
+    def _make_ledger(self) -> Ledger:
         config = self._config
         ledger_config = LedgerConfig(
             groups_per_step=config.policy.prompts_per_step,
@@ -268,7 +283,19 @@ class _Run:
             suspect_grace_s=config.elastic.suspect_grace_s,
             silence_s=config.elastic.silence_s,
             max_attempts=config.rollout.max_attempts,
+            restart_grace_s=max(config.elastic.suspect_grace_s, RETURN_S),
         )
+        if self._takeover is not None:
+            return Ledger.restore(ledger_config, self._journal.snapshot, self._journal.replay())
+        if self._resumption is None:
+            return Ledger(ledger_config)
+        state = self._resumed
+        ledger, record = Ledger.resume(ledger_config, Position(state.step, state.next_sample, state.unfinished))
+        self._journal.append(record)
+        return ledger
+
+    def _controller(self, text: str, watch: Watch) -> Controller:
+        config = self._config
         return Controller(
             Job(
                 config_toml=text,
@@ -285,8 +312,8 @@ class _Run:
             ),
             source=self._source,
             eval_source=self._eval_source,
-            ledger=self._ledger(ledger_config, journal),
-            journal=journal,
+            ledger=self._ledger,
+            journal=self._journal,
             clock=time.monotonic,
             observer=watch,
         )
@@ -295,15 +322,6 @@ class _Run:
         """Return version and location of the checkpoint that a new policy starts from; (0, "") without one."""
         found = find_resumption(self._config, self._directory, "auto") or self._resumption
         return (0, "") if found is None else (found.state.step, str(found.folder))
-
-    def _ledger(self, config: LedgerConfig, journal: Journal) -> Ledger:
-        if self._resumption is None:
-            return Ledger(config)
-        state = self._resumed
-        position = Position(state.step, state.next_sample, state.unfinished)
-        ledger, record = Ledger.resume(config, position)
-        journal.append(record)
-        return ledger
 
     @contextlib.asynccontextmanager
     async def _placed(self, controller: Controller, address: str, token: bytes):  # noqa: ANN202
@@ -358,13 +376,24 @@ class _Run:
                 write_status(self._directory / "status.json", controller, phase=phase, wanted=wanted)
             await asyncio.sleep(STATUS_S)
 
-    def _write_timeline(self) -> None:
-        parts = sorted((self._directory / "logs").glob("*.trace.json"))
-        try:
-            if parts:
-                merge(parts, self._directory / "timeline.json")
-        except OSError as error:  # must not hide the error that ended the run
-            self._observer.note(f"timeline.json could not be written: {error.strerror}")
+
+def must_have_trained(ledger: Ledger, *, first: int) -> None:
+    """Raise UserError for a run from version `first` that ended without a step because all prompts were dropped."""
+    reasons = ledger.samples.drop_reasons
+    if ledger.version > first or not reasons:
+        return
+    [(reason, number)] = reasons.most_common(1)
+    raise UserError(f"no step was trained: {reasons.total()} prompts were dropped, {number} of them as {reason}")
+
+
+def write_timeline(directory: Path, *, note: Callable[[str], None]) -> None:
+    """Merge the timelines of a run's workers into timeline.json."""
+    parts = sorted((directory / "logs").glob("*.trace.json"))
+    try:
+        if parts:
+            merge(parts, directory / "timeline.json")
+    except OSError as error:  # must not hide the error that ended the run
+        note(f"timeline.json could not be written: {error.strerror}")
 
 
 def num_replicas(config: RunConfig) -> int:

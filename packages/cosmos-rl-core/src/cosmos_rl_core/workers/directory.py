@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from cosmos_rl_core.control.address_file import NAME
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.sinks import set_damage_aside
 from cosmos_rl_core.processes import is_alive
@@ -32,7 +33,7 @@ FILES = (
     "timeline.json",
     "status.json",
     "token",
-    "controller.json",
+    NAME,
 )
 WATCHED = ("journal", "metrics.jsonl", "eval.jsonl", "resolved.toml")
 """Files whose removal during the run is reported. Checkpoints are watched by `checkpoint.saver`."""
@@ -64,10 +65,14 @@ class RunDirectory:
     _lock: IO[str]
     notes: tuple[str, ...] = ()
     """Messages for the user about damaged files of the earlier run."""
+    is_orphaned: bool = False
+    """Whether it is that of a run whose controller died, and whose journal and token are kept."""
 
     @classmethod
-    def open(cls, path: Path, *, resume: bool, overwrite: bool) -> RunDirectory:
+    def open(cls, path: Path, *, resume: bool, overwrite: bool, continues: bool = False) -> RunDirectory:
         """Create or reopen the directory. Raises UserError if a live run uses it, or if it would be overwritten.
+
+        continues: a run whose controller died is kept for the next one, unless it is resumed or overwritten.
 
         A new directory gets mode 0700, as prompts, rollouts and weights are stored in it. An existing one keeps its
         mode.
@@ -77,7 +82,7 @@ class RunDirectory:
                 path.mkdir(mode=0o700, parents=True, exist_ok=True)  # the mode applies to the last folder only
                 lock = unless_held.enter_context((path / "run.lock").open("a+"))
                 directory = cls(path, lock)
-                directory._claim(resume=resume, overwrite=overwrite)
+                directory._claim(resume=resume, overwrite=overwrite, continues=continues)
             except OSError as error:
                 if explained := explain_no_room(error, path):
                     raise explained from error
@@ -86,11 +91,13 @@ class RunDirectory:
             unless_held.pop_all()
         return directory
 
-    def _claim(self, *, resume: bool, overwrite: bool) -> None:
-        """Lock the directory and prepare it for a new or resumed run."""
+    def _claim(self, *, resume: bool, overwrite: bool, continues: bool) -> None:
+        """Lock the directory and prepare it for a new or resumed run, or for the next controller of a live one."""
         path, lock = self.path, self._lock
         self._take_lock()
-        if (path / "resolved.toml").exists() and not resume:
+        is_left = (path / NAME).exists() and any((path / "journal").glob("*.journal"))  # an ended run removes NAME
+        self.is_orphaned = continues and is_left and not resume and not overwrite
+        if (path / "resolved.toml").exists() and not resume and not self.is_orphaned:
             if not overwrite:
                 raise UserError(
                     f"{path} contains an earlier run. Continue it with --resume auto, replace it with --overwrite, "
@@ -98,9 +105,10 @@ class RunDirectory:
                 )
             self._clear()
         self.notes = tuple(filter(None, (set_damage_aside(path / name) for name in LOGS)))
-        shutil.rmtree(path / "journal", ignore_errors=True)  # like the token, it belongs to one controller process
-        for name in ("token", "controller.json"):
-            (path / name).unlink(missing_ok=True)
+        if not self.is_orphaned:
+            shutil.rmtree(path / "journal", ignore_errors=True)  # like the token, it belongs to one run of the recipe
+            for name in ("token", NAME):
+                (path / name).unlink(missing_ok=True)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")
         lock.flush()

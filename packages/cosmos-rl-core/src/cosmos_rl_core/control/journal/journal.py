@@ -90,11 +90,16 @@ class Journal:
         *,
         segment_bytes: int = 64 * 2**20,
         open_file: Callable[[Path], SegmentFile] = DiskFile,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
-        """Open or create the journal in `directory`. Raises JournalError if it is damaged."""
+        """Open or create the journal in `directory`. Raises JournalError if it is damaged.
+
+        check: called before each write, in the writing thread; raises where another process has taken over.
+        """
         self._directory = directory
         self._segment_bytes = segment_bytes
         self._open_file = open_file
+        self._check_owner = check
         self._encoder = msgspec.msgpack.Encoder()
         directory.mkdir(parents=True, exist_ok=True)
         self._snapshot_number, self.snapshot = latest_snapshot(directory)
@@ -172,6 +177,7 @@ class Journal:
         self._write = self._thread.submit(self._write_out, b"".join(frames), len(frames))
 
     def _write_out(self, data: bytes, count: int) -> None:
+        self._check_owner()
         try:
             self._file.write(data)
             self._file.sync()

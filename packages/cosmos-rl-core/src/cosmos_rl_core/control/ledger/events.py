@@ -55,12 +55,21 @@ class Rollback(msgspec.Struct, frozen=True):
 class Restart(msgspec.Struct, frozen=True):
     """The controller replayed its journal: earlier connections and times are invalid."""
 
+    generation: int = 0
+    """Of the controller; 0: the one after the journal's last."""
+
+
+class Unheld(msgspec.Struct, frozen=True):
+    """Nobody has the groups of these samples, after a restart of the controller."""
+
+    samples: tuple[int, ...]
+
 
 class Tick(msgspec.Struct, frozen=True):
     """Time passed."""
 
 
-Event = From | Join | Disconnected | Gone | Rollback | Restart | Tick
+Event = From | Join | Disconnected | Gone | Rollback | Restart | Unheld | Tick
 
 
 class To(msgspec.Struct, frozen=True):

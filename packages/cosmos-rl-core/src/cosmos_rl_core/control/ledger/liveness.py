@@ -104,16 +104,17 @@ def restart(ledger: LedgerState, event: events.Restart) -> None:
 
     The journal may end between two records of one event; the missing consequences are completed here.
     """
-    ledger.decide(records.Restarted(ledger.generation + 1))
+    ledger.decide(records.Restarted(max(event.generation, ledger.generation + 1)))
     for name in ledger.members.live():
         ledger.sessions.open(name, ledger.now)
-        ledger.sessions.by_name[name].is_closed = True
+        session = ledger.sessions.by_name[name]
+        session.is_closed, session.grace_s = True, ledger.config.restart_grace_s
         _suspect(ledger, name)
     for held in ledger.samples.held.values():
         ledger.sessions.renew(sorted(held), ledger.now)
     if ledger.is_orphaned:
         ledger.output(events.PoliciesLost(ledger.checkpoint_version))
-    else:
+    elif ledger.why_finished() is None:  # otherwise the last policy may have left in good order
         form_mesh(ledger)
 
 
@@ -122,7 +123,7 @@ def tick(ledger: LedgerState, event: events.Tick) -> None:
     config, now, members = ledger.config, ledger.now, ledger.members.by_name
     for name, session in list(ledger.sessions.by_name.items()):
         if session.suspect_since is not None:
-            if now - session.suspect_since >= config.suspect_grace_s:
+            if now - session.suspect_since >= (session.grace_s or config.suspect_grace_s):
                 lose(ledger, name, reason=f"{name} is gone")
         elif now - session.last_message >= config.silence_s and members[name].state is MemberState.READY:
             _suspect(ledger, name)

@@ -120,6 +120,8 @@ class Session:
     progress: int = -1
     """Highest reported progress counter."""
     suspect_since: float | None = None
+    grace_s: float | None = None
+    """Time to return after a restart of the controller; None: that of any suspect."""
     is_closed: bool = False
     """The connection was closed: only a new Join ends the suspicion."""
 

@@ -107,6 +107,12 @@ class PayloadsLost(Record, frozen=True):
     reason: str
 
 
+class Unheld(Record, frozen=True):
+    """Delivered groups that nobody has any more; their samples are pending again."""
+
+    samples: tuple[int, ...]
+
+
 class Voted(Record, frozen=True):
     replica: str
     step: int
@@ -156,6 +162,7 @@ AnyRecord = (
     | Supplied
     | Assigned
     | PayloadsLost
+    | Unheld
     | Voted
     | Commit
     | Covered

@@ -5,6 +5,7 @@
                  \\-> DROPPED(reason)
     rollback: ASSIGNED, COMMITTED -> READY (PENDING if the payload is gone)
     payloads lost: ASSIGNED -> PENDING, the others of the batch -> READY
+    unheld after a restart of the controller: READY -> PENDING
 
 Samples are issued lazily: ids 0 .. next_sample - 1 exist, and issued = sum of the counts over all states. Only the
 counts of CHECKPOINTED and DROPPED samples are kept.
@@ -199,6 +200,11 @@ class Samples:
         """Discard a batch; `lost` are the samples whose groups are unreadable."""
         for sample in samples:
             self._enter(sample, self._leave(sample, ASSIGNED), PENDING if sample in lost else READY)
+
+    def forget(self, samples: Iterable[int]) -> None:
+        """Make READY samples pending: their groups are gone."""
+        for sample in samples:
+            self._enter(sample, self._leave(sample, READY), PENDING)
 
     def commit(self, step: int, samples: tuple[int, ...]) -> None:
         for sample in samples:

@@ -47,6 +47,8 @@ class LedgerConfig:
     """A ready replica without a message for this long is suspect."""
     suspect_grace_s: float = 2.0
     """A suspect replica that does not return within this time is gone."""
+    restart_grace_s: float = 2.0
+    """The same for all replicas after a restart of the controller."""
     max_attempts: int = 3
     """Errors after which a sample is dropped. Losses of replicas do not count."""
     max_failed: int = 16
@@ -335,6 +337,7 @@ APPLY: dict[type[records.Record], Callable[..., None]] = {
     records.Supplied: _supplied,
     records.Assigned: _assigned,
     records.PayloadsLost: _payloads_lost,
+    records.Unheld: lambda ledger, r: ledger.samples.forget(r.samples),
     records.Voted: _voted,
     records.Commit: _commit,
     records.Covered: _covered,

@@ -89,12 +89,27 @@ def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) ->
     lost = tuple(sample for sample in batch.samples if sample in message.samples)
     if not lost:
         return ledger.reject(replica, f"samples {list(message.samples)} are not in the batch of step {batch.step}")
-    ledger.decide(records.PayloadsLost(batch.step, lost, message.reason))
+    _discard(ledger, batch, lost, message.reason)
+    _check_losses(ledger, message.reason)
+
+
+def unheld(ledger: LedgerState, event: events.Unheld) -> None:
+    """Generate groups again that nobody has after a restart, those of the current batch included."""
+    entries = ledger.samples.active
+    if ready := tuple(s for s in event.samples if s in entries and entries[s].state is READY):
+        ledger.decide(records.Unheld(ready))
+    batch = ledger.assignment
+    if batch is not None and (lost := tuple(s for s in batch.samples if s in event.samples)):
+        _discard(ledger, batch, lost, "nobody has them after the controller's restart")
+
+
+def _discard(ledger: LedgerState, batch: records.Assigned, lost: tuple[int, ...], reason: str) -> None:
+    """Discard a batch with lost groups; its other groups wait for the next one."""
+    ledger.decide(records.PayloadsLost(batch.step, lost, reason))
     ledger.sessions.batch_requests.clear()
     for name in ledger.members.mesh:
         send_mesh(ledger, name)
     form_mesh(ledger)
-    _check_losses(ledger, message.reason)
 
 
 def peers_lost(ledger: LedgerState, replica: str, message: p.PeersLost) -> None:
@@ -197,6 +212,7 @@ def _answer_other_step(ledger: LedgerState, replica: str, step: int) -> None:
 
 RULES: Mapping[type, Callable[..., None]] = {
     events.Rollback: rollback,
+    events.Unheld: unheld,
     p.RequestBatch: request_batch,
     p.PayloadsLost: payloads_lost,
     p.PeersLost: peers_lost,

@@ -1,0 +1,71 @@
+"""A controller that continues the run of one that died.
+
+journal replayed, Restart -> workers return, repeat their groups and requests -> all groups there: batches go on
+                                                                              -> after the grace, those of the
+                                                                                 missing ones are generated again
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+from cosmos_rl_core.control.ledger import events
+from cosmos_rl_core.control.recovery import Recovery
+from cosmos_rl_core.control.turns import Turns
+from cosmos_rl_core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Predecessor:
+    """The state of a dead controller that its journal lacks, from its other files."""
+
+    generation: int
+    """Of the controller that continues."""
+    step: int
+    """Newest step with a line in metrics.jsonl; -1 without any."""
+    evaluated: int
+    """Newest version whose evaluation is complete; -1 without any."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Succession:
+    """Completes the parts of a controller whose ledger was replayed."""
+
+    recovery: Recovery
+    """With the parts, the ledger and the outcome."""
+    turns: Turns
+
+    def begin(self, earlier: Predecessor) -> None:
+        """Continue. Called in the event loop, before any worker is served."""
+        batches, reports, evaluator, observer, _ = self.recovery.parts
+        ledger, outcome = self.recovery.ledger, self.recovery.outcome
+        reports.resume(step=earlier.step, version=earlier.evaluated)
+        evaluator.resume(earlier.evaluated)
+        self.recovery.feed(events.Restart(earlier.generation))
+        if ledger.halted is not None:
+            return outcome.fail(UserError(ledger.halted))
+        if ledger.why_finished() is not None and not ledger.members.ready_policies():
+            return outcome.finish()
+        assigned = ledger.assignment.samples if ledger.assignment is not None else ()
+        batches.awaited.update(batches.missing((*self._ready(), *assigned)))
+        asyncio.get_running_loop().call_later(ledger.config.restart_grace_s, self._give_up)
+        observer.note(
+            f"the controller has restarted (generation {ledger.generation}) at step {ledger.version}; "
+            f"{len(ledger.members.live())} workers and {len(batches.awaited)} groups are expected to return"
+        )
+
+    def _ready(self) -> set[int]:
+        return {sample for samples in self.recovery.ledger.samples.ready.values() for sample in samples}
+
+    def _give_up(self) -> None:
+        """Generate the groups again that have not returned; those of the batch in work only if it is requested."""
+        batches, _, _, observer, _ = self.recovery.parts
+        missing = tuple(sorted(batches.awaited & self._ready()))
+        if not batches.awaited:
+            return
+        batches.awaited.clear()
+        if missing:
+            self.recovery.feed(events.Unheld(missing))
+            observer.note(f"groups lost with their workers and generated again: {len(missing)}")
+        self.turns.request_batches()

@@ -1,0 +1,92 @@
+"""The run of a controller that died, as the next controller finds it in the run's directory.
+
+no live controller, the same recipe -> generation claimed -> journal replayed -> the same token and port
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.address_file import check_generation, claim_generation, read_controller_file
+from cosmos_rl_core.control.journal.journal import Journal
+from cosmos_rl_core.control.ledger.ledger import Ledger
+from cosmos_rl_core.control.rendezvous import STORE
+from cosmos_rl_core.control.succession import Predecessor
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.interrupts import run_to_end
+from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
+from cosmos_rl_core.wire.handshake import read_token
+from cosmos_rl_core.wire.listening import parse_address
+
+PROBE_S = 5.0
+"""Maximum wait for the answer of a live controller."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Takeover:
+    """Takes the place of a dead controller."""
+
+    generation: int
+    port: int
+    """At which the last controller listened, for workers that know no other."""
+    directory: Path
+
+    def token(self) -> bytes:
+        """Return the run's token, which its workers have. Raises UserError."""
+        return read_token(self.directory / "token")
+
+    def evaluated_from(self, version: int) -> int:
+        """Return the version whose evaluation is repeated: this one, unless the monitor has checked it."""
+        return version + (_newest(self.directory / "monitor.jsonl") >= version)
+
+    def predecessor(self, ledger: Ledger) -> Predecessor:
+        """Return the newest step and evaluation of the run of a replayed ledger, from its files."""
+        evaluated = self.evaluated_from(ledger.version) - 1
+        return Predecessor(
+            generation=self.generation, step=_newest(self.directory / "metrics.jsonl"), evaluated=evaluated
+        )
+
+
+def take_over(directory: Path, resolved: str) -> Takeover:
+    """Claim the run of a dead controller. Raises UserError if it lives, or had another recipe."""
+    contact = read_controller_file(directory)
+    if run_to_end(_answers(contact.address, directory)):
+        raise UserError(
+            f"{directory} is in use by a live controller (process {contact.pid} on {contact.host}, generation "
+            f"{contact.generation}). Stop it first, or choose another [run] output_dir."
+        )
+    if (directory / "resolved.toml").read_text() != resolved:
+        raise UserError(
+            f"{directory} holds a run whose controller died, with another recipe: continue it with the same recipe "
+            "and flags, with --resume auto from its newest checkpoint, or replace it with --overwrite"
+        )
+    generation = claim_generation(directory / "journal", after=contact.generation)
+    return Takeover(generation=generation, port=parse_address(contact.address).port, directory=directory)
+
+
+async def _answers(address: str, directory: Path) -> bool:
+    """Return whether a controller of this run listens at an address."""
+    hello = Hello(name="controller", role=STORE)
+    try:
+        token = read_token(directory / "token")
+        live = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=PROBE_S)
+    except (ConnectionClosed, UserError):  # UserError: another run listens there now
+        return False
+    live.close()
+    return True
+
+
+def open_journal(directory: Path, takeover: Takeover | None) -> Journal:
+    """Open the journal of a run, for the controller of this generation alone. Raises JournalError if it is damaged."""
+    generation = 0 if takeover is None else takeover.generation
+    return Journal(directory / "journal", check=partial(check_generation, directory / "journal", generation))
+
+
+def _newest(path: Path) -> int:
+    """Return the newest step of the whole lines of a file; -1 without any."""
+    lines = path.read_bytes().split(b"\n")[:-1] if path.exists() else []
+    return max((json.loads(line)["step"] for line in lines), default=-1)

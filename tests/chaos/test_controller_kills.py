@@ -1,0 +1,80 @@
+"""The controller is killed with SIGKILL and started again in the run's directory, while its workers live.
+
+Every sample is trained once, metrics have neither doubles nor holes, and with max_staleness = 0 weights and optimizer
+state equal those of a run that nobody disturbed, to the bit.
+"""
+
+import json
+import random
+import time
+
+import pytest
+from lives import num_lines
+
+from cosmos_rl_core.control.ledger import records
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.run import run
+from cosmos_rl_core.launch.takeover import take_over
+
+pytestmark = pytest.mark.ci
+
+STEPS, PROMPTS = 24, 4
+CHANGES = {"run__max_steps": STEPS, "sync__max_staleness": 0, "rollout__options": {"delay_s": 0.02}}
+
+
+def kill_and_start_again(process, run_dir, start, recipe):
+    """Return the next controller."""
+    process.kill()
+    process.wait()
+    before = json.loads((run_dir / "controller.json").read_text())
+    return start("controller", recipe), before
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("kills", [3, pytest.param(50, marks=pytest.mark.slow)])
+def test_kills_of_the_controller_leave_no_trace(
+    kills, controller, start, wait_for, rows_of, finished, journal_of, bits_of, bandit, tmp_path
+):
+    chance, steps = random.Random(kills), max(STEPS, 3 * kills)
+    changes = {**CHANGES, "run__max_steps": steps, "checkpoint__every_steps": 5}
+    process, run_dir, (policy, rollout) = controller(**changes)
+    workers = [start(*policy), start(*rollout), start(*rollout)]
+    metrics, generations = run_dir / "metrics.jsonl", [0]
+    for kill in range(kills):
+        wanted = chance.randint(1, 2) + kill * (steps - 6) // kills
+        wait_for(lambda: num_lines(metrics) >= wanted, f"step {wanted}")  # noqa: B023
+        time.sleep(chance.uniform(0.0, 0.2))  # the moment is the point of the test
+        process, before = kill_and_start_again(process, run_dir, start, tmp_path / "run.toml")
+        after = wait_for(
+            lambda: (found := json.loads((run_dir / "controller.json").read_text())) != before and found,  # noqa: B023
+            "the next controller",
+        )
+        assert after["generation"] == before["generation"] + 1
+        assert after["address"] == before["address"]
+        generations.append(after["generation"])
+    finished(process, timeout_s=300)
+    for worker in workers:
+        finished(worker)
+
+    assert [line["step"] for line in rows_of(metrics)] == list(range(steps))
+    trained = {row["sample"] for step in range(steps) for row in rows_of(run_dir / f"rollouts/step_{step:06d}.jsonl")}
+    assert sorted(trained) == list(range(steps * PROMPTS))
+    journal = journal_of(run_dir)
+    commits = [record.step for record in journal if isinstance(record, records.Commit)]
+    assert commits == list(range(steps)), "a step was committed twice, or undone"
+    assert [record.generation for record in journal if isinstance(record, records.Restarted)] == generations[1:]
+    run(bandit(tmp_path / "whole", **{**changes, "run__placement": "inline"}))
+    assert bits_of(run_dir / f"checkpoints/step_{steps}") == bits_of(tmp_path / f"whole/checkpoints/step_{steps}")
+    print(f"kills of the controller: {kills}; samples trained twice or lost: 0")
+
+
+def test_a_second_controller_is_refused_and_the_run_unharmed(controller, start, wait_for, rows_of, finished, tmp_path):
+    process, run_dir, (policy, rollout) = controller(run__max_steps=12)
+    _, errors = finished(start("controller", tmp_path / "run.toml"), 2)
+    assert "is in use by a live run" in errors
+    with pytest.raises(UserError, match="is in use by a live controller"):  # where locks do not reach other machines
+        take_over(run_dir, (run_dir / "resolved.toml").read_text())
+    for worker in [start(*policy), start(*rollout)]:
+        finished(worker)
+    finished(process)
+    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(12))
