@@ -460,6 +460,101 @@ def test_a_policy_lost_before_the_commit_starts_a_new_epoch_with_the_same_sample
     assert kinds(p.vote()) == ["Committed"]
 
 
+# --- policies that hang, or cannot reach one another ------------------------------------------------
+
+
+def together(count: int, **config) -> Play:
+    """A mesh of policies that have the first batch."""
+    p = Play(policy_members=count, **config)
+    for name in (*(f"policy-{i}" for i in range(count)), "rollout-0"):
+        p.join(name)
+    for lease in granted(p.ask("rollout-0")):
+        p.deliver("rollout-0", lease.sample)
+    for i in range(count):
+        p.batch(f"policy-{i}")
+    return p
+
+
+def beat(p: Play, progress: dict[str, int], *, waiting=(), after: float = 0.0) -> list[events.Output]:
+    """Let time pass, then a heartbeat of each policy, then a tick."""
+    p.tick(after=after)
+    for name, number in progress.items():
+        p.send(name, m.Heartbeat(number, waits_for_peers=name in waiting))
+    return p.tick(after=0)
+
+
+def accuse(p: Play, accuser: str, *suspects: str):
+    return p.send(accuser, m.PeersLost(p.ledger.members.epoch, "no connection", suspects))
+
+
+def test_a_policy_without_progress_is_removed_though_it_sends_heartbeats():
+    p = together(2, stall_s=10, silence_s=100, peer_s=100)
+    for second in range(1, 10):
+        assert beat(p, {"policy-0": second, "policy-1": 1}, after=1) == []
+    beat(p, {"policy-0": 10, "policy-1": 1}, after=1)
+    removed, meshed = p.tick(after=1)
+    assert removed.replica == "policy-1" and removed.message.fenced
+    assert removed.message.reason == "policy-1 is removed from the run: it made no progress for 10 s"
+    assert meshed == To("policy-0", m.Remesh(2, ("policy-0",), 0, 0))
+    assert kinds(p.send("policy-1", m.Heartbeat(2))) == ["Reject"]
+    assert kinds(p.batch()) == ["Batch"]
+
+
+def test_a_policy_that_waits_for_its_peers_is_not_removed():
+    p = together(2, stall_s=10, silence_s=100, peer_s=1000)
+    for second in range(20):
+        beat(p, {"policy-0": 1, "policy-1": second}, waiting=("policy-0",), after=1)
+    assert p.ledger.members.mesh == ("policy-0", "policy-1")
+
+
+def test_a_mesh_whose_members_all_wait_for_one_another_connects_anew():
+    p = together(2, stall_s=1000, silence_s=100, peer_s=5)
+    mesh = both = ("policy-0", "policy-1")
+    for _ in range(8):
+        assert p.ledger.members.epoch == 1
+        beat(p, dict.fromkeys(both, 1), waiting=both, after=1)
+    beat(p, dict.fromkeys(both, 1), waiting=both, after=1)
+    assert (p.ledger.members.epoch, p.ledger.members.mesh) == (2, mesh)
+
+
+def test_of_two_policies_that_accuse_each_other_the_newer_one_is_removed():
+    p = together(2)
+    assert accuse(p, "policy-1", "policy-0") == accuse(p, "policy-0", "policy-1") == []
+    assert p.tick(after=0.5) == []
+    said = p.tick(after=1)
+    assert said[0].replica == "policy-1" and said[0].message.fenced
+    assert "policy-0 cannot reach it" in said[0].message.reason
+    assert p.ledger.members.mesh == ("policy-0",)
+
+
+def test_a_policy_that_most_others_accuse_is_removed():
+    p = together(4)
+    for accuser, accused in (("policy-0", "policy-1"), ("policy-1", "policy-0"), ("policy-2", "policy-0")):
+        accuse(p, accuser, accused)
+    p.tick(after=2)
+    assert p.ledger.members.mesh == ("policy-1", "policy-2", "policy-3")
+
+
+def test_accusations_end_with_the_epoch():
+    p = together(3)
+    accuse(p, "policy-0", "policy-1")
+    p.disconnect("policy-2")
+    p.tick(after=3)
+    assert p.ledger.members.mesh == ("policy-0", "policy-1")
+    p.tick(after=3)
+    assert p.ledger.members.mesh == ("policy-0", "policy-1")
+
+
+def test_a_mesh_that_connects_anew_again_and_again_goes_on_without_its_newest_member():
+    p = together(3)
+    for epoch in (2, 3, 4):
+        accuse(p, "policy-0")
+        assert p.ledger.members.epoch == epoch
+    said = accuse(p, "policy-0")
+    assert said[0].replica == "policy-2" and "no step with the others succeeds" in said[0].message.reason
+    assert p.ledger.members.mesh == ("policy-0", "policy-1")
+
+
 def test_a_new_policy_joins_between_two_steps():
     p = play()
     for lease in granted(p.ask("rollout-0")):

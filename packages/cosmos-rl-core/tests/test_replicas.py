@@ -1,6 +1,9 @@
 """Sums over policy replicas, what happens when one is lost, and the state that a newcomer takes from a peer."""
 
 import asyncio
+import gc
+import re
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -13,11 +16,11 @@ from torch import nn
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.rendezvous import STORE, Rendezvous
-from cosmos_rl_core.errors import EpochOver, WorkerFailed
+from cosmos_rl_core.errors import EpochOver, PeersUnreachable, WorkerFailed
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.train import replicas
 from cosmos_rl_core.train.learner import Undo
-from cosmos_rl_core.train.replicas import ReplicaGroup
+from cosmos_rl_core.train.replicas import ReplicaGroup, Waiting
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Share, StepResult
 from cosmos_rl_core.wire.channel import serve
@@ -32,7 +35,7 @@ def alone(data):
     return [data]
 
 
-def group(store, place, count, *, is_over=lambda: False, timeout_s=30.0):
+def group(store, place, count, *, is_over=lambda: False, timeout_s=30.0, peer_s=30.0, waiting=None):
     return ReplicaGroup(
         store,
         place=place,
@@ -41,6 +44,8 @@ def group(store, place, count, *, is_over=lambda: False, timeout_s=30.0):
         is_over=is_over,
         agree=alone,
         timeout_s=timeout_s,
+        peer_s=peer_s,
+        waiting=waiting,
     )
 
 
@@ -87,6 +92,87 @@ def test_a_replica_that_never_comes_ends_the_wait_when_the_epoch_is_over():
             waiting.result(timeout=30)
 
 
+class Rerouted(dist.Store):
+    """A store from which one place reads the addresses of another one with the port of a silent listener."""
+
+    def __init__(self, store, pair, port):
+        super().__init__()
+        self._store, self._pair, self._port = store, pair, port
+
+    def set(self, key, value):
+        self._store.set(key, value)
+
+    def get(self, key):
+        value = self._store.get(key)
+        address = re.compile(rb"\x02\x00..(\x7f\x00\x00\x01)", re.DOTALL)
+        silent = b"\x02\x00" + self._port.to_bytes(2) + b"\x7f\x00\x00\x01"
+        return address.sub(silent, value, count=1) if self._pair in key else value
+
+    def wait(self, keys, timeout=None):
+        self._store.wait(keys)
+
+
+def test_replicas_that_cannot_reach_each_other_name_each_other_and_the_third_waits():
+    over = threading.Event()
+
+    def work(place, store):
+        rerouted = Rerouted(store, "0-1/", silent.getsockname()[1])
+        if place < 2:
+            with pytest.raises(PeersUnreachable) as found:
+                group(rerouted, place, 3, peer_s=1.0)
+            return found.value.places
+        threading.Timer(2.0, over.set).start()
+        with pytest.raises(EpochOver, match="no connection"):
+            group(rerouted, place, 3, is_over=over.is_set, peer_s=1.0)
+        return ()
+
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        assert in_threads(work, 3) == [(1,), (0,), ()]
+
+
+def test_a_group_is_kept_until_the_operations_that_were_given_up_have_ended():
+    over = threading.Event()
+
+    def work(place, store):
+        members = group(store, place, 2, is_over=over.is_set)
+        if place == 1:
+            assert left.wait(30)  # hangs, with its sockets open
+            return
+        over.set()
+        with pytest.raises(EpochOver):
+            members.sum([torch.ones(1000)])
+        del members  # torch's destructor would wait for the other one
+        gc.collect()
+        left.set()
+
+    left = threading.Event()
+    in_threads(work, 2)
+
+
+def test_a_wait_for_other_replicas_is_seen_while_it_can_be_left():
+    waits = [Waiting(), Waiting()]
+    over = threading.Event()
+
+    def work(place, store):
+        members = group(store, place, 2, is_over=over.is_set, waiting=waits[place])
+        before = waits[place].completed
+        members.sum([torch.ones(3)])
+        assert waits[place].completed == before + 1
+        if place == 1:
+            assert left.wait(30)  # hangs, with its sockets open
+            return
+        threading.Timer(0.2, over.set).start()
+        with pytest.raises(EpochOver):
+            members.sum([torch.ones(3)])
+        assert waits[place].is_now
+        assert waits[place].completed == before + 1
+        left.set()
+
+    left = threading.Event()
+    assert not Waiting().is_now
+    in_threads(work, 2)
+
+
 class StoreThatEnds(dist.Store):
     """A store in which nobody else sets anything."""
 
@@ -129,7 +215,8 @@ def test_all_ranks_of_a_replica_see_the_loss_of_a_peer_of_one():
     def work(place, store):
         agree = alone if place else lambda data: [data, b"l"]  # what rank 0 of the same replica says
         members = ReplicaGroup.__new__(ReplicaGroup)
-        members._is_over, members._timeout_s, members._agree, members._abandoned = (lambda: False), 30, agree, []
+        members._is_over, members._timeout_s, members._agree = (lambda: False), 30, agree
+        members._group, members._waiting = None, Waiting()
         with pytest.raises(EpochOver) if place == 0 else nothing():
             members._finish([])
 
@@ -298,7 +385,7 @@ class Link:
     async def send(self, message):
         self.sent.append(message)
 
-    def peers_lost(self, epoch, reason):
+    def peers_lost(self, epoch, reason, suspects=()):
         self.lost.append(epoch)
 
 

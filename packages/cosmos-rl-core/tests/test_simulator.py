@@ -112,7 +112,7 @@ class CommitOnFirstVote(Ledger):
     @staticmethod
     def vote(ledger, replica, vote):
         batch = ledger.assignment
-        if batch is not None and vote.step == batch.step and stepping._is_of_mesh(ledger, replica, vote.epoch):
+        if batch is not None and vote.step == batch.step and stepping.is_of_mesh(ledger, replica, vote.epoch):
             ledger.decide(records.Voted(replica, vote.step, vote.epoch))
             stepping.commit(ledger, batch)
 

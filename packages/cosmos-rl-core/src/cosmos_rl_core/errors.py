@@ -50,3 +50,11 @@ class WorkerLost(WorkerFailed):
 
 class EpochOver(Exception):
     """The policy replicas that train together changed: gradients of the step in work are void, and it is redone."""
+
+
+class PeersUnreachable(EpochOver):
+    """Some policy replicas cannot be connected to."""
+
+    def __init__(self, places: tuple[int, ...]) -> None:
+        super().__init__(f"no connection to the policy replicas at {places}")
+        self.places = places

@@ -30,8 +30,8 @@ operator (`cosmos-rl scale`)
                             <- Scaled | Refused
 
 Messages are repeated on a new connection until their reply: workers/connection/unanswered.py. The ledger
-(ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack`, `NoMore` and
-`Reject` are not sent: Release, Batch and a closed connection take their place.
+(ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack` and `NoMore`
+are not sent: Release and Batch take their place. Of `Reject` those that remove the worker are sent.
 """
 
 from __future__ import annotations
@@ -93,13 +93,16 @@ class Ready(Message, frozen=True):
 
 class Heartbeat(Message, frozen=True):
     progress: int = 0
-    """Counter of finished work; constant in a worker that is alive but stuck."""
+    """Counter of finished work, and of heartbeats of a policy that waits for the controller; constant in a worker that
+    is alive but stuck."""
     busy_s: float = 0.0
     """Busy seconds since the start."""
     holding: tuple[int, ...] = ()
     """Rollout: samples in work or not yet delivered; their leases are renewed."""
     version: int = -1
     """Version of its weights; -1: none yet."""
+    waits_for_peers: bool = False
+    """Policy: whether it waits for other policies of its mesh."""
 
 
 class RequestLeases(Message, frozen=True):
@@ -317,6 +320,8 @@ class PeersLost(Message, frozen=True):
 
     epoch: int
     reason: str
+    suspects: tuple[str, ...] = ()
+    """Replicas that cannot be reached, if known."""
 
 
 class StoreSet(Message, frozen=True):
@@ -422,6 +427,7 @@ ToWorker = (
     | Batch
     | Committed
     | RolledBack
+    | Reject
     | Stop
     | Drain
     | Refused

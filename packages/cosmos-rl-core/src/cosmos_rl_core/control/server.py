@@ -315,7 +315,8 @@ class Controller:
                 peer.post(message)
             case p.Reject():
                 self._observer.note(f"{peer.name}: {message.reason}")
-                if message.fenced:  # it hung, and goes on now: it ends with its connection, and may be started again
+                if message.fenced:  # it hung, and goes on now: it ends, and may be started again
+                    peer.post(message)
                     peer.connection.close()
             case p.NoMore() if peer.role == "policy":
                 self._turns.end_batches(peer)

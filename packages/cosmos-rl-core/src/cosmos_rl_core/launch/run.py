@@ -282,6 +282,8 @@ class _Run:
             lease_ttl_s=config.elastic.lease_ttl_s,
             suspect_grace_s=config.elastic.suspect_grace_s,
             silence_s=config.elastic.silence_s,
+            stall_s=config.elastic.stall_s,
+            peer_s=config.elastic.peer_s,
             max_attempts=config.rollout.max_attempts,
             restart_grace_s=max(config.elastic.suspect_grace_s, RETURN_S),
         )

@@ -320,6 +320,13 @@ class ElasticSection(Strict):
     silence_s: float = Field(default=120.0, gt=0)
     """Time without a heartbeat, which a worker sends each second, after which it counts as hung: it is removed from the
     run after `suspect_grace_s`, and ends when it goes on."""
+    stall_s: float = Field(default=1800.0, gt=0)
+    """Time without progress of a policy that sends heartbeats, after which it counts as hung: it is removed from the
+    run and ends. Progress is the forward and backward pass of a step, and each wait for the controller; set it above
+    the time of the longest step, checkpoint and validation."""
+    peer_s: float = Field(default=60.0, gt=0)
+    """Time for a connection between policies, and for the sum of 32 MB of gradients. After it they connect anew, and
+    one that the others cannot reach is removed from the run."""
     restart_workers: int = Field(default=3, ge=0)
     """Maximum restarts of each worker after its process ends unexpectedly; a policy continues from a checkpoint."""
     leave_s: float = Field(default=20.0, ge=0)

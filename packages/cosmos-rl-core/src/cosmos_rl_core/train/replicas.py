@@ -10,10 +10,11 @@ own: sums are made in buffers of their own, never in the gradients.
 
 from __future__ import annotations
 
-import os
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial
 from typing import Any
@@ -22,16 +23,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from cosmos_rl_core.errors import EpochOver
+from cosmos_rl_core.errors import EpochOver, PeersUnreachable
 
 BUCKET_BYTES = 32 << 20
 """Bytes of gradients in one all-reduce."""
 _SIZE_BYTES, _SHORT_BYTES = 8, 4096
 """Bytes of a length, and of the first message of `gather`: shorter data needs no second one."""
+PEER_S = 60.0
+"""Maximum seconds to connect to a replica that is there."""
+POLLED_S = 2.0
+"""Seconds after a look at an operation in work in which a rank counts as waiting."""
+LOOPBACK = "127.0.0.1"
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 1e-4, 5e-3
 _WORKING, _DONE, _LOST = b"w", b"d", b"l"
 _Operation = tuple[Any, Any]
 """A torch `Work` or `_InThread`, and what it reads or writes."""
+
+
+_abandoned: list[tuple[Any, Sequence[_Operation]]] = []
+"""Groups with operations that were given up. Their buffers may still be written, and torch's destructor of a group
+waits for its operations: they are kept until these have ended."""
 
 
 class _InThread:
@@ -53,10 +64,33 @@ class _InThread:
     def is_completed(self) -> bool:
         return not self._thread.is_alive()
 
+    @property
+    def failed(self) -> bool:
+        return self._error is not None
+
+    def join(self) -> None:
+        """Wait for the end."""
+        self._thread.join()
+
     def wait(self) -> None:
         """Raise RuntimeError if the work failed."""
         if self._error is not None:
             raise RuntimeError(str(self._error)) from self._error
+
+
+@dataclass(slots=True)
+class Waiting:
+    """A rank's waits for other policy replicas, for heartbeats. Written and read by different threads."""
+
+    completed: int = 0
+    """Operations with other replicas that are done."""
+    polled_at: float = -math.inf
+    """Time of the last look at an operation in work, by the monotonic clock."""
+
+    @property
+    def is_now(self) -> bool:
+        """Whether the rank waits for others, and can still leave the wait: no other rank of its replica hangs."""
+        return time.monotonic() - self.polled_at < POLLED_S
 
 
 class ReplicaGroup:
@@ -72,23 +106,55 @@ class ReplicaGroup:
         is_over: Callable[[], bool],
         agree: Callable[[bytes], list[bytes]],
         timeout_s: float,
+        peer_s: float = PEER_S,
+        waiting: Waiting | None = None,
+        address: str = "",
     ) -> None:
-        """Connect to the others. Raises EpochOver if one of them is lost meanwhile.
+        """Connect to the others. Raises EpochOver if one of them is lost meanwhile, PeersUnreachable if the connection
+        to one that is there takes longer than `peer_s`.
 
         store: shared by the ranks of this group alone. place: of this replica among `count`. is_over: whether the
         controller has formed another mesh. agree: exchanges bytes between the ranks of this replica, so that all of
-        them see the same outcome.
+        them see the same outcome. waiting: updated in every wait. address: of this machine, to listen on.
         """
         self.place, self.count = place, count
         self._device = device
         self._is_over, self._agree, self._timeout_s = is_over, agree, timeout_s
-        self._abandoned: list[Sequence[_Operation]] = []
-        connecting = _InThread(partial(_connect, store, place=place, count=count, device=device, timeout_s=timeout_s))
+        self._waiting = waiting or Waiting()
+        self._group: Any = None
+        _abandoned[:] = [each for each in _abandoned if not all(work.is_completed() for work, _ in each[1])]
         try:
+            pairs = self._meet_all(store, address=address, peer_s=peer_s)
+            connect = partial(_connect, store, device=device, address=address, timeout_s=timeout_s)
+            connecting = _InThread(partial(connect, place=place, count=count))
             self._finish([(connecting, store)])
+        except PeersUnreachable:
+            raise
         except EpochOver as error:
             raise EpochOver("no connection to the other policy replicas") from error
         self._group = connecting.result
+        del pairs  # not before all replicas have used theirs
+
+    def _meet_all(self, store: dist.Store, *, address: str, peer_s: float) -> Sequence[_InThread]:
+        """Connect to each of the others alone. Raises EpochOver, and PeersUnreachable in all ranks of the replica."""
+
+        def meet(peer: int) -> Any:
+            first, last = sorted((self.place, peer))
+            pair = dist.PrefixStore(f"{first}-{last}", store)
+            pair.set(str(self.place), "here")
+            pair.get(str(peer))
+            place = int(self.place == last)
+            group = _connect(pair, place=place, count=2, device=torch.device("cpu"), address=address, timeout_s=peer_s)
+            group.allreduce([torch.ones(1)]).wait()
+            return group
+
+        meetings = [_InThread(partial(meet, peer)) for peer in range(self.count) if peer != self.place]
+        self._finish([(_InThread(partial(_join, meetings)), store)])
+        peers = (peer for peer in range(self.count) if peer != self.place)
+        lost = [peer for peer, meeting in zip(peers, meetings) if meeting.failed]
+        if found := {place for places in self._agree(bytes(lost)) for place in places}:
+            raise PeersUnreachable(tuple(sorted(found)))
+        return meetings
 
     def sum(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sum of each tensor over the replicas, in new memory. Raises EpochOver."""
@@ -142,11 +208,14 @@ class ReplicaGroup:
 
     def _finish(self, operations: Sequence[_Operation]) -> None:
         """Wait until all operations are done in all ranks of this replica; raise EpochOver if that cannot be."""
-        pause_s, deadline = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s
+        pause_s, deadline, completed = _FIRST_PAUSE_S, time.monotonic() + self._timeout_s, 0
         while True:
             found = self._agree(self._state(operations, deadline=deadline))
+            before, completed = completed, sum(work.is_completed() for work, _ in operations)
+            self._waiting.completed += completed - before
+            self._waiting.polled_at = time.monotonic()
             if _LOST in found:
-                self._abandoned.append(operations)  # their buffers may still be written
+                _abandoned.append((self._group, operations))
                 raise EpochOver("a policy replica of the mesh was lost")
             if _WORKING not in found:
                 return
@@ -166,15 +235,22 @@ class ReplicaGroup:
         return _DONE
 
 
-def _connect(store: dist.Store, *, place: int, count: int, device: torch.device, timeout_s: float) -> Any:
+def _join(works: Sequence[_InThread]) -> None:
+    for work in works:
+        work.join()
+
+
+def _connect(store: dist.Store, *, place: int, count: int, device: torch.device, address: str, timeout_s: float) -> Any:
     """A bare process group: `new_group` needs all members in the default group, which cannot change."""
     timeout = timedelta(seconds=timeout_s)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         return dist.ProcessGroupNCCL(store, place, count, options)
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    return dist.ProcessGroupGloo(store, place, count, timeout)
+    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]  # missing in the stubs
+    options._timeout = timeout
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address or LOOPBACK)]
+    return dist.ProcessGroupGloo(store, place, count, options)
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[int]]:

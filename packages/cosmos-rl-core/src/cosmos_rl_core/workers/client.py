@@ -30,9 +30,16 @@ class ControllerClient:
     """
 
     def __init__(
-        self, connection: LastingConnection, *, lineage: int = 0, leaving: asyncio.Event | None = None
+        self,
+        connection: LastingConnection,
+        *,
+        lineage: int = 0,
+        leaving: asyncio.Event | None = None,
+        removed: Callable[[str], None] = lambda reason: None,
     ) -> None:
-        """lineage: of the Welcome. leaving: set when the worker shall leave."""
+        """lineage: of the Welcome. leaving: set when the worker shall leave. removed: called with the reason when the
+        controller has removed this process from the run."""
+        self._removed = removed
         self.leaving = leaving or asyncio.Event()
         self.connection = connection
         self.lineage = lineage
@@ -104,12 +111,12 @@ class ControllerClient:
                 self.batches.put_nowait(message)
                 if not self.connection.unanswered.is_committed(message):
                     self.commits.put_nowait(message)
-            case p.SyncFrom():
-                self._publish(message.address, message.lineage)
-            case p.RolledBack():
-                self._publish("", message.lineage)
+            case p.SyncFrom() | p.RolledBack():
+                self._publish(message.address if isinstance(message, p.SyncFrom) else "", message.lineage)
             case p.Drain():
                 self.leaving.set()
+            case p.Reject():
+                self._removed(message.reason)
             case p.Stop():
                 self._stop()
 

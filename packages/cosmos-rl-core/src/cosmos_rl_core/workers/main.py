@@ -20,6 +20,7 @@ import traceback
 from collections.abc import Iterator, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Protocol
 
@@ -186,7 +187,9 @@ async def run_role(role: str, context: WorkerContext, connection: LastingConnect
         connection.close()
         return
     assert isinstance(welcome, p.Welcome)
-    client = ControllerClient(connection, lineage=welcome.lineage, leaving=context.leaving)
+    client = ControllerClient(
+        connection, lineage=welcome.lineage, leaving=context.leaving, removed=partial(_end_removed, context)
+    )
     with _assigned(context, welcome) as assignment:
         config = assignment.config
         if config.run.placement == "external":
@@ -199,6 +202,16 @@ async def run_role(role: str, context: WorkerContext, connection: LastingConnect
             worker = RolloutRole(assignment, client)
         await client.beside(worker.run(), pulse=worker.pulse)
         await connection.leave()
+
+
+def _end_removed(context: WorkerContext, reason: str) -> None:
+    """End this process, which may hang in its work. Its launcher may start it again."""
+    if context.shares_process:
+        return  # it ends with its connection
+    print(f"{context.name}: {reason}", file=sys.stderr, flush=True)  # noqa: T201  a worker's stderr is its log
+    if context.ranks is not None:
+        Failure(message=reason, died=True).write(Path(os.environ["TORCHELASTIC_ERROR_FILE"]))
+    os._exit(1)
 
 
 async def follow(context: WorkerContext) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
@@ -28,7 +29,7 @@ from cosmos_rl_core.errors import EpochOver, WorkerFailed
 from cosmos_rl_core.parallel.dtensor import local_part
 from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
-from cosmos_rl_core.train.replicas import ReplicaGroup
+from cosmos_rl_core.train.replicas import ReplicaGroup, Waiting
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.wire.blocking import BlockingConnection
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello
@@ -52,16 +53,20 @@ class PolicyMesh:
         trainer: Trainer,
         mesh: ReplicaMesh | None,
         is_over: Callable[[int], bool],
+        waiting: Waiting | None = None,
         timeout_s: float,
+        peer_s: float = CONNECT_S,
         leads_first: bool = True,
     ) -> None:
-        """is_over: whether a later epoch than the given one is known here. leads_first: `leads` without a mesh."""
+        """is_over: whether a later epoch than the given one is known here. waiting: updated during waits for other
+        replicas. peer_s: maximum time to connect to one that is there. leads_first: `leads` without a mesh."""
         self.members: tuple[str, ...] = ()
         self.group: ReplicaGroup | None = None
         self._context, self._replica, self._trainer = context, context.replica, trainer
         self._device = torch.device("cpu") if mesh is None else mesh.device
         self._ranks = RankGroup() if mesh is None else RankGroup.of_all()
-        self._is_over, self._timeout_s = is_over, timeout_s
+        self._is_over, self._timeout_s, self._peer_s = is_over, timeout_s, peer_s
+        self._waiting = waiting or Waiting()
         self._leads_first = leads_first
 
     @property
@@ -92,7 +97,10 @@ class PolicyMesh:
                 device=self._device,
                 is_over=is_over,
                 agree=self._ranks.gather,
+                waiting=self._waiting,
+                address=self._context.address,
                 timeout_s=self._timeout_s,
+                peer_s=self._peer_s,
             )
         finally:
             store.close()
@@ -126,7 +134,7 @@ class PolicyMesh:
 
 
 class ChannelStore(dist.Store):
-    """torch's key-value store over a connection to the controller, for one epoch. Used by one thread at a time."""
+    """torch's key-value store over a connection to the controller, for one epoch."""
 
     def __init__(
         self, connect: Callable[[], BlockingConnection], *, epoch: int, is_over: Callable[[], bool], timeout_s: float
@@ -138,6 +146,7 @@ class ChannelStore(dist.Store):
         self._connection: BlockingConnection | None = None
         self._sent: list[p.StoreSet] = []
         """Keys that are set again on another connection."""
+        self._lock = threading.Lock()
 
     def close(self) -> None:
         if self._connection is not None:
@@ -163,20 +172,23 @@ class ChannelStore(dist.Store):
         return all(self._ask(p.StoreGet(self._epoch, key)).value is not None for key in keys)
 
     def _ask(self, message: p.StoreSet | p.StoreGet) -> p.StoreValue:
+        with self._lock:
+            answer = self._answer(message)
+        if answer.over or self._is_over():
+            raise EpochOver("a later mesh was formed")
+        return answer
+
+    def _answer(self, message: p.StoreSet | p.StoreGet) -> p.StoreValue:
         deadline = time.monotonic() + self._timeout_s
         while True:
             try:
-                answer = self._ask_once(message)
-                break
+                return self._ask_once(message)
             except (OSError, ConnectionClosed) as error:  # the controller may return, with an empty store
                 self.close()
                 self._connection = None
                 if self._is_over() or time.monotonic() > deadline:
                     raise EpochOver(f"the controller is gone: {error}") from error
                 time.sleep(AGAIN_S)
-        if answer.over or self._is_over():
-            raise EpochOver("a later mesh was formed")
-        return answer
 
     def _ask_once(self, message: p.StoreSet | p.StoreGet) -> p.StoreValue:
         if self._connection is None:

@@ -23,6 +23,7 @@ from cosmos_rl_core.parallel.mesh import ReplicaMesh
 from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.rollout.spool.reader import SpoolReader
 from cosmos_rl_core.train.learner import PolicyLearner
+from cosmos_rl_core.train.replicas import Waiting
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import TrainBatch
 from cosmos_rl_core.weight_sync import WeightPublisher
@@ -44,10 +45,19 @@ class PolicyRole:
         self._at = assignment
         self._link = link
         self._trainer: Trainer | None = None
+        self._waiting = Waiting()
+        self._waits = 0
+        """Heartbeats while it waited for the controller."""
 
     def pulse(self) -> p.Heartbeat:
+        self._waits += self._link.is_waiting
         progress, version = (self._trainer.progress, self._trainer.version) if self._trainer else (0, -1)
-        return p.Heartbeat(progress=progress, busy_s=self._at.context.timeline.total(*WORK), version=version)
+        return p.Heartbeat(
+            progress=progress + self._waiting.completed + self._waits,
+            busy_s=self._at.context.timeline.total(*WORK),
+            version=version,
+            waits_for_peers=self._waiting.is_now,
+        )
 
     async def run(self) -> None:
         at, loop = self._at, asyncio.get_running_loop()
@@ -130,7 +140,9 @@ class PolicyRole:
             trainer=trainer,
             mesh=mesh,
             is_over=self._link.is_over,
+            waiting=self._waiting,
             timeout_s=at.config.policy.collective_timeout_s,
+            peer_s=at.config.elastic.peer_s,
             leads_first=is_first and trainer.version == at.version,  # a newcomer has no weights to save yet
         )
 

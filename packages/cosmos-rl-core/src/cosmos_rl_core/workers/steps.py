@@ -11,18 +11,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import msgspec
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.errors import EpochOver
+from cosmos_rl_core.errors import EpochOver, PeersUnreachable
 from cosmos_rl_core.loop import Steps
 from cosmos_rl_core.types import StepResult, TrainBatch
 from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.workers.client import ControllerClient
 from cosmos_rl_core.workers.ranks import Ranks
 
+T = TypeVar("T")
 GONE = "the connection to the controller closed before step {} was committed"
 NOTICE_S = 0.5
 """Seconds in which the controller usually notices a lost replica by itself."""
@@ -45,8 +46,13 @@ class ControllerLink(Protocol):
         """Return whether a later epoch is known here. Safe in any thread."""
         ...
 
-    def peers_lost(self, epoch: int, reason: str) -> None:
+    def peers_lost(self, epoch: int, reason: str, suspects: tuple[str, ...] = ()) -> None:
         """Report that another policy replica cannot be reached, unless the controller notices it first."""
+        ...
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether this process waits for a message of the controller."""
         ...
 
     async def send(self, message: p.ToController) -> None:
@@ -66,13 +72,14 @@ class DirectLink:
         self._client = client
         self._ranks = ranks
         self._saving = saving
+        self.is_waiting = False
 
     def request_batch(self, step: int, *, epoch: int) -> None:
         if not (self._client.stopped.is_set() or self._client.leaving.is_set()):
             self.post(p.RequestBatch(step=step, epoch=epoch))
 
     async def batch(self) -> p.Batch | p.Remesh | None:
-        message = await self._client.batches.get()
+        message = await self._next(self._client.batches)
         stopped = self._client.stopped.is_set() or self._client.leaving.is_set()
         if message is None or (isinstance(message, p.Batch) and (stopped or not message.samples)):
             await self._relay(p.Stop(reason="no more batches"))
@@ -83,15 +90,15 @@ class DirectLink:
     def is_over(self, epoch: int) -> bool:
         return self._client.epoch > epoch or self._client.connection.closed.is_set()
 
-    def peers_lost(self, epoch: int, reason: str) -> None:
+    def peers_lost(self, epoch: int, reason: str, suspects: tuple[str, ...] = ()) -> None:
         def report() -> None:
             if not self.is_over(epoch):
-                self.post(p.PeersLost(epoch=epoch, reason=reason))
+                self.post(p.PeersLost(epoch=epoch, reason=reason, suspects=suspects))
 
         asyncio.get_running_loop().call_later(NOTICE_S, report)
 
     async def committed(self) -> p.Committed | p.Remesh | None:
-        message = await self._client.commits.get()
+        message = await self._next(self._client.commits)
         if isinstance(message, p.Committed) and self._saving.is_set():
             self._saving.clear()
             message = msgspec.structs.replace(message, save=True)
@@ -103,6 +110,13 @@ class DirectLink:
 
     def post(self, message: p.ToController) -> None:
         self._client.post(message)
+
+    async def _next(self, messages: asyncio.Queue[T]) -> T:
+        self.is_waiting = True
+        try:
+            return await messages.get()
+        finally:
+            self.is_waiting = False
 
     async def _relay(self, message: p.ToWorker) -> None:
         if self._ranks is not None:
@@ -129,8 +143,12 @@ class FollowerLink:
     def is_over(self, epoch: int) -> bool:
         return False  # the ranks agree in each wait, and rank 0 knows
 
-    def peers_lost(self, epoch: int, reason: str) -> None:
+    def peers_lost(self, epoch: int, reason: str, suspects: tuple[str, ...] = ()) -> None:
         pass
+
+    @property
+    def is_waiting(self) -> bool:
+        return False
 
     async def send(self, message: p.ToController) -> None:
         pass
@@ -194,7 +212,8 @@ class PolicySteps:
         try:
             step = await self._mesh(message)
         except EpochOver as error:
-            self._link.peers_lost(message.epoch, str(error))
+            places = error.places if isinstance(error, PeersUnreachable) else ()
+            self._link.peers_lost(message.epoch, str(error), tuple(message.members[place] for place in places))
             return step
         self._epoch = message.epoch
         self._request(step)

@@ -66,6 +66,7 @@ def join(ledger: LedgerState, event: events.Join) -> None:
 def ready(ledger: LedgerState, replica: str, message: p.Ready) -> None:
     """Mark a joined replica as ready to work."""
     if ledger.members.by_name[replica].state is MemberState.JOINING:
+        ledger.sessions.starts_anew(replica, ledger.now)
         ledger.decide(records.Moved(replica, MemberState.READY))
         form_mesh(ledger)
 
@@ -73,9 +74,12 @@ def ready(ledger: LedgerState, replica: str, message: p.Ready) -> None:
 def heartbeat(ledger: LedgerState, replica: str, message: p.Heartbeat) -> None:
     """Renew the leases named by a replica, if it made progress since its last heartbeat."""
     session = ledger.sessions.by_name.get(replica)
-    if session is None or message.progress <= session.progress:
+    if session is None:
         return
-    session.progress = message.progress
+    session.waits_for_peers = message.waits_for_peers
+    if message.progress <= session.progress:
+        return
+    session.progress, session.progressed_at = message.progress, ledger.now
     if held := ledger.samples.held.get(replica):
         ledger.sessions.renew([sample for sample in message.holding if sample in held], ledger.now)
 
@@ -167,6 +171,7 @@ def remesh(ledger: LedgerState, members: tuple[str, ...]) -> None:
     ledger.decide(records.Meshed(ledger.members.epoch + 1, members))
     ledger.sessions.batch_requests.clear()
     for name in members:
+        ledger.sessions.starts_anew(name, ledger.now)
         send_mesh(ledger, name)
     if not members:
         ledger.output(events.PoliciesLost(ledger.checkpoint_version))
@@ -204,7 +209,6 @@ RULES: Mapping[type, Callable[..., None]] = {
     events.Disconnected: disconnected,
     events.Gone: gone,
     events.Restart: restart,
-    events.Tick: tick,
     p.Ready: ready,
     p.Heartbeat: heartbeat,
     p.Goodbye: leave,

@@ -12,7 +12,7 @@ replicas reconnect and repeat their requests, and all timers start again.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 import msgspec
@@ -119,11 +119,25 @@ class Session:
     """Time of the replica's last message."""
     progress: int = -1
     """Highest reported progress counter."""
+    progressed_at: float = 0.0
+    """Time of the last progress."""
+    waits_for_peers: bool = False
+    """Policy: whether it waits for other policies of its mesh, as of the last heartbeat."""
     suspect_since: float | None = None
     grace_s: float | None = None
     """Time to return after a restart of the controller; None: that of any suspect."""
     is_closed: bool = False
     """The connection was closed: only a new Join ends the suspicion."""
+
+
+@dataclass(slots=True)
+class Accusations:
+    """The members of the mesh that others of it cannot reach."""
+
+    epoch: int
+    since: float
+    by: dict[str, tuple[str, ...]] = field(default_factory=dict)
+    """Accuser -> the accused."""
 
 
 class Sessions:
@@ -141,16 +155,24 @@ class Sessions:
         """Waiting rollout replicas that are not queued, with capacity: they hold their share of the window."""
         self.share = 0
         """Maximum number of leases per replica."""
+        self.accusations: Accusations | None = None
+        self.reconnections = 0
+        """Times that the mesh connected anew since the last commit."""
         self._renewed: dict[int, float] = {}  # lease's sample -> last renewal, oldest first
 
     def open(self, replica: str, now: float) -> None:
         self.close(replica)
-        self.by_name[replica] = Session(now)
+        self.by_name[replica] = Session(now, progressed_at=now)
 
     def close(self, replica: str) -> None:
         """Delete a replica's session and its requests."""
         self.by_name.pop(replica, None)
         self.withdraw(replica)
+
+    def starts_anew(self, replica: str, now: float) -> None:
+        """Restart the time without progress."""
+        if (session := self.by_name.get(replica)) is not None:
+            session.progressed_at, session.waits_for_peers = now, False
 
     def withdraw(self, replica: str) -> None:
         """Delete a replica's requests."""

@@ -45,6 +45,10 @@ class LedgerConfig:
     """A lease expires this long after its last renewal."""
     silence_s: float = 120.0
     """A ready replica without a message for this long is suspect."""
+    stall_s: float = 1800.0
+    """A ready policy that makes no progress for this long is removed, unless it waits for others."""
+    peer_s: float = 60.0
+    """Time without progress of a mesh whose members all wait for one another, after which they connect anew."""
     suspect_grace_s: float = 2.0
     """A suspect replica that does not return within this time is gone."""
     restart_grace_s: float = 2.0

@@ -9,14 +9,14 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
-from cosmos_rl_core.control.ledger.liveness import form_mesh, lose, remesh, return_leases, send_mesh
+from cosmos_rl_core.control.ledger.liveness import form_mesh, return_leases, send_mesh
 from cosmos_rl_core.control.ledger.samples import READY
 from cosmos_rl_core.control.ledger.state import LedgerState
 
 
 def request_batch(ledger: LedgerState, replica: str, message: p.RequestBatch) -> None:
     """Queue the request; `answer_batch_requests` runs directly afterwards."""
-    if _is_of_mesh(ledger, replica, message.epoch):
+    if is_of_mesh(ledger, replica, message.epoch):
         if message.step == ledger.version:
             ledger.sessions.batch_requests[replica] = None
         else:
@@ -81,7 +81,7 @@ def _supply(ledger: LedgerState) -> None:
 
 def payloads_lost(ledger: LedgerState, replica: str, message: p.PayloadsLost) -> None:
     """Discard the current batch: unreadable groups are generated again, the others wait for the next batch."""
-    if not _is_of_mesh(ledger, replica, message.epoch):
+    if not is_of_mesh(ledger, replica, message.epoch):
         return
     batch = ledger.assignment
     if batch is None or message.step != batch.step:
@@ -112,18 +112,6 @@ def _discard(ledger: LedgerState, batch: records.Assigned, lost: tuple[int, ...]
     form_mesh(ledger)
 
 
-def peers_lost(ledger: LedgerState, replica: str, message: p.PeersLost) -> None:
-    """Begin a new epoch of the same mesh, without those that the controller has lost too."""
-    if not _is_of_mesh(ledger, replica, message.epoch):
-        return
-    closed = [name for name in ledger.members.mesh if ledger.sessions.by_name[name].is_closed]
-    for name in closed:  # both its connections are lost
-        lose(ledger, name, reason=f"{name} is gone: {message.reason}")
-    if not closed:
-        remesh(ledger, ledger.members.mesh)
-        form_mesh(ledger)
-
-
 def _check_losses(ledger: LedgerState, reason: str) -> None:
     """Halt after too many unreadable batches in a row: regeneration does not help."""
     if ledger.losses_in_a_row > ledger.config.max_losses:
@@ -137,7 +125,7 @@ def vote(ledger: LedgerState, replica: str, message: p.Vote) -> None:
     """Count a vote; the last one commits the step. The vote of a committed step is a repeated one, of any epoch."""
     if replica in ledger.members.mesh and message.step < ledger.version:
         return _send_committed(ledger, [replica], message.step)
-    if not _is_of_mesh(ledger, replica, message.epoch):
+    if not is_of_mesh(ledger, replica, message.epoch):
         return
     batch = ledger.assignment
     if batch is None or message.step != batch.step:
@@ -154,6 +142,7 @@ def is_unanimous(ledger: LedgerState) -> bool:
 
 def commit(ledger: LedgerState, batch: records.Assigned) -> None:
     ledger.decide(records.Commit(batch.step, batch.epoch, ledger.lineage, tuple(sorted(ledger.votes))))
+    ledger.sessions.reconnections = 0
     _send_committed(ledger, ledger.members.mesh, batch.step)
     form_mesh(ledger)
 
@@ -192,7 +181,7 @@ def rollback(ledger: LedgerState, event: events.Rollback) -> None:
     form_mesh(ledger)
 
 
-def _is_of_mesh(ledger: LedgerState, replica: str, epoch: int) -> bool:
+def is_of_mesh(ledger: LedgerState, replica: str, epoch: int) -> bool:
     """Return whether a message comes from the current mesh; a member with an older epoch gets the current mesh."""
     members = ledger.members
     if replica in members.mesh:
@@ -215,7 +204,6 @@ RULES: Mapping[type, Callable[..., None]] = {
     events.Unheld: unheld,
     p.RequestBatch: request_batch,
     p.PayloadsLost: payloads_lost,
-    p.PeersLost: peers_lost,
     p.Vote: vote,
     p.CheckpointDone: checkpointed,
 }

@@ -1,0 +1,110 @@
+"""Policy replicas that hang, or cannot reach one another, while their heartbeats go on.
+
+    Tick        a policy without progress is removed; a mesh whose members all wait for one another connects anew
+    PeersLost   the mesh connects anew; a member that others cannot connect to is removed
+
+Of two members that accuse each other the newer one is removed: it may not have the current weights yet. A mesh that
+has connected anew several times without a commit also continues without its newest member, so that it cannot go on
+forever.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+
+from cosmos_rl_core.control import protocol as p
+from cosmos_rl_core.control.ledger import events, liveness
+from cosmos_rl_core.control.ledger.membership import Accusations, MemberState
+from cosmos_rl_core.control.ledger.state import LedgerState
+from cosmos_rl_core.control.ledger.stepping import is_of_mesh
+
+DECISION_S = 1.0
+"""Seconds from the first accusation of an epoch to the decision: others may be accused by more members."""
+OWN_REPORT_S = 3.0
+"""Seconds that members have, beyond `peer_s`, to report by themselves that they cannot reach one another."""
+MAX_RECONNECTIONS = 3
+"""Connections of the same mesh without a commit between."""
+
+
+def peers_lost(ledger: LedgerState, replica: str, message: p.PeersLost) -> None:
+    """Continue without those that the controller has lost too; otherwise connect the mesh anew, or note whom a member
+    cannot reach, about whom `tick` decides."""
+    if not is_of_mesh(ledger, replica, message.epoch):
+        return
+    closed = [name for name in ledger.members.mesh if ledger.sessions.by_name[name].is_closed]
+    for name in closed:  # both its connections are lost
+        liveness.lose(ledger, name, reason=f"{name} is gone: {message.reason}")
+    if closed:
+        return
+    if not message.suspects:
+        return _reconnect(ledger)
+    accusations = _accusations(ledger) or Accusations(message.epoch, since=ledger.now)
+    accusations.by[replica] = message.suspects
+    ledger.sessions.accusations = accusations
+
+
+def tick(ledger: LedgerState, event: events.Tick) -> None:
+    """The rules of time for all members, then those for policies that hang."""
+    liveness.tick(ledger, event)
+    limit_s = ledger.config.stall_s
+    for name in [name for name in ledger.members.policies if _is_stalled(ledger, name)]:
+        _remove(ledger, name, reason=f"{name} is removed from the run: it made no progress for {limit_s:g} s")
+    if (accusations := _accusations(ledger)) is not None:
+        if ledger.now - accusations.since >= DECISION_S:
+            _judge(ledger, accusations)
+    elif _waits_for_itself(ledger):
+        _reconnect(ledger)
+
+
+def _is_stalled(ledger: LedgerState, policy: str) -> bool:
+    session = ledger.sessions.by_name.get(policy)
+    if session is None or ledger.members.by_name[policy].state is not MemberState.READY or session.waits_for_peers:
+        return False
+    return ledger.now - session.progressed_at >= ledger.config.stall_s
+
+
+def _waits_for_itself(ledger: LedgerState) -> bool:
+    """Whether every member of the mesh waits for others of it, and has for too long."""
+    mesh = [ledger.sessions.by_name.get(name) for name in ledger.members.mesh]
+    waiting = [session for session in mesh if session is not None and session.waits_for_peers]
+    if len(mesh) < 2 or len(waiting) < len(mesh):
+        return False
+    return ledger.now - max(session.progressed_at for session in waiting) >= ledger.config.peer_s + OWN_REPORT_S
+
+
+def _accusations(ledger: LedgerState) -> Accusations | None:
+    """Return the accusations of the present epoch."""
+    found = ledger.sessions.accusations
+    return found if found is not None and found.epoch == ledger.members.epoch else None
+
+
+def _judge(ledger: LedgerState, accusations: Accusations) -> None:
+    """Remove the member that most others cannot reach, of several the newest."""
+    mesh = ledger.members.mesh
+    number = Counter(name for suspects in accusations.by.values() for name in set(suspects) if name in mesh)
+    if not number:
+        return _reconnect(ledger)
+    removed = max(mesh, key=lambda name: (number[name], mesh.index(name)))
+    accusers = ", ".join(sorted(name for name, suspects in accusations.by.items() if removed in suspects))
+    _remove(ledger, removed, reason=f"{removed} is removed from the run: {accusers} cannot reach it")
+
+
+def _reconnect(ledger: LedgerState) -> None:
+    """Begin a new epoch of the same mesh, whose members connect anew."""
+    ledger.sessions.reconnections += 1
+    if ledger.sessions.reconnections > MAX_RECONNECTIONS and len(ledger.members.mesh) > 1:
+        newest = ledger.members.mesh[-1]
+        return _remove(ledger, newest, reason=f"{newest} is removed from the run: no step with the others succeeds")
+    liveness.remesh(ledger, ledger.members.mesh)
+    liveness.form_mesh(ledger)
+
+
+def _remove(ledger: LedgerState, policy: str, *, reason: str) -> None:
+    """Remove a policy that is alive, and send it the reason."""
+    ledger.sessions.reconnections = 0
+    ledger.send(policy, p.Reject(ledger.members.by_name[policy].incarnation, reason, fenced=True))
+    liveness.lose(ledger, policy, reason=reason)
+
+
+RULES: Mapping[type, Callable[..., None]] = {events.Tick: tick, p.PeersLost: peers_lost}

@@ -1,0 +1,137 @@
+"""One of two policies dies at a named point, hangs, or is cut off from the other: the run goes on, and nothing is
+trained twice."""
+
+import os
+import re
+import signal
+import time
+from pathlib import Path
+
+import faults
+import pytest
+
+from cosmos_rl_core.checkpoint.manifest import read_state
+
+pytestmark = pytest.mark.ci
+
+PROMPTS, LIMIT_S, PEER_S = 6, 10.0, 3.0
+POINTS = (
+    ("in the forward pass", "policy-1"),
+    ("in the reduce", "policy-1"),
+    ("before the vote", faults.LEADER),
+    ("after the vote", "policy-1"),
+    ("after the commit", faults.LEADER),
+    ("between updates", "policy-1"),
+    ("while it saves", faults.LEADER),
+    ("while it serves weights", faults.LEADER),
+)
+WHILE_HEALING = (("while it is healed", "policy-1"),)
+
+
+@pytest.fixture
+def two_policies(tmp_path, bandit, write_recipe, start, rows_of, wait_for, monkeypatch):
+    """Start a run of two policies with faults; return it, its directory, and a wait for both policies to be there."""
+    run_dir = tmp_path / "run"
+    monkeypatch.setenv("PYTHONPATH", str(Path(faults.__file__).parent))
+    monkeypatch.setenv("FAULTS_OF", str(run_dir))
+
+    def begin(steps):
+        tables = bandit(
+            run_dir,
+            run__domain="faults:DOMAIN",
+            run__max_steps=steps,
+            policy__prompts_per_step=PROMPTS,
+            policy__replicas=2,
+            policy__minibatches=2,
+            sync__max_staleness=0,
+            checkpoint__every_steps=3,
+            rollout__options={"delay_s": 0.02},
+            elastic={"restart_workers": 30, "stall_s": LIMIT_S, "peer_s": PEER_S},
+            logging__sinks=["console", "jsonl"],
+        )
+        return start("run", write_recipe(tmp_path / "run.toml", tables)), run_dir
+
+    def both_train(process):
+        done = len(rows_of(run_dir / "metrics.jsonl"))
+
+        def both():
+            assert process.poll() is None, process.communicate()
+            return any(row["members"] == 3 for row in rows_of(run_dir / "metrics.jsonl")[done:])
+
+        wait_for(both, "both policies")
+
+    return begin, both_train
+
+
+@pytest.fixture
+def trained_once(rows_of):
+    """Check that every sample was trained exactly once, in the order of a run that nobody disturbed."""
+
+    def check(run_dir, steps):
+        assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(steps))
+        for step in range(steps):
+            rows = rows_of(run_dir / "rollouts" / f"step_{step:06d}.jsonl")
+            assert {row["sample"] for row in rows} == set(range(step * PROMPTS, (step + 1) * PROMPTS))
+        assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
+
+    return check
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    "points", [POINTS[2:4], pytest.param(POINTS + WHILE_HEALING, marks=pytest.mark.slow)], ids=["two", "all"]
+)
+def test_a_policy_that_dies_at_a_named_point_leaves_no_trace(
+    two_policies, trained_once, wait_for, rows_of, pid_of, points
+):
+    begin, both_train = two_policies
+    process, run_dir = begin(10_000)
+    for point, victim in points:
+        both_train(process)
+        faults.arm(run_dir, point, victim)
+        if (point, victim) in WHILE_HEALING:
+            os.kill(pid_of(run_dir, "policy-1"), signal.SIGKILL)  # what starts again is healed by the other one
+        wait_for(lambda: faults.fired(run_dir), point)
+        before, died = len(rows_of(run_dir / "metrics.jsonl")), time.monotonic()
+        wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before, "the next step")  # noqa: B023
+        print(f"{point}: metrics of the next step {time.monotonic() - died:.2f} s later")
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=240)
+    assert process.returncode == 130, errors
+    trained_once(run_dir, len(rows_of(run_dir / "metrics.jsonl")))
+
+
+def test_a_policy_that_hangs_with_heartbeats_is_removed_and_ends(two_policies, trained_once, wait_for, rows_of):
+    begin, both_train = two_policies
+    process, run_dir = begin(60)
+    both_train(process)
+    faults.arm(run_dir, faults.HANG, faults.LEADER)
+    wait_for(lambda: faults.fired(run_dir), "the hang")
+    before, hung = len(rows_of(run_dir / "metrics.jsonl")), time.monotonic()
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before, "a step without it")
+    waited_s = time.monotonic() - hung
+    print(f"the next step came {waited_s:.2f} s after the hang, the limit is {LIMIT_S:g} s")
+    assert waited_s < LIMIT_S + 5.0
+    both_train(process)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    said = " ".join(output.split())
+    assert re.search(r"policy-\d is removed from the run: it made no progress for 10 s", said)
+    assert re.search(r"policy-\d died \(exit code 1\); starting it again", said)
+    trained_once(run_dir, 60)
+
+
+def test_two_policies_that_are_cut_off_go_on_without_the_newer_one(two_policies, trained_once, wait_for, rows_of):
+    begin, both_train = two_policies
+    process, run_dir = begin(80)
+    both_train(process)
+    faults.cut(run_dir)
+    before, since = len(rows_of(run_dir / "metrics.jsonl")), time.monotonic()
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > before + 2, "steps of one alone")
+    print(f"the next steps came {time.monotonic() - since:.2f} s after the cut")
+    faults.mend(run_dir)
+    both_train(process)
+    output, errors = process.communicate(timeout=240)
+    assert process.returncode == 0, errors
+    assert re.search(r"policy-(\d) is removed from the run: policy-(?!\1)\d cannot reach it", " ".join(output.split()))
+    trained_once(run_dir, 80)
