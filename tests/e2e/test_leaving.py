@@ -121,7 +121,8 @@ def test_a_second_signal_ends_a_worker_at_once(controller, start, wait_for, rows
     process, run_dir, (policy, rollout) = controller(run__max_steps=10_000, rollout__options={"delay_s": 60.0})
     worker = start(*rollout, "--name", "slow")
     start(*policy)
-    wait_for(lambda: "leased to slow" in (run_dir / "status.json").read_text(), "the first lease")
+    status = run_dir / "status.json"
+    wait_for(lambda: status.exists() and "leased to slow" in status.read_text(), "the first lease")
     worker.send_signal(signal.SIGTERM)
     with pytest.raises(subprocess.TimeoutExpired):
         worker.wait(2.0)

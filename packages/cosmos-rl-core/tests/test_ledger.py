@@ -725,6 +725,29 @@ def test_one_policy_continues_after_the_loss_of_all():
     assert p.ledger.members.mesh == ("policy-1",)
 
 
+def test_a_newcomer_that_may_lack_the_weights_does_not_continue_alone():
+    p = play()
+    p.train(steps=2)
+    p.join("policy-1")
+    assert p.ledger.members.mesh == ("policy-0", "policy-1")
+    assert p.on(events.Gone("policy-0", p.incarnations["policy-0"])) == [events.PoliciesLost(0)]
+    assert p.ledger.members.mesh == ()
+
+
+def test_a_newcomer_has_the_weights_after_a_commit():
+    p = play()
+    p.train(steps=2)
+    p.join("policy-1")
+    for lease in granted(p.ask("rollout-0", version=2)):
+        p.deliver("rollout-0", lease.sample, version=2)
+    for act in (p.batch, p.vote):
+        for name in ("policy-0", "policy-1"):
+            act(name, step=2)
+    assert p.ledger.version == 3
+    p.on(events.Gone("policy-0", p.incarnations["policy-0"]))
+    assert p.ledger.members.mesh == ("policy-1",)
+
+
 def test_a_rollback_without_payloads_generates_again():
     p = play()
     p.train(steps=1)

@@ -151,14 +151,15 @@ def lose(ledger: LedgerState, replica: str, *, reason: str, in_good_order: bool 
 def form_mesh(ledger: LedgerState) -> None:
     """Form the mesh of all ready policy replicas; called after changes of members or of the step.
 
-    A loss changes the mesh at once. New members join after the step; the first mesh of a run waits for
-    `policy_members`, the one after the loss of all for one.
+    A loss changes the mesh at once; without a member that has the weights it is the loss of all. New members join
+    after the step. The first mesh of a run waits for `policy_members`, the one after the loss of all for one.
     """
     members = ledger.members
     ready = members.ready_policies()
     survivors = tuple(name for name in members.mesh if name in ready)
     if survivors != members.mesh:
-        remesh(ledger, survivors)
+        has_weights = any(members.by_name[name].has_weights for name in survivors)
+        remesh(ledger, survivors if has_weights else ())
     elif not members.mesh:
         if not ledger.is_orphaned and len(ready) >= ledger.mesh_size:
             remesh(ledger, ready)

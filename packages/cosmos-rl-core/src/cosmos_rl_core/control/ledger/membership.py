@@ -35,6 +35,8 @@ class Member(msgspec.Struct, array_like=True):
     state: MemberState = MemberState.JOINING
     was_ready: bool = False
     """Whether this incarnation was ever READY: the state to which a suspect returns."""
+    has_weights: bool = False
+    """Policy: whether it certainly has the current weights: it was in the first mesh, or in the mesh at a commit."""
 
     @property
     def is_live(self) -> bool:
@@ -102,6 +104,11 @@ class Members:
         member = self.by_name[replica] = Member(role, incarnation)
         if role == "policy":
             self.policies[replica] = member
+
+    def have_weights(self) -> None:
+        """All members of the mesh have the current weights."""
+        for name in self.mesh:
+            self.by_name[name].has_weights = True
 
     def move(self, replica: str, state: MemberState) -> None:
         member = self.by_name[replica]

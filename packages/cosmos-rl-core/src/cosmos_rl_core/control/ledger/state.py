@@ -237,7 +237,10 @@ def _resumed(ledger: LedgerState, record: records.Resumed) -> None:
 
 
 def _meshed(ledger: LedgerState, record: records.Meshed) -> None:
+    is_first = not ledger.members.mesh
     ledger.members.epoch, ledger.members.mesh = record.epoch, record.members
+    if is_first:  # all have loaded the same checkpoint
+        ledger.members.have_weights()
     ledger.is_orphaned = not record.members
     ledger.votes = ()
     if ledger.assignment is not None:
@@ -301,6 +304,7 @@ def _voted(ledger: LedgerState, record: records.Voted) -> None:
 def _commit(ledger: LedgerState, record: records.Commit) -> None:
     assert ledger.assignment is not None and ledger.assignment.step == record.step == ledger.version
     ledger.samples.commit(record.step, ledger.assignment.samples)
+    ledger.members.have_weights()
     ledger.version += 1
     ledger.assignment, ledger.votes = None, ()
     ledger.losses_in_a_row = 0
