@@ -21,11 +21,15 @@ EXTRA_FILES = {
     "cosmos-rl-wfm": {"cosmos_rl_wfm/recipe.toml"},
 }
 ENTRY_POINTS = {
-    "cosmos-rl-core": {"console_scripts": {"cosmos-rl"}, "cosmos_rl.rewards": {"remote"}},
+    "cosmos-rl-core": {
+        "console_scripts": {"cosmos-rl"},
+        "cosmos_rl.launchers": {"slurm"},
+        "cosmos_rl.rewards": {"remote"},
+    },
     "cosmos-rl-llm": {"cosmos_rl.domains": {"llm"}, "vllm.general_plugins": {"cosmos_rl"}},
     "cosmos-rl-transfer": {
         "cosmos_rl.weight_sync": {"transfer"},
-        "cosmos_rl.transports": {"shm", "tcp", "nixl", "collective", "cuda_ipc"},
+        "cosmos_rl.transports": {"shm", "tcp", "nixl", "nixl_vram", "collective", "cuda_ipc"},
     },
     "cosmos-rl-vla": {
         "cosmos_rl.domains": {"vla"},
