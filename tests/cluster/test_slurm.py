@@ -1,6 +1,9 @@
 """`cosmos-rl launch --on slurm` on a real Slurm of three nodes: a whole run, lost nodes, preemption, time limits."""
 
+import json
+import os
 import re
+import signal
 
 import pytest
 
@@ -65,6 +68,19 @@ def test_with_gang_two_policies_and_a_rollout_are_steps_of_one_job_on_three_node
     assert re.findall(r"^(\S+): job \d+$", out, re.MULTILINE) == ["run"]
     wait_for(lambda: not jobs(), "the end of the job", timeout_s=300)
     must_have_trained_each_sample_once(run_dir, rows_of, steps=STEPS)
+
+
+def test_a_killed_controller_is_started_again_and_its_workers_stay(slurm, launched, jobs, wait_for, rows_of):
+    run_dir, _ = launched(**slow())
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    os.kill(json.loads((run_dir / "controller.json").read_text())["pid"], signal.SIGKILL)
+    generation = lambda: json.loads((run_dir / "controller.json").read_text())["generation"]  # noqa: E731
+    wait_for(lambda: generation() == 1, "the next controller")
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps")
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=steps)
+    (log,) = (run_dir / "launch").glob("*.rollout-0-*.log")
+    assert log.read_text() == ""  # it was not started again
 
 
 def test_rollouts_are_scaled_as_jobs(slurm, launched, jobs, wait_for, rows_of):

@@ -58,7 +58,7 @@ def cluster(slurm):
 
     def make(*overrides, program="exit 0"):
         (slurm / "run.toml").write_text(RECIPE.format(directory=slurm))
-        (slurm / "cosmos-rl").write_text(f'#!/bin/bash\necho "$1" >> {slurm}/calls\n{program}\n')
+        (slurm / "cosmos-rl").write_text(f'#!/bin/bash\necho "$@" >> {slurm}/calls\n{program}\n')
         (slurm / "cosmos-rl").chmod(0o755)
         Launched(platform="slurm", file=str(slurm / "run.toml"), overrides=overrides).write(slurm / "run")
         (slurm / "run" / "launch" / "rollouts").write_text("")
@@ -127,7 +127,7 @@ def test_a_later_job_of_the_run_submits_the_rollouts_that_have_ended(cluster, sl
 def test_the_job_ends_with_the_controller(cluster, slurm):
     job = run_in_bash(run_script(cluster()), slurm)
     assert job.wait(60) == 0
-    assert sorted(calls(slurm)) == ["controller", "module", "worker"]
+    assert sorted(call.split()[0] for call in calls(slurm)) == ["controller", "module", "worker"]
 
 
 @pytest.mark.parametrize(("code", "starts"), [(1, 1), (2, 1), (137, 4)])
@@ -135,7 +135,9 @@ def test_a_controller_is_started_again_after_a_crash_alone(cluster, slurm, code,
     program = f'[ "$1" = worker ] || exit {code}'
     job = run_in_bash(run_script(cluster(program=program)).replace("sleep 1", "true"), slurm)
     assert job.wait(60) == code
-    assert len(calls(slurm, "controller")) == starts  # restart_workers = 3
+    commands = calls(slurm, "controller")
+    assert len(commands) == starts  # restart_workers = 3
+    assert [command.endswith("--resume auto") for command in commands] == [True] + [False] * (starts - 1)
 
 
 @pytest.mark.parametrize(("code", "only"), [(0, "--state=PENDING "), (2, "")])

@@ -115,7 +115,7 @@ class ClusterRun:
     def controller_arguments(self) -> list[str]:
         """Return the arguments of `cosmos-rl` for the controller."""
         listens = [] if "bind" in self.config.run.model_fields_set else ["run.bind=0.0.0.0"]
-        return ["controller", str(self.file), *self.overrides, *listens, "--resume", "auto"]
+        return ["controller", str(self.file), *self.overrides, *listens]
 
     def worker_arguments(self, replica: Replica) -> list[str]:
         """Return the arguments of `cosmos-rl` for each machine of a replica, without those of the machine itself."""

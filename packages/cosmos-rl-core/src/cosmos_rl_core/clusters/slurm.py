@@ -111,6 +111,7 @@ def run_script(run: ClusterRun) -> str:
             *_functions(run, "run.sbatch"),
             *_ROLLOUTS.format(**_names(run)).splitlines(),
             *steps,
+            "first='--resume auto'  # after a crash it takes over from itself instead",
             "# The controller runs on the first machine. It is started again unless it ends with 0, 1, 2 or 130.",
             f'main "0 1 2 130" --nodes=1 --ntasks=1 --relative=0 {_MAIN} {controller}',
             "",
@@ -128,7 +129,7 @@ def rollout_script(run: ClusterRun, replica: Replica) -> str:
         [
             *_head(run, machines=1, gpus=replica.gpus, partition=slurm.rollout_partition or slurm.partition),
             *_functions(run, "rollout.sbatch"),
-            "ended() { :; }",
+            "first= ; ended() { :; }",
             f'main "0 2" {step}',
             "",
         ]
@@ -201,10 +202,11 @@ keep() {{
   done
 }}
 
-# Runs the step that the job ends with, and starts it again unless it ends with one of the codes in $1.
+# Runs the step that the job ends with, and starts it again unless it ends with one of the codes in $1. The first start
+# has the arguments of $first too.
 main() {{
   local last="$1" left={restarts} code; shift
-  "${{step[@]}}" "$@" & process=$!
+  "${{step[@]}}" "$@" $first & process=$!
   while true; do
     wait $process; code=$?
     if kill -0 $process 2>/dev/null; then continue; fi  # a signal has ended the wait
