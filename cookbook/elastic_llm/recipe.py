@@ -32,8 +32,8 @@ class Show:
         self._logs = directory / "terminals"
         self._logs.mkdir(exist_ok=True)
         self._begun = time.monotonic()
-        arguments = ("controller", HERE / "run.toml", f"run.output_dir={self.run_dir}", *overrides, "--overwrite")
-        self.controller = self.start("controller", *arguments)
+        self._command = ("controller", HERE / "run.toml", f"run.output_dir={self.run_dir}", *overrides)
+        self.controller = self.start("controller", *self._command, "--overwrite")
 
     def say(self, text: str) -> None:
         print(f"{time.monotonic() - self._begun:6.1f} s  step {self.steps():2}  {text}", flush=True)
@@ -51,6 +51,16 @@ class Show:
         self.workers[name].kill()
         self.wait(lambda: self.steps() > before + 1)  # the step in work may have been committed already
         self.say(f"{name} was killed; two steps were done within {time.monotonic() - killed:.1f} s")
+
+    def kill_controller(self) -> None:
+        before, killed = self.steps(), time.monotonic()
+        self.controller.kill()
+        self.controller.wait()
+        self.controller = self.start("controller-again", *self._command)
+        self.wait(lambda: self.steps() > before + 1)
+        self.say(
+            f"the controller was killed and started again; two steps were done within {time.monotonic() - killed:.1f} s"
+        )
 
     def scale(self, *wanted: str) -> None:
         done = subprocess.run([COMMAND, "scale", self.run_dir, *wanted], check=True, capture_output=True, text=True)
@@ -117,6 +127,7 @@ def play(show: Show) -> None:
     show.join("policy", "policy-c")
     show.wait(lambda: "policy-c" in show.ready())
     show.say("policy-c is ready, with the state of policy-b")
+    show.kill_controller()
     show.kill("policy-b")
     show.kill("rollout-a")
     show.join("rollout", "rollout-c")
