@@ -79,6 +79,7 @@ def test_llm_quickstart_shortened(tmp_path):
 def test_elastic_llm(tmp_path):
     printed = python("elastic_llm/recipe.py", "--dir", tmp_path, "policy.prompts_per_step=8")
     assert printed.count("was killed; two steps were done within") == 3
+    assert "the controller was killed and started again; two steps were done within" in printed
     assert "ready: 1 policy, 1 rollout" in printed
     found = re.search(r"(\d+) steps, of (\d+) samples; (\d+) different ones", printed)
     assert found, printed
