@@ -103,7 +103,7 @@ def test_noise_is_executed_but_not_imitated(tmp_path):
             {"simulator": "vla_faulty:Faulty"},
             r"has no expert: it needs expert_action\(\) and privileged",
         ),
-        ({"options": {"max_steps": 2}}, r"the expert failed in \d+ of 15 episodes of 'red': give it more time"),
+        ({"options": {"max_steps": 2}}, r"the expert failed in \d+ of 15 episodes of '\w+': give it more time"),
         ({"manner": Manner(speed=(1, 1, 1))}, r"3 speeds for 2 dimensions of an action"),
     ],
 )
