@@ -27,7 +27,7 @@ END_S = 30.0
 
 
 class Lines:
-    """Reads the JSON lines that are appended to a file."""
+    """Follows a file to which another process appends lines of JSON."""
 
     def __init__(self, path: Path) -> None:
         self._path, self._at = path, 0

@@ -61,10 +61,8 @@ def test_what_is_not_finished_within_leave_s_is_generated_by_others(controller, 
     assert set().union(*samples_by_step(run_dir, rows_of, 8)) == set(range(8 * PROMPTS))
 
 
-def test_a_policy_that_leaves_saves_and_another_one_continues(controller, start, wait_for, rows_of, finished):
-    process, run_dir, (policy, rollout) = controller(run__max_steps=STEPS, rollout__options={"delay_s": 0.05})
-    first, other = start(*policy), start(*rollout)
-    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
+def leave_and_continue(process, run_dir, policy, start, rows_of, finished, *, first):
+    """Send SIGTERM to a policy, which saves and leaves; another one does the remaining steps, and none again."""
     first.send_signal(signal.SIGTERM)
     finished(first)
     left_at = steps_done(run_dir, rows_of)
@@ -73,9 +71,16 @@ def test_a_policy_that_leaves_saves_and_another_one_continues(controller, start,
     second = start(*policy)
     out, _ = finished(process)
     finished(second)
-    finished(other)
     assert "policy-0 has left" in out
     assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS)), "a step was done again"
+
+
+def test_a_policy_that_leaves_saves_and_another_one_continues(controller, start, wait_for, rows_of, finished):
+    process, run_dir, (policy, rollout) = controller(run__max_steps=STEPS, rollout__options={"delay_s": 0.05})
+    first, other = start(*policy), start(*rollout)
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
+    leave_and_continue(process, run_dir, policy, start, rows_of, finished, first=first)
+    finished(other)
     assert [len(set(samples)) for samples in samples_by_step(run_dir, rows_of)] == [PROMPTS] * STEPS
     assert len(set().union(*samples_by_step(run_dir, rows_of))) == STEPS * PROMPTS
 
@@ -104,17 +109,8 @@ def test_a_policy_of_two_ranks_saves_and_leaves_together(controller, start, wait
     wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
     first.send_signal(signal.SIGUSR1)
     wait_for(lambda: list_steps(run_dir / "checkpoints"), "the checkpoint that SIGUSR1 asks for")
-    first.send_signal(signal.SIGTERM)
-    finished(first)
-    left_at = steps_done(run_dir, rows_of)
-    assert 3 <= left_at < STEPS
-    assert read_state(run_dir / "checkpoints" / f"step_{left_at}").step == left_at
-    second = start(*policy)
-    out, _ = finished(process)
-    finished(second)
+    leave_and_continue(process, run_dir, policy, start, rows_of, finished, first=first)
     finished(other)
-    assert "policy-0 has left" in out
-    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS)), "a step was done again"
 
 
 def test_a_second_signal_ends_a_worker_at_once(controller, start, wait_for, rows_of, finished):

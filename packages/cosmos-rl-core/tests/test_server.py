@@ -167,18 +167,24 @@ async def test_prompts_go_out_and_their_groups_come_back_as_a_batch(tmp_path):
         assert (committed.step, committed.next_sample, committed.unfinished) == (0, 2, ())
 
 
+async def two_policies_and_a_rollout(controller):
+    """Policies that have requested the first batch, and a rollout worker that has requested leases."""
+    policies = [Worker(controller, "policy", f"policy-{place}") for place in range(2)]
+    rollout = Worker(controller, "rollout", "rollout-0")
+    for worker in (*policies, rollout):
+        await worker.hears(p.Welcome)
+        worker.says(p.Ready(address="here"))
+    for policy in policies:
+        policy.says(p.RequestBatch(step=0, epoch=(await policy.hears(p.Remesh)).epoch))
+    rollout.says(p.RequestLeases(version=0, capacity=8))
+    return policies, rollout
+
+
 @in_a_loop
 async def test_each_of_several_policies_gets_the_groups_of_its_part_alone(tmp_path):
     ledger = Ledger(LedgerConfig(groups_per_step=5, max_steps=2, policy_members=2))
     async with running(tmp_path, ledger=ledger) as (controller, _):
-        policies = [Worker(controller, "policy", f"policy-{place}") for place in range(2)]
-        rollout = Worker(controller, "rollout", "rollout-0")
-        for worker in (*policies, rollout):
-            await worker.hears(p.Welcome)
-            worker.says(p.Ready(address="here"))
-        for policy in policies:
-            policy.says(p.RequestBatch(step=0, epoch=(await policy.hears(p.Remesh)).epoch))
-        rollout.says(p.RequestLeases(version=0, capacity=8))
+        policies, rollout = await two_policies_and_a_rollout(controller)
         granted = await rollout.hears(p.Grant)
         terms = {prompt.sample: prompt.sample + 1 for prompt in granted.prompts}
         for prompt in granted.prompts:
@@ -196,14 +202,7 @@ async def test_each_of_several_policies_gets_the_groups_of_its_part_alone(tmp_pa
 async def test_more_policies_than_groups_get_all_of_them(tmp_path):
     ledger = Ledger(LedgerConfig(groups_per_step=1, max_steps=2, policy_members=2))
     async with running(tmp_path, ledger=ledger) as (controller, _):
-        policies = [Worker(controller, "policy", f"policy-{place}") for place in range(2)]
-        rollout = Worker(controller, "rollout", "rollout-0")
-        for worker in (*policies, rollout):
-            await worker.hears(p.Welcome)
-            worker.says(p.Ready(address="here"))
-        for policy in policies:
-            policy.says(p.RequestBatch(step=0, epoch=(await policy.hears(p.Remesh)).epoch))
-        rollout.says(p.RequestLeases(version=0, capacity=8))
+        policies, rollout = await two_policies_and_a_rollout(controller)
         rollout.says(delivery((await rollout.hears(p.Grant)).prompts[0], b"group"))
         for policy in policies:
             batch = await policy.hears(p.Batch)

@@ -1,4 +1,4 @@
-"""The tiny domain, whose workers kill themselves at a named point: DIE_AT = "policy-1 reduce 6 /tmp/.../died".
+"""The tiny domain, whose workers kill themselves at a named point: DIE_AT = "policy-1 reduce 6 DIR/died".
 
 The process of that name dies at that point of that step, or the first time after it, once: it creates the file first,
 so that its successor lives. All hooks are set in the workers, as they build their policy or their engine; the product

@@ -150,10 +150,6 @@ class Launcher(Protocol):
         """Submit or stop rollout replicas until there are `count`; return a line for each change."""
         ...
 
-    def stop(self, run: ClusterRun) -> list[str]:
-        """Stop all jobs of the run: the policy saves, rollouts hand their prompts back."""
-        ...
-
 
 def find_launcher(platform: str) -> Launcher:
     """Return the launcher of a platform: an installed one, or "module:attribute". Raises UserError."""

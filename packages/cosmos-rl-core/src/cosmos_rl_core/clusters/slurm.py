@@ -79,13 +79,6 @@ class Slurm:
         self._keep(run, sorted(taken.difference(there[count:]), key=_number))
         return lines
 
-    def stop(self, run: ClusterRun) -> list[str]:
-        """Cancel all jobs of the run."""
-        alive = self.alive(run)
-        for name in alive:
-            _call("scancel", f"--name={run.label}.{name}")
-        return [f"{name}: cancelled" for name in alive]
-
     def _keep(self, run: ClusterRun, names: Sequence[str]) -> None:
         """Write the names of the rollouts, for a later job of the run."""
         (run.directory / FOLDER / "rollouts").write_text("".join(f"{name}\n" for name in names))
@@ -262,7 +255,7 @@ def _number(name: str) -> int:
 
 
 def _call(*command: str) -> str:
-    """Return the output of a command of Slurm. Raises UserError with its message."""
+    """Run a command of Slurm and return its output. Raises UserError with the command's error message."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_TIMEOUT_S, check=False)
     except FileNotFoundError as error:

@@ -44,7 +44,7 @@ class Takeover:
         return version + (_newest(self.directory / "monitor.jsonl") >= version)
 
     def predecessor(self, ledger: Ledger) -> Predecessor:
-        """Return the newest step and evaluation of the run of a replayed ledger, from its files."""
+        """Return the newest step and evaluation in the run's files. ledger: replayed from the run's journal."""
         evaluated = self.evaluated_from(ledger.version) - 1
         return Predecessor(
             generation=self.generation, step=_newest(self.directory / "metrics.jsonl"), evaluated=evaluated
@@ -52,7 +52,7 @@ class Takeover:
 
 
 def take_over(directory: Path, resolved: str) -> Takeover:
-    """Claim the run of a dead controller. Raises UserError if it lives, or had another recipe."""
+    """Claim the run of a dead controller. Raises UserError if that controller is alive, or ran another recipe."""
     contact = read_controller_file(directory)
     if run_to_end(_answers(contact.address, directory)):
         raise UserError(

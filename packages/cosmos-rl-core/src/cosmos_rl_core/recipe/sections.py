@@ -305,7 +305,7 @@ class AutoscaleSection(Strict):
     """If the policy is idle for more than this fraction of each step and rollout workers are not, one is added; if
     rollout workers are and the policy is not, the youngest leaves."""
     steps: int = Field(default=3, ge=1)
-    """Number of steps in a row for which that must hold."""
+    """Consecutive steps with such idle fractions after which the number changes."""
     cooldown_steps: int = Field(default=5, ge=0)
     """Steps after a change, once it is complete, that count neither for nor against the next one."""
 

@@ -93,7 +93,7 @@ async def connect_to(worker: WorkerAddress, *, leaving: asyncio.Event) -> Lastin
 
 
 def _listen_for_signals(context: WorkerContext) -> None:
-    """Leave after SIGTERM, at once after a second one; save a checkpoint after SIGUSR1."""
+    """On SIGTERM leave after the work in hand, on a second SIGTERM at once; on SIGUSR1 save a checkpoint."""
 
     def leave() -> None:
         if context.leaving.is_set():
@@ -205,7 +205,7 @@ async def run_role(role: str, context: WorkerContext, connection: LastingConnect
 
 
 def _end_removed(context: WorkerContext, reason: str) -> None:
-    """End this process, which may hang in its work. Its launcher may start it again."""
+    """End this process at once: the run has removed it, and it may hang in a collective."""
     if context.shares_process:
         return  # it ends with its connection
     print(f"{context.name}: {reason}", file=sys.stderr, flush=True)  # noqa: T201  a worker's stderr is its log

@@ -14,6 +14,8 @@ from ledger_simulation.controller import FakeController
 from ledger_simulation.options import Options, Report
 from ledger_simulation.replicas import FakePolicy, FakeReplica, FakeRollout
 
+CALM_DELAY_S = 0.005
+
 
 class World:
     """Runs until all steps are committed for good."""
@@ -94,7 +96,7 @@ class World:
     def _arrivals(self) -> list[float]:
         options, random = self.options, self.random
         if self.is_calm:
-            return [0.001 + 0.01 * random.random()]
+            return [CALM_DELAY_S]  # in order, as on a connection
         if random.random() < options.drop:
             return []
         times = 2 if random.random() < options.duplicate else 1
