@@ -9,6 +9,7 @@ from cosmos_rl_core.launch.placement import threads
 from cosmos_rl_core.launch.plan import plan
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_config, load_domain
+from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_core.testing.tiny import Tiny
 
 
@@ -18,8 +19,10 @@ class Spread(Tiny):
     def build_engine(self, model, *, data, name, options):
         return options
 
-    def spread_engine(self, name, options, *, tp_size):
-        return {**options, "size": tp_size}
+    def spread_engine(self, name, options, *, tp, pp):
+        if options.get("size", tp) != tp:
+            raise UserError(f"the options have size {options['size']}")
+        return {**options, "size": tp * (pp or 1)}
 
     def gpus_per_engine(self, name, options):
         return options.get("size", 1)
@@ -31,12 +34,13 @@ class Spread(Tiny):
 SPREAD = Spread()
 
 
-def recipe(*, replicas=1, size=1, **run):
+def recipe(*, replicas=1, size=1, parallel=None, **run):
+    options = {} if size is None else {"size": size}
     return load_config({
         "run": {"domain": f"{__name__}:SPREAD", "max_steps": 1, **run},
         "model": {},
         "data": {},
-        "rollout": {"engine": "tiny", "replicas": replicas, "options": {"size": size}},
+        "rollout": {"engine": "tiny", "replicas": replicas, "options": options, "parallel": parallel or {}},
         "reward": {"functions": [{"name": "hits"}]},
         "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
     })  # fmt: skip
@@ -80,6 +84,32 @@ def test_a_rollout_replica_has_the_gpus_that_its_engine_needs():
     assert assign_gpus(config, 4, gpus="01234567").rollouts == [["4", "5"], ["6", "7"]]
 
 
+def test_the_gpus_of_a_replica_by_the_recipe_alone():
+    config = recipe(replicas=2, size=None, parallel={"tp": 2, "pp": 2})
+    assert gpus_per_rollout(config) == 4
+    assert assemble.build_engine(config, SPREAD) == {"size": 4}
+    assert [role.gpus for role in plan(config).roles] == [0, 1, 4]
+    assert assign_gpus(config, 1, gpus="012345678").rollouts == [["1", "2", "3", "4"], ["5", "6", "7", "8"]]
+
+
+def test_another_size_in_the_options_is_an_error_of_the_recipe():
+    with pytest.raises(ConfigError, match=r"\[rollout.parallel\] tp = 4: the options have size 2"):
+        check(recipe(size=2, parallel={"tp": 4}))
+
+
+def test_an_engine_of_one_gpu_refuses_more_by_name():
+    tables = {"run": {"domain": "cosmos_rl_core.testing.tiny:TINY", "max_steps": 1}, "model": {}, "data": {}}
+    rest = {
+        "reward": {"functions": [{"name": "hits"}]},
+        "sync": {"backend": "cosmos_rl_core.testing.file_sync:FileSync"},
+    }
+    config = load_config({**tables, **rest, "rollout": {"engine": "tiny", "parallel": {"tp": 2, "pp": 3}}})
+    with pytest.raises(ConfigError, match=r"tp = 2 and pp = 3: the engine 'tiny' of the tiny domain runs on one GPU"):
+        check(config)
+    one = load_config({**tables, **rest, "rollout": {"engine": "tiny", "parallel": {"tp": 1}}})
+    assert gpus_per_rollout(one) == 1
+
+
 def test_the_cores_are_divided_by_the_engines_processes():
     one, two = (threads(recipe(size=size))[1] for size in (1, 2))
     assert two == max(1, one // 2)
@@ -111,7 +141,9 @@ def test_two_ranks_never_share_a_gpu():
 
 
 def test_an_engine_never_has_one_gpu_twice():
-    with pytest.raises(UserError, match=r"a rollout replica needs 4 GPUs .* but 3 are visible .*tensor_parallel_size"):
+    with pytest.raises(
+        UserError, match=r"a rollout replica needs 4 GPUs, all of one machine, but 3 are visible .*rollout.parallel"
+    ):
         assign_gpus(recipe(size=4, share_gpus=True), 1, gpus="012")
 
 

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.settings.base import ConfigError
 from cosmos_rl_llm.config import LLMDataConfig
 from cosmos_rl_llm.domain import LLM
 
@@ -29,15 +30,22 @@ def test_columns_are_those_of_the_data_and_no_answer_is_asked_for():
 
 
 def test_vllm_is_spread_over_gpus():
-    assert LLM.spread_engine("vllm", {"max_sequences": 8}, tp_size=4) == {
+    assert LLM.spread_engine("vllm", {"max_sequences": 8}, tp=4, pp=None) == {
         "max_sequences": 8,
         "tensor_parallel_size": 4,
     }
-    with pytest.raises(UserError, match="set --tp-size 2, or remove the key"):
-        LLM.spread_engine("vllm", {"tensor_parallel_size": 2}, tp_size=1)
+    stages = LLM.spread_engine("vllm", {"extra": {"kv_cache_dtype": "fp8"}}, tp=2, pp=3)
+    assert stages["extra"] == {"kv_cache_dtype": "fp8", "pipeline_parallel_size": 3}
+    assert LLM.gpus_per_engine("vllm", stages) == 6
+    with pytest.raises(UserError, match="tensor_parallel_size = 2, which is another size; remove one"):
+        LLM.spread_engine("vllm", {"tensor_parallel_size": 2}, tp=1, pp=None)
+    with pytest.raises(UserError, match=r"extra.pipeline_parallel_size = 2, which is another size"):
+        LLM.spread_engine("vllm", {"extra": {"pipeline_parallel_size": 2}}, tp=None, pp=4)
+    with pytest.raises(ConfigError, match="extra"):
+        LLM.spread_engine("vllm", {"extra": 3}, tp=None, pp=4)
 
 
 def test_the_torch_engine_is_not():
-    assert LLM.spread_engine("torch", {}, tp_size=1) == {}
+    assert LLM.spread_engine("torch", {}, tp=1, pp=None) == {}
     with pytest.raises(UserError, match="runs the model on one GPU; set rollout"):
-        LLM.spread_engine("torch", {}, tp_size=2)
+        LLM.spread_engine("torch", {}, tp=2, pp=None)

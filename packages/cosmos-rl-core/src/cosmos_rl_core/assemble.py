@@ -68,6 +68,7 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
         return
     plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
     look_up_engine(config.rollout.engine, domain)
+    engine_options(config, domain)
 
 
 def look_up_engine(name: str, domain: Domain) -> None:
@@ -144,12 +145,34 @@ def build_engine(config: RunConfig, domain: Domain, *, processes_per_gpu: int = 
     The last two are called as `factory(model, data=data, options=options)`, with the sections [model], [data] and
     [rollout.options]. processes_per_gpu: above 1 where the engine shares its GPUs with other processes of the run.
     """
-    name, options = config.rollout.engine, config.rollout.options
+    name, options = config.rollout.engine, engine_options(config, domain)
     if name in domain.engines:
         if processes_per_gpu > 1 and isinstance(domain, SpreadsEngines):
             options = domain.share_gpu(name, options, processes=processes_per_gpu)
         return domain.build_engine(config.model, data=config.data, name=name, options=options)
     return cast(RolloutEngine, load_engine(name)(config.model, data=config.data, options=options))
+
+
+def engine_options(config: RunConfig, domain: Domain) -> Mapping[str, Any]:
+    """Return [rollout.options] with the sizes of [rollout.parallel].
+
+    Raises UserError for an engine that cannot be spread over GPUs, and if both sections contain different sizes.
+    """
+    rollout, parallel = config.rollout, config.rollout.parallel
+    if parallel.tp is None and parallel.pp is None:
+        return rollout.options
+    where = " and ".join(f"{axis} = {size}" for axis, size in parallel if size is not None)
+    if isinstance(domain, SpreadsEngines) and rollout.engine in domain.engines:
+        try:
+            return domain.spread_engine(rollout.engine, rollout.options, tp=parallel.tp, pp=parallel.pp)
+        except UserError as error:
+            raise UserError(f"[rollout.parallel] {where}: {error}") from error
+    if (parallel.tp or 1) * (parallel.pp or 1) > 1:
+        raise UserError(
+            f"[rollout.parallel] {where}: the engine {rollout.engine!r} of the {domain.name} domain runs on one GPU; "
+            "remove the section"
+        )
+    return rollout.options
 
 
 def load_engine(name: str) -> Callable[..., Any]:

@@ -88,8 +88,13 @@ class SetsEngineDtype(Protocol):
 class SpreadsEngines(Protocol):
     """A domain with engines that can be spread over several GPUs."""
 
-    def spread_engine(self, name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
-        """Return [rollout.options] for an engine over `tp_size` GPUs. Raises UserError if it cannot be spread."""
+    def spread_engine(
+        self, name: str, options: Mapping[str, Any], *, tp: int | None, pp: int | None
+    ) -> Mapping[str, Any]:
+        """Return [rollout.options] for an engine of `pp` stages of `tp` GPUs each; None: as in the options.
+
+        Raises UserError if the engine cannot be spread, or if the options contain other sizes.
+        """
         ...
 
     def gpus_per_engine(self, name: str, options: Mapping[str, Any]) -> int:

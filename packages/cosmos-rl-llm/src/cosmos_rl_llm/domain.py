@@ -98,9 +98,11 @@ class LLMDomain(DomainBase):
         known = ", ".join(self.engines)
         raise UserError(f"[rollout] engine = {name!r}: the llm domain has no such engine; known: {known}")
 
-    def spread_engine(self, name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
-        """vLLM shards matrices over GPUs. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
-        return spread(name, options, tp_size=tp_size)
+    def spread_engine(
+        self, name: str, options: Mapping[str, Any], *, tp: int | None, pp: int | None
+    ) -> Mapping[str, Any]:
+        """vLLM shards matrices and layers over GPUs. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
+        return spread(name, options, tp=tp, pp=pp)
 
     def gpus_per_engine(self, name: str, options: Mapping[str, Any]) -> int:
         """vLLM has one worker process per GPU. Implements `cosmos_rl_core.optional.SpreadsEngines`."""

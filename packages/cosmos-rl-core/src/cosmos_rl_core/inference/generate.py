@@ -32,6 +32,7 @@ from cosmos_rl_core.optional import SpreadsEngines
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import load_domain, tables_of
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.recipe.sections import RolloutParallelSection
 from cosmos_rl_core.types import Sampling
 from cosmos_rl_core.workers.directory import NO_ROOM
 
@@ -201,8 +202,13 @@ def _checked(config: RunConfig, domain: Domain, request: Request) -> RunConfig:
             "eval.temperature=1.0"
         )
     if isinstance(domain, SpreadsEngines) and rollout.engine in domain.engines:
-        options = domain.spread_engine(rollout.engine, rollout.options, tp_size=tp_size)
-        return config.model_copy(update={"rollout": rollout.model_copy(update={"options": dict(options)})})
+        try:
+            written = assemble.engine_options(config, domain)
+            options = domain.spread_engine(rollout.engine, written, tp=tp_size, pp=None)
+        except UserError as error:
+            raise UserError(f"--tp-size {tp_size}: {error}") from error
+        spread = rollout.model_copy(update={"options": dict(options), "parallel": RolloutParallelSection()})
+        return config.model_copy(update={"rollout": spread})
     if tp_size > 1:
         raise UserError(
             f"--tp-size {tp_size}: the engine {rollout.engine!r} of the {domain.name} domain runs on one "

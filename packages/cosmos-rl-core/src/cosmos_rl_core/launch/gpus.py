@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import cycle, islice
 
+from cosmos_rl_core.assemble import engine_options
 from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.optional import SpreadsEngines
@@ -86,11 +87,14 @@ class GpuSupply:
 
 
 def gpus_per_rollout(config: RunConfig) -> int:
-    """Return the number of GPUs of one rollout replica. Raises ConfigError for wrong [rollout.options]."""
+    """Return the number of GPUs of one rollout replica.
+
+    Raises ConfigError for wrong [rollout.options], and UserError as `assemble.engine_options`.
+    """
     domain, name = load_domain(config.run.domain), config.rollout.engine
     if not isinstance(domain, SpreadsEngines) or name not in domain.engines:
         return 1
-    return domain.gpus_per_engine(name, config.rollout.options)
+    return domain.gpus_per_engine(name, engine_options(config, domain))
 
 
 def rollout_gpus(config: RunConfig) -> list[int]:
@@ -137,8 +141,8 @@ def _check_number(policies: Sequence[int], rollouts: Sequence[int], gpus: Sequen
         )
     if rollouts and rollouts[0] > len(gpus):
         raise UserError(
-            f"a rollout replica needs {rollouts[0]} GPUs of this machine, but {here}; lower tensor_parallel_size in "
-            f"[rollout.options], {on_cpu}"
+            f"a rollout replica needs {rollouts[0]} GPUs, all of one machine, but {here}; lower tp or pp in "
+            f"[rollout.parallel], or the sizes in [rollout.options], {on_cpu}"
         )
     if wanted > len(gpus) and not share:
         raise UserError(

@@ -7,6 +7,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cosmos_rl_core.assemble import engine_options
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.optional import CountsMemory, SetsEngineDtype, SpreadsEngines
@@ -139,7 +140,7 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
     sent = shape.adapter_parameters or numbers
     gpus = 1
     if isinstance(domain, SpreadsEngines):
-        gpus = domain.gpus_per_engine(config.rollout.engine, config.rollout.options)
+        gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
     dtype = engine_dtype(config, domain, computed=shape.compute_dtype)
     parts = [Held(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus))]
     if config.sync.staging == "shadow":

@@ -126,6 +126,15 @@ class SpoolSection(Strict):
         return None if directory is None else os.path.abspath(directory)
 
 
+class RolloutParallelSection(Strict):
+    """[rollout.parallel]: sharding of a rollout replica's model over GPUs of one machine."""
+
+    tp: int | None = Field(default=None, ge=1)
+    """GPUs over which each matrix is sharded. Not set: as in the options of the engine, or 1."""
+    pp: int | None = Field(default=None, ge=1)
+    """Stages of layers, each on `tp` GPUs of its own. Not set: as in the options of the engine, or 1."""
+
+
 class RolloutSection(Strict):
     """[rollout]: engine, replicas and group size of generation."""
 
@@ -143,6 +152,8 @@ class RolloutSection(Strict):
     """Sampling parameters, with the keys of the domain."""
     spool: SpoolSection = SpoolSection()
     """Storage of large groups."""
+    parallel: RolloutParallelSection = RolloutParallelSection()
+    """Sharding of a replica over several GPUs."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Options of the engine."""
 

@@ -80,18 +80,27 @@ def shared(options: Mapping[str, Any], *, processes: int) -> Mapping[str, Any]:
     return {**options, "gpu_memory_utilization": part}
 
 
-def spread(name: str, options: Mapping[str, Any], *, tp_size: int) -> Mapping[str, Any]:
-    """Return [rollout.options] of an engine over `tp_size` GPUs. Raises UserError if that contradicts them."""
+def spread(name: str, options: Mapping[str, Any], *, tp: int | None, pp: int | None) -> Mapping[str, Any]:
+    """Return [rollout.options] of an engine of `pp` stages of `tp` GPUs each; None: as in the options.
+
+    Raises ConfigError for wrong options, UserError if they contain other sizes, and for an engine of one GPU.
+    """
     if name != "vllm":
-        if tp_size > 1:
-            raise UserError(
-                f'--tp-size {tp_size}: the engine {name!r} runs the model on one GPU; set rollout.engine = "vllm"'
-            )
+        if (tp or 1) * (pp or 1) > 1:
+            raise UserError(f'the engine {name!r} runs the model on one GPU; set rollout.engine = "vllm"')
         return options
-    written = options.get("tensor_parallel_size", tp_size)
-    if written != tp_size:
-        raise UserError(
-            f"--tp-size {tp_size} differs from rollout.options.tensor_parallel_size = {written}; set --tp-size "
-            f"{written}, or remove the key"
-        )
-    return {**options, "tensor_parallel_size": tp_size}
+    engine_options(VllmEngineOptions, options)  # raises if they are wrong
+    found, extra = dict(options), options.get("extra", {})
+    if tp is not None:
+        found["tensor_parallel_size"] = _same(tp, options, "tensor_parallel_size", at="rollout.options")
+    if pp is not None:
+        stages = _same(pp, extra, "pipeline_parallel_size", at="rollout.options.extra")
+        found["extra"] = {**extra, "pipeline_parallel_size": stages}
+    return found
+
+
+def _same(size: int, options: Mapping[str, Any], key: str, *, at: str) -> int:
+    written = options.get(key, size)
+    if written != size:
+        raise UserError(f"{at}.{key} = {written}, which is another size; remove one of the two")
+    return size

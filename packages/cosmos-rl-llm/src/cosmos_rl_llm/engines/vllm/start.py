@@ -34,8 +34,8 @@ def start(source: str, *, options: VllmEngineOptions, dtype: str, max_length: in
         )
     if torch.cuda.is_available() and torch.cuda.device_count() < options.num_gpus:
         raise UserError(
-            f"rollout.options.tensor_parallel_size = {options.tensor_parallel_size} needs {options.num_gpus} GPUs, and "
-            f"this replica has only {torch.cuda.device_count()}"
+            f"a replica of this size (tp x pp of [rollout.parallel], or the options of vLLM) needs {options.num_gpus} "
+            f"GPUs, and this one has only {torch.cuda.device_count()}"
         )
     arguments = engine_arguments(source, options=options, dtype=dtype, max_length=max_length)
     with environment(_defaults()):
