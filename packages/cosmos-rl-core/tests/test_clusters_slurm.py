@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, find_launcher
+from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, find_launcher, launch
 from cosmos_rl_core.clusters.slurm import Slurm, rollout_script, run_script
 from cosmos_rl_core.errors import UserError
 
@@ -184,21 +184,46 @@ def test_start_submits_each_job_once(cluster, slurm):
     assert calls(slurm, "sbatch")[0] == (
         f"sbatch --parsable --job-name={run.label}.rollout-0 {run.directory}/launch/rollout.sbatch"
     )
-    (slurm / "queue").write_text(f"{run.label}.run|PENDING|Resources\nother.run|RUNNING|None\n")
+    (slurm / "queue").write_text(f"7|{run.label}.run|PENDING|Resources\n8|other.run|RUNNING|None\n")
     assert Slurm().alive(run) == {"run": "PENDING (Resources)"}
     with pytest.raises(UserError, match=r"has jobs already: run PENDING \(Resources\)"):
-        Slurm().start(run)
+        launch("slurm", run, resume=False)
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_stop_cancels_all_jobs_of_the_run(cluster, slurm, now):
+    run = cluster()
+    (slurm / "queue").write_text(
+        f"7|{run.label}.run|RUNNING|None\n8|other.run|RUNNING|None\n9|{run.label}.rollout-0|PENDING|None\n"
+    )
+    word = "killed" if now else "cancelled"
+    assert Slurm().stop(run, now=now) == [f"run: {word}", f"rollout-0: {word}"]
+    assert calls(slurm, "scancel") == [*(["scancel --full --signal=KILL 7 9"] if now else []), "scancel 7 9"]
+    (slurm / "queue").write_text("")
+    assert Slurm().stop(run, now=now) == []
+
+
+def test_jobs_before_a_refused_one_are_cancelled(cluster, slurm):
+    run = cluster()
+    (slurm / "bin" / "sbatch").write_text(
+        f'#!/bin/bash\ncase "$*" in *.run\\ *) echo "sbatch: error: no such account" >&2; exit 1;; esac\n'
+        f'echo "7|{run.label}.rollout-0|PENDING|None" > {slurm}/queue; echo 7'
+    )
+    with pytest.raises(UserError, match="sbatch: error: no such account"):
+        launch("slurm", run, resume=False)
+    assert calls(slurm, "scancel")[-1] == "scancel 7"
 
 
 def test_scaling_submits_and_cancels_rollouts(cluster, slurm):
     run = cluster("rollout.replicas=2")
-    queue = [f"{run.label}.{name}|RUNNING|None\n" for name in ("run", "rollout-0", "rollout-2", "rollout-10")]
+    names = ("run", "rollout-0", "rollout-2", "rollout-10")
+    queue = [f"{number}|{run.label}.{name}|RUNNING|None\n" for number, name in enumerate(names)]
     (slurm / "queue").write_text("".join(queue))
     launched = Launched.of(run.directory)
-    assert launched.jobs()["rollout-10"] == "RUNNING"
+    assert launched.alive()["rollout-10"] == "RUNNING"
     assert launched.scale({"rollout": 5}) == ["rollout-1: job 7", "rollout-3: job 7"]
     assert launched.scale({"rollout": 1}) == ["rollout-2: cancelled", "rollout-10: cancelled"]
-    assert calls(slurm, "scancel") == [f"scancel --name={run.label}.{name}" for name in ("rollout-2", "rollout-10")]
+    assert calls(slurm, "scancel") == ["scancel 2 3"]
 
     with pytest.raises(UserError, match=r"launch it with --resume policy\.replicas=2"):
         launched.scale({"policy": 2})
@@ -211,7 +236,7 @@ def test_without_slurm_the_message_names_the_command(cluster, monkeypatch, tmp_p
     run = cluster()
     monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
     with pytest.raises(UserError, match="squeue is not installed here: run this on a machine that submits jobs"):
-        Slurm().start(run)
+        launch("slurm", run, resume=False)
 
 
 def test_wrong_recipes_and_platforms_are_refused(cluster):

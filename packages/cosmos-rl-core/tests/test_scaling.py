@@ -201,7 +201,7 @@ def test_a_run_that_is_not_live_is_named(tmp_path, capsys, monkeypatch):
         contact = {"address": address, "generation": 0, "pid": 1, "host": "here"}
         (tmp_path / "controller.json").write_text(json.dumps(contact))
         monkeypatch.setenv("COSMOS_RL_TOKEN", "00" * 32)
-        assert f"its controller does not answer: cannot connect to {address}" in error_of(tmp_path)
+        assert f"the controller does not answer: cannot connect to {address}" in error_of(tmp_path)
 
 
 RULE = AutoscaleSection(min_rollouts=1, max_rollouts=4, steps=2, cooldown_steps=3)

@@ -29,7 +29,10 @@ _SHIPPED: dict[str, dict[str, str]] = {
         "nixl_vram": "cosmos_rl_transfer.transports.nixl_vram:NixlVram",
     },
     "cosmos_rl.rewards": {"remote": "cosmos_rl_core.reward.remote:RemoteReward"},
-    "cosmos_rl.launchers": {"slurm": "cosmos_rl_core.clusters.slurm:Slurm"},
+    "cosmos_rl.launchers": {
+        "local": "cosmos_rl_core.clusters.local:Local",
+        "slurm": "cosmos_rl_core.clusters.slurm:Slurm",
+    },
     "cosmos_rl.algorithms": {
         "ddrl": "cosmos_rl_wfm.objectives.table:DDRL",
         "flow_grpo": "cosmos_rl_wfm.objectives.table:FLOW_GRPO",

@@ -48,6 +48,7 @@ app.command()(elastic.controller)
 AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 app.command(add_help_option=False, context_settings=AS_GIVEN)(elastic.worker)
 app.command()(scale.scale)
+app.command()(scale.stop)
 
 
 @app.command()
@@ -177,7 +178,7 @@ def status(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The 
     from cosmos_rl_core.control.status import live_controller, read_status, render
 
     if (launched := Launched.of(run_dir)) is not None:
-        typer.echo("\n".join(["jobs:", *(f"  {name}: {state}" for name, state in launched.jobs().items()), ""]))
+        typer.echo("\n".join(["jobs:", *(f"  {name}: {state}" for name, state in launched.alive().items()), ""]))
     typer.echo(render(run_dir, read_status(run_dir), controller=live_controller(run_dir), now=time.time()))
 
 

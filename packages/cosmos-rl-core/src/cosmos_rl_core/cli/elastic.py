@@ -76,22 +76,20 @@ def launch(
     file: Recipe,
     overrides: Overrides = None,
     *,
-    on: Annotated[str, typer.Option("--on", metavar="slurm", help="The platform.")],
+    on: Annotated[str, typer.Option("--on", metavar="local|slurm", help="The platform.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the scripts that would be submitted.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this output directory.")] = False,
 ) -> None:
-    """Start the controller and the workers of a run on a cluster, with the settings of [cluster]."""
-    from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, find_launcher
+    """Start the controller and the workers of a run on a platform, with the settings of [cluster]."""
+    from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
+    from cosmos_rl_core.clusters.launcher import launch as launch_on
     from cosmos_rl_core.launch.check import check
 
     run = ClusterRun.of(file, overrides or [])
-    launcher = find_launcher(on)
     if dry_run:
-        typer.echo(launcher.plan(run))
+        typer.echo(find_launcher(on).plan(run))
         return
-    run.must_be_new(resume=resume)
     check(run.config, file=str(file))
-    Launched(platform=on, file=str(run.file), overrides=run.overrides).write(run.directory)
-    for line in launcher.start(run):
+    for line in launch_on(on, run, resume=resume):
         typer.echo(line)
     typer.echo(f"{run.label} is submitted; its output is in {run.config.run.directory}/launch")

@@ -1,4 +1,4 @@
-"""The command `scale`: more or fewer workers of a live run. Imports only typer."""
+"""The commands `scale` and `stop`, for a live run. Imports only typer."""
 
 from __future__ import annotations
 
@@ -8,26 +8,61 @@ from typing import Annotated
 
 import typer
 
-CONNECT_TIMEOUT_S = 10.0
+CHECK_S = 0.5
 Wanted = Annotated[
     list[str], typer.Argument(metavar="ROLE=NUMBER...", help="Number of workers of a role: rollout=4, policy=2.")
 ]
+Run = Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")]
 
 
-def scale(
-    run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The run's directory.")], wanted: Wanted
-) -> None:
+def scale(run_dir: Run, wanted: Wanted) -> None:
     """Start or drain workers of a live run, and wait until they are ready or gone; on a cluster, submit their jobs."""
     import asyncio
 
     from cosmos_rl_core.clusters.launcher import Launched
+    from cosmos_rl_core.clusters.operator import operator_of, request_workers
 
     numbers = parse(wanted)
-    if (launched := Launched.of(run_dir)) is not None:
+    if (launched := Launched.of(run_dir)) is not None and launched.alive():
         typer.echo("\n".join(launched.scale(numbers)) or "nothing to change")
         return
-    present = asyncio.run(_request(run_dir, numbers))
+    present = asyncio.run(request_workers(operator_of(run_dir), numbers, report=typer.echo))
     typer.echo(f"ready: {', '.join(f'{number} {role}' for role, number in present.items() if number)}")
+
+
+def stop(
+    run_dir: Run,
+    *,
+    now: Annotated[bool, typer.Option("--now", help="End the processes at once; nothing is saved.")] = False,
+) -> None:
+    """End a run after the step in work, which is saved; a second time, or with --now, at once."""
+    import asyncio
+    import time
+
+    from cosmos_rl_core.clusters.launcher import Launched
+    from cosmos_rl_core.clusters.local import end_process
+    from cosmos_rl_core.clusters.operator import Unreachable, operator_of, request_end
+    from cosmos_rl_core.errors import UserError
+
+    launched, refused = Launched.of(run_dir), None
+    try:
+        asyncio.run(request_end(operator_of(run_dir), now=now, report=typer.echo))
+    except UserError as error:  # it has not started, it hangs, or this machine does not reach it
+        refused = error
+    if launched is not None and launched.alive():
+        lines = launched.stop(now=now)
+    elif isinstance(refused, Unreachable):
+        typer.echo(str(refused), err=True)
+        lines = end_process(run_dir, now=now)
+    elif refused is not None:
+        raise refused
+    else:
+        lines = []
+    for line in lines:
+        typer.echo(line)
+    while launched is not None and launched.alive():
+        time.sleep(CHECK_S)
+    typer.echo("the run has ended")
 
 
 def parse(wanted: Sequence[str]) -> dict[str, int]:
@@ -43,39 +78,3 @@ def parse(wanted: Sequence[str]) -> dict[str, int]:
             raise UserError(f"{text}: {role} is given twice")
         numbers[role] = int(number)
     return numbers
-
-
-async def _request(run_dir: Path, wanted: dict[str, int]) -> dict[str, int]:
-    """Send the request to the run's controller, print its progress, return the ready workers. Raises UserError."""
-    from cosmos_rl_core.control import protocol as p
-    from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
-    from cosmos_rl_core.errors import UserError
-    from cosmos_rl_core.launch.scaling import OPERATOR
-    from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
-    from cosmos_rl_core.workers.node import WorkerAddress
-
-    if not (run_dir / CONTROLLER_FILE).exists():
-        cause = "the run has not started, or has ended" if run_dir.is_dir() else "there is no such directory"
-        raise UserError(f"{run_dir}: {cause} (no {CONTROLLER_FILE} in it)")
-    operator = WorkerAddress(role=OPERATOR, name=OPERATOR, run=run_dir).resolved()
-    hello = Hello(name=operator.name, role=operator.role)
-    try:
-        connection = await connect(
-            operator.controller,
-            token=operator.token(),
-            hello=hello,
-            decode=p.ToOperator,
-            timeout_s=CONNECT_TIMEOUT_S,
-        )
-    except ConnectionClosed as error:
-        raise UserError(f"{run_dir}: its controller does not answer: {error}") from error
-    try:
-        await connection.send(p.Scale(wanted))
-        while isinstance(message := await connection.receive(), p.Progress):
-            typer.echo(message.text)
-    except ConnectionClosed as error:
-        raise UserError(f"{run_dir}: the run has ended, or its controller: {error}") from error
-    connection.close()
-    if isinstance(message, p.Refused):
-        raise UserError(message.reason)
-    return message.present

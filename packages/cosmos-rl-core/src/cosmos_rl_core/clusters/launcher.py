@@ -1,22 +1,25 @@
 """The interface of a platform, and the processes of a run that it has to start.
 
 cluster = ClusterRun.of("gsm8k.toml", ["run.max_steps=10"])
-launcher = find_launcher("slurm")     # a Launcher
-print(launcher.plan(cluster))         # the text that `start` would submit
-launcher.start(cluster)
-launched = Launched.of(run_dir)       # later, in another process
-launched.jobs()                       # {"run": "RUNNING", "rollout-0": "PENDING (Resources)"}
+print(find_launcher("slurm").plan(cluster))       # the text that `launch` submits
+launch("slurm", cluster, resume=False)
+
+launched = Launched.of(run_dir)                   # later, in another process
+launched.alive()                                  # {"run": "RUNNING", "rollout-0": "PENDING (Resources)"}
 launched.scale({"rollout": 4})
+launched.stop(now=False)
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
+import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
 
@@ -80,6 +83,12 @@ class ClusterRun:
         here = Path(sys.executable).with_name("cosmos-rl")
         return self.config.cluster.command or (str(here) if here.exists() else "cosmos-rl")
 
+    @property
+    def preamble(self) -> list[str]:
+        """Lines of shell before the processes start: [cluster] env and setup."""
+        cluster = self.config.cluster
+        return [*(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()), *cluster.setup]
+
     def must_be_new(self, *, resume: bool) -> None:
         """Raise UserError if the directory has an earlier run that shall not be resumed."""
         if (self.directory / "resolved.toml").exists() and not resume:
@@ -132,22 +141,39 @@ class ClusterRun:
 
 
 class Launcher(Protocol):
-    """A platform. Every method raises UserError with the platform's own message where it refuses."""
+    """A platform. `launch` and `Launched` call it.
+
+    Every method raises UserError with the platform's own message where the platform refuses.
+    `testing.conformance.check_launcher` has the checks of an implementation.
+    """
 
     def plan(self, run: ClusterRun) -> str:
-        """Return the text that `start` submits."""
+        """Return the text that `start` submits. It has the name of each policy and rollout replica."""
         ...
 
     def start(self, run: ClusterRun) -> list[str]:
-        """Submit the run and return a line for each submitted job."""
+        """Submit the run and return a line for each submitted job. Nothing of the run is alive before."""
         ...
 
     def alive(self, run: ClusterRun) -> Mapping[str, str]:
-        """Return the state of each job by its name, as the platform calls it."""
+        """Return the state of each job by its name, as the platform calls it; of rollout replicas by their names.
+
+        Jobs that have ended are not in it.
+        """
         ...
 
-    def scale_rollouts(self, run: ClusterRun, count: int) -> list[str]:
-        """Submit or stop rollout replicas until there are `count`; return a line for each change."""
+    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
+        """Start or stop replicas until there are as many of each role as wanted; return a line for each change.
+
+        A role that is not in `wanted` stays as it is. Raises UserError for a role that the platform cannot change.
+        """
+        ...
+
+    def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
+        """End all jobs, and return a line for each. Does not wait for their end.
+
+        The processes get SIGTERM, and the platform's usual time to save. now: they are killed.
+        """
         ...
 
 
@@ -157,23 +183,60 @@ def find_launcher(platform: str) -> Launcher:
     return found()
 
 
-class Launched(msgspec.Struct, frozen=True, kw_only=True):
+def rollouts_of(wanted: Mapping[str, int], *, platform: str) -> int:
+    """Return the wanted number of rollouts, for a platform that scales them alone. Raises UserError."""
+    for role, number in wanted.items():
+        if role != "rollout":
+            raise UserError(
+                f"{role}={number}: on {platform} the number of policies is that of the recipe; stop the run "
+                f"and launch it with --resume policy.replicas={number}"
+            )
+    return wanted["rollout"]
+
+
+def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
+    """Start a run on a platform and return a line for each job.
+
+    Raises UserError if the directory has an earlier run and `resume` is false, if jobs of the run are alive, or if the
+    platform refuses; then the jobs that it has accepted are cancelled.
+    """
+    launcher = find_launcher(platform)
+    run.must_be_new(resume=resume)
+    earlier = Launched.of(run.directory)
+    if alive := {**(earlier.alive() if earlier else {}), **launcher.alive(run)}:
+        jobs = ", ".join(f"{name} {state}" for name, state in alive.items())
+        raise UserError(f"{run.directory} has jobs already: {jobs}; end them with cosmos-rl stop {run.directory}")
+    launched = Launched(platform=platform, file=str(run.file), overrides=run.overrides)
+    launched.write(run.directory)
+    try:
+        return launcher.start(run)
+    except UserError:
+        with contextlib.suppress(UserError):  # the first error has the reason
+            launcher.stop(run, now=True)
+        raise
+
+
+class Launched(msgspec.Struct, kw_only=True):
     """The content of `<run>/launch/cluster.json`: a run that a platform has started."""
 
     platform: str
     file: str
     overrides: tuple[str, ...]
+    directory: str = ""
+    """Set by `of`: the directory in which the file was found."""
 
     @classmethod
     def of(cls, run_dir: Path) -> Launched | None:
         """Return the launch of a run, or None if no platform has started it. Raises UserError."""
         path = run_dir / FOLDER / _FILE
         try:
-            return msgspec.json.decode(path.read_bytes(), type=cls)
+            found = msgspec.json.decode(path.read_bytes(), type=cls)
         except FileNotFoundError:
             return None
         except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise UserError(f"{path} cannot be read: {error}") from error
+        found.directory = str(run_dir.resolve())
+        return found
 
     def write(self, run_dir: Path) -> None:
         """Create the folder and the file."""
@@ -181,21 +244,20 @@ class Launched(msgspec.Struct, frozen=True, kw_only=True):
         (run_dir / FOLDER).mkdir(exist_ok=True)
         (run_dir / FOLDER / _FILE).write_bytes(msgspec.json.encode(self))
 
-    def jobs(self) -> Mapping[str, str]:
+    def alive(self) -> Mapping[str, str]:
         """Return the state of each job by its name, as the platform calls it. Raises UserError."""
         return find_launcher(self.platform).alive(self._run())
 
     def scale(self, wanted: Mapping[str, int]) -> list[str]:
-        """Submit or stop rollout replicas; return a line for each change. Raises UserError for other roles."""
+        """Start or stop replicas; return a line for each change. Raises UserError."""
         for role, number in wanted.items():
-            if role != "rollout":
-                raise UserError(
-                    f"{role}={number}: on {self.platform} the number of policies is that of the recipe; stop the run "
-                    f"and launch it with --resume policy.replicas={number}"
-                )
             if number < 1:
-                raise UserError("rollout=0: at least one rollout worker must stay")
-        return find_launcher(self.platform).scale_rollouts(self._run(), wanted["rollout"])
+                raise UserError(f"{role}=0: at least one {role} worker must stay; cosmos-rl stop ends the run")
+        return find_launcher(self.platform).scale(self._run(), wanted)
+
+    def stop(self, *, now: bool) -> list[str]:
+        """End all jobs; return a line for each. Raises UserError."""
+        return find_launcher(self.platform).stop(self._run(), now=now)
 
     def _run(self) -> ClusterRun:
-        return ClusterRun.of(Path(self.file), self.overrides)
+        return replace(ClusterRun.of(Path(self.file), self.overrides), directory=Path(self.directory))

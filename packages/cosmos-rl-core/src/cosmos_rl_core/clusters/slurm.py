@@ -15,7 +15,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cosmos_rl_core.clusters.launcher import FOLDER, ClusterRun, Replica
+from cosmos_rl_core.clusters.launcher import FOLDER, ClusterRun, Replica, rollouts_of
 from cosmos_rl_core.errors import UserError
 
 COMMAND_TIMEOUT_S = 60.0
@@ -40,8 +40,6 @@ class Slurm:
 
     def start(self, run: ClusterRun) -> list[str]:
         """Write the scripts into the run's directory and submit them."""
-        if alive := self.alive(run):
-            raise UserError(f"{run.directory} has jobs already: {_listed(alive)}; stop them with scancel, or wait")
         folder = run.directory / FOLDER
         (folder / "run.sbatch").write_text(run_script(run))
         rollouts = [] if run.config.cluster.slurm.gang else run.rollouts()
@@ -53,22 +51,15 @@ class Slurm:
 
     def alive(self, run: ClusterRun) -> Mapping[str, str]:
         """Return the state of each job of the run that has not ended: "RUNNING", "PENDING (Resources)"."""
-        text = _call("squeue", "--noheader", f"--user={getpass.getuser()}", "--format=%j|%T|%r")
-        found = {}
-        for line in text.splitlines():
-            name, state, reason = line.strip().split("|")
-            label, _, job = name.rpartition(".")
-            if label == run.label:
-                found[job] = state if reason in ("None", "") else f"{state} ({reason})"
-        return found
+        return {name: state for name, (_, state) in _jobs(run).items()}
 
-    def scale_rollouts(self, run: ClusterRun, count: int) -> list[str]:
+    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
         """Submit rollout jobs, or cancel those with the highest numbers, which hand their prompts back."""
-        there = sorted((job for job in self.alive(run) if job.startswith("rollout-")), key=_number)
-        lines = []
-        for name in there[count:]:
-            _call("scancel", f"--name={run.label}.{name}")
-            lines.append(f"{name}: cancelled")
+        count, jobs = rollouts_of(wanted, platform="Slurm"), _jobs(run)
+        there = sorted((name for name in jobs if name.startswith("rollout-")), key=_number)
+        lines = [f"{name}: cancelled" for name in there[count:]]
+        if lines:
+            _call("scancel", *(jobs[name][0] for name in there[count:]))
         taken = set(there)
         for replica in run.rollouts(count + len(there)):
             if len(taken) >= count:
@@ -78,6 +69,15 @@ class Slurm:
                 lines.append(self._submit(run, run.directory / FOLDER / "rollout.sbatch", replica.name))
         self._keep(run, sorted(taken.difference(there[count:]), key=_number))
         return lines
+
+    def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
+        """Cancel all jobs: SIGTERM, and after KillWait SIGKILL. now: SIGKILL."""
+        jobs = _jobs(run)
+        if jobs and now:
+            _call("scancel", "--full", "--signal=KILL", *(job for job, _ in jobs.values()))
+        if jobs:
+            _call("scancel", *(job for job, _ in jobs.values()))
+        return [f"{name}: {'killed' if now else 'cancelled'}" for name in jobs]
 
     def _keep(self, run: ClusterRun, names: Sequence[str]) -> None:
         """Write the names of the rollouts, for a later job of the run."""
@@ -131,7 +131,7 @@ def rollout_script(run: ClusterRun, replica: Replica) -> str:
 
 def _head(run: ClusterRun, *, machines: int, gpus: int, partition: str) -> list[str]:
     """Return the lines of a script before its functions: options of sbatch, variables, and the user's lines."""
-    cluster, slurm = run.config.cluster, run.config.cluster.slurm
+    slurm = run.config.cluster.slurm
     options = [f"--nodes={machines}", "--ntasks-per-node=1", "--requeue", "--open-mode=append"]
     options += ["--no-kill"] if machines > 1 else []  # a lost machine ends its replica, not the job
     options += [f"--output={run.directory / FOLDER}/%x-%j.log"]
@@ -152,8 +152,7 @@ def _head(run: ClusterRun, *, machines: int, gpus: int, partition: str) -> list[
     return [
         "#!/bin/bash",
         *(f"#SBATCH {option}" for option in (*options, *slurm.extra)),
-        *(f"export {name}={shlex.quote(value)}" for name, value in cluster.env.items()),
-        *cluster.setup,
+        *run.preamble,
         f"step=({shlex.join(srun)})",
     ]
 
@@ -246,8 +245,16 @@ done < {folder}/rollouts
 """
 
 
-def _listed(jobs: Mapping[str, str]) -> str:
-    return ", ".join(f"{name} {state}" for name, state in jobs.items())
+def _jobs(run: ClusterRun) -> dict[str, tuple[str, str]]:
+    """Return number and state of each job of the run by its name."""
+    text = _call("squeue", "--noheader", f"--user={getpass.getuser()}", "--format=%A|%j|%T|%r")
+    found = {}
+    for line in text.splitlines():
+        job, name, state, reason = line.strip().split("|")
+        label, _, short = name.rpartition(".")
+        if label == run.label:
+            found[short] = job, state if reason in ("None", "") else f"{state} ({reason})"
+    return found
 
 
 def _number(name: str) -> int:

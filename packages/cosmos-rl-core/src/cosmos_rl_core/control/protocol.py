@@ -25,9 +25,10 @@ both                        <- RolledBack     all policies were lost: training c
                             <- Drain          leave in good order, as after SIGTERM
                             <- Refused        instead of the Welcome: the worker exits, the run continues
   Goodbye | Fatal   ->
-operator (`cosmos-rl scale`)
+operator (`cosmos-rl scale`, `cosmos-rl stop`)
   Scale             ->      <- Progress       one per worker that starts, is ready, leaves or has left
                             <- Scaled | Refused
+  StopRun           ->      <- Progress       and the connection closes when the run is over
 
 Messages are repeated on a new connection until their reply: workers/connection/unanswered.py. The ledger
 (ledger/ledger.py) takes the workers' messages unchanged and replies with messages of this file. Its `Ack` and `NoMore`
@@ -369,6 +370,13 @@ class Scale(Message, frozen=True):
     """Number of workers by role; the other role stays as it is."""
 
 
+class StopRun(Message, frozen=True):
+    """End the run as Ctrl-C does: after the step in work, which is saved. A second request ends it at once."""
+
+    now: bool = False
+    """Whether to end it at once; nothing is saved."""
+
+
 class Progress(Message, frozen=True):
     """One line for the operator."""
 
@@ -415,7 +423,7 @@ ToLedger = (
 """Messages of workers to the ledger."""
 FromLedger = Welcome | Grant | NoMore | Cancel | Ack | Reject | Remesh | Batch | Committed | RolledBack
 """Messages of the ledger to workers."""
-ToController = ToLedger | Rejoin | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale
+ToController = ToLedger | Rejoin | StepDone | Validated | Alarm | Fatal | StoreSet | StoreGet | Scale | StopRun
 ToOperator = Progress | Scaled | Refused
 ToWorker = (
     Welcome

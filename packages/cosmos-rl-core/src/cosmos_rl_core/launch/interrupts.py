@@ -11,6 +11,8 @@ from contextvars import ContextVar, copy_context
 from functools import partial
 from typing import Any, TypeVar
 
+from cosmos_rl_core.control.server import Controller
+
 T = TypeVar("T")
 
 _listeners: ContextVar[list[Callable[[], Any]] | None] = ContextVar("_listeners", default=None)
@@ -54,3 +56,30 @@ def on_interrupt(call: Callable[[], None]) -> None:
     for number in (signal.SIGINT, signal.SIGTERM):
         with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller handles signals
             loop.add_signal_handler(number, call)
+
+
+class Interrupts:
+    """Requests to end a run: Ctrl-C, SIGTERM, `cosmos-rl stop`. The first ends it cleanly, the second at once."""
+
+    def __init__(self, *, note: Callable[[str], None], kill: Callable[[], None]) -> None:
+        """note: reports the first one. kill: ends the workers."""
+        self.count = 0
+        self._note = note
+        self._kill = kill
+        self._controller: Controller | None = None
+
+    def listen(self, controller: Controller) -> None:
+        """Apply interrupts to this controller from now on."""
+        self._controller = controller
+        on_interrupt(self.interrupt)
+
+    def interrupt(self) -> None:
+        """End the run after the step in work; the second time at once."""
+        assert self._controller is not None
+        self.count += 1
+        if self.count == 1:
+            self._note("stopping: the current step is finished and saved (again to stop at once)")
+            self._controller.stop("interrupted")
+        else:
+            self._kill()
+            self._controller.outcome.fail(KeyboardInterrupt("stopped at once"))

@@ -32,7 +32,7 @@ from cosmos_rl_core.launch.check import warnings_for
 from cosmos_rl_core.launch.external import start_external
 from cosmos_rl_core.launch.given import Given, Recipe, Rewards, Rows, open_recipe
 from cosmos_rl_core.launch.gpus import assign_gpus
-from cosmos_rl_core.launch.interrupts import on_interrupt, run_to_end
+from cosmos_rl_core.launch.interrupts import Interrupts, run_to_end
 from cosmos_rl_core.launch.local import fork_server, start_processes
 from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
@@ -165,7 +165,7 @@ class _Run:
         self._history = History(directory, first_step=evaluated)
         self._workers: Workers | None = None
         self._scaling: Scaling | None = None
-        self._interrupts = 0
+        self._interrupts = Interrupts(note=self._observer.note, kill=self._kill_workers)
         self._removals = Removals(directory, lock=lock)
 
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
@@ -188,12 +188,12 @@ class _Run:
             if self._takeover is not None:
                 controller.succeed(self._takeover.predecessor(self._ledger))
                 await self._journal.flush()
+            self._interrupts.listen(controller)
             server = await self._serve(controller, token)
             bound = parse_address(server.address)
             reached_at = controller_address(bound, advertise=self._config.run.advertise)
             contact = ControllerFile.of_this_process(str(reached_at), generation=controller.ledger.generation)
             contact.write(self._directory)
-            self._listen_for_interrupts(controller)
             status = asyncio.create_task(self._keep_status(controller))
             try:
                 async with self._placed(controller, contact.address, token):
@@ -204,7 +204,7 @@ class _Run:
                 await server.close()
                 write_timeline(self._directory, note=self._observer.note)
             self._must_be_there(controller)
-            if not self._interrupts:
+            if not self._interrupts.count:
                 must_have_trained(controller.ledger, first=0 if self._takeover else self._resumed.step)
             write_status(self._directory / "status.json", controller, phase="finished")
             step, checkpoint = self._final_weights(controller, watch.rollback)
@@ -215,7 +215,7 @@ class _Run:
                 counts=controller.ledger.counts(),
                 reasons=controller.ledger.samples.drop_reasons,
                 wall_s=time.perf_counter() - started,
-                interrupted=self._interrupts > 0 or controller.outcome.interrupted,
+                interrupted=self._interrupts.count > 0 or controller.outcome.interrupted,
             )
 
     def _final_weights(self, controller: Controller, verdict: Verdict | None) -> tuple[int, str]:
@@ -241,7 +241,7 @@ class _Run:
             if connection.peer.role == AGENT:
                 await receive_report(connection, controller.outcome.worker_failed)
             elif connection.peer.role == OPERATOR:
-                await answer_operator(connection, self._scaling)
+                await answer_operator(connection, self._scaling, self._interrupts)
             else:
                 await controller.on_connect(connection)
 
@@ -356,18 +356,9 @@ class _Run:
         if self._scaling is not None:
             self._scaling.stepped(metrics)
 
-    def _listen_for_interrupts(self, controller: Controller) -> None:
-        def interrupt() -> None:
-            self._interrupts += 1
-            if self._interrupts == 1:
-                self._observer.note("stopping: the current step is finished and saved (again to stop at once)")
-                controller.stop("interrupted")
-            else:
-                if self._workers is not None:
-                    self._workers.kill()
-                controller.outcome.fail(KeyboardInterrupt("stopped at once"))
-
-        on_interrupt(interrupt)
+    def _kill_workers(self) -> None:
+        if self._workers is not None:
+            self._workers.kill()
 
     async def _keep_status(self, controller: Controller) -> None:
         while True:

@@ -1,5 +1,7 @@
 """The number of workers of a live run, changed by an operator (`cosmos-rl scale`) or by [elastic.autoscale].
 
+`cosmos-rl stop` is an operator too: StopRun counts as an interrupt of the run.
+
 operator --Scale----------> answer_operator -> Scaling.change -> fewer: the youngest workers are drained
          <-Progress--------                                   -> more: the placement starts them, or has commands
          <-Scaled | Refused
@@ -14,6 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.server import Controller
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.interrupts import Interrupts
 from cosmos_rl_core.launch.placement import Workers
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.recipe.sections import AutoscaleSection
@@ -179,12 +182,20 @@ def wanted_rollouts(idle: Sequence[tuple[float, float]], *, present: int, sectio
     return present
 
 
-async def answer_operator(connection: Connection, scaling: Scaling | None) -> None:
+async def answer_operator(connection: Connection, scaling: Scaling | None, interrupts: Interrupts) -> None:
     """Answer the request of one operator; returning closes the connection. A change goes on after a lost connection.
 
     scaling: None while the run starts its first workers.
     """
     message = await connection.receive()
+    if isinstance(message, p.StopRun):
+        interrupts.interrupt()
+        if message.now and interrupts.count == 1:
+            interrupts.interrupt()
+        clean = "the run ends after the step in work, which is saved"
+        _post(connection, p.Progress(clean if interrupts.count == 1 else "the run ends at once"))
+        await connection.closed.wait()  # when the run is over
+        return
     assert isinstance(message, p.Scale)
     if scaling is None:
         return _post(connection, p.Refused("the run starts its first workers: try again in a moment"))

@@ -1,10 +1,14 @@
-"""Conformance checks of rollout engines and reward functions, for the tests of plug-ins.
+"""Conformance checks of rollout engines, reward functions and launchers, for the tests of plug-ins.
 
     @pytest.mark.parametrize("check", ENGINE_CHECKS)
     def test_my_engine(check):
         asyncio.run(check(make_engine, prompt, Sampling(max_terms=8)))
 
 `make_engine` returns a new engine with the same weights each time.
+
+    check_launcher(MyPlatform(), run, start=lambda: launch("mine", run, resume=False), until=wait_for)
+
+`until(condition, what)` waits until the condition holds, and fails with `what` otherwise.
 """
 
 from __future__ import annotations
@@ -13,15 +17,21 @@ import asyncio
 import math
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling
 
+if TYPE_CHECKING:
+    from cosmos_rl_core.clusters.launcher import ClusterRun, Launcher
+
 MakeEngine = Callable[[], RolloutEngine]
 EngineCheck = Callable[[MakeEngine, Prompt, Sampling], Awaitable[None]]
+Until = Callable[[Callable[[], object], str], object]
 
 
 async def returns_whole_rollouts(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
@@ -118,6 +128,43 @@ async def check_reward(reward: RewardFn, group: RolloutGroup) -> None:
     values = [rollout.reward for rollout in first.rollouts]
     assert all(math.isfinite(value) for value in values)
     assert values == [rollout.reward for rollout in again.rollouts]
+
+
+def check_launcher(
+    launcher: Launcher, run: ClusterRun, *, start: Callable[[], Sequence[str]], until: Until, now: bool = False
+) -> None:
+    """The plan has each replica; a run is started once, scaled up and down, and stopped.
+
+    run: with two rollout replicas and no end of its own. start: launches it. now: how it is stopped.
+    """
+
+    def rollouts() -> list[str]:
+        return [name for name in launcher.alive(run) if name.startswith("rollout-")]
+
+    plan = launcher.plan(run)
+    assert [replica.name for replica in (*run.policies(), *run.rollouts()) if replica.name not in plan] == []
+    assert launcher.alive(run) == {}
+    assert len(start()) >= 1
+    until(lambda: len(rollouts()) == 2, "two rollouts")
+    refused(start, because=str(run.directory))
+    assert launcher.scale(run, {"rollout": 2}) == []
+    assert len(launcher.scale(run, {"rollout": 3})) >= 1
+    until(lambda: len(rollouts()) == 3, "three rollouts")
+    assert len(launcher.scale(run, {"rollout": 1})) >= 2
+    until(lambda: len(rollouts()) == 1, "one rollout")
+    assert len(launcher.stop(run, now=now)) >= 1
+    until(lambda: launcher.alive(run) == {}, "the end of the run")
+    assert launcher.stop(run, now=now) == []
+
+
+def refused(call: Callable[[], object], *, because: str) -> None:
+    """The call raises UserError with this text."""
+    try:
+        call()
+    except UserError as error:
+        assert because in str(error), error
+        return
+    raise AssertionError("it was not refused")
 
 
 async def _fresh(make: MakeEngine) -> RolloutEngine:

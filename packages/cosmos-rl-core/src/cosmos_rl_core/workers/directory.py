@@ -148,6 +148,22 @@ class RunDirectory:
             (self.path / name).unlink(missing_ok=True)
 
 
+def lock_holder(run_dir: Path) -> str | None:
+    """Return the process that holds a run's directory, as its lock names it; None if nothing does.
+
+    After the end of that process a policy that saves may still hold it.
+    """
+    try:
+        with (run_dir / "run.lock").open() as lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return lock.read().strip()
+    except FileNotFoundError:
+        pass
+    return None
+
+
 def shares_directory(run_dir: Path, *, token: bytes) -> bool:
     """Return whether this machine has the run's directory at this path, by the token in it."""
     try:

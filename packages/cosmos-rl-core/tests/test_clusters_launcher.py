@@ -1,0 +1,137 @@
+"""`launch`, `Launched` and `cosmos-rl stop`, on a platform of files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from functools import partial
+
+import pytest
+from fake_platform import QUOTA, FakePlatform
+
+from cosmos_rl_core.cli.app import main
+from cosmos_rl_core.clusters.launcher import ClusterRun, Launched, launch
+from cosmos_rl_core.clusters.local import Local, end_process
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.testing.conformance import check_launcher, refused
+from cosmos_rl_core.workers.directory import RunDirectory
+
+FAKE = "fake_platform:FakePlatform"
+RECIPE = """
+[run]
+domain = "cosmos_rl_core.testing.tiny:TINY"
+output_dir = "run"
+max_steps = 100000
+[policy]
+prompts_per_step = 4
+[rollout]
+replicas = 2
+[[reward.functions]]
+name = "hits"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path, monkeypatch):
+    """Return the recipe as a ClusterRun, with the directory `run`."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.toml").write_text(RECIPE)
+    return partial(ClusterRun.of, tmp_path / "run.toml")
+
+
+def at_once(condition, what):
+    assert condition(), what
+
+
+def test_a_fake_platform_conforms(cluster):
+    run = cluster([])
+    check_launcher(FakePlatform(), run, start=lambda: launch(FAKE, run, resume=False), until=at_once)
+
+
+def test_a_platform_that_refuses_a_job_has_none_of_the_run(cluster):
+    run = cluster([f"rollout.replicas={QUOTA}"])
+    refused(lambda: launch(FAKE, run, resume=False), because=f"rollout-3: quota of {QUOTA} jobs exceeded")
+    assert FakePlatform().alive(run) == {}
+
+
+def test_here_a_run_that_cannot_start_is_an_error_with_the_end_of_its_output(cluster):
+    run = cluster(['cluster.command="/nowhere/cosmos-rl"'])
+    refused(lambda: launch("local", run, resume=False), because="/nowhere/cosmos-rl: No such file or directory")
+    assert Local().alive(run) == {}
+
+
+def test_an_earlier_run_is_continued_on_request_alone(cluster, tmp_path):
+    run = cluster([])
+    run.directory.mkdir()
+    (run.directory / "resolved.toml").touch()
+    refused(lambda: launch(FAKE, run, resume=False), because="continue it with --resume")
+    launch(FAKE, run, resume=True)
+    refused(lambda: launch("local", run, resume=True), because="has jobs already: run RUNNING")
+    assert "--resume auto" in Local().plan(run)
+
+
+def test_a_launched_run_is_found_from_any_directory(cluster, tmp_path, monkeypatch):
+    launch(FAKE, cluster([]), resume=False)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    launched = Launched.of(tmp_path / "run")
+    assert launched is not None
+    assert set(launched.alive()) == {"run", "policy-0", "rollout-0", "rollout-1"}
+    with pytest.raises(UserError, match=r"launch it with --resume policy\.replicas=2"):
+        launched.scale({"policy": 2})
+    with pytest.raises(UserError, match="at least one rollout worker must stay; cosmos-rl stop ends the run"):
+        launched.scale({"rollout": 0})
+
+
+def test_stop_ends_jobs_without_a_controller(cluster, capsys):
+    run = cluster([])
+    launch(FAKE, run, resume=False)
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["stop", "run"])
+    assert capsys.readouterr().out == (
+        "run: ended\npolicy-0: ended\nrollout-0: ended\nrollout-1: ended\nthe run has ended\n"
+    )
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["stop", "run"])
+    assert "the run has not started, or has ended" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_a_controller_that_does_not_answer_gets_a_signal(tmp_path, capsys, now):
+    holder = subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(tmp_path)], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline() == "held\n"
+        unreachable = {"address": "tcp://127.0.0.1:1", "generation": 0, "pid": holder.pid, "host": "here"}
+        (tmp_path / "controller.json").write_text(json.dumps(unreachable))
+        (tmp_path / "token").write_text("0" * 64)
+        (tmp_path / "token").chmod(0o600)
+        with pytest.raises(SystemExit, match=r"^0$"):
+            main(["stop", str(tmp_path), *(["--now"] if now else [])])
+        assert holder.wait(60) == (-signal.SIGKILL if now else -signal.SIGTERM)
+    out, err = capsys.readouterr()
+    assert f"process {holder.pid} gets {'SIGKILL' if now else 'SIGTERM'}" in out
+    assert "the controller does not answer" in err
+    assert end_process(tmp_path, now=now) == []
+
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from cosmos_rl_core.workers.directory import RunDirectory
+directory = RunDirectory.open(Path(sys.argv[1]), resume=False, overwrite=False)
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def test_a_run_that_is_leaving_gets_no_second_signal(tmp_path):
+    directory = RunDirectory.open(tmp_path, resume=False, overwrite=False)
+    lock = (tmp_path / "run.lock").stat().st_mtime
+    (tmp_path / "status.json").touch()
+    os.utime(tmp_path / "status.json", (lock + 1, lock + 1))
+    assert end_process(tmp_path, now=False) == ["run: its processes are leaving"]
+    directory.close()
