@@ -115,7 +115,7 @@ class Scaling:
             if role is None:
                 raise UserError(f"{name}={number}: there is no role {name}; the roles are {' and '.join(ROLES)}")
             if number < 1:
-                raise UserError(f"{role}={number}: a run needs at least one {role} worker; Ctrl-C ends the run")
+                raise UserError(f"{role}={number}: a run needs at least one {role} worker; cosmos-rl stop ends the run")
             if role == "rollout" and self._is_sft:
                 raise UserError(f"rollout={number}: a supervised run has no rollout workers")
             roles[role] = number
