@@ -9,7 +9,7 @@ import os
 import signal
 
 import pytest
-from lives import AT, journal_of, processes_of
+from lives import AT, PROMPTS, STEPS, journal_of, processes_of
 
 from cosmos_rl_core.control.ledger import records
 
@@ -49,6 +49,27 @@ def test_a_policy_that_dies_at(dying, undisturbed, finished, must_equal, name, p
         assert voters_of(run_dir, AT) == voters
     must_equal(run_dir, undisturbed(**changes))
     assert not any(isinstance(record, records.RolledBack) for record in journal_of(run_dir))
+
+
+@slow
+@pytest.mark.parametrize("replicas", [2, 1], ids=["another policy publishes", "the policy is started again"])
+def test_a_policy_that_dies_while_weights_are_written_in_place(
+    tmp_path, dying, finished, rows_of, monkeypatch, replicas
+):
+    """The engine holds weights of two versions: it waits for whole ones, with groups in work."""
+    torn = tmp_path / "torn"
+    monkeypatch.setenv("TORN", str(torn))
+    in_place = {"sync__staging": "in_place", "sync__bucket_bytes": 4096, "model__hidden": 1024}
+    slowly = {"sync__max_staleness": 2, "rollout__options": {"delay_s": 0.05}}
+    process, run_dir, died = dying("policy-0", "half", replicas=replicas, **in_place, **slowly)
+    finished(process, timeout_s=300)
+    assert died.exists(), "it did not die"
+    seen = torn.read_text().split("\n")[:-1]
+    assert "switch failed" in seen
+    assert "term sampled" not in seen
+    assert [row["step"] for row in rows_of(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    trained = [row["sample"] for step in range(STEPS) for row in rows_of(run_dir / f"rollouts/step_{step:06d}.jsonl")]
+    assert len(set(trained)) == STEPS * PROMPTS, "a sample was trained twice"
 
 
 def kill(run_dir, name):

@@ -7,7 +7,7 @@ import torch
 from transfer_samples import TOKEN
 
 from cosmos_rl_core.types import WeightSpec
-from cosmos_rl_transfer import Manifest, Publisher, Shard, Subscriber, TransferError, WeightMismatch
+from cosmos_rl_transfer import Manifest, PeerLost, Publisher, Shard, Subscriber, TransferError, WeightMismatch
 from cosmos_rl_transfer.pull.two_phase import ReplicaMember, ReplicaSubscriber
 
 SPECS = [WeightSpec(name="w", shape=(8, 6), dtype="float32"), WeightSpec(name="b", shape=(5,), dtype="float32")]
@@ -120,6 +120,49 @@ def test_a_commit_that_fails_is_an_error_of_the_replica():
             await replica.together.stage(after=-1)
             with pytest.raises(TransferError, match="rank 1 of the replica: version 0: RuntimeError: no memory"):
                 replica.together.apply()
+
+    asyncio.run(main())
+
+
+def lose_publisher(*_):
+    raise PeerLost("the publisher is gone")
+
+
+def test_a_publisher_lost_in_a_commit_may_be_followed_by_another_version():
+    async def main():
+        async with Replica(commits=(lose_publisher, lose_publisher)) as replica:
+            await replica.publish(0)
+            await replica.together.stage(after=-1)
+            with pytest.raises(PeerLost, match="rank 0 of the replica: version 0: PeerLost: the publisher is gone"):
+                replica.together.apply()
+            await replica.publish(1)
+            assert await replica.together.stage(after=0) == 1
+
+    asyncio.run(main())
+
+
+def test_another_error_of_a_rank_counts_more_than_a_lost_publisher():
+    def fail():
+        raise RuntimeError("no memory")
+
+    async def main():
+        async with Replica(commits=(lose_publisher, fail)) as replica:
+            await replica.publish(0)
+            await replica.together.stage(after=-1)
+            with pytest.raises(TransferError, match="rank 1 of the replica: version 0: RuntimeError") as caught:
+                replica.together.apply()
+            assert not isinstance(caught.value, ConnectionError)
+
+    asyncio.run(main())
+
+
+def test_a_publisher_that_a_rank_loses_while_it_stages_is_lost_for_the_replica():
+    async def main():
+        async with Replica() as replica:
+            await replica.publish(0)
+            replica.subscribers[1].stage_now = lose_publisher
+            with pytest.raises(PeerLost, match="rank 1"):
+                await replica.together.stage(after=-1)
 
     asyncio.run(main())
 

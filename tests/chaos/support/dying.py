@@ -78,6 +78,7 @@ def hook_policy():
         record_weights(PolicySteps, PolicyLearner)
     around(CheckpointWriter, "_write_tensors", after="saving")
     around(Delivery, "_serve", after="serving")
+    die_between_buckets(Delivery)
     around(ReplicaGroup, "receive_bytes", after="healing")
     around(ReplicaGroup, "send_bytes", after="sending")
 
@@ -138,6 +139,19 @@ def die_in_the_sum(group):
     group.sum, group._finish = summed, finished
 
 
+def die_between_buckets(delivery):
+    """With some of the weights sent, in an engine's switch: what it reads before are deltas."""
+    work = delivery._serve
+
+    def serve(self, number, index, want):
+        served = work(self, number, index, want)
+        if want != "delta" and index > 5:
+            die_at("half")
+        return served
+
+    delivery._serve = serve
+
+
 def vote_alone(steps):
     """Die with the vote sent while the others have not voted yet: in this step they wait until it is dead."""
     work = steps.commit
@@ -174,6 +188,32 @@ def hook_rollout():
     RemoteLeases.deliver = deliver
 
 
+def watch_switches(engine):
+    """Write the switches that failed in the middle to TORN, and the terms that were sampled before the next switch."""
+    switch, sample = engine.switch, engine._sample
+    torn, failed = Path(os.environ["TORN"]), set()
+
+    def note(text):
+        with torn.open("a") as file:
+            file.write(text + "\n")
+
+    async def switched(self, version, apply):
+        try:
+            await switch(self, version, apply)
+            failed.discard(self)
+        except ConnectionError:
+            failed.add(self)
+            note("switch failed")
+            raise
+
+    def sampled(self, *arguments):
+        if self in failed:
+            note("term sampled")
+        return sample(self, *arguments)
+
+    engine.switch, engine._sample = switched, sampled
+
+
 class Dying(Tiny):
     """The domain."""
 
@@ -185,6 +225,10 @@ class Dying(Tiny):
 
     def build_engine(self, *arguments, **keywords):
         hook_rollout()
+        if "TORN" in os.environ:
+            from cosmos_rl_core.testing.tiny_model import TinyEngine
+
+            watch_switches(TinyEngine)
         return super().build_engine(*arguments, **keywords)
 
 

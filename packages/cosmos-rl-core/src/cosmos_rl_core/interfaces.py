@@ -65,7 +65,11 @@ class RolloutEngine(Protocol):
         ...
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
-        """Run `apply` between two terms; running sequences continue with the new weights. Returns when done."""
+        """Run `apply` between two terms; running sequences continue with the new weights. Returns when done.
+
+        A ConnectionError of `apply` is raised: the publisher was lost, and the weights may be of two versions. No term
+        is sampled until the next switch.
+        """
         ...
 
     async def close(self) -> None: ...

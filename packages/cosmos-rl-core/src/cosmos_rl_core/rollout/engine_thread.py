@@ -11,6 +11,7 @@ waits for     the bell, when there is no work
 unblocked by  a post; `close` is one
 
 New weights are applied when posts are taken: between two rounds, and wherever an engine takes posts within a round.
+If their publisher is lost meanwhile, the weights may be of two versions: no work is done until the next switch.
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class ThreadedEngine(ABC, Generic[R]):
         self._bell, self._rope = Pipe(duplex=False)
         """Readable while there are posts; the engine can wait for it together with its other connections."""
         self._closing = self._ended = False
+        self._is_torn = False
+        """Whether a switch has failed in the middle: the weights may be of two versions."""
         self._error: BaseException | None = None
         self._gpu = torch.cuda.current_device() if torch.cuda.is_available() else None
         """GPU of the thread that builds the engine; the engine's thread gets the same, as each thread has its own."""
@@ -110,7 +113,7 @@ class ThreadedEngine(ABC, Generic[R]):
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         """Run `apply` between two steps; running rollouts continue with the new weights. Returns when done.
 
-        An error in `apply` leaves the weights undefined and therefore stops the engine.
+        A ConnectionError in `apply` is raised, and pauses the engine until the next switch. Any other error stops it.
         """
         await self._ask(_Switch(version=version, apply=apply))
 
@@ -185,22 +188,35 @@ class ThreadedEngine(ABC, Generic[R]):
         """Process posts in order: apply new weights, queue new requests. Returns False to stop."""
         if wait_for_one and not self._closing:
             wait([self._bell])
+        self._take_all()
+        while self._is_torn and not self._closing:
+            wait([self._bell])
+            self._take_all()
+        if any(request.done.done() for request in self._waiting):
+            self._waiting = deque(request for request in self._waiting if not request.done.done())
+        return not self._closing
+
+    def _take_all(self) -> None:
         if self._posts:
             with self._lock:
                 posts, self._posts = self._posts, []
                 self._bell.recv_bytes()
             for post in posts:
                 self._take(post)
-        if any(request.done.done() for request in self._waiting):
-            self._waiting = deque(request for request in self._waiting if not request.done.done())
-        return not self._closing
 
     def _take(self, post: EngineRequest) -> None:
         if isinstance(post, _Close):
             self._closing = True
         elif isinstance(post, _Switch):
-            post.apply()
-            self._version = post.version
-            post.finish()
+            self._switch(post)
         else:
             self._waiting.append(cast("R", post))
+
+    def _switch(self, post: _Switch) -> None:
+        try:
+            post.apply()
+        except ConnectionError as error:  # the publisher is lost
+            self._is_torn = True
+            return post.fail(error)
+        self._version, self._is_torn = post.version, False
+        post.finish()

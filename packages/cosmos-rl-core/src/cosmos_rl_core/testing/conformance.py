@@ -33,6 +33,9 @@ MakeEngine = Callable[[], RolloutEngine]
 EngineCheck = Callable[[MakeEngine, Prompt, Sampling], Awaitable[None]]
 Until = Callable[[Callable[[], object], str], object]
 
+_SETTLED_S = 0.3
+"""Time in which an engine that does not wait samples a term."""
+
 
 async def returns_whole_rollouts(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
     """As many rollouts as requested, each with one log-probability, version and mask per term."""
@@ -87,6 +90,28 @@ async def switches_between_terms(make: MakeEngine, prompt: Prompt, sampling: Sam
     assert np.all(after[0].versions == 7)
 
 
+async def waits_after_half_a_switch(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+    """If the publisher is lost while weights are applied, no term is sampled until the next version is applied."""
+
+    def lose_publisher() -> None:
+        raise ConnectionError("the publisher is gone")
+
+    engine = await _fresh(make)
+    try:
+        await engine.switch(1, lose_publisher)
+        raise AssertionError("the switch did not raise the ConnectionError")
+    except ConnectionError:
+        start = engine.progress
+    running = asyncio.create_task(engine.generate(prompt, num_samples=2, sampling=sampling, seed=1))
+    await asyncio.wait([running], timeout=_SETTLED_S)
+    assert not running.done()
+    assert engine.progress == start
+    await engine.switch(2, lambda: None)
+    _, rollouts = await running
+    await engine.close()
+    assert all(np.all(rollout.versions == 2) for rollout in rollouts)
+
+
 async def ends_when_cancelled(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
     """A cancelled request ends, and the engine serves the next."""
     engine = await _fresh(make)
@@ -115,6 +140,7 @@ ENGINE_CHECKS: Sequence[EngineCheck] = (
     is_seeded,
     is_greedy_at_zero,
     switches_between_terms,
+    waits_after_half_a_switch,
     ends_when_cancelled,
     counts_its_work,
 )

@@ -97,6 +97,9 @@ class TinyEngine:
         self._network, self._model, self._delay_s = build_network(model), model, delay_s
         self.version = -1
         self.progress = 0
+        self._is_whole = asyncio.Event()
+        """Set unless the last switch has failed in the middle."""
+        self._is_whole.set()
 
     def weights(self) -> Mapping[str, Tensor]:
         return dict(self._network.named_parameters())
@@ -111,6 +114,7 @@ class TinyEngine:
         terms: list[tuple[np.ndarray, np.ndarray]] = []
         versions: list[int] = []
         for place in range(sampling.max_terms):
+            await self._is_whole.wait()
             terms.append(self._sample(context, place, rng, num_samples, sampling.temperature))
             versions.append(self.version)
             self.progress += 1
@@ -122,8 +126,10 @@ class TinyEngine:
         ]
 
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
+        self._is_whole.clear()
         apply()
         self.version = version
+        self._is_whole.set()
 
     async def close(self) -> None:
         pass

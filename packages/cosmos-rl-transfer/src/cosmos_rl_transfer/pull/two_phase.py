@@ -11,7 +11,8 @@
     all have: the engine continues
 
 A rank that cannot stage keeps the version it serves, and so do the others. A rank that fails to commit, or dies between
-the two, makes the replica unfit to serve: `apply` raises and the engine has to end.
+the two, makes the replica unfit to serve: `apply` raises and the engine has to end. With staging "in_place" a commit
+also fails if a publisher is lost: `apply` raises PeerLost, and the replica is unfit until the next version is applied.
 """
 
 from __future__ import annotations
@@ -73,7 +74,10 @@ class ReplicaSubscriber:
         return await self._sources.run(self._thread, lambda: self._stage(after))
 
     def apply(self) -> None:
-        """Write the staged version into every rank's live tensors. After an error the replica must not serve."""
+        """Write the staged version into every rank's live tensors. After an error the replica must not serve.
+
+        Raises PeerLost if all that failed is a publisher: another version may be staged, from it or from another one.
+        """
         if self._staged is None:
             raise TransferError("nothing is staged: await stage() first")
         version, self._staged = self._staged, None
@@ -137,9 +141,9 @@ class ReplicaSubscriber:
     def _order(self, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> list[int]:
         """Send a message to all ranks and return the versions of their replies."""
         asked = [self._talk.submit(self._request, rank, order, answer) for rank in sorted(self._members)]
-        errors = [future.exception() for future in asked]
-        if failed := next((error for error in errors if error is not None), None):
-            raise failed
+        errors = [error for future in asked if (error := future.exception()) is not None]
+        if errors:
+            raise next((error for error in errors if not isinstance(error, PeerLost)), errors[0])
         return [future.result() for future in asked]
 
     def _request(self, rank: int, order: m.Stage | m.Commit, answer: type[m.Staged] | type[m.Committed]) -> int:
@@ -154,7 +158,8 @@ class ReplicaSubscriber:
             link.close()
             raise TransferError(f"rank {rank} of the replica has ended at {order}: {error}") from error
         if isinstance(reply, m.Failed):
-            raise TransferError(f"rank {rank} of the replica: version {reply.version}: {reply.reason}")
+            kind = PeerLost if reply.publisher_lost else TransferError
+            raise kind(f"rank {rank} of the replica: version {reply.version}: {reply.reason}")
         if not isinstance(reply, answer):
             raise TransferError(f"rank {rank} of the replica replied {reply} to {order}")
         return reply.version
@@ -209,7 +214,8 @@ class ReplicaMember:
             self._commit()
             return m.Committed(order.version)
         except (TransferError, ValueError, RuntimeError, OSError) as error:  # the replica handles it
-            return m.Failed(order.version, f"{type(error).__name__}: {error}")
+            lost = isinstance(error, PeerLost)
+            return m.Failed(order.version, f"{type(error).__name__}: {error}", publisher_lost=lost)
 
     def _stage(self, version: int) -> int:
         staged = self._subscriber.staged

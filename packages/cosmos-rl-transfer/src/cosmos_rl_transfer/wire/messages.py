@@ -206,6 +206,7 @@ class Committed(msgspec.Struct, tag=True, frozen=True):
 class Failed(msgspec.Struct, tag=True, frozen=True):
     version: int
     reason: str
+    publisher_lost: bool = False
 
 
 class Stage(msgspec.Struct, tag=True, frozen=True):

@@ -207,7 +207,8 @@ class VllmEngine:
     async def switch(self, version: int, apply: Callable[[], None]) -> None:
         """Run `apply` in a thread while vLLM is paused between two tokens; running sequences continue afterwards.
 
-        An error in `apply` leaves the weights in an unknown state and therefore stops the engine.
+        A ConnectionError in `apply` is raised, and vLLM stays paused until the next switch. Any other error leaves the
+        weights in an unknown state and therefore stops the engine.
         """
         async with self._switching:
             await self._call(self._llm.pause_generation(mode="keep", clear_cache=False))
@@ -216,6 +217,8 @@ class VllmEngine:
                 if self._recompute_kv:
                     await self._call(self._llm.reset_prefix_cache(reset_running_requests=True))
                 await self._call(self._llm.update_weight_version(str(version)))
+            except ConnectionError:  # the publisher is lost
+                raise
             except asyncio.CancelledError as error:
                 self._stop(error)
                 raise
