@@ -177,8 +177,8 @@ def status(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The 
     from cosmos_rl_core.clusters.launcher import Launched
     from cosmos_rl_core.control.status import live_controller, read_status, render
 
-    if (launched := Launched.of(run_dir)) is not None:
-        typer.echo("\n".join(["jobs:", *(f"  {name}: {state}" for name, state in launched.alive().items()), ""]))
+    if (launched := Launched.of(run_dir)) is not None and (jobs := launched.alive()):
+        typer.echo("\n".join(["jobs:", *(f"  {name}: {state}" for name, state in jobs.items()), ""]))
     typer.echo(render(run_dir, read_status(run_dir), controller=live_controller(run_dir), now=time.time()))
 
 

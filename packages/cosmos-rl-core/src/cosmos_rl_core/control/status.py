@@ -183,6 +183,6 @@ def render(run_dir: Path, status: RunStatus, *, controller: str, now: float) -> 
         parts.append(table(rows, header=("name", "role", "state", "since", "version", "last heartbeat")))
     if samples := [f"{count} {state}" for state, count in status.samples.items() if count]:
         parts.append(f"samples: {', '.join(samples)}")
-    if status.waits:
+    if status.waits and status.phase != "finished":
         parts.append("\n".join(["waiting:", *(f"  {wait}" for wait in status.waits)]))
     return "\n\n".join(parts)
