@@ -1,6 +1,8 @@
 """Workers that leave in good order: SIGTERM. SIGUSR1 saves."""
 
+import json
 import signal
+import socket
 import subprocess
 
 import pytest
@@ -9,7 +11,7 @@ from cosmos_rl_core.checkpoint.manifest import list_steps, read_state
 
 pytestmark = pytest.mark.ci
 
-STEPS, PROMPTS = 30, 4
+STEPS, PROMPTS, LEFT = 30, 4, 75
 SPOOLED = {"rollout__spool": {"threshold_bytes": 1}}
 
 
@@ -64,7 +66,7 @@ def test_what_is_not_finished_within_leave_s_is_generated_by_others(controller, 
 def leave_and_continue(process, run_dir, policy, start, rows_of, finished, *, first):
     """Send SIGTERM to a policy, which saves and leaves; another one does the remaining steps, and none again."""
     first.send_signal(signal.SIGTERM)
-    finished(first)
+    finished(first, LEFT)
     left_at = steps_done(run_dir, rows_of)
     assert 3 <= left_at < STEPS
     assert read_state(run_dir / "checkpoints" / f"step_{left_at}").step == left_at
@@ -77,7 +79,7 @@ def leave_and_continue(process, run_dir, policy, start, rows_of, finished, *, fi
 
 def test_a_policy_that_leaves_saves_and_another_one_continues(controller, start, wait_for, rows_of, finished):
     process, run_dir, (policy, rollout) = controller(run__max_steps=STEPS, rollout__options={"delay_s": 0.05})
-    first, other = start(*policy), start(*rollout)
+    first, other = start(*policy, "--left-code", LEFT), start(*rollout)
     wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
     leave_and_continue(process, run_dir, policy, start, rows_of, finished, first=first)
     finished(other)
@@ -105,7 +107,7 @@ def test_a_policy_of_two_ranks_saves_and_leaves_together(controller, start, wait
     process, run_dir, (policy, rollout) = controller(
         run__max_steps=STEPS, policy__parallel__dp_shard=2, rollout__options={"delay_s": 0.05}
     )
-    first, other = start(*policy), start(*rollout)
+    first, other = start(*policy, "--left-code", LEFT), start(*rollout)
     wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
     first.send_signal(signal.SIGUSR1)
     wait_for(lambda: list_steps(run_dir / "checkpoints"), "the checkpoint that SIGUSR1 asks for")
@@ -125,3 +127,35 @@ def test_a_second_signal_ends_a_worker_at_once(controller, start, wait_for, rows
     worker.send_signal(signal.SIGTERM)
     finished(worker, 143)
     process.send_signal(signal.SIGINT)
+
+
+def test_a_controller_that_moves_leaves_the_run_to_the_next_one(
+    controller, start, wait_for, rows_of, finished, monkeypatch
+):
+    """As on a platform that moves processes: the token is given, workers start first, SIGTERM ends the controller."""
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    monkeypatch.setenv("COSMOS_RL_TOKEN", "5a" * 32)
+    reach = ("--controller", f"tcp://127.0.0.1:{port}", "--wait-s", "60", "--left-code", LEFT)
+    workers = [start("worker", "--role", role, *reach) for role in ("policy", "rollout")]
+    settings = {"run__max_steps": 10_000, "rollout__options": {"delay_s": 0.05}, "elastic__controller_moves": True}
+    process, run_dir, _ = controller("--port", port, **settings)
+    assert (run_dir / "token").read_text().strip() == "5a" * 32
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 3, "three steps")
+    process.send_signal(signal.SIGTERM)
+    wait_for(lambda: steps_done(run_dir, rows_of) >= 6, "steps while the policy stays")
+    process.kill()
+    process.communicate(timeout=60)
+    second = start("controller", run_dir.parent / "run.toml", "--port", port)
+    wait_for(lambda: json.loads((run_dir / "controller.json").read_text())["generation"] == 1, "the next controller")
+    at = steps_done(run_dir, rows_of)
+    wait_for(lambda: steps_done(run_dir, rows_of) >= at + 3, "steps with the next controller")
+    for one in (second, *workers):
+        one.send_signal(signal.SIGTERM)
+    finished(workers[0], LEFT)
+    finished(second, 128 + signal.SIGTERM)
+    workers[1].communicate(timeout=60)
+    assert workers[1].returncode in (LEFT, 1)  # 1: the controller was gone before its Goodbye was answered
+    done = steps_done(run_dir, rows_of)
+    assert read_state(run_dir / "checkpoints" / f"step_{done}").step == done
+    assert (run_dir / "controller.json").exists(), "no further controller would take over"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -188,6 +190,8 @@ app.command("eval")(inference.evaluate)
 
 def main(arguments: list[str] | None = None) -> None:
     """Run the command line: exit code 2 with one message for a user's error, 130 after Ctrl-C."""
+    if os.getpid() == 1:  # of a container: the kernel ignores signals without a handler
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(128 + signal.SIGTERM))
     try:
         app(arguments)
     except ValueError as error:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import signal
+import sys
 from collections.abc import Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from contextvars import ContextVar, copy_context
@@ -13,6 +15,7 @@ from typing import Any, TypeVar
 
 from cosmos_rl_core.control.server import Controller
 
+CHECK_S = 0.1
 T = TypeVar("T")
 
 _listeners: ContextVar[list[Callable[[], Any]] | None] = ContextVar("_listeners", default=None)
@@ -48,30 +51,34 @@ def _is_in_a_loop() -> bool:
     return True
 
 
-def on_interrupt(call: Callable[[], None]) -> None:
-    """Call `call` in the running loop on each Ctrl-C or SIGTERM; not in a thread that gets no signals."""
+def on_interrupt(call: Callable[[], None], *, terminate: Callable[[], None] | None = None) -> None:
+    """Call `call` in the running loop on each Ctrl-C or SIGTERM; not in a thread that gets no signals.
+
+    terminate: called on SIGTERM instead.
+    """
     loop, listeners = asyncio.get_running_loop(), _listeners.get()
     if listeners is not None:
         listeners.append(partial(loop.call_soon_threadsafe, call))
-    for number in (signal.SIGINT, signal.SIGTERM):
+    for number, act in ((signal.SIGINT, call), (signal.SIGTERM, terminate or call)):
         with contextlib.suppress(ValueError, RuntimeError):  # not the main thread: the caller handles signals
-            loop.add_signal_handler(number, call)
+            loop.add_signal_handler(number, act)
 
 
 class Interrupts:
     """Requests to end a run: Ctrl-C, SIGTERM, `cosmos-rl stop`. The first ends it cleanly, the second at once."""
 
-    def __init__(self, *, note: Callable[[str], None], kill: Callable[[], None]) -> None:
-        """note: reports the first one. kill: ends the workers."""
+    def __init__(self, *, note: Callable[[str], None], kill: Callable[[], None], moves: bool) -> None:
+        """note: reports the first one. kill: ends the workers. moves: [elastic] controller_moves."""
         self.count = 0
         self._note = note
         self._kill = kill
+        self._moves = moves
         self._controller: Controller | None = None
 
     def listen(self, controller: Controller) -> None:
         """Apply interrupts to this controller from now on."""
         self._controller = controller
-        on_interrupt(self.interrupt)
+        on_interrupt(self.interrupt, terminate=self._exit_without_policies if self._moves else None)
 
     def interrupt(self) -> None:
         """End the run after the step in work; the second time at once."""
@@ -83,3 +90,16 @@ class Interrupts:
         else:
             self._kill()
             self._controller.outcome.fail(KeyboardInterrupt("stopped at once"))
+
+    def _exit_without_policies(self) -> None:
+        """Exit with 143 when no policy is connected, without ending the run: the next controller continues it.
+
+        Policies that get a SIGTERM too save before they leave.
+        """
+        assert self._controller is not None
+        if self._controller.outcome.is_decided:
+            return  # the run has ended by itself
+        if not self._controller.peers.of_role("policy"):
+            sys.stdout.flush()
+            os._exit(128 + signal.SIGTERM)
+        asyncio.get_running_loop().call_later(CHECK_S, self._exit_without_policies)

@@ -165,7 +165,9 @@ class _Run:
         self._history = History(directory, first_step=evaluated)
         self._workers: Workers | None = None
         self._scaling: Scaling | None = None
-        self._interrupts = Interrupts(note=self._observer.note, kill=self._kill_workers)
+        self._interrupts = Interrupts(
+            note=self._observer.note, kill=self._kill_workers, moves=config.elastic.controller_moves
+        )
         self._removals = Removals(directory, lock=lock)
 
     async def run(self, notes: Sequence[str] = ()) -> RunResult:
@@ -174,9 +176,9 @@ class _Run:
             resumed = self._resumption.notes if self._resumption and not self._takeover else ()
             for text in (*warnings_for(self._config), *notes, *resumed):
                 self._observer.note(text)
+            token = self._takeover.token() if self._takeover else make_token(self._directory / "token")
             text = dump_resolved(self._config)
             (self._directory / "resolved.toml").write_text(text)
-            token = self._takeover.token() if self._takeover else make_token(self._directory / "token")
             watch = Watch(
                 self._observer,
                 self._config,

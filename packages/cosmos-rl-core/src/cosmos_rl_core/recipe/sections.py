@@ -348,4 +348,8 @@ class ElasticSection(Strict):
     work meanwhile. 0 ends it at once."""
     policy_wait_s: float = Field(default=600.0, ge=0)
     """Time to wait for another policy worker after the last one was lost; 0 ends the run at once."""
+    controller_moves: bool = False
+    """On SIGTERM, `cosmos-rl controller` serves until the last policy has left, and then exits with 143 as if it were
+    killed: the workers wait for the next controller. For platforms that move it to another machine; `cosmos-rl launch
+    --on kubernetes` sets it. With false, SIGTERM ends the run."""
     autoscale: AutoscaleSection = AutoscaleSection()

@@ -106,8 +106,11 @@ _TOKEN_FILE_BYTES = 4096
 
 
 def make_token(path: Path) -> bytes:
-    """Write a new token to `path` (mode 0600) and return it. Raises `UserError` if the file exists."""
-    token = secrets.token_bytes(TOKEN_BYTES)
+    """Write the token of COSMOS_RL_TOKEN, or a new one, to `path` (mode 0600) and return it.
+
+    Raises `UserError` if the file exists, or if the variable is malformed.
+    """
+    token = environment_token() or secrets.token_bytes(TOKEN_BYTES)
     try:
         write_secret(path, token.hex())
     except FileExistsError as error:

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from cosmos_rl_core.parallel.device import log_choice
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
-from cosmos_rl_core.workers.node import Node, WorkerAddress, interface_of, to_arguments
+from cosmos_rl_core.workers.node import LEFT_FILE, Node, WorkerAddress, interface_of, to_arguments
 
 WATCH_S = 0.1
 """Seconds between checks of the ranks."""
@@ -119,12 +119,14 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     token = worker.token()  # the file may be gone when a rank fails
     use_interface(node, os.environ)
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
+        left = Path(folder, "left")
+        os.environ[LEFT_FILE] = str(left)
         try:
             failures = _run_ranks(worker, node, Path(folder))
         except SignalException as error:
             return 128 + error.sigval.value
-    if not failures:
-        return 0
+        if not failures:
+            return worker.left_code if left.exists() else 0
     rank, failure = cause((rank, _failure(found)) for rank, found in failures.items())
     failure = replace(failure, message=f"{worker.name}, rank {rank}: {failure.message}")
     print(failure.message, file=sys.stderr, flush=True)  # noqa: T201  the end of the replica's log

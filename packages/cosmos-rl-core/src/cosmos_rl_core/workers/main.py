@@ -40,6 +40,7 @@ from cosmos_rl_core.workers.failure import Failure, RefusedByController
 from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
 
 CONNECT_TIMEOUT_S = 60.0
+RETRY_S = 0.5
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Environment variables with torch's allocator settings; torch 2.13 reads the second only without the first."""
 
@@ -85,24 +86,41 @@ async def connect_to(worker: WorkerAddress, *, leaving: asyncio.Event) -> Lastin
             address or worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=ANSWER_S
         )
 
-    first = Hello(name=worker.name, role=worker.role)
-    connection = await connect(
-        worker.controller, token=token, hello=first, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S
-    )
-    return LastingConnection(connection, connect=again, leaving=leaving)
+    return LastingConnection(await _first_connection(worker, token), connect=again, leaving=leaving)
 
 
-def _listen_for_signals(context: WorkerContext) -> None:
-    """On SIGTERM leave after the work in hand, on a second SIGTERM at once; on SIGUSR1 save a checkpoint."""
+async def _first_connection(worker: WorkerAddress, token: bytes) -> Connection:
+    """Connect as soon as the controller answers, within `wait_s`. Raises as `connect_to`."""
+    hello, loop = Hello(name=worker.name, role=worker.role), asyncio.get_running_loop()
+    deadline = loop.time() + worker.wait_s
+    while True:
+        try:
+            return await connect(
+                worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S
+            )
+        except ConnectionClosed:
+            if loop.time() >= deadline:
+                raise
+        await asyncio.sleep(RETRY_S)
+
+
+def _listen_for_signals(context: WorkerContext) -> asyncio.Event:
+    """On SIGTERM leave after the work in hand, on a second SIGTERM at once; on SIGUSR1 save a checkpoint.
+
+    Returns an event that SIGTERM sets; a request of the controller sets `context.leaving` alone.
+    """
+    terminated = asyncio.Event()
 
     def leave() -> None:
         if context.leaving.is_set():
             os._exit(128 + signal.SIGTERM)
         context.leaving.set()
+        terminated.set()
 
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, leave)
     loop.add_signal_handler(signal.SIGUSR1, context.saving.set)
+    return terminated
 
 
 async def _work(worker: WorkerAddress) -> int:
@@ -122,9 +140,10 @@ async def _work(worker: WorkerAddress) -> int:
         processes_per_gpu=worker.processes_per_gpu,
         leaving=leaving,
     )
-    _listen_for_signals(context)
+    terminated = _listen_for_signals(context)
     try:
-        return await serve_role(worker.role, context, connection)
+        code = await serve_role(worker.role, context, connection)
+        return worker.left_code if code == 0 and terminated.is_set() else code
     except ConnectionClosed as error:
         print(f"{context.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
         return 1

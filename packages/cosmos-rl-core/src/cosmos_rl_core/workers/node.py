@@ -30,6 +30,8 @@ from cosmos_rl_core.wire.listening import Address, is_loopback, listen
 
 SIOCGIFADDR = 0x8915
 """Linux request for the IPv4 address of an interface: netdevice(7)."""
+LEFT_FILE = "COSMOS_RL_LEFT_FILE"
+"""Environment variable of a rank: a file that it makes if the replica leaves because of SIGTERM."""
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
@@ -50,7 +52,13 @@ class WorkerAddress:
         default=None,
         metadata={"help": f"File with the run's token. Default: the variable {TOKEN_VARIABLE}, or that of --run."},
     )
-    wait_s: float = field(default=0.0, metadata={"help": "Seconds to wait for the controller.json of --run."})
+    wait_s: float = field(
+        default=0.0,
+        metadata={"help": "Seconds to wait for the controller.json of --run, or for --controller to answer."},
+    )
+    left_code: int = field(
+        default=0, metadata={"help": "Exit code after SIGTERM, for a platform that starts again only what has failed."}
+    )
     threads: int | None = field(default=None, metadata={"help": "CPU threads of each process. Default: torch's."})
     processes_per_gpu: int = field(
         default=1, metadata={"help": "Processes of the run that share this worker's GPU, itself included."}

@@ -19,7 +19,7 @@ from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.workers.context import WorkerContext
 from cosmos_rl_core.workers.failure import Failure
 from cosmos_rl_core.workers.main import connect_to, follow, run_role
-from cosmos_rl_core.workers.node import Node, WorkerAddress, from_arguments
+from cosmos_rl_core.workers.node import LEFT_FILE, Node, WorkerAddress, from_arguments
 from cosmos_rl_core.workers.ranks import Ranks
 
 LISTEN_S = 0.5
@@ -65,25 +65,36 @@ async def _run(worker: WorkerAddress, node: Node, timeline: Timeline) -> None:
         ranks=ranks,
         leaving=leaving,
     )
-    listening = asyncio.create_task(_listen(context, ranks, node))
+    terminated = asyncio.Event()
+    listening = asyncio.create_task(_listen(context, ranks, node, terminated))
     if connection is not None:
         await run_role(worker.role, context, connection)
     else:
         await follow(context)
     listening.cancel()
+    if any(await ranks.gather(b"left" if terminated.is_set() else b"")):
+        Path(os.environ[LEFT_FILE]).touch()
     await ranks.leave()
 
 
-async def _listen(context: WorkerContext, ranks: Ranks, node: Node) -> None:
-    """Pass the signals of the agents to rank 0, which leaves or saves with all others."""
-    requests = {"leave": (signal.SIGUSR2, context.leaving), "save": (signal.SIGUSR1, context.saving)}
-    for request, (received, event) in requests.items():
-        act = event.set if ranks.rank == 0 else partial(ranks.ask, request)
-        asyncio.get_running_loop().add_signal_handler(received, act)
+async def _listen(context: WorkerContext, ranks: Ranks, node: Node, terminated: asyncio.Event) -> None:
+    """Pass the signals of the agents to rank 0, which leaves or saves with all others.
+
+    terminated: set in rank 0 when an agent got SIGTERM.
+    """
+
+    def leave() -> None:
+        context.leaving.set()
+        terminated.set()
+
+    requests = {"leave": (signal.SIGUSR2, leave), "save": (signal.SIGUSR1, context.saving.set)}
+    for request, (received, act) in requests.items():
+        handler = act if ranks.rank == 0 else partial(ranks.ask, request)
+        asyncio.get_running_loop().add_signal_handler(received, handler)
     while ranks.rank == 0 and node.num_nodes > 1:
-        for request, (_, event) in requests.items():
+        for request, (_, act) in requests.items():
             if await ranks.asked(request):
-                event.set()
+                act()
         await asyncio.sleep(LISTEN_S)
 
 
