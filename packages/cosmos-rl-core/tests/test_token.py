@@ -5,7 +5,7 @@ import stat
 import pytest
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.wire.handshake import keep_token, make_token, read_token
+from cosmos_rl_core.wire.handshake import keep_secret, make_token, read_token
 
 
 def test_a_made_token_is_read_back_and_private(tmp_path):
@@ -63,7 +63,7 @@ def test_a_token_that_was_lost_is_written_again(tmp_path, damage):
             path.chmod(0o644)
         case "another":
             path.write_text("00" * 32)
-    keep_token(path, token)
+    keep_secret(path, token.hex())
     assert read_token(path) == token
     assert path.stat().st_mode & 0o777 == 0o600
     assert [file.name for file in tmp_path.iterdir()] == ["token"]
@@ -72,5 +72,5 @@ def test_a_token_that_was_lost_is_written_again(tmp_path, damage):
 def test_a_token_that_is_there_is_left_alone(tmp_path):
     token = make_token(tmp_path / "token")
     before = (tmp_path / "token").stat().st_ino
-    keep_token(tmp_path / "token", token)
+    keep_secret(tmp_path / "token", token.hex())
     assert (tmp_path / "token").stat().st_ino == before

@@ -25,6 +25,7 @@ from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.settings.problems import known_tables, problems
 from cosmos_rl_core.types import Prompt, RolloutGroup, Share, TrainBatch
 from cosmos_rl_core.weight_sync import SyncSettings, WeightSync
+from cosmos_rl_core.wire.tls import Tls
 
 if TYPE_CHECKING:  # the controller assembles its parts without torch
     from pathlib import Path
@@ -344,11 +345,12 @@ def build_sync(config: RunConfig) -> WeightSync:
     return cast(WeightSync, found() if inspect.isclass(found) else found)
 
 
-def sync_settings(config: RunConfig, *, token: bytes) -> SyncSettings:
+def sync_settings(config: RunConfig, *, token: bytes, tls: Tls | None = None) -> SyncSettings:
     """The settings of both sides of the weight sync."""
     section = config.sync
     return SyncSettings(
         token=token,
+        tls=tls,
         transport=section.transport,
         dtype=section.dtype,
         bucket_bytes=section.bucket_bytes,

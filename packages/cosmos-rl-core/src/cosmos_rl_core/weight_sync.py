@@ -15,6 +15,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
+    from cosmos_rl_core.wire.tls import Tls
+
 
 BUCKET_BYTES = 4 << 20
 """Default bytes of a transfer bucket: small enough to be hashed in a processor's cache after the copy."""
@@ -32,6 +34,8 @@ class SyncSettings:
 
     token: bytes
     """The run's secret."""
+    tls: Tls | None = None
+    """Certificate for connections of the sync; None: they are not encrypted."""
     transport: str = "auto"
     dtype: str | None = None
     bucket_bytes: int | None = None

@@ -30,6 +30,7 @@ class TransferSync:
 
         options: dict[str, Any] = {
             "token": settings.token,
+            "tls": settings.tls,
             "transport": settings.transport,
             "wire_dtype": settings.dtype,
             "bucket_bytes": settings.bucket_bytes,
@@ -50,6 +51,7 @@ class TransferSync:
             address,
             weights,
             token=settings.token,
+            tls=settings.tls,
             transport=settings.transport,
             timeout_s=settings.timeout_s,
             staging=settings.staging,

@@ -72,6 +72,7 @@ async def _connect(operator: WorkerAddress) -> Connection:
         return await connect(
             operator.controller,
             token=operator.token(),
+            tls=operator.tls(),
             hello=hello,
             decode=p.ToOperator,
             timeout_s=CONNECT_TIMEOUT_S,

@@ -31,10 +31,12 @@ class ControllerFile(msgspec.Struct, frozen=True, kw_only=True):
     """Number of controller restarts from the journal."""
     pid: int
     host: str
+    ca: str = ""
+    """SHA-256 of the certificate of the run's CA, 64 hex digits; empty without TLS."""
 
     @classmethod
-    def of_this_process(cls, address: str, *, generation: int) -> ControllerFile:
-        return cls(address=address, generation=generation, pid=os.getpid(), host=socket.gethostname())
+    def of_this_process(cls, address: str, *, generation: int, ca: str = "") -> ControllerFile:
+        return cls(address=address, generation=generation, pid=os.getpid(), host=socket.gethostname(), ca=ca)
 
     def write(self, run_dir: Path) -> None:
         """Replace the file. Raises OSError."""

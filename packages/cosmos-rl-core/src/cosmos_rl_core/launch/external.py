@@ -19,6 +19,7 @@ from cosmos_rl_core.control.peers import Peers
 from cosmos_rl_core.control.protocol import Role
 from cosmos_rl_core.launch.placement import STOP_GRACE_S, Added, Launch
 from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE
+from cosmos_rl_core.wire.tls import TLS_FILE, TLS_VARIABLE
 from cosmos_rl_core.workers.node import Node, WorkerAddress, to_arguments
 
 CHECK_S = 0.05
@@ -66,7 +67,8 @@ async def start_external(launch: Launch) -> ExternalWorkers:
         "workers join by, on any machine that shares this directory:",
         *(f"  {command}" for command in commands(launch, {"policy": 1, "rollout": 0 if launch.config.is_sft else 1})),
         f"on other machines by --controller {launch.address} instead of --run, with the content of "
-        f"{launch.directory / 'token'} in the environment variable {TOKEN_VARIABLE}",
+        f"{launch.directory / 'token'} in the environment variable {TOKEN_VARIABLE}"
+        + (f", and of {launch.directory / TLS_FILE} in {TLS_VARIABLE}" if launch.tls else ""),
     ]
     launch.observer.note("\n".join(lines))
     return ExternalWorkers(launch.controller.peers, lambda more: list(commands(launch, more)))

@@ -27,7 +27,8 @@ from cosmos_rl_core.processes import ChildProcess, all_ended, environment, last_
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.rollout.spool.store import clear_spools, spool_root
-from cosmos_rl_core.wire.handshake import keep_token
+from cosmos_rl_core.wire.handshake import keep_secret
+from cosmos_rl_core.wire.tls import TLS_FILE, Tls
 from cosmos_rl_core.workers.fork_server import ENTRY, ForkedProcess, ForkServer, opened
 from cosmos_rl_core.workers.node import Node, WorkerAddress, policy_node, to_arguments
 
@@ -81,6 +82,9 @@ class LocalWorkers:
     """Folders for a recipe's "module:attribute" names."""
     token: bytes = b""
     """Content of `token_file`; a removed file is written again before a worker starts."""
+    tls: Tls | None = None
+    """Certificate of workers; None without TLS. Its file is `tls_file`, and is written again too."""
+    tls_file: Path | None = None
     policy_keeps: tuple[int, ...] = ()
     """Descriptors inherited by a policy process, so that a lock is held until it ends."""
     fork_server: ForkServer | None = None
@@ -171,7 +175,12 @@ class LocalWorkers:
     def address(self, role: str, name: str, *, threads: int | None) -> WorkerAddress:
         """Return the command-line parameters of a worker of this run, on any machine."""
         return WorkerAddress(
-            controller=self.controller, role=role, name=name, token_file=self.token_file, threads=threads
+            controller=self.controller,
+            role=role,
+            name=name,
+            token_file=self.token_file,
+            tls_file=self.tls_file,
+            threads=threads,
         )
 
     async def leave(self, *, grace_s: float = STOP_GRACE_S) -> None:
@@ -203,7 +212,9 @@ class LocalWorkers:
     def _spawn(self, worker: WorkerProcess) -> None:
         if self.token:
             with contextlib.suppress(OSError):  # the worker reports an unreadable file
-                keep_token(self.token_file, self.token)
+                keep_secret(self.token_file, self.token.hex())
+                if self.tls is not None and self.tls_file is not None:
+                    keep_secret(self.tls_file, self.tls.bundle)
         worker.log.parent.mkdir(parents=True, exist_ok=True)
         with worker.log.open("ab") as log:
             worker.process = self._process(worker, log)
@@ -303,6 +314,8 @@ async def start_processes(launch: Launch) -> LocalWorkers:
         controller=launch.address,
         token_file=launch.directory / "token",
         token=launch.token,
+        tls=launch.tls,
+        tls_file=launch.directory / TLS_FILE if launch.tls else None,
         log_dir=launch.directory / "logs",
         restart_workers=config.elastic.restart_workers,
         on_death=on_death,

@@ -24,6 +24,7 @@ from cosmos_rl_core.launch.observer import RunObserver
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.fork_server import ForkServer
 from cosmos_rl_core.workers.node import Node
 
@@ -41,6 +42,8 @@ class Launch:
     address: str
     """Address of the controller."""
     token: bytes
+    tls: Tls | None
+    """Certificate of workers; None without TLS."""
     policy_node: Node
     """This machine's part of the policy replica."""
     gpus: AssignedGpus
@@ -155,11 +158,14 @@ async def start_tasks(launch: Launch) -> Workers:
 
     async def work(role: str, name: str) -> None:
         hello = Hello(name=name, role=role)
-        connection = await connect(launch.address, token=launch.token, hello=hello, decode=p.ToWorker, timeout_s=10.0)
+        connection = await connect(
+            launch.address, token=launch.token, hello=hello, decode=p.ToWorker, timeout_s=10.0, tls=launch.tls
+        )
         timeline = Timeline(process=name)
         context = WorkerContext(
             name=name,
             token=launch.token,
+            tls=launch.tls,
             controller=launch.address,
             timeline=timeline,
             threads=None,

@@ -38,15 +38,16 @@ from cosmos_rl_core.launch.memory import memory_advice
 from cosmos_rl_core.launch.observer import RunObserver, RunResult, Watch, evaluated_from
 from cosmos_rl_core.launch.placement import Launch, Workers, start_tasks
 from cosmos_rl_core.launch.scaling import OPERATOR, Scaling, answer_operator
+from cosmos_rl_core.launch.secrets import Secrets, describe_encryption, make_secrets, read_secrets
 from cosmos_rl_core.launch.takeover import Takeover, open_journal, take_over
 from cosmos_rl_core.monitor.monitor import History, Verdict
 from cosmos_rl_core.observe.trace import merge
 from cosmos_rl_core.processes import machine_gpus
 from cosmos_rl_core.recipe.load import dump_resolved
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.recipe.sections import RunSection
 from cosmos_rl_core.wire.advertised import controller_address
-from cosmos_rl_core.wire.channel import Connection, Server, serve
-from cosmos_rl_core.wire.handshake import make_token
+from cosmos_rl_core.wire.channel import Connection, OnConnect, Server, serve
 from cosmos_rl_core.wire.listening import (
     Address,
     descriptor_shortage,
@@ -176,9 +177,11 @@ class _Run:
             resumed = self._resumption.notes if self._resumption and not self._takeover else ()
             for text in (*warnings_for(self._config), *notes, *resumed):
                 self._observer.note(text)
-            token = self._takeover.token() if self._takeover else make_token(self._directory / "token")
-            text = dump_resolved(self._config)
-            (self._directory / "resolved.toml").write_text(text)
+            self._secrets = (read_secrets if self._takeover else make_secrets)(self._directory, self._config.tls)
+            if text := describe_encryption(self._secrets, self._config.tls, bind=self._config.run.bind):
+                self._observer.note(text)
+            resolved = dump_resolved(self._config)
+            (self._directory / "resolved.toml").write_text(resolved)
             watch = Watch(
                 self._observer,
                 self._config,
@@ -186,19 +189,21 @@ class _Run:
                 stop=lambda reason: controller.stop(reason),
                 stepped=self._stepped,
             )
-            controller = self._controller(text, watch)
+            controller = self._controller(resolved, watch)
             if self._takeover is not None:
                 controller.succeed(self._takeover.predecessor(self._ledger))
                 await self._journal.flush()
             self._interrupts.listen(controller)
-            server = await self._serve(controller, token)
+            server = await self._serve(controller)
             bound = parse_address(server.address)
             reached_at = controller_address(bound, advertise=self._config.run.advertise)
-            contact = ControllerFile.of_this_process(str(reached_at), generation=controller.ledger.generation)
+            contact = ControllerFile.of_this_process(
+                str(reached_at), generation=controller.ledger.generation, ca=self._secrets.ca
+            )
             contact.write(self._directory)
             status = asyncio.create_task(self._keep_status(controller))
             try:
-                async with self._placed(controller, contact.address, token):
+                async with self._placed(controller, contact.address):
                     await controller.run()
             finally:
                 status.cancel()
@@ -236,7 +241,7 @@ class _Run:
         self._observer.note(f"monitor: the weights are those of step {healthy}; later checkpoints are set aside")
         return healthy, str(root / f"step_{healthy}")
 
-    async def _serve(self, controller: Controller, token: bytes) -> Server:
+    async def _serve(self, controller: Controller) -> Server:
         """Serve workers, and agents that report failed ranks."""
 
         async def on_connect(connection: Connection) -> None:
@@ -247,14 +252,8 @@ class _Run:
             else:
                 await controller.on_connect(connection)
 
-        bind, port = self._config.run.bind, self._config.run.port
-        listen = partial(
-            serve, token=token, decode=p.ToController, on_connect=on_connect, allow_remote=not is_loopback(bind)
-        )
-        if self._takeover is not None and not port:
-            with contextlib.suppress(UserError):  # another process has the port: workers find the new one
-                return await listen(str(Address(host=bind, port=self._takeover.port)))
-        return await listen(str(Address(host=bind, port=port)))
+        earlier_port = self._takeover.port if self._takeover else 0
+        return await _listen(self._config.run, self._secrets, on_connect, earlier_port=earlier_port)
 
     def _check_removals(self, controller: Controller) -> None:
         for text in self._removals.check():
@@ -328,7 +327,7 @@ class _Run:
         return (0, "") if found is None else (found.state.step, str(found.folder))
 
     @contextlib.asynccontextmanager
-    async def _placed(self, controller: Controller, address: str, token: bytes):  # noqa: ANN202
+    async def _placed(self, controller: Controller, address: str):  # noqa: ANN202
         """Start the workers according to [run] placement; on exit, send Stop and wait until they have left."""
         self._observer.phase("starting workers")
         self._workers = await PLACEMENTS[self._config.run.placement](
@@ -337,7 +336,8 @@ class _Run:
                 directory=self._directory,
                 controller=controller,
                 address=address,
-                token=token,
+                token=self._secrets.token,
+                tls=self._secrets.workers,
                 policy_node=self._policy_node,
                 gpus=self._gpus,
                 python_path=self._given.python_path,
@@ -414,3 +414,19 @@ def planned_steps(config: RunConfig, source: PromptSource) -> int:
     limits = [steps for steps in (config.run.max_steps, whole) if steps is not None]
     assert limits, "the config asks for max_steps or epochs"
     return min(limits)
+
+
+async def _listen(section: RunSection, secrets: Secrets, on_connect: OnConnect, *, earlier_port: int) -> Server:
+    """Listen for workers, if possible at the port of an earlier controller, which they know."""
+    listen = partial(
+        serve,
+        token=secrets.token,
+        tls=secrets.controller,
+        decode=p.ToController,
+        on_connect=on_connect,
+        allow_remote=not is_loopback(section.bind),
+    )
+    if earlier_port and not section.port:
+        with contextlib.suppress(UserError):  # another process has the port: workers find the new one
+            return await listen(str(Address(host=section.bind, port=earlier_port)))
+    return await listen(str(Address(host=section.bind, port=section.port)))

@@ -21,6 +21,7 @@ from cosmos_rl_core.launch.interrupts import run_to_end
 from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect
 from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.wire.listening import parse_address
+from cosmos_rl_core.wire.tls import TLS_FILE, read_tls
 
 PROBE_S = 5.0
 """Maximum wait for the answer of a live controller."""
@@ -34,10 +35,6 @@ class Takeover:
     port: int
     """At which the last controller listened, for workers that know no other."""
     directory: Path
-
-    def token(self) -> bytes:
-        """Return the run's token, which its workers have. Raises UserError."""
-        return read_token(self.directory / "token")
 
     def evaluated_from(self, version: int) -> int:
         """Return the version whose evaluation is repeated: this one, unless the monitor has checked it."""
@@ -72,8 +69,9 @@ async def _answers(address: str, directory: Path) -> bool:
     """Return whether a controller of this run listens at an address."""
     hello = Hello(name="controller", role=STORE)
     try:
-        token = read_token(directory / "token")
-        live = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=PROBE_S)
+        token, path = read_token(directory / "token"), directory / TLS_FILE
+        tls = read_tls(path) if path.exists() else None
+        live = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=PROBE_S, tls=tls)
     except (ConnectionClosed, UserError):  # UserError: another run listens there now
         return False
     live.close()

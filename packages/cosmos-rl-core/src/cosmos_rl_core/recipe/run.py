@@ -23,6 +23,7 @@ from cosmos_rl_core.recipe.sections import (
     RolloutSection,
     RunSection,
     SyncSection,
+    TlsSection,
 )
 from cosmos_rl_core.settings.base import Problem, Strict
 from cosmos_rl_core.settings.problems import as_toml
@@ -46,6 +47,7 @@ class RunConfig(Strict):
     reward: RewardSection = RewardSection()
     data_regularization: DataRegularizationSection = DataRegularizationSection()
     sync: SyncSection = SyncSection()
+    tls: TlsSection = TlsSection()
     checkpoint: CheckpointSection = CheckpointSection()
     eval: EvalSection = EvalSection()
     monitor: MonitorConfig = MonitorConfig()
@@ -93,6 +95,7 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
     yield from _sft_conflicts(given) if config.is_sft else _rl_conflicts(config)
     yield from _length_conflicts(config)
     yield from _autoscale_conflicts(config)
+    yield from _tls_conflicts(config)
     if config.is_sft and config.eval.loss_data is not None:
         yield Conflict(
             key="eval.loss_data",
@@ -113,6 +116,18 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
             other="eval.data" if config.eval.data is None else "algorithm.name",
             wrong="is a metric that this run does not have, with",
             suggestion='name one of metrics.jsonl or eval.jsonl, such as "-loss"',
+        )
+
+
+def _tls_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    if config.tls.weights and not config.tls.enabled:
+        yield Conflict(key="tls.weights", other="tls.enabled", wrong="has no certificates with")
+    if config.tls.weights and config.sync.transport.startswith("nixl"):
+        yield Conflict(
+            key="sync.transport",
+            other="tls.weights",
+            wrong="does not encrypt, which conflicts with",
+            suggestion='set it to "auto" or "tcp"',
         )
 
 

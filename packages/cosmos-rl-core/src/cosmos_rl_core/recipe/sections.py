@@ -244,6 +244,18 @@ class SyncSection(Strict):
         return interval
 
 
+class TlsSection(Strict):
+    """[tls]: encryption of the connections between the processes of the run."""
+
+    enabled: bool = False
+    """TLS 1.3 on all connections to the controller, with certificates of a CA that the run makes for itself; needs
+    `pip install "cosmos-rl-core[tls]"`."""
+    weights: bool = False
+    """TLS also on connections for weights over TCP and for large groups of rollouts."""
+    valid_days: float = Field(default=90, gt=0)
+    """Validity of the certificates, in days; a resumed run makes new ones."""
+
+
 class CheckpointSection(Strict):
     """[checkpoint]: interval, number and location of checkpoints."""
 

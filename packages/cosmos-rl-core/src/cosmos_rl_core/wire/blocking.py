@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from cosmos_rl_core.wire.encrypted import EncryptedSocket
 from cosmos_rl_core.wire.frames import (
     HEADER_BYTES,
     MAX_FRAME_BYTES,
@@ -31,6 +32,7 @@ from cosmos_rl_core.wire.handshake import (
     make_preamble,
     session_keys,
 )
+from cosmos_rl_core.wire.tls import CONTROLLER, Tls, TlsSession
 
 _SHORTEST_S = 1e-3
 """Minimum timeout of a receive before a deadline; 0 would make the socket non-blocking."""
@@ -46,7 +48,7 @@ class BlockingConnection:
     """
 
     def __init__(self, connection: socket.socket, *, decode: Any, max_frame_bytes: int = MAX_FRAME_BYTES) -> None:
-        self._socket = connection
+        self._socket: socket.socket | EncryptedSocket = connection
         self._decoder = decode if isinstance(decode, msgspec.msgpack.Decoder) else msgspec.msgpack.Decoder(decode)
         self._max_frame_bytes = max_frame_bytes
         self._sealer = FrameSealer(None, max_frame_bytes=max_frame_bytes)
@@ -54,14 +56,27 @@ class BlockingConnection:
         self._sending = threading.Lock()
         """Frames leave in the order of their tags."""
 
-    def open(self, token: bytes, *, hello: Hello, client: bool, deadline: float) -> Hello:
+    def open(
+        self,
+        token: bytes,
+        *,
+        hello: Hello,
+        client: bool,
+        deadline: float,
+        tls: Tls | None = None,
+        server: str = CONTROLLER,
+    ) -> Hello:
         """Authenticate both sides before `deadline` (monotonic clock) and return the peer's name.
 
-        Raises as `receive`, `WrongTag` for another token, `UserError` for another version.
+        server: with `tls`, the name in the certificate of a client's peer. Raises as `receive`, `WrongTag` for another
+        token, `UserError` for another version or certificate.
         """
+        if tls is not None:
+            self._encrypt(tls.session(client=client, server=server), deadline=deadline)
         ours = make_preamble()
         if client:
-            self._write(ours)
+            with suppress(OSError):  # the peer's reason to close, such as a certificate that it refuses, is read next
+                self._socket.sendall(ours)
         theirs = bytes(self._exactly(PREAMBLE_BYTES, deadline=deadline))
         if not client:
             self._write(ours)  # before any check, so that a client of another version learns ours
@@ -71,6 +86,15 @@ class BlockingConnection:
         self.send(hello)
         body = self._receive_body(max_bytes=HANDSHAKE_BYTES - PREAMBLE_BYTES, deadline=deadline)
         return self._decoded(_hello_decoder, body)
+
+    def _encrypt(self, session: TlsSession, *, deadline: float) -> None:
+        assert isinstance(self._socket, socket.socket)
+        encrypted = EncryptedSocket(self._socket, session)
+        try:
+            encrypted.shake_hands(deadline=deadline)
+        except OSError as error:
+            raise self._closed(error) from error
+        self._socket = encrypted
 
     def send(self, message: Any) -> None:
         """Send a message."""
@@ -97,6 +121,8 @@ class BlockingConnection:
 
     def _poll(self, events: int, timeout_s: float | None) -> bool:
         """Wait for events of the socket, or a hang-up, for at most `timeout_s`; return whether one occurred."""
+        if events & select.POLLIN and isinstance(self._socket, EncryptedSocket) and self._socket.pending:
+            return True
         try:
             polled = select.poll()
             polled.register(self._socket, events)

@@ -7,8 +7,8 @@
     reply = await connection.receive()
 
 Messages are `msgspec.Struct`s; `decode` is the (tagged) union this side accepts. `bytes` fields travel raw
-and are copied once on arrival; `memoryview` fields are not copied. Messages are authenticated, not encrypted: use an
-encrypted tunnel across an untrusted network.
+and are copied once on arrival; `memoryview` fields are not copied. Messages are authenticated, and with `tls` encrypted
+too.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ import msgspec
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.connection import Connection, WireProtocol
+from cosmos_rl_core.wire.encrypted import EncryptedTransport
 from cosmos_rl_core.wire.frames import MAX_FRAME_BYTES, ConnectionClosed
-from cosmos_rl_core.wire.handshake import HANDSHAKE_S, PROTOCOL_VERSION, TOKEN_BYTES, Hello, WrongTag
+from cosmos_rl_core.wire.handshake import HANDSHAKE_S, PROTOCOL_VERSION, TOKEN_BYTES, Hello, TlsRefused, WrongTag
 from cosmos_rl_core.wire.listening import (
     Address,
     SeldomLog,
@@ -34,6 +35,7 @@ from cosmos_rl_core.wire.listening import (
     listen,
     parse_address,
 )
+from cosmos_rl_core.wire.tls import CONTROLLER, Tls
 
 __all__ = [
     "PROTOCOL_VERSION",
@@ -92,16 +94,17 @@ class Server:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _listen(self, listener: socket.socket, make: Callable[[], WireProtocol]) -> None:
+    def _listen(self, listener: socket.socket, make: Callable[[], WireProtocol], *, tls: Tls | None) -> None:
         """Serve each connection to `listener` by a protocol of its own."""
 
         async def admit(connection: socket.socket) -> None:
             await self._unauthenticated.make_room()
             protocol = make()
+            layer = protocol if tls is None else EncryptedTransport(protocol, tls.session(client=False))
             self._protocols.add(protocol)
             self._unauthenticated.enter(protocol, drop=lambda: protocol.abort("too many others wait for the handshake"))
             try:
-                await asyncio.get_running_loop().connect_accepted_socket(lambda: protocol, connection)
+                await asyncio.get_running_loop().connect_accepted_socket(lambda: layer, connection)
             except OSError:
                 self._lost(protocol)
                 raise
@@ -145,8 +148,9 @@ async def serve(
     hello: Hello | None = None,
     allow_remote: bool = False,
     handshake_s: float = HANDSHAKE_S,
+    tls: Tls | None = None,
 ) -> Server:
-    """Listen, and run `on_connect(connection)` for each peer that has the token.
+    """Listen, and run `on_connect(connection)` for each peer that has the token and, with `tls`, a certificate.
 
     The connection ends when `on_connect` returns. `decode` is a union of structs or a msgspec Decoder of one.
     `hello` is what peers see (default: the controller). Raises `UserError` for an address that is busy,
@@ -169,7 +173,7 @@ async def serve(
             on_lost=server._lost,
         )
 
-    server._listen(listener, protocol)
+    server._listen(listener, protocol, tls=tls)
     return server
 
 
@@ -181,11 +185,13 @@ async def connect(
     decode: Any,
     timeout_s: float = 10.0,
     max_frame_bytes: int = MAX_FRAME_BYTES,
+    tls: Tls | None = None,
+    server: str = CONTROLLER,
 ) -> Connection:
-    """Connect once and authenticate both sides.
+    """Connect once and authenticate both sides. server: with `tls`, the name in the peer's certificate.
 
     Raises `ConnectionClosed` if there is no listener, the peer hangs up or the time is over (a retry may succeed), and
-    `UserError` if the peer has another token or protocol version (a retry cannot).
+    `UserError` if the peer has another token, certificate or protocol version (a retry cannot).
     """
     target = parse_address(address)
     _check_token(token)
@@ -196,30 +202,30 @@ async def connect(
         if not opened.done():
             opened.set_exception(_opening_error(target, protocol))
 
-    def protocol() -> WireProtocol:
-        return WireProtocol(
-            token=token,
-            hello=hello,
-            decoder=_decoder(decode),
-            client=True,
-            max_frame_bytes=max_frame_bytes,
-            handshake_s=timeout_s,
-            on_open=opened.set_result,
-            on_lost=lost,
-        )
-
-    made: WireProtocol | None = None
+    protocol = WireProtocol(
+        token=token,
+        hello=hello,
+        decoder=_decoder(decode),
+        client=True,
+        max_frame_bytes=max_frame_bytes,
+        handshake_s=timeout_s,
+        on_open=opened.set_result,
+        on_lost=lost,
+    )
+    layer = protocol if tls is None else EncryptedTransport(protocol, tls.session(client=True, server=server))
+    connected = False
     try:
         async with asyncio.timeout(timeout_s):
-            _, made = await loop.create_connection(protocol, target.host, target.port)
+            await loop.create_connection(lambda: layer, target.host, target.port)
+            connected = True
             return await opened
     except TimeoutError as error:
         raise ConnectionClosed(f"{target} did not answer within {timeout_s:g} s") from error
     except OSError as error:
         raise ConnectionClosed(f"cannot connect to {target}: {error.strerror or error}") from error
     finally:
-        if made is not None and (not opened.done() or opened.cancelled()):
-            made.abort("the attempt to connect was given up")
+        if connected and (not opened.done() or opened.cancelled()):
+            protocol.abort("the attempt to connect was given up")
 
 
 async def adopt(
@@ -243,6 +249,8 @@ def _refusal(failure: Exception | None) -> str:
     """Return the mistake of whoever started the peer; empty for any other end of a handshake."""
     if isinstance(failure, WrongTag):
         return "its peer has another token; use the file `token` of this run's directory"
+    if isinstance(failure, TlsRefused):
+        return str(failure)
     if isinstance(failure, UserError):
         return "its peer has another version of the protocol; install the same cosmos-rl-core on both sides"
     return ""

@@ -175,7 +175,7 @@ class WireProtocol(asyncio.BufferedProtocol):
         self._transport.set_write_buffer_limits(high=_WRITE_HIGH_BYTES)
         loop = asyncio.get_running_loop()
         late = Violation(f"the handshake took longer than {self.handshake_s:g} s")
-        self._deadline = loop.call_later(self.handshake_s, self._fail, late)
+        self._deadline = loop.call_later(self.handshake_s, self.fail, late)
         if self.token is None:
             self._reader.use_key(None)
             self._sealer = FrameSealer(None, max_frame_bytes=self.max_frame_bytes)
@@ -191,9 +191,9 @@ class WireProtocol(asyncio.BufferedProtocol):
         try:
             self._read()
         except (Violation, UserError) as error:
-            self._fail(error)
+            self.fail(error)
         except UNDECODABLE as error:
-            self._fail(Violation(f"a message this side does not understand: {error}"))
+            self.fail(Violation(f"a message this side does not understand: {error}"))
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._deadline.cancel()
@@ -215,7 +215,7 @@ class WireProtocol(asyncio.BufferedProtocol):
     def write(self, message: Any) -> None:
         assert self._sealer is not None
         if not self.writable.is_set() and self._transport.get_write_buffer_size() > 2 * self.max_frame_bytes:
-            self._fail(Violation("the peer reads too slowly: unsent messages fill two frames"))
+            self.fail(Violation("the peer reads too slowly: unsent messages fill two frames"))
         if self._transport.is_closing():
             raise ConnectionClosed(self.reason or "closed by the peer")
         self._transport.write(self._sealer.seal(message))
@@ -270,7 +270,8 @@ class WireProtocol(asyncio.BufferedProtocol):
         self._connection = Connection(self, peer=peer)
         self.on_open(self._connection)
 
-    def _fail(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
+        """End the connection because of an error, also one of the layer below."""
         self.failure = error
         self.reason = self.reason or str(error)
         if isinstance(error, UserError):

@@ -37,6 +37,12 @@ HANDSHAKE_BYTES = 4096
 HANDSHAKE_S = 5.0
 
 _MAGIC = b"CRLW"
+_TLS_MAGIC = b"CRLT"
+"""Begins the answer of a server that uses TLS to a client that does not."""
+_TLS_RECORD = b"\x16\x03"
+"""Beginning of a TLS client's first bytes: a handshake record (RFC 8446, section 5.1)."""
+PLAIN_BYTE = _MAGIC[0]
+"""First byte of a preamble, which begins no TLS record."""
 _PREAMBLE = struct.Struct("!4sH32s")
 PREAMBLE_BYTES = _PREAMBLE.size
 
@@ -62,6 +68,10 @@ class WrongTag(Violation):
     """A frame that was not sealed with this connection's key and sequence number."""
 
 
+class TlsRefused(UserError):
+    """One side uses TLS and the other does not, or a certificate is not of this run or not valid."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SessionKeys:
     """The two keys of one connection, from one side's view."""
@@ -77,13 +87,28 @@ def make_preamble(*, version: int = PROTOCOL_VERSION) -> bytes:
     return _PREAMBLE.pack(_MAGIC, version, secrets.token_bytes(32))
 
 
+def tls_notice() -> bytes:
+    """Return the answer to a client without TLS: a preamble that it refuses with an explanation."""
+    return _PREAMBLE.pack(_TLS_MAGIC, PROTOCOL_VERSION, bytes(32))
+
+
 def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> SessionKeys:
     """Derive both keys from the token and the two preambles.
 
-    Raises `Violation` for another protocol, `UserError` for another version.
+    Raises `Violation` for another protocol, `UserError` for another version, `TlsRefused` if the peer uses TLS.
     """
     magic, version, _ = _PREAMBLE.unpack(theirs)
     our_version = _PREAMBLE.unpack(ours)[1]
+    if magic == _TLS_MAGIC:
+        raise TlsRefused(
+            "the run uses TLS: give this process the content of tls.pem in the run's directory in the environment "
+            "variable COSMOS_RL_TLS, or the file by --tls-file"
+        )
+    if magic.startswith(_TLS_RECORD):
+        raise TlsRefused(
+            "the peer uses TLS, and this run does not: start it without COSMOS_RL_TLS and --tls-file, or set "
+            "[tls] enabled = true in the recipe"
+        )
     if magic != _MAGIC:
         raise Violation("the peer does not use the Cosmos-RL protocol")
     if version != our_version:
@@ -101,7 +126,7 @@ def session_keys(token: bytes, *, ours: bytes, theirs: bytes, client: bool) -> S
     return SessionKeys(send=to_client, receive=to_server)
 
 
-_TOKEN_FILE_BYTES = 4096
+_SECRET_FILE_BYTES = 16384
 """Maximum bytes read from a file."""
 
 
@@ -118,14 +143,14 @@ def make_token(path: Path) -> bytes:
     return token
 
 
-def keep_token(path: Path, token: bytes) -> None:
-    """Write the token again if its file was removed or changed. Raises OSError."""
+def keep_secret(path: Path, text: str) -> None:
+    """Write a secret again if its file was removed or changed. Raises OSError."""
     with contextlib.suppress(UserError):
-        if read_token(path) == token:
+        if read_secret(path) == text.strip():
             return
     partial = path.with_name(f".{path.name}.partial")
     partial.unlink(missing_ok=True)
-    write_secret(partial, token.hex())
+    write_secret(partial, text.strip())
     partial.replace(path)
 
 
@@ -154,16 +179,16 @@ def _parsed(text: str) -> bytes | None:
     return None
 
 
-def read_secret(path: Path) -> str:
-    """Return the text in `path`. Raises `UserError` if it is missing or readable by others."""
+def read_secret(path: Path, *, kind: str = "token") -> str:
+    """Return the text in `path`. Raises `UserError`, with this kind of file, if it is missing or readable by others."""
     try:
         with path.open("rb") as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
-            text = file.read(_TOKEN_FILE_BYTES).decode("ascii", errors="replace").strip()
+            text = file.read(_SECRET_FILE_BYTES).decode("ascii", errors="replace").strip()
     except OSError as error:
-        raise UserError(f"cannot read the token file {path}: {error.strerror}") from error
+        raise UserError(f"cannot read the {kind} file {path}: {error.strerror}") from error
     if mode & 0o077:
-        raise UserError(f"others can read the token file {path} (mode {mode:04o}): run chmod 600 {path}")
+        raise UserError(f"others can read the {kind} file {path} (mode {mode:04o}): run chmod 600 {path}")
     return text
 
 

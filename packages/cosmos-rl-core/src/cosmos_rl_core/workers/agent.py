@@ -35,6 +35,7 @@ from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCP
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
 from cosmos_rl_core.parallel.device import log_choice
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
 from cosmos_rl_core.workers.node import LEFT_FILE, Node, WorkerAddress, interface_of, to_arguments
 
@@ -116,7 +117,7 @@ class Agent(LocalElasticAgent):
 def run_node(worker: WorkerAddress, node: Node) -> int:
     """Run this machine's ranks to their end and return the exit code. Reports a failure to the controller."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
-    token = worker.token()  # the file may be gone when a rank fails
+    token, tls = worker.token(), worker.tls()  # the files may be gone when a rank fails
     use_interface(node, os.environ)
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
         left = Path(folder, "left")
@@ -133,7 +134,7 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     if failure.refused or (failure.lost and node.num_nodes == 1):
         return failure.exit_code
     delay_s = OTHERS_FIRST_S if failure.consequence and node.num_nodes > 1 else 0.0
-    asyncio.run(_report(worker, failure, token=token, delay_s=delay_s))
+    asyncio.run(_report(worker, failure, token=token, tls=tls, delay_s=delay_s))
     return failure.exit_code
 
 
@@ -193,6 +194,6 @@ def _failure(found: ProcessFailure) -> Failure:
     return Failure(message=text, died=True, at=found.timestamp)
 
 
-async def _report(worker: WorkerAddress, failure: Failure, *, token: bytes, delay_s: float) -> None:
+async def _report(worker: WorkerAddress, failure: Failure, *, token: bytes, tls: Tls | None, delay_s: float) -> None:
     await asyncio.sleep(delay_s)
-    await report_to_controller(worker.controller, token=token, replica=worker.name, failure=failure)
+    await report_to_controller(worker.controller, token=token, tls=tls, replica=worker.name, failure=failure)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from cosmos_rl_core.interfaces import Domain
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.wire.tls import Tls
 
 if TYPE_CHECKING:
     from cosmos_rl_core.workers.ranks import Ranks
@@ -26,6 +27,8 @@ class WorkerContext:
 
     name: str
     token: bytes
+    tls: Tls | None = None
+    """Certificate for connections to the controller; None: they are not encrypted."""
     timeline: Timeline
     threads: int | None
     """CPU threads for tensor work; None: torch decides."""
@@ -86,6 +89,11 @@ class Assignment:
     """Committed steps of the run when the worker joined."""
     scores_rows: bool = False
     """Rollout: whether this replica scores real rows for the monitor."""
+
+    @property
+    def data_tls(self) -> Tls | None:
+        """Certificate for weights and large groups; None: they are not encrypted."""
+        return self.context.tls if self.config.tls.weights else None
 
     @contextmanager
     def building(self) -> Iterator[None]:

@@ -18,7 +18,9 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.observe.sinks import set_damage_aside
 from cosmos_rl_core.processes import is_alive
 from cosmos_rl_core.wire.handshake import read_token
+from cosmos_rl_core.wire.tls import CONTROLLER_TLS_FILE, TLS_FILE
 
+TLS_FILES = (TLS_FILE, CONTROLLER_TLS_FILE)
 LEAVING_S = 60.0
 """Maximum wait for the workers of a killed run, which save before they exit."""
 RETRY_S = 0.05
@@ -33,6 +35,7 @@ FILES = (
     "timeline.json",
     "status.json",
     "token",
+    *TLS_FILES,
     NAME,
 )
 WATCHED = ("journal", "metrics.jsonl", "eval.jsonl", "resolved.toml")
@@ -107,7 +110,7 @@ class RunDirectory:
         self.notes = tuple(filter(None, (set_damage_aside(path / name) for name in LOGS)))
         if not self.is_orphaned:
             shutil.rmtree(path / "journal", ignore_errors=True)  # like the token, it belongs to one run of the recipe
-            for name in ("token", NAME):
+            for name in ("token", *TLS_FILES, NAME):
                 (path / name).unlink(missing_ok=True)
         lock.truncate(0)
         lock.write(f"{os.getpid()}\n")

@@ -25,6 +25,7 @@ from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import OutOfMemory, UserError, WorkerFailed, WorkerLost
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.directory import explain_no_room
 
 AGENT = "agent"
@@ -121,11 +122,13 @@ def cause(failures: Iterable[tuple[int, Failure]]) -> tuple[int, Failure]:
     return min(failures, key=lambda item: (item[1].consequence, item[1].at))
 
 
-async def report_to_controller(address: str, *, token: bytes, replica: str, failure: Failure) -> None:
+async def report_to_controller(
+    address: str, *, token: bytes, replica: str, failure: Failure, tls: Tls | None = None
+) -> None:
     """Report a failure and wait until the controller closes the connection; no error if the controller is gone."""
     hello = Hello(name=f"{replica}.{AGENT}", role=AGENT)
     with contextlib.suppress(ConnectionClosed, TimeoutError):
-        connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=REPORT_S)
+        connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=REPORT_S, tls=tls)
         await connection.send(failure.message_to_controller())
         await asyncio.wait_for(connection.closed.wait(), REPORT_S)
 

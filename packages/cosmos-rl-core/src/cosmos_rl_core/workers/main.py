@@ -32,6 +32,7 @@ from cosmos_rl_core.recipe.load import load_config, load_domain
 from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.client import ControllerClient
 from cosmos_rl_core.workers.connection.lasting import ANSWER_S, LastingConnection
 from cosmos_rl_core.workers.context import Assignment, WorkerContext, collector_paused
@@ -78,25 +79,25 @@ async def connect_to(worker: WorkerAddress, *, leaving: asyncio.Event) -> Lastin
 
     leaving: set when the worker shall leave; then a connection that closes is not opened again.
     """
-    token = worker.token()
+    token, tls = worker.token(), worker.tls()
 
     async def again(address: str, incarnation: int) -> Connection:
         hello = Hello(name=worker.name, role=worker.role, incarnation=incarnation)
         return await connect(
-            address or worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=ANSWER_S
+            address or worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=ANSWER_S, tls=tls
         )
 
-    return LastingConnection(await _first_connection(worker, token), connect=again, leaving=leaving)
+    return LastingConnection(await _first_connection(worker, token, tls), connect=again, leaving=leaving)
 
 
-async def _first_connection(worker: WorkerAddress, token: bytes) -> Connection:
+async def _first_connection(worker: WorkerAddress, token: bytes, tls: Tls | None) -> Connection:
     """Connect as soon as the controller answers, within `wait_s`. Raises as `connect_to`."""
     hello, loop = Hello(name=worker.name, role=worker.role), asyncio.get_running_loop()
     deadline = loop.time() + worker.wait_s
     while True:
         try:
             return await connect(
-                worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S
+                worker.controller, token=token, hello=hello, decode=p.ToWorker, timeout_s=CONNECT_TIMEOUT_S, tls=tls
             )
         except ConnectionClosed:
             if loop.time() >= deadline:
@@ -133,6 +134,7 @@ async def _work(worker: WorkerAddress) -> int:
     context = WorkerContext(
         name=worker.name,
         token=worker.token(),
+        tls=worker.tls(),
         address=address,
         controller=worker.controller,
         timeline=Timeline(process=worker.name),

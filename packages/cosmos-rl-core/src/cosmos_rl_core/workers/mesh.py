@@ -112,7 +112,8 @@ class PolicyMesh:
         found = socket.create_connection((address.host, address.port), timeout=CONNECT_S)
         connection = BlockingConnection(found, decode=p.ToWorker)
         hello = Hello(name=f"{self._replica}.{self._ranks.rank}", role=STORE)
-        connection.open(context.token, hello=hello, client=True, deadline=time.monotonic() + CONNECT_S)
+        deadline = time.monotonic() + CONNECT_S
+        connection.open(context.token, hello=hello, client=True, deadline=deadline, tls=context.tls)
         found.settimeout(CONNECT_S)
         return connection
 

@@ -27,6 +27,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.wire.advertised import route_address
 from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token, read_token
 from cosmos_rl_core.wire.listening import Address, is_loopback, listen
+from cosmos_rl_core.wire.tls import TLS_FILE, TLS_VARIABLE, Tls, environment_tls, read_tls
 
 SIOCGIFADDR = 0x8915
 """Linux request for the IPv4 address of an interface: netdevice(7)."""
@@ -52,6 +53,12 @@ class WorkerAddress:
         default=None,
         metadata={"help": f"File with the run's token. Default: the variable {TOKEN_VARIABLE}, or that of --run."},
     )
+    tls_file: Path | None = field(
+        default=None,
+        metadata={
+            "help": f"File {TLS_FILE} of a run with TLS. Default: the variable {TLS_VARIABLE}, or that of --run."
+        },
+    )
     wait_s: float = field(
         default=0.0,
         metadata={"help": "Seconds to wait for the controller.json of --run, or for --controller to answer."},
@@ -70,9 +77,17 @@ class WorkerAddress:
             raise UserError("give either --run DIR or --controller tcp://host:port")
         found = self
         if self.run is not None:
-            address = wait_for_controller(self.run, timeout_s=self.wait_s).address
+            contact = wait_for_controller(self.run, timeout_s=self.wait_s)
             ours = None if TOKEN_VARIABLE in os.environ else self.run / "token"
-            found = replace(self, run=None, controller=address, token_file=self.token_file or ours)
+            shared = self.run / TLS_FILE if contact.ca and TLS_VARIABLE not in os.environ else None
+            found = replace(
+                self,
+                run=None,
+                controller=contact.address,
+                token_file=self.token_file or ours,
+                tls_file=self.tls_file or shared,
+            )
+            _must_be_of_the_run(found.tls(), contact.ca)
         if not self.name:
             host = re.sub(r"[^A-Za-z0-9._-]", "-", socket.gethostname())[:64]
             found = replace(found, name="policy-0" if self.role == "policy" else f"rollout-{host}-{os.getpid()}")
@@ -85,6 +100,17 @@ class WorkerAddress:
         if (token := environment_token()) is None:
             raise UserError(f"the run's token is missing: set {TOKEN_VARIABLE} to it, or give --token-file")
         return token
+
+    def tls(self) -> Tls | None:
+        """Return the certificate of `tls_file`, else of the environment; None without both. Raises UserError."""
+        return environment_tls() if self.tls_file is None else read_tls(self.tls_file)
+
+
+def _must_be_of_the_run(tls: Tls | None, ca: str) -> None:
+    """Raise UserError if this certificate's CA is another one than that of controller.json (its fingerprint)."""
+    if tls is not None and tls.fingerprint != ca:
+        run = f"uses the CA {ca[:16]}" if ca else "does not use TLS"
+        raise UserError(f"{tls.origin} is of another run, with the CA {tls.fingerprint[:16]}: this run {run}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -190,7 +190,7 @@ class PolicyRole:
 
     def _payloads(self) -> StepPayloads:
         context, spool = self._at.context, self._at.config.rollout.spool
-        reader = SpoolReader(token=context.token, name=context.name, timeout_s=spool.timeout_s)
+        reader = SpoolReader(token=context.token, name=context.name, timeout_s=spool.timeout_s, tls=self._at.data_tls)
         return StepPayloads(reader, context.ranks)
 
     async def _publisher(self, trainer: Trainer) -> WeightPublisher | None:
@@ -201,7 +201,7 @@ class PolicyRole:
         return await asyncio.to_thread(
             assemble.build_sync(config).publisher,
             trainer.policy.rollout_weights(),
-            settings=assemble.sync_settings(config, token=at.context.token),
+            settings=assemble.sync_settings(config, token=at.context.token, tls=at.data_tls),
             bind=at.context.address or config.run.bind,
             ranks=None if ranks is None else ranks.messages,
         )

@@ -58,6 +58,7 @@ async def _run(worker: WorkerAddress, node: Node, timeline: Timeline) -> None:
     context = WorkerContext(
         name=worker.name if leads else f"{worker.name}.{ranks.rank}",
         token=worker.token(),
+        tls=worker.tls(),
         controller=worker.controller,
         timeline=timeline,
         threads=worker.threads,

@@ -143,7 +143,9 @@ class RolloutRole:
         context = self._at.context
         bind = context.address or self._at.config.run.bind
         remote = not is_loopback(bind)
-        return await serve_spool(spool, bind=bind, token=context.token, name=context.name, allow_remote=remote)
+        return await serve_spool(
+            spool, bind=bind, token=context.token, name=context.name, allow_remote=remote, tls=self._at.data_tls
+        )
 
     def _build_engine(self) -> RolloutEngine:
         self._at.prepare_torch()
@@ -161,7 +163,7 @@ class RolloutRole:
 
     async def _subscriber(self, engine: RolloutEngine, address: str) -> WeightSubscriber:
         config = self._at.config
-        settings = assemble.sync_settings(config, token=self._at.context.token)
+        settings = assemble.sync_settings(config, token=self._at.context.token, tls=self._at.data_tls)
         if isinstance(engine, OwnsSubscriber):
             return await engine.subscriber(address, backend=config.sync.backend, settings=settings)
         sync = assemble.build_sync(config)

@@ -25,6 +25,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from cosmos_rl_core.weight_sync import BUCKET_BYTES, FULL_EVERY, GPU_BUCKET_BYTES, RankExchange
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content import passes
 from cosmos_rl_transfer.content.gpu import SideStream, computed, gpu_of
 from cosmos_rl_transfer.layout.manifest import ITEM_BYTES, Manifest, TensorLayout
@@ -65,26 +66,25 @@ class Publisher:
         delta: bool = False,
         full_every: int = FULL_EVERY,
         relay: Relay = "auto",
+        tls: Tls | None = None,
     ) -> None:
         """Allocate two slots of a bucket each and start to listen.
 
         token: the run's secret. bucket_bytes: None for 4 MiB, or 64 MiB where the weights are on a GPU. wire_dtype:
-        what wider floating tensors travel in ("bfloat16"); None: the subscriber's dtype. bind: address to listen on.
-        manifest, rank: what all ranks that publish together hold, and which of them this is; `weights` are then this
-        rank's parts. None: read off the tensors, whole ones or DTensors. patience_s: how long `fence` waits for readers
-        before it copies, and how long a reader may keep a slot that others wait for. timeout_s: how long a send may
-        stand still. delta: send only what changed to whoever has the version before, where that is shorter. Costs a
-        copy of the weights in host memory, out of which versions are read. full_every: after so many versions one is
-        sent whole. relay: whether subscribers that want the same buckets pass them on to one another; "auto": without
-        deltas, where they have more hosts than publishers.
+        dtype of wider floating tensors on the wire; None: that of the subscriber. manifest, rank: what all ranks that
+        publish together hold, and which of them this is; `weights` are then this rank's parts. None: read off the
+        tensors, whole ones or DTensors. patience_s: limit for the wait of `fence` for readers, and for a reader that
+        keeps a slot which others want. timeout_s: how long a send may stand still. delta: send changes alone to readers
+        that have the version before, where that is shorter; needs a copy of the weights in host memory, from which
+        versions are read. full_every: after so many versions one is sent whole. relay: whether subscribers relay
+        buckets; "auto": without deltas, where they have more hosts than publishers. tls: encrypts TCP.
         """
         passes.prepare()  # not while a subscriber waits
         manifest = manifest or Manifest.from_tensors(weights, rank=rank)
         wire = {spec.name: wire_dtype_of(spec, wire_dtype) for spec in manifest.specs.values()}
         self._memory = LiveWeights(manifest, rank=rank)
         self._memory.check(weights)
-        device = gpu_of(weights.values())
-        side = self._side = SideStream(device) if device is not None else None
+        side = self._side = SideStream(device) if (device := gpu_of(weights.values())) is not None else None
         options: dict[str, Any] = {"rank": rank, "wire_dtypes": wire, "full_every": full_every, "side": side}
         copy = self._outgoing = Outgoing(manifest, self._memory, **options) if delta else None
         staged = self._staged = StagedWeights(self._memory, side) if side is not None and copy is None else None
@@ -104,10 +104,11 @@ class Publisher:
             relay="off" if delta and relay == "auto" else relay,
             outgoing=copy,
             staged=staged,
+            encrypted=tls is not None,
         )
         self._versions, self._outlet = self._supply.versions, self._supply.outlet
         self._outlet.expose([copy.arena.memory] if copy else [])
-        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s)
+        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
         log.info("weights: %s", self.path)
 
     @property

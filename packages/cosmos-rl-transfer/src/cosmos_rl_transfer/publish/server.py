@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.errors import LayoutError
 from cosmos_rl_transfer.planning.plan import Bucket
 from cosmos_rl_transfer.planning.relay import predecessor
@@ -22,11 +23,11 @@ HEARTBEAT_S = 0.5
 class Server:
     """Owns a supply and serves it until closed."""
 
-    def __init__(self, supply: Supply, *, token: bytes, bind: str, timeout_s: float) -> None:
+    def __init__(self, supply: Supply, *, token: bytes, bind: str, timeout_s: float, tls: Tls | None = None) -> None:
         """Listen on a free port of `bind`. Raises OSError where that is no address of this host; closes the supply."""
         self._supply, self._timeout_s = supply, timeout_s
         try:
-            self._listener = Listener(bind, token=token, name="weights", talk=self._serve)
+            self._listener = Listener(bind, token=token, name="weights", talk=self._serve, tls=tls)
         except OSError:
             supply.close()
             raise

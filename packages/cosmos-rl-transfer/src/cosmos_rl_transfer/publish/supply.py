@@ -174,12 +174,14 @@ class Supply:
         outgoing: Outgoing | None = None,
         partial: Partial | None = None,
         staged: StagedWeights | None = None,
+        encrypted: bool = False,
     ) -> None:
         """Allocate two slots of a bucket each.
 
         manifest, rank: what all ranks of this side hold, and which of them this is. wire_dtypes: by tensor, the dtype
         it travels in before a target has joined; wire_dtype: the option. outgoing: the same object as `memory` where
         deltas are on; staged: the same where the weights are on a GPU. partial: the buckets that a subscriber relays.
+        encrypted: as for `open_outlet`.
         Raises TransportUnavailable where `transport` cannot serve.
         """
         self.memory, self.manifest, self.rank = memory, manifest, rank
@@ -193,7 +195,9 @@ class Supply:
         self.holders = Directory(relay)
         self.proofs = Proofs()
         self.slots = Slots(NUM_SLOTS, patience_s=max(patience_s, LEAST_PATIENCE_S))
-        self.transport, self.outlet = open_outlet(transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS)
+        self.transport, self.outlet = open_outlet(
+            transport, bucket_bytes=bucket_bytes, num_slots=NUM_SLOTS, encrypted=encrypted
+        )
         self.on_gpu = any(isinstance(slot, Tensor) for slot in self.outlet.slots)
         """Whether buckets of `outlet` stay on the GPU."""
         if self.on_gpu and staged is None:

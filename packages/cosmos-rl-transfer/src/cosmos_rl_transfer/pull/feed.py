@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
@@ -33,9 +34,9 @@ class Feed:
     _source: Manifest | None = None
 
     @classmethod
-    def open(cls, address: str, *, token: bytes, timeout_s: float) -> Feed:
+    def open(cls, address: str, *, token: bytes, timeout_s: float, tls: Tls | None = None) -> Feed:
         """Connect and receive the publisher's manifest."""
-        link = Link.connect(address, token=token, timeout_s=timeout_s)
+        link = Link.connect(address, token=token, timeout_s=timeout_s, tls=tls)
         try:
             link.send(m.Hello(m.PROTOCOL))
             return cls(link, _expect(link.receive(), m.Welcome))

@@ -23,6 +23,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
 
 from cosmos_rl_core.weight_sync import BETWEEN_GPUS
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest, TensorLayout
@@ -168,6 +169,7 @@ class PeerServer:
         bind: str,
         timeout_s: float,
         partial: Partial,
+        tls: Tls | None = None,
     ) -> None:
         """Allocate two slots of a bucket each and listen on `bind`; nothing is readable before `open`.
 
@@ -186,9 +188,10 @@ class PeerServer:
             transport=transport,
             patience_s=PATIENCE_S,
             partial=partial,
+            encrypted=tls is not None,
         )
         self._supply.outlet.expose([shadow.arena.memory])
-        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s)
+        self._server = Server(self._supply, token=token, bind=bind, timeout_s=timeout_s, tls=tls)
         self._versions, self._partial = self._supply.versions, partial
 
     @property
@@ -234,9 +237,10 @@ class Offer:
         transport: str | Transport,
         bind: str | None,
         timeout_s: float,
+        tls: Tls | None = None,
     ) -> None:
         """Arguments as for `PeerServer`. bind: None for the address from which publishers are reached."""
-        self._manifest, self._rank, self._token = manifest, rank, token
+        self._manifest, self._rank, self._token, self._tls = manifest, rank, token, tls
         # an instance, or a process group, reaches one peer only; the shadow is in host memory
         one_to_one = not isinstance(transport, str) or transport in ("collective", *BETWEEN_GPUS)
         self._transport = "auto" if one_to_one else str(transport)
@@ -269,6 +273,7 @@ class Offer:
                     rank=self._rank,
                     wire_dtypes=self.partial.wire_dtypes,
                     token=self._token,
+                    tls=self._tls,
                     transport=self._transport,
                     bucket_bytes=feeds[0].welcome.bucket_bytes,
                     bind=self._bind or feeds[0].link.local_host,

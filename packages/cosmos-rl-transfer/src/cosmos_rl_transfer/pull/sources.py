@@ -9,9 +9,11 @@ import asyncio
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from typing import TypeVar
 
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.errors import LayoutError, PeerLost, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
 from cosmos_rl_transfer.planning.plan import Plan, plan
@@ -31,12 +33,14 @@ class Sources:
         token: bytes,
         timeout_s: float,
         joined: Callable[[Sequence[Feed]], None] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """Store the addresses, one string or several. `joined` gets new connections and may refuse them by raising."""
         self.addresses = addresses.split(SEPARATOR) if isinstance(addresses, str) else list(addresses)
         self.lost: list[str] = []
         """Reasons for which publishers were left out when the connections were made."""
-        self._token, self._timeout_s, self._joined = token, timeout_s, joined
+        self._timeout_s, self._joined = timeout_s, joined
+        self._open = partial(Feed.open, token=token, tls=tls)
         self._feeds: list[Feed] = []
         self._others: list[Feed] = []
         self._stopped = self._closed = False
@@ -76,7 +80,7 @@ class Sources:
 
     def open(self, address: str, *, timeout_s: float) -> Feed:
         """Connect to another subscriber, until `drop` or `disconnect`."""
-        feed = Feed.open(address, token=self._token, timeout_s=timeout_s)
+        feed = self._open(address, timeout_s=timeout_s)
         with self._guard:
             self._others.append(feed)
             if not self.stopped:
@@ -137,7 +141,7 @@ class Sources:
         self.lost = []
         for address in self.addresses:
             try:
-                feeds.append(Feed.open(address, token=self._token, timeout_s=self._timeout_s))
+                feeds.append(self._open(address, timeout_s=self._timeout_s))
             except PeerLost as error:
                 self.lost.append(str(error))
         if not feeds:
@@ -188,12 +192,12 @@ def agree(feeds: Sequence[Feed], after: int) -> int:
     return newest
 
 
-def published_specs(address: str, *, token: bytes, timeout_s: float) -> list[WeightSpec]:
+def published_specs(address: str, *, token: bytes, timeout_s: float, tls: Tls | None = None) -> list[WeightSpec]:
     """Return the tensors that the publishers at `address`, of one rank or of several, hold together.
 
     Raises PeerLost or AuthenticationError.
     """
-    feed = Feed.open(address.split(SEPARATOR)[0], token=token, timeout_s=timeout_s)
+    feed = Feed.open(address.split(SEPARATOR)[0], token=token, timeout_s=timeout_s, tls=tls)
     try:
         return list(feed.source.specs.values())
     finally:

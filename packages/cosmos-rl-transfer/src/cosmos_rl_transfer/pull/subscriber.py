@@ -22,6 +22,7 @@ from contextlib import ExitStack, nullcontext
 from itertools import islice
 from typing import TYPE_CHECKING
 
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.content import passes
 from cosmos_rl_transfer.errors import LayoutError, Superseded, TransferError
 from cosmos_rl_transfer.layout.manifest import Manifest
@@ -61,6 +62,7 @@ class Subscriber:
         staging: Staging = "shadow",
         serve: bool = True,
         bind: str | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """Store the live tensors; the first `stage` connects.
 
@@ -71,19 +73,19 @@ class Subscriber:
         host memory and switches at the speed of memory; "in_place" needs two buckets and `apply` takes as long as
         the transfer of what did not come as deltas, and after an error in it the live tensors are of no version.
         serve: whether others may read what is staged in the shadow (peers.py). bind: address to listen on for them;
-        None: the one that publishers are reached from.
+        None: the one that publishers are reached from. tls: with it both sides prove a certificate of the run.
         """
         passes.prepare()  # not while a publisher waits
-        self._sources = Sources(address, token=token, timeout_s=timeout_s, joined=self._join)
+        self._sources = Sources(address, token=token, timeout_s=timeout_s, joined=self._join, tls=tls)
         self._weights = weights
-        self._token, self._transport, self._timeout_s = token, transport, timeout_s
+        self._transport, self._timeout_s = transport, timeout_s
         self._rank, self._position = rank, position
         self._staging: Staging = staging
         self._target = manifest or Manifest.from_tensors(weights, rank=rank)
         self._offer: Offer | None = None
         if serve and staging == "shadow":
             self._offer = Offer(
-                self._target, rank=rank, token=token, transport=transport, bind=bind, timeout_s=timeout_s
+                self._target, rank=rank, token=token, transport=transport, bind=bind, timeout_s=timeout_s, tls=tls
             )
         self._puller: Puller | None = None
         self._staged: int | None = None

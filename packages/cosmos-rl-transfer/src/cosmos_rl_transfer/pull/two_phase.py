@@ -25,6 +25,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_transfer.errors import PeerLost, TransferError
 from cosmos_rl_transfer.pull.sources import Sources, agree
 from cosmos_rl_transfer.pull.subscriber import Subscriber
@@ -45,13 +46,14 @@ class ReplicaSubscriber:
         num_ranks: int,
         bind: str = "127.0.0.1",
         timeout_s: float = 30.0,
+        tls: Tls | None = None,
     ) -> None:
         """Listen for the ranks on `bind`.
 
         address: of every rank that publishes. timeout_s: limit for silence of publishers, and for ranks to connect, to
         stage and to commit.
         """
-        self._sources = Sources(address, token=token, timeout_s=timeout_s)
+        self._sources = Sources(address, token=token, timeout_s=timeout_s, tls=tls)
         self._num_ranks, self._timeout_s = num_ranks, timeout_s
         self._members: dict[int, Link] = {}
         self._came = threading.Condition()
@@ -61,7 +63,7 @@ class ReplicaSubscriber:
         """Whether nothing was staged yet: ranks may then read from other replicas."""
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="replica-stage")
         self._talk = ThreadPoolExecutor(max_workers=num_ranks, thread_name_prefix="replica-talk")
-        self._listener = Listener(bind, token=token, name="replica", talk=self._register)
+        self._listener = Listener(bind, token=token, name="replica", talk=self._register, tls=tls)
         self.address = self._listener.address
         """Address for the ranks' members."""
 
@@ -185,11 +187,12 @@ class ReplicaMember:
         rank: int,
         timeout_s: float = 30.0,
         commit: Callable[[], None] | None = None,
+        tls: Tls | None = None,
     ) -> None:
         """Connect to the replica at `address`. `commit` writes the staged version (None: `subscriber.apply`)."""
         self._subscriber = subscriber
         self._commit = commit or subscriber.apply
-        self._link = Link.connect(address, token=token, timeout_s=timeout_s)
+        self._link = Link.connect(address, token=token, timeout_s=timeout_s, tls=tls)
         self._link.send(m.Register(rank))
         self._link.set_deadlines(timeout_s=timeout_s, idle_s=None)
         self._served = threading.Thread(target=self._serve, name=f"replica-member-{rank}", daemon=True)

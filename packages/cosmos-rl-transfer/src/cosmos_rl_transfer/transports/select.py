@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from cosmos_rl_core import plugins
+from cosmos_rl_core.errors import UserError
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
@@ -26,15 +27,25 @@ GROUP = "cosmos_rl.transports"
 AUTO = "auto"
 OVER_LINK = "tcp"
 """The transport that every publisher serves beside its outlet."""
+PLAIN = ("nixl", "nixl_vram", "collective")
+"""Transports between hosts that do not encrypt."""
 _INFINIBAND = Path("/sys/class/infiniband")
 
 
-def open_outlet(transport: str | Transport, *, bucket_bytes: int, num_slots: int) -> tuple[str, Outlet]:
+def open_outlet(
+    transport: str | Transport, *, bucket_bytes: int, num_slots: int, encrypted: bool = False
+) -> tuple[str, Outlet]:
     """Open a publisher's end with the first transport that can; return its name and the end.
 
-    Raises UserError for an unknown name, TransportUnavailable with every reason if none can.
+    encrypted: only transports that do not leave this host, and TCP, which then uses TLS.
+
+    Raises UserError for an unknown name or one that is excluded, TransportUnavailable with every reason if none can.
     """
-    kinds = _candidates(transport, auto=preference())
+    if encrypted and transport in PLAIN:
+        raise UserError(
+            f'the transport "{transport}" does not encrypt: name "tcp" or "auto", or set tls.weights = false'
+        )
+    kinds = _candidates(transport, auto=[name for name in preference() if not (encrypted and name in PLAIN)])
     return _first(kinds, lambda kind: kind.open(bucket_bytes=bucket_bytes, num_slots=num_slots), verb="offered")
 
 

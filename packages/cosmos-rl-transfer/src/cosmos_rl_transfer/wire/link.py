@@ -2,8 +2,8 @@
 
 A link has the frames of `cosmos_rl_core.wire`, and raw bytes after a frame. Both ends prove that they have the run's
 token before a message is read, so an unauthenticated peer can neither read weights nor reach the decoder. Messages are
-authenticated; the raw bytes are not, and nothing is encrypted: keyed hashes of the buckets cost a third of the speed or
-more.
+authenticated; the raw bytes only with TLS, which encrypts both. Keyed hashes of the buckets would cost a third of the
+speed or more.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ import numpy as np
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.blocking import BlockingConnection
-from cosmos_rl_core.wire.handshake import Hello, Violation, WrongTag
+from cosmos_rl_core.wire.handshake import Hello, TlsRefused, Violation, WrongTag
 from cosmos_rl_core.wire.listening import RETRY_S, SeldomLog, UnauthenticatedConnections, accept_forever
+from cosmos_rl_core.wire.tls import WORKER, Tls
 from cosmos_rl_transfer.errors import AuthenticationError, PeerLost, TransferError
 from cosmos_rl_transfer.wire.messages import Reply, Request
 
@@ -69,7 +70,7 @@ class Link(BlockingConnection):
         self.set_deadlines(timeout_s=timeout_s, idle_s=timeout_s)
 
     @classmethod
-    def connect(cls, address: str, *, token: bytes, timeout_s: float) -> Link:
+    def connect(cls, address: str, *, token: bytes, timeout_s: float, tls: Tls | None = None) -> Link:
         """Connect to a publisher and authenticate. Raises PeerLost or AuthenticationError."""
         host, _, port = address.rpartition(":")
         try:
@@ -78,7 +79,7 @@ class Link(BlockingConnection):
             raise PeerLost(f"no publisher at {address}: {error}") from error
         link = cls(connection, timeout_s=timeout_s, side="subscriber")
         try:
-            link.authenticate(token)
+            link.authenticate(token, tls)
         except BaseException:
             link.close()
             raise
@@ -105,17 +106,19 @@ class Link(BlockingConnection):
         """This host's address on the connection, reachable from the peer's network."""
         return self._socket.getsockname()[0]
 
-    def authenticate(self, token: bytes) -> None:
-        """Prove the token to each other, within `timeout_s` in all.
+    def authenticate(self, token: bytes, tls: Tls | None = None) -> None:
+        """Prove the token, and with `tls` the certificates, to each other, within `timeout_s` in all.
 
         Raises AuthenticationError, PeerLost on a broken connection or after `timeout_s`.
         """
         deadline = time.monotonic() + self._timeout_s
         hello = Hello(name=self._side, role=self._side)
         try:
-            self.open(token, hello=hello, client=self._side == "subscriber", deadline=deadline)
+            self.open(token, hello=hello, client=self._side == "subscriber", deadline=deadline, tls=tls, server=WORKER)
         except WrongTag as error:
             raise AuthenticationError(f"the {self._other} has another token than this run's") from error
+        except TlsRefused as error:
+            raise AuthenticationError(str(error)) from error
         except UserError as error:
             raise AuthenticationError("the other side has another version of the connection protocol") from error
         except Violation as error:
@@ -188,9 +191,11 @@ class Link(BlockingConnection):
 class Listener:
     """Listens until closed. `talk(link)` runs in the peer's thread; the link is closed if it raises."""
 
-    def __init__(self, bind: str, *, token: bytes, name: str, talk: Callable[[Link], None]) -> None:
+    def __init__(
+        self, bind: str, *, token: bytes, name: str, talk: Callable[[Link], None], tls: Tls | None = None
+    ) -> None:
         """Listen on a free port of `bind`; `name` prefixes the threads' names. Raises OSError."""
-        self._token, self._name, self._talk = token, name, talk
+        self._token, self._tls, self._name, self._talk = token, tls, name, talk
         family = socket.AF_INET6 if ":" in bind else socket.AF_INET
         self._socket = socket.create_server((bind, 0), family=family)
         self._socket.setblocking(False)
@@ -248,7 +253,7 @@ class Listener:
         try:
             with ExitStack() as on_error:
                 on_error.callback(link.close)
-                link.authenticate(self._token)
+                link.authenticate(self._token, self._tls)
                 self._in_loop(self._unauthenticated.leave, link)
                 self._talk(link)
                 on_error.pop_all()

@@ -14,6 +14,7 @@ import os
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.rollout.spool.store import Absent, Answer, Pull, Spooled
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
+from cosmos_rl_core.wire.tls import WORKER, Tls
 
 RETRY_S = 0.5
 """Pause before another attempt to reach a replica."""
@@ -29,9 +30,9 @@ class SpoolReader:
     payload = await SpoolReader(token=token, name="policy-0", timeout_s=30).read(reference)
     """
 
-    def __init__(self, *, token: bytes, name: str, timeout_s: float) -> None:
+    def __init__(self, *, token: bytes, name: str, timeout_s: float, tls: Tls | None = None) -> None:
         """timeout_s: maximum wait for the next piece from a replica, including attempts to connect."""
-        self._token = token
+        self._token, self._tls = token, tls
         self._hello = Hello(name=name, role="policy")
         self._timeout_s = timeout_s
 
@@ -70,7 +71,13 @@ class SpoolReader:
     async def _pull_rest(self, reference: Spooled, pulled: _Pulled, deadline: asyncio.Timeout) -> None:
         loop = asyncio.get_running_loop()
         connection = await connect(
-            reference.address, token=self._token, hello=self._hello, decode=Answer, timeout_s=self._timeout_s
+            reference.address,
+            token=self._token,
+            hello=self._hello,
+            decode=Answer,
+            timeout_s=self._timeout_s,
+            tls=self._tls,
+            server=WORKER,
         )
         try:
             while pulled.done < len(pulled.data):

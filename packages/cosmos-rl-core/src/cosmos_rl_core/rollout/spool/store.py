@@ -25,6 +25,7 @@ import msgspec
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.wire.channel import Connection, Hello, Server, serve
+from cosmos_rl_core.wire.tls import Tls
 
 _PARTIAL = ".part"
 
@@ -188,7 +189,9 @@ class Absent(msgspec.Struct, frozen=True, tag=True, array_like=True):
 Answer = Piece | Absent
 
 
-async def serve_spool(spool: Spool, *, bind: str, token: bytes, name: str, allow_remote: bool) -> Server:
+async def serve_spool(
+    spool: Spool, *, bind: str, token: bytes, name: str, allow_remote: bool, tls: Tls | None = None
+) -> Server:
     """Listen on a free port of `bind` and serve clients that have the run's token. Raises like `wire.serve`."""
 
     async def answer(connection: Connection) -> None:
@@ -204,4 +207,5 @@ async def serve_spool(spool: Spool, *, bind: str, token: bytes, name: str, allow
         on_connect=answer,
         hello=Hello(name=name, role="spool"),
         allow_remote=allow_remote,
+        tls=tls,
     )

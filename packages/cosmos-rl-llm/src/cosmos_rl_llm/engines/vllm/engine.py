@@ -239,14 +239,15 @@ class VllmEngine:
 
         if backend != "transfer":
             raise UserError(f'[sync] backend = {backend!r}: the vllm engine supports only "transfer"')
-        token, timeout_s = settings.token, settings.timeout_s
-        specs = await asyncio.to_thread(published_specs, address, token=token, timeout_s=timeout_s)
+        token, timeout_s, tls = settings.token, settings.timeout_s, settings.tls
+        specs = await asyncio.to_thread(published_specs, address, token=token, timeout_s=timeout_s, tls=tls)
         num_ranks = self._llm.vllm_config.parallel_config.world_size
-        replica = ReplicaSubscriber(address, token=token, num_ranks=num_ranks, timeout_s=timeout_s)
+        replica = ReplicaSubscriber(address, token=token, num_ranks=num_ranks, timeout_s=timeout_s, tls=tls)
         connection = {
             "publishers": address,
             "replica": replica.address,
             "token": token,
+            "tls": None if tls is None else tls.bundle,
             "specs": [(spec.name, list(spec.shape), spec.dtype) for spec in specs],
             "transport": settings.transport,
             "timeout_s": timeout_s,

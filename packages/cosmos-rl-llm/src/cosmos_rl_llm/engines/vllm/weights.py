@@ -23,6 +23,7 @@ from vllm.distributed.weight_transfer.base import (
 )
 
 from cosmos_rl_core.types import WeightSpec
+from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
 from cosmos_rl_llm.engines.vllm.weight_map.landing import Landing, landing_of, replica_manifest
 from cosmos_rl_transfer import Manifest, ReplicaMember, Subscriber
@@ -45,6 +46,8 @@ class Connection(WeightTransferInitInfo):
     """Address of the replica's own process, which controls the updates."""
     token: bytes
     """The run's secret."""
+    tls: str | None
+    """Bundle of certificates (`wire.tls`), if connections are encrypted."""
     specs: list[tuple[str, list[int], str]]
     """Name, shape and dtype of every published tensor."""
     transport: str
@@ -78,10 +81,12 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
         landing = self._land(specs, group)
         _log_indirect(landing, rank=group.rank_in_group)
         parts = exchange(landing.manifest.encode(), group=group.cpu_group)
+        tls = None if init_info.tls is None else Tls(init_info.tls)
         subscriber = self._subscriber = Subscriber(
             init_info.publishers,
             landing.views,
             token=init_info.token,
+            tls=tls,
             transport=init_info.transport,
             timeout_s=init_info.timeout_s,
             manifest=replica_manifest([Manifest.decode(part) for part in parts]),
@@ -92,6 +97,7 @@ class TransferWeights(WeightTransferEngine[Connection, NoUpdate]):
             init_info.replica,
             subscriber,
             token=init_info.token,
+            tls=tls,
             rank=group.rank_in_group,
             timeout_s=init_info.timeout_s,
             commit=lambda: self._commit(subscriber, landing),
