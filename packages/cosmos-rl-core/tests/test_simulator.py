@@ -12,6 +12,7 @@ import msgspec
 import pytest
 from ledger_simulation import Options, SimulationError, simulate
 
+from cosmos_rl_core.control import inflight
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, leasing, records, stepping
 from cosmos_rl_core.control.ledger.ledger import Ledger
@@ -28,6 +29,7 @@ def test_25_runs_with_faults_keep_every_rule(block):
     assert sum(report.crashes for report in reports) > 5
     assert sum(report.reissued for report in reports) > 10
     assert sum(report.losses for report in reports) > 10
+    assert sum(report.unheld for report in reports) > 3
 
 
 def test_a_thousand_replicas():
@@ -262,7 +264,15 @@ class ALossTakesTheWholeBatch(Ledger):
             super().decide(record)
 
 
+class UnheldStaysReady(Ledger):
+    """Groups that nobody has after a restart are put into batches."""
+
+
+UnheldStaysReady.rules = {**Ledger.rules, events.Unheld: lambda ledger, event: None}
+
+
 MUTANTS = [
+    UnheldStaysReady,
     NoReissue,
     NoExpiry,
     CommitOnFirstVote,
@@ -294,6 +304,16 @@ def first_failure(*, ledger: type[Ledger] = Ledger, **changes) -> int | None:
 @pytest.mark.parametrize("mutant", MUTANTS)
 def test_a_missing_rule_is_noticed_within_60_seeds(mutant):
     assert first_failure(ledger=mutant) is not None
+
+
+def test_a_batch_without_payloads_is_noticed_within_60_seeds(monkeypatch):
+    monkeypatch.setattr(inflight.Batches, "missing", lambda batches, samples: ())
+    assert first_failure() is not None
+
+
+def test_the_group_of_another_attempt_is_noticed_within_60_seeds(monkeypatch):
+    monkeypatch.setattr(inflight, "_is_of", lambda entry, message, replica: entry is not None)
+    assert first_failure() is not None
 
 
 def test_acknowledging_before_the_journal_is_noticed_within_60_seeds():

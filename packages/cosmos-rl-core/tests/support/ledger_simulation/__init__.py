@@ -6,7 +6,8 @@ Everything random comes from the seed, time is simulated, and the ledger under t
 After every event it is checked that the books balance, that a sample is trained at most once on the lineage
 and within the staleness bound, that commits have the votes of all members, that fenced processes have no
 say, that what was acknowledged survives a crash of the controller, that leases of the dead and the hung are
-issued again in time; and at the end, that the run finishes once faults stop and that its journal replays.
+issued again in time, that a batch has the bytes of the groups that were accepted; and at the end,
+that the run finishes once faults stop and that its journal replays.
 """
 
 from __future__ import annotations

@@ -7,10 +7,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from ledger_simulation.invariants import Invariants
+from ledger_simulation.payloads import RETURN_S, Payloads
 
 if TYPE_CHECKING:
     from ledger_simulation.world import World
@@ -30,6 +32,7 @@ class FakeController:
         self._config = config
         self._class = ledger
         self.ledger = ledger(config)
+        self.payloads = Payloads(world)
         self.is_up = True
         self.crashes_at_next_decision = False
         """Whether to crash while the next decision waits for the disk."""
@@ -44,18 +47,21 @@ class FakeController:
 
     def take(self, event: events.Event) -> None:
         """Receive an event, if up."""
-        if not self.is_up:
+        if not self.is_up or (self.payloads.awaits_groups and _requests_batch(event)):
             return
         self._world.report.events += 1
         was_stale = self.invariants.before(event)
         decided, outputs = self.ledger.on(self._world.now, event)
         self.invariants.after(self.ledger, decided, was_stale=was_stale)
+        self.payloads.follow(event, decided, self.ledger)
         self._world.report.steps += sum(isinstance(record, records.Commit) for record in decided)
         for record in decided:
             if isinstance(record, records.Delivered):
                 self._world.unreadable.discard(record.sample)
             elif isinstance(record, records.PayloadsLost):
                 self._world.report.losses += len(record.samples)
+            elif isinstance(record, records.Unheld):
+                self._world.report.unheld += len(record.samples)
         self._world.report.reissued += sum(isinstance(r, records.Leased) and r.attempt > 1 for r in decided)
         if self._world.options.ack_before_durable:
             self._release(outputs)
@@ -98,11 +104,13 @@ class FakeController:
     def _come_back(self) -> None:
         count, snapshot = self._snapshot or (0, None)
         tail = [_CODEC.decode(msgspec.msgpack.encode(record)) for record in self._durable[count:]]
-        self.ledger = self._class.restore(self._config, snapshot, tail)
+        self.ledger, self.payloads = self._class.restore(self._config, snapshot, tail), Payloads(self._world)
         self.invariants.restarted(self.ledger, self._durable)
         self._orphaned_since.clear()
         self.is_up = True
         self.take(events.Restart())
+        self.payloads.restarted(self.ledger)
+        self._world.after(RETURN_S, self._give_up, self._life)
         self._world.reconnect_all()
 
     def _sync(self, life: int) -> None:
@@ -120,7 +128,18 @@ class FakeController:
             if isinstance(output, events.PoliciesLost):
                 self._world.after(0.1, self._roll_back)
             elif isinstance(output, events.To):
-                self._world.to_replica(output)
+                self._send(output)
+
+    def _send(self, output: events.To) -> None:
+        if isinstance(output.message, p.Batch) and (missing := self.payloads.missing(output.message)):
+            self.take(events.Unheld(missing))
+        elif (message := self.payloads.complete(output)) is not None:
+            self._world.to_replica(events.To(output.replica, message))
+
+    def _give_up(self, life: int) -> None:
+        """Generate the groups again that have not returned after a restart."""
+        if life == self._life and (missing := self.payloads.give_up(self.ledger)):
+            self.take(events.Unheld(missing))
 
     def _roll_back(self) -> None:
         if self.is_up and self.ledger.is_orphaned:
@@ -153,3 +172,7 @@ class FakeController:
                     f"nobody works on sample {sample}, leased to {name}, for {idle_s:.1f} s"
                 )
         self._orphaned_since = orphaned
+
+
+def _requests_batch(event: events.Event) -> bool:
+    return isinstance(event, events.From) and isinstance(event.message, p.RequestBatch)

@@ -13,6 +13,7 @@ from cosmos_rl_core.control.ledger import events, records
 from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.membership import MemberState
 from cosmos_rl_core.control.ledger.state import LedgerConfig
+from ledger_simulation.payloads import content_of
 
 
 class History:
@@ -29,6 +30,8 @@ class History:
         """Sample that was delivered -> oldest version of its terms."""
         self.newest: dict[int, int] = {}
         """The same for the newest version."""
+        self.content: dict[int, str] = {}
+        """Sample that was delivered -> the content of its group."""
         self.trained: set[int] = set()
         """Samples on the lineage."""
         self.dropped: set[int] = set()
@@ -60,6 +63,7 @@ class History:
                 assert not self.is_settled(record.sample), f"sample {record.sample} was taken a second time"
                 self.ready.add(record.sample)
                 self.oldest[record.sample], self.newest[record.sample] = record.min_version, record.max_version
+                self.content[record.sample] = content_of(record.replica, record)
             case records.Dropped():
                 self.leased.pop(record.sample, None)
                 self.dropped.add(record.sample)
@@ -67,6 +71,9 @@ class History:
                 self._assign(record)
             case records.PayloadsLost():
                 self._take_apart(record)
+            case records.Unheld():
+                assert set(record.samples) <= self.ready, f"{record.samples} are not all ready: {sorted(self.ready)}"
+                self.ready.difference_update(record.samples)
             case records.Commit():
                 self._commit(record)
             case records.RolledBack():
@@ -180,7 +187,7 @@ class Invariants:
                 case records.Commit():
                     for voter in record.voters:
                         assert (voter, record.step, record.epoch) in self._votes, f"{voter} never voted"
-                case records.PayloadsLost():
+                case records.PayloadsLost() | records.Unheld():
                     self._acknowledged.difference_update(record.samples)
                 case records.RolledBack(payloads_kept=False):
                     self._acknowledged.clear()

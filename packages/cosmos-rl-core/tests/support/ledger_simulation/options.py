@@ -82,6 +82,8 @@ class Report:
     """Connections cut while the process lived on."""
     losses: int = 0
     """Groups whose payload was gone when the policy read it."""
+    unheld: int = 0
+    """Groups that were in nobody's memory after a crash of the controller."""
     reissued: int = 0
     """Leases that were not the first of their sample."""
     digest: str = ""

@@ -6,9 +6,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.control.ledger import events
+from cosmos_rl_core.rollout.spool.store import Spooled
 from ledger_simulation.invariants import trained
+from ledger_simulation.payloads import content_of, read
 
 if TYPE_CHECKING:
     from ledger_simulation.world import World
@@ -53,6 +57,8 @@ class FakeReplica(ABC):
     def kill(self) -> None:
         self.is_alive = False
         self.process += 1
+        if self.world.random.random() < 0.3:
+            self.world.files.pop(self.name, None)  # its machine is gone
         self.world.soon(events.Disconnected(self.name, self.incarnation))
         self.world.after(self.world.random.choice((0.3, 1.0, 4.0, 12.0)), self.start_again, self.process)
 
@@ -65,7 +71,7 @@ class FakeReplica(ABC):
 
     def connect(self) -> None:
         """Join, and again until welcomed or refused."""
-        self.world.soon(events.Join(self.name, self.role, self.incarnation, self.holding()))
+        self.world.soon(events.Join(self.name, self.role, self.incarnation, (*self.holding(), *self.kept_samples())))
         if self.incarnation == 0:
             self.later(RETRY_S * 2, self.connect_again)
 
@@ -74,6 +80,11 @@ class FakeReplica(ABC):
             self.connect()
 
     def holding(self) -> tuple[int, ...]:
+        """Return the leased samples in work."""
+        return ()
+
+    def kept_samples(self) -> tuple[int, ...]:
+        """Return the samples whose groups were not released."""
         return ()
 
     @property
@@ -119,6 +130,8 @@ class FakeReplica(ABC):
                 if self.incarnation in (0, message.incarnation):
                     is_new = self.incarnation == 0
                     self.incarnation = message.incarnation
+                    if is_new:
+                        self.keep_files(message.kept)
                     self.later(self.world.random.uniform(0.0, 0.5), self.welcomed, is_new)
             case p.Reject(fenced=True):
                 if message.incarnation == self.incarnation:
@@ -126,6 +139,11 @@ class FakeReplica(ABC):
                     self.start()
             case _:
                 self.obey(message)
+
+    def keep_files(self, kept: list[str]) -> None:
+        """Remove the files of earlier processes that are not needed."""
+        files = self.world.files[self.name]
+        self.world.files[self.name] = {path: files[path] for path in kept if path in files}
 
     @abstractmethod
     def welcomed(self, is_new: bool) -> None: ...
@@ -146,10 +164,16 @@ class FakeRollout(FakeReplica):
         self.running: dict[int, tuple[int, int]] = {}
         """Sample -> (attempt, version when it began)."""
         self.unsettled: dict[int, p.Deliver | p.Failed] = {}
+        """Results without an answer of the ledger."""
+        self.kept: dict[tuple[int, int], p.Deliver] = {}
+        """(sample, attempt) -> group that was not released, for a controller that has lost it."""
         self.is_ready = self.has_no_more = False
 
     def holding(self) -> tuple[int, ...]:
         return (*self.running, *self.unsettled)
+
+    def kept_samples(self) -> tuple[int, ...]:
+        return tuple(sample for sample, _ in self.kept)
 
     def works_on(self, sample: int) -> bool:
         return self.is_alive and not self.is_hung and (sample in self.running or sample in self.unsettled)
@@ -162,6 +186,8 @@ class FakeRollout(FakeReplica):
             self.load()
         else:
             self.settle()
+            for group in self.kept.values():
+                self.send(group)
 
     def load(self) -> None:
         if self.world.published[0] != self.lineage:
@@ -194,6 +220,11 @@ class FakeRollout(FakeReplica):
                 self.running.pop(message.sample, None)
             case p.Ack() | p.Reject():
                 self.unsettled.pop(message.sample, None)
+            case p.Release():
+                for path in message.paths:
+                    self.world.files[self.name].pop(path, None)
+                for group in message.groups:
+                    self.kept.pop(group, None)
             case p.NoMore():
                 self.has_no_more = True
             case p.RolledBack():
@@ -211,12 +242,22 @@ class FakeRollout(FakeReplica):
             message = p.Failed(sample, attempt, "filtered:zero_variance", final=True)
         else:
             oldest, newest = sorted((born, self.version))
-            message = p.Deliver(sample, attempt, oldest, newest, 10, lineage=self.lineage)
+            message = self.keep(p.Deliver(sample, attempt, oldest, newest, 10, lineage=self.lineage))
         self.unsettled[sample] = message
         self.send(message)
         free = self.world.options.capacity - len(self.running)
         if not self.has_no_more:
             self.send(p.RequestLeases(self.version, free, self.lineage))
+
+    def keep(self, group: p.Deliver) -> p.Deliver:
+        """Return the group with its content or, for one of two, with a reference to a file, and keep it."""
+        content, path = content_of(self.name, group), f"{group.sample}-{group.attempt}"
+        payload: p.Payload = content.encode()
+        if self.world.random.random() < 0.5:
+            self.world.files[self.name][path] = content
+            payload = Spooled(path, len(content), digest=content.encode())
+        group = self.kept[group.sample, group.attempt] = msgspec.structs.replace(group, payload=payload)
+        return group
 
 
 class FakePolicy(FakeReplica):
@@ -278,7 +319,8 @@ class FakePolicy(FakeReplica):
     def train(self, batch: p.Batch) -> None:
         if self.batch is not batch:
             return
-        self.lost = tuple(sample for sample in batch.samples if sample in self.world.unreadable)
+        found = zip(batch.given, read(self.world, batch.payloads), strict=True)
+        self.lost = tuple(sample for sample, text in found if text is None or sample in self.world.unreadable)
         if self.lost:
             self.complain(batch)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+from collections import defaultdict
 from collections.abc import Callable
 from random import Random
 
@@ -31,6 +32,8 @@ class World:
         self._planned = 0
         self.published = (0, 0)
         """(lineage, version) of the newest weights rollout replicas can load."""
+        self.files: defaultdict[str, dict[str, str]] = defaultdict(dict)
+        """Replica -> path -> content of the groups that its machine stores."""
         self.unreadable: set[int] = set()
         """Delivered samples whose payload is gone."""
         config = LedgerConfig(

@@ -55,6 +55,11 @@ class LastingConnection:
         self._welcome: p.Welcome | None = None
         self._lineage = 0
 
+    @property
+    def generation(self) -> int:
+        """Generation of the controller that sent the last Welcome; -1 before the first."""
+        return -1 if self._welcome is None else self._welcome.generation
+
     def last(self, wait_s: float, *, run_dir: Path | None) -> None:
         """From now on, open another connection for at most `wait_s` after one has closed.
 
