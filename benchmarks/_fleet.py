@@ -1,5 +1,7 @@
 """Fake workers of controller.py: rollout replicas by the hundred in one process, with real connections and messages.
 
+A connection that closes is opened again, and unanswered messages are repeated, by the code of real workers.
+
     python _fleet.py ADDRESS TOKEN_FILE FIRST COUNT TOTAL
 
 Takes one command a line on stdin, a JSON object with `do` and the arguments of the method of that name, and answers
@@ -25,6 +27,7 @@ from cosmos_rl_core.rollout.spool.store import Spooled
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
 from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
+from cosmos_rl_core.workers.connection.lasting import LastingConnection
 
 HEARTBEAT_S = 1.0
 NEWEST = 2**31
@@ -34,6 +37,24 @@ JOIN_TIMEOUT_S = 120.0
 ASK_AGAIN_S = 5.0
 MAX_CONNECTING = 32
 """Handshakes of a process at a time: real workers have a process each, and so time for theirs."""
+WAIT_S = 120.0
+"""Time without a controller after which a worker gives up."""
+POLL_S = 0.01
+
+
+async def open_lasting(
+    address: str, *, token: bytes, name: str, role: p.Role, connecting: asyncio.Semaphore, decoder: Any = p.ToWorker
+) -> LastingConnection:
+    """Connect as a worker does. Raises ConnectionClosed. connecting: limits handshakes at a time."""
+
+    async def again(_: str, incarnation: int) -> Connection:
+        hello = Hello(name=name, role=role, incarnation=incarnation)
+        async with connecting:
+            return await connect(address, token=token, hello=hello, decode=decoder, timeout_s=JOIN_TIMEOUT_S)
+
+    lasting = LastingConnection(await again(address, 0), connect=again, leaving=asyncio.Event())
+    lasting.last(WAIT_S, run_dir=None)
+    return lasting
 
 
 class FakeReplica:
@@ -46,30 +67,40 @@ class FakeReplica:
         self.due: list[float] = []
         """When its requests were due that are not granted yet."""
         self.granted = asyncio.Event()
-        self._connection: Connection | None = None
+        self._connection: LastingConnection | None = None
         self._progress = 0
+
+    @property
+    def generation(self) -> int:
+        """Generation of the controller that it is connected to, or was."""
+        return -1 if self._connection is None else self._connection.generation
 
     async def join(self) -> None:
         """Connect, again if the server refuses, and report ready after the Welcome."""
+        fleet = self.fleet
         while True:
             try:
-                async with self.fleet.connecting:
-                    connection = await connect(
-                        self.fleet.address,
-                        token=self.fleet.token,
-                        hello=Hello(name=self.name, role="rollout"),
-                        decode=self.fleet.decoder,
-                        timeout_s=JOIN_TIMEOUT_S,
-                    )
+                connection = await open_lasting(
+                    fleet.address,
+                    token=fleet.token,
+                    name=self.name,
+                    role="rollout",
+                    connecting=fleet.connecting,
+                    decoder=fleet.decoder,
+                )
                 assert isinstance(await connection.receive(), p.Welcome)
                 break
             except ConnectionClosed:
-                self.fleet.refused += 1
+                fleet.refused += 1
                 await asyncio.sleep(0.1)
         self._connection = connection
-        self.fleet.received += 1
+        fleet.received += 1
         self.send(p.Ready(address="tcp://127.0.0.1:1"))
-        self.fleet.tasks.append(asyncio.create_task(connection.consume(self._take)))
+        fleet.tasks.append(asyncio.create_task(self._receive(connection)))
+
+    async def _receive(self, connection: LastingConnection) -> None:
+        while True:
+            self._take(await connection.receive())
 
     def send(self, message: p.ToController) -> None:
         assert self._connection is not None
@@ -201,6 +232,29 @@ class Fleet:
                 replica.request(each)
             await asyncio.sleep(1.0)
         return {"held": held}
+
+    async def deliver_some(self, each: int) -> dict[str, Any]:
+        """Deliver `each` leases of every replica, and wait until that is durable; the others stay in work."""
+
+        async def some(replica: FakeReplica) -> None:
+            for lease in list(replica.held.values())[:each]:
+                replica.deliver(lease)
+            await replica.ask(1)
+
+        await asyncio.gather(*(some(replica) for replica in self._replicas))
+        return {"held": sum(len(replica.held) for replica in self._replicas)}
+
+    async def rejoined(self, generation: int) -> dict[str, Any]:
+        """Wait until all replicas have the Welcome of a controller of `generation`; return when the first and last had.
+
+        Read every 10 ms.
+        """
+        first, waiting = None, self._replicas
+        while waiting := [replica for replica in waiting if replica.generation < generation]:
+            if len(waiting) < len(self._replicas):
+                first = first or time.monotonic()
+            await asyncio.sleep(POLL_S)
+        return {"first": first or time.monotonic(), "last": time.monotonic()}
 
     async def regranted(self) -> dict[str, Any]:
         """Return the number of leases that others had before, and when the last one came."""

@@ -1,8 +1,9 @@
 """The server side of controller.py: the product's controller, and the bare wire beside it.
 
-    python _fleet_server.py controller|bare DIRECTORY
+    python _fleet_server.py controller|bare DIRECTORY [PORT]
 
-Prints its address and serves until stdin closes.
+Prints its address, the number of replayed records and the seconds for them; serves until stdin closes. With a port,
+that of a server which was killed, it continues from the journal of that one.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from cosmos_rl_core.control.ledger.ledger import Ledger
 from cosmos_rl_core.control.ledger.state import LedgerConfig
 from cosmos_rl_core.control.server import Controller, Job
 from cosmos_rl_core.control.status import write_status
+from cosmos_rl_core.control.succession import Predecessor
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.types import RolloutGroup
 from cosmos_rl_core.wire.channel import Connection, Server, serve
-from cosmos_rl_core.wire.handshake import make_token
+from cosmos_rl_core.wire.handshake import make_token, read_token
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 
 GROUPS_PER_STEP = 400
@@ -46,9 +48,15 @@ class Silent:
 
     def evaluated(self, version: int, metrics: Mapping[str, float], groups: list[RolloutGroup]) -> None: ...
 
+    def rolled_back(self, version: int) -> None: ...
 
-async def serve_controller(directory: Path, token: bytes) -> None:
-    """Serve as `cosmos-rl run` does: journal on disk, status.json every second."""
+
+RETURN_S = 10.0
+"""Time for workers to return after a restart, as of `cosmos-rl controller`."""
+
+
+async def serve_controller(directory: Path, token: bytes, port: int) -> None:
+    """Serve as `cosmos-rl controller` does: journal on disk, status.json every second. port: of the dead one, or 0."""
     source = PromptSource([{"prompt": f"{n}: {PROMPT}"} for n in range(1000)], origin="rows")
     job = Job(
         config_toml="# a resolved recipe\n" * 100,
@@ -65,13 +73,17 @@ async def serve_controller(directory: Path, token: bytes) -> None:
         groups_per_step=GROUPS_PER_STEP,
         max_staleness=MAX_STALENESS,
         policy_members=NUM_POLICIES,
+        restart_grace_s=RETURN_S,
     )
     with closing(Journal(directory / "journal")) as journal:
+        began = time.perf_counter()
+        ledger = Ledger.restore(config, journal.snapshot, journal.replay())
+        replay = journal.num_records, time.perf_counter() - began
         controller = Controller(
             job,
             source=source,
             eval_source=None,
-            ledger=Ledger(config),
+            ledger=ledger,
             journal=journal,
             clock=time.monotonic,
             observer=Silent(),
@@ -82,11 +94,14 @@ async def serve_controller(directory: Path, token: bytes) -> None:
                 write_status(directory / "status.json", controller, phase="training")
                 await asyncio.sleep(STATUS_S)
 
-        server = await serve("tcp://127.0.0.1:0", token=token, decode=p.ToController, on_connect=controller.on_connect)
-        await _until_stdin_closes(server, controller.run(), keep_status())
+        if port:
+            controller.succeed(Predecessor(generation=ledger.generation + 1, step=-1, evaluated=-1))
+        address = f"tcp://127.0.0.1:{port}"
+        server = await serve(address, token=token, decode=p.ToController, on_connect=controller.on_connect)
+        await _until_stdin_closes(server, controller.run(), keep_status(), replay=replay)
 
 
-async def serve_bare(_: Path, token: bytes) -> None:
+async def serve_bare(_: Path, token: bytes, port: int) -> None:
     """Decode the same messages and grant each request at once: no ledger, no journal, no status."""
     row = b'{"prompt": "1: ' + PROMPT.encode() + b'"}'
     lease = p.LeasedPrompt(sample=0, attempt=1, deadline=MAX_STALENESS, row=row, origin="rows:1")
@@ -101,15 +116,16 @@ async def serve_bare(_: Path, token: bytes) -> None:
 
         await connection.consume(take)
 
-    await _until_stdin_closes(await serve("tcp://127.0.0.1:0", token=token, decode=p.ToController, on_connect=answer))
+    address = f"tcp://127.0.0.1:{port}"
+    await _until_stdin_closes(await serve(address, token=token, decode=p.ToController, on_connect=answer))
 
 
 def _numbered(lease: p.LeasedPrompt, sample: int) -> p.LeasedPrompt:
     return p.LeasedPrompt(sample, lease.attempt, lease.deadline, lease.row, lease.origin)
 
 
-async def _until_stdin_closes(server: Server, *beside) -> None:
-    print(server.address, flush=True)
+async def _until_stdin_closes(server: Server, *beside, replay: tuple[int, float] = (0, 1.0)) -> None:
+    print(server.address, *replay, flush=True)
     tasks = [asyncio.create_task(work) for work in beside]
     end = asyncio.create_task(asyncio.to_thread(sys.stdin.read))
     done, _ = await asyncio.wait({*tasks, end}, return_when=asyncio.FIRST_COMPLETED)
@@ -126,5 +142,6 @@ SERVERS = {"controller": serve_controller, "bare": serve_bare}
 
 if __name__ == "__main__":
     raise_descriptor_limit()
-    folder = Path(sys.argv[2])
-    asyncio.run(SERVERS[sys.argv[1]](folder, make_token(folder / "token")))
+    folder, former = Path(sys.argv[2]), int(sys.argv[3]) if len(sys.argv) > 3 else 0
+    secret = read_token(folder / "token") if former else make_token(folder / "token")
+    asyncio.run(SERVERS[sys.argv[1]](folder, secret, former))

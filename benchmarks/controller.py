@@ -1,16 +1,19 @@
 """The controller under the load of 4,096 rollout replicas.
 
-    .venv/bin/python benchmarks/controller.py [--quick] [--once]
+    .venv/bin/python benchmarks/controller.py [--quick] [--once] [--workers N] [--only restart]
 
 The product's controller with its journal, sockets and status file in one process; 8 client processes with 512 fake
-workers each (64 with --quick), which connect, beat, request leases and deliver references as real ones do; three fake
-policies that take every batch and vote at once. Phases:
+workers each (64 with --quick), which connect, beat, request leases, deliver references and reconnect as real ones do;
+three fake policies that take every batch and vote at once. Phases:
 
     join       all connect at once, until the last one is ready
     steady     a heartbeat per worker and second, and RATE groups a second on a fixed timetable (open loop): each a
                request, a grant, and a delivery a second later. Latency runs from the time a request was due
     burst      20,480 leased groups are delivered at once; the grant of a request behind the deliveries of a worker
                proves that they are on disk
+    restart    groups are delivered that no policy trains on, others are in work; the server gets SIGKILL and is started
+               again at once. From the kill: until a worker is connected again, until all are, until the next commit.
+               Then every group delivered before must be trained on, and none be leased again (the journal is read)
     kill       every lease of the window is held, then one client process gets SIGKILL: an eighth of the workers
 
 Beside it the bare wire: a process that decodes the same messages over the same connections and grants each request
@@ -37,13 +40,16 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from _fleet_server import NUM_POLICIES
+from _fleet import open_lasting
+from _fleet_journal import journal_of
+from _fleet_server import GROUPS_PER_STEP, NUM_POLICIES
 from _metrics import Figure, report
 
 from cosmos_rl_core.control import protocol as p
-from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect
+from cosmos_rl_core.wire.channel import ConnectionClosed
 from cosmos_rl_core.wire.handshake import read_token
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
+from cosmos_rl_core.workers.connection.lasting import LastingConnection
 
 HERE = Path(__file__).resolve().parent
 NUM_PROCESSES = 8
@@ -51,6 +57,7 @@ RATE = 400
 """Groups a second of the steady phase."""
 GENERATION_S = 1.0
 BURST = 20_480
+LATEST_S = 60.0
 SIDES = ("bare", "controller")
 START_S = 0.5
 """Time to pass a command to all client processes before it begins."""
@@ -89,6 +96,14 @@ class Round:
     """Server CPU a message, in a burst."""
     rss_mib: float
     regranted_s: float = math.nan
+    serving_s: float = math.nan
+    rejoined_s: float = math.nan
+    committed_s: float = math.nan
+    restart_cpu_s: float = math.nan
+    """Server CPU from its start until all are connected again."""
+    replayed_per_s: float = math.nan
+    """Records of the journal, without the start of the interpreter."""
+    lost: float = math.nan
 
 
 class Clients:
@@ -137,6 +152,14 @@ class Clients:
         assert line, f"a client process ended in {command}"
         return json.loads(line)
 
+    async def policies_reach(self, steps: int) -> float:
+        """Return the time when the policies have taken as many steps."""
+        deadline = time.monotonic() + LATEST_S
+        while min(policy.steps for policy in self.policies) < steps:
+            assert time.monotonic() < deadline, f"step {steps} was not committed within {LATEST_S:g} s"
+            await asyncio.sleep(0.01)
+        return time.monotonic()
+
     async def kill_last(self) -> None:
         """SIGKILL the last process."""
         process = self._processes.pop()
@@ -156,17 +179,22 @@ class Clients:
 class FakePolicy:
     """Takes every batch, votes at once and reports the step; the first of them saves each fifth step."""
 
-    def __init__(self, connection: Connection, *, saves: bool) -> None:
+    def __init__(self, connection: LastingConnection, *, saves: bool) -> None:
         self.messages = 0
         self.steps = 0
+        self.votes = asyncio.Event()
+        """Whether it votes: otherwise it holds its batch."""
+        self.votes.set()
         self._connection = connection
         self._saves = saves
         self._task = asyncio.create_task(self._work())
 
     @classmethod
     async def open(cls, address: str, token: bytes, index: int) -> FakePolicy:
-        hello = Hello(name=f"policy-{index}", role="policy")
-        connection = await connect(address, token=token, hello=hello, decode=p.ToWorker, timeout_s=60)
+        connecting = asyncio.Semaphore()
+        connection = await open_lasting(
+            address, token=token, name=f"policy-{index}", role="policy", connecting=connecting
+        )
         return cls(connection, saves=index == 0)
 
     def close(self) -> None:
@@ -188,6 +216,7 @@ class FakePolicy:
                     case p.Remesh():
                         self._send(p.RequestBatch(message.version, message.epoch))
                     case p.Batch() as batch:
+                        await self.votes.wait()
                         self._send(p.Vote(batch.step, batch.epoch))
                     case p.Committed():
                         self._done(message.step + 1, batch.epoch)
@@ -204,10 +233,27 @@ class ServerProcess:
     """A server of one side, its CPU time and memory."""
 
     def __init__(self, side: str, directory: Path) -> None:
-        command = [sys.executable, str(HERE / "_fleet_server.py"), side, str(directory)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.directory = directory
+        self._command = [sys.executable, str(HERE / "_fleet_server.py"), side, str(directory)]
+        self.address, self.replayed_per_s = "", math.nan
+        self._start()
+
+    def _start(self, *former: str) -> None:
+        """former: the port of a server that was killed."""
+        self._process = subprocess.Popen(
+            [*self._command, *former], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
         assert self._process.stdout is not None
-        self.address = self._process.stdout.readline().strip()
+        self.address, records, seconds = self._process.stdout.readline().split()
+        self.replayed_per_s = int(records) / float(seconds)
+
+    def kill_and_start(self) -> float:
+        """SIGKILL the process, start another one in its place, and return the time of the kill."""
+        self._process.kill()
+        killed_at = time.monotonic()
+        self._process.wait()
+        self._start(self.address.rpartition(":")[2])
+        return killed_at
 
     @property
     def cpu_s(self) -> float:
@@ -247,6 +293,7 @@ async def run_round(side: str, size: Size) -> Round:
         steady_state = await steady(server, clients, size)
         bursts = [await burst(server, clients, size) for _ in range(size.bursts)]
         rss_mib = server.rss_mib
+        restarted = await restart(server, clients, size) if side == "controller" else {}
         killed = {"regranted_s": await kill(clients)} if side == "controller" else {}
         return Round(
             **joined,
@@ -255,6 +302,7 @@ async def run_round(side: str, size: Size) -> Round:
             delivery_cpu_us=statistics.median(one[1] for one in bursts),
             burst_cpu_us=statistics.median(one[2] for one in bursts),
             rss_mib=rss_mib,
+            **restarted,
             **killed,
         )
 
@@ -316,11 +364,51 @@ async def burst(server: ServerProcess, clients: Clients, size: Size) -> tuple[fl
     return delivered / max(answer["seconds"] for answer in answers), cpu_us / delivered, cpu_us / messages
 
 
+async def restart(server: ServerProcess, clients: Clients, size: Size) -> dict[str, float]:
+    """Kill the server while groups of two steps or more wait and others are in work; check that none is lost."""
+    each = -(-2 * GROUPS_PER_STEP // size.workers)
+    await clients.ask("lease", each=each + 1)
+    await clients.policies_wait()
+    for policy in clients.policies:
+        policy.votes.clear()
+    before, regranted = clients.policies[0].steps, await count_regranted(clients)
+    await clients.ask("deliver_some", each=each)
+    killed_at = await asyncio.to_thread(server.kill_and_start)
+    rejoined = await clients.ask("rejoined", generation=1)
+    cpu_s = server.cpu_s
+    for policy in clients.policies:
+        policy.votes.set()
+    committed_at = await clients.policies_reach(before + 1)
+    await clients.policies_wait()
+    found = journal_of(server.directory)
+    return {
+        "serving_s": min(one["first"] for one in rejoined) - killed_at,
+        "rejoined_s": max(one["last"] for one in rejoined) - killed_at,
+        "committed_s": committed_at - killed_at,
+        "restart_cpu_s": cpu_s,
+        "replayed_per_s": server.replayed_per_s,
+        "lost": float(await count_regranted(clients) - regranted + found.lost + found.trained_twice),
+    }
+
+
+async def run_restart(size: Size) -> dict[str, float]:
+    """Run the phase of the restart alone."""
+    async with side_running("controller", size) as (server, clients):
+        joined = await join(server, clients, size)
+        await clients.start_policies()
+        return {"workers": size.workers, "join_s": joined["join_s"], **await restart(server, clients, size)}
+
+
+async def count_regranted(clients: Clients) -> int:
+    """Return the number of leases that were not the first of their sample."""
+    return sum(one["count"] for one in await clients.ask("regranted"))
+
+
 async def kill(clients: Clients) -> float:
     """Return the seconds from the death of an eighth of the workers until others hold all their leases."""
     await clients.policies_wait()  # a step would make the held requests those of old weights
     held = await clients.ask("fill", each=100)
-    lost, before = held[-1]["held"], sum(one["count"] for one in await clients.ask("regranted"))
+    lost, before = held[-1]["held"], await count_regranted(clients)
     killed_at = time.monotonic()
     await clients.kill_last()
     while True:
@@ -353,6 +441,12 @@ EACH = (
     ("delivery_cpu_us", "burst: server CPU a delivery", "us", ""),
     ("burst_cpu_us", "burst: server CPU a message", "us", "<= 10"),
     ("rss_mib", "memory of the server (RSS)", "MiB", "<= 200"),
+    ("serving_s", "restart: SIGKILL until a worker is connected again", "s", "<= 5"),
+    ("rejoined_s", "restart: SIGKILL until all workers are connected again", "s", "<= 5"),
+    ("committed_s", "restart: SIGKILL until the next commit, after all are back", "s", ""),
+    ("restart_cpu_s", "restart: server CPU until all workers are connected again", "s", ""),
+    ("replayed_per_s", "restart: records of the journal replayed", "a second", ""),
+    ("lost", "restart: groups lost, generated or trained again", "", "<= 0"),
     ("regranted_s", "an eighth killed: until others hold their leases", "s", "<= 3"),
 )
 
@@ -389,6 +483,11 @@ def main(arguments: Sequence[str]) -> int:
     size = QUICK if "--quick" in arguments else FULL
     if "--once" in arguments:
         size = replace(size, rounds=1)
+    if "--workers" in arguments:
+        size = replace(size, workers=int(arguments[arguments.index("--workers") + 1]))
+    if "--only" in arguments:
+        print(asyncio.run(run_restart(size)))
+        return 0
     (HERE / "out").mkdir(exist_ok=True)
     rounds: dict[str, list[Round]] = {side: [] for side in SIDES}
     for number in range(size.rounds):
