@@ -4,10 +4,15 @@ import json
 import os
 import re
 import signal
+from functools import partial
 
 import pytest
 
 from cosmos_rl_core.checkpoint.manifest import read_state
+from cosmos_rl_core.clusters.launcher import ClusterRun
+from cosmos_rl_core.clusters.launcher import launch as launch_on
+from cosmos_rl_core.clusters.slurm import Slurm
+from cosmos_rl_core.testing.conformance import check_launcher, refused
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -47,6 +52,12 @@ def jobs(slurm):
 def slow(rate=0.05):
     """Rollouts that take so many seconds each."""
     return {"run__max_steps": 10_000, "rollout__options": {"delay_s": rate}}
+
+
+def places(slurm):
+    """Number and node of each job by its name without the run's label."""
+    lines = slurm.call("squeue", "--noheader", "--format=%j %A %N").splitlines()
+    return {line.split()[0].rpartition(".")[2]: line.split()[1:] for line in lines}
 
 
 def must_have_trained_each_sample_once(run_dir, rows_of, *, steps):
@@ -143,3 +154,75 @@ def test_cancelled_jobs_save_and_launch_resumes_them(slurm, launched, jobs, wait
     launched("--resume", run__max_steps=steps + 5)
     wait_for(lambda: not jobs(), "the end of all jobs", timeout_s=300)
     must_have_trained_each_sample_once(run_dir, rows_of, steps=steps + 5)
+
+
+@pytest.mark.parametrize("now", [False, True])
+def test_slurm_is_a_platform(launched, tmp_path, bandit, write_recipe, wait_for, now):
+    tables = bandit(tmp_path / "run", run__bind="127.0.0.1", rollout__replicas=2, **slow())
+    run = ClusterRun.of(write_recipe(tmp_path / "run.toml", tables), [])
+    start = partial(launch_on, "slurm", run, resume=False)
+    check_launcher(Slurm(), run, start=start, until=partial(wait_for, timeout_s=200), now=now)
+
+
+def test_a_refused_job_is_an_error_with_the_words_of_slurm(launched, tmp_path, bandit, write_recipe):
+    run = ClusterRun.of(write_recipe(tmp_path / "run.toml", bandit(tmp_path / "run")), ["cluster.slurm.partition=none"])
+    refused(partial(launch_on, "slurm", run, resume=False), because="invalid partition specified: none")
+    assert Slurm().alive(run) == {}
+
+
+def test_stop_saves_and_leaves_no_job(slurm, launched, jobs, wait_for, rows_of):
+    run_dir, _ = launched(**slow())
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    out = slurm.call("cosmos-rl", "stop", str(run_dir), timeout_s=300)
+    assert out.startswith("the run ends after the step in work, which is saved\n")
+    assert out.endswith("the run has ended\n")
+    assert jobs() == {}
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
+
+
+def test_a_requeued_run_saves_and_continues(slurm, launched, jobs, wait_for, rows_of):
+    run_dir, _ = launched(**slow())
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    job, _ = places(slurm)["run"]
+    slurm.call("scontrol", "requeue", job)
+    wait_for(lambda: jobs().get("run") == "PENDING", "the job in the queue again", timeout_s=120)
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
+    slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")  # it would be two minutes later
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps", timeout_s=300)
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=steps + 3)
+    wait_for(lambda: rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 3, "both rollouts", timeout_s=300)
+
+
+def test_a_run_whose_node_is_lost_continues_on_another(slurm, launched, jobs, wait_for, rows_of):
+    run_dir, _ = launched(
+        **slow(), checkpoint__every_steps=2, rollout__replicas=1, cluster__slurm={"extra": ["--exclusive"]}
+    )
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    job, node = places(slurm)["run"]
+    slurm.lose_node(node)
+    try:
+        wait_for(lambda: jobs().get("run") == "PENDING", "the job in the queue again", timeout_s=120)
+        steps = len(rows_of(run_dir / "metrics.jsonl"))
+        slurm.call("scontrol", "update", f"jobid={job}", "StartTime=now")
+        wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps", timeout_s=300)
+        must_have_trained_each_sample_once(run_dir, rows_of, steps=steps + 3)
+        assert places(slurm)["run"][1] != node
+    finally:
+        slurm.restore_node(node)
+
+
+def test_a_policy_over_two_nodes_trains_and_is_started_again(slurm, launched, jobs, wait_for, rows_of):
+    run_dir, _ = launched(
+        **slow(),
+        checkpoint__every_steps=2,
+        policy__num_nodes=2,
+        policy__ranks_per_node=1,
+        # the names of these nodes are no names of machines
+        cluster__setup=["scontrol() { command scontrol \"$@\" | sed 's/^n[0-9]$/127.0.0.1/'; }; export -f scontrol"],
+    )
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
+    assert rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 3
+    listed = slurm.call("squeue", "--noheader", "--steps", "--format=%i %N").splitlines()
+    assert any(line.endswith(" n[0-1]") or line.endswith(" n[1-2]") for line in listed), listed

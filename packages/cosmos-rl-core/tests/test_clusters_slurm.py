@@ -140,6 +140,18 @@ def test_a_controller_is_started_again_after_a_crash_alone(cluster, slurm, code,
     assert [command.endswith("--resume auto") for command in commands] == [True] + [False] * (starts - 1)
 
 
+@pytest.mark.parametrize("restarts", ["0", "1"])
+def test_a_job_that_was_queued_again_starts_crashed_workers_again(cluster, slurm, monkeypatch, restarts):
+    run = cluster(program=f'[ "$1" = worker ] && exit 1; while [ $(grep -c ^worker {slurm}/calls) -lt 4 ]; do :; done')
+    (run.directory / "controller.json").write_text("{}")
+    (run.directory / "launch" / "7.pid.ended").touch()
+    monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
+    job = run_in_bash(run_script(run).replace("sleep 1", "true").replace("sleep 600", "true"), slurm)
+    assert job.wait(60) == 0
+    assert len(calls(slurm, "worker")) == 4
+    assert (run.directory / "controller.json").exists() == (restarts == "0")
+
+
 @pytest.mark.parametrize(("code", "only"), [(0, "--state=PENDING "), (2, "")])
 def test_the_end_of_the_run_cancels_rollouts(cluster, slurm, code, only):
     run = cluster(program=f'[ "$1" = worker ] || exit {code}')

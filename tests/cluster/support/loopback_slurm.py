@@ -111,10 +111,14 @@ class LoopbackSlurm:
         return done.stdout
 
     def lose_node(self, name: str) -> None:
-        """Kill a node's daemon and what it runs, and set the node down, as a machine that lost its power."""
+        """Kill a node's daemon, set the node down, and kill what it runs: a machine that lost its power.
+
+        In this order, as Slurm must not hear of the end of the processes.
+        """
         daemon = self._daemons.pop(name)
         daemon.kill()
         daemon.wait()
+        self.call("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
                 with contextlib.suppress(OSError):
@@ -122,7 +126,6 @@ class LoopbackSlurm:
                     here = f"SLURMD_NODENAME={name}".encode() in variables.split(b"\0")
                     if here and f"SLURM_CONF={self.root}".encode() in variables:
                         os.kill(int(entry.name), 9)
-        self.call("scontrol", "update", f"nodename={name}", "state=down", "reason=lost")
 
     def restore_node(self, name: str) -> None:
         """Start a lost node again."""

@@ -47,6 +47,7 @@ def run(
 
 app.command()(elastic.launch)
 app.command()(elastic.controller)
+app.command()(elastic.node)
 AS_GIVEN = {"ignore_unknown_options": True, "allow_extra_args": True}
 app.command(add_help_option=False, context_settings=AS_GIVEN)(elastic.worker)
 app.command()(scale.scale)

@@ -1,4 +1,4 @@
-"""The commands `controller`, `worker` and `launch`: a run whose workers are started by others. Imports only typer."""
+"""The commands `controller`, `worker`, `node` and `launch`: a run whose workers others start. Imports only typer."""
 
 from __future__ import annotations
 
@@ -70,6 +70,29 @@ def worker(context: typer.Context) -> None:
     from cosmos_rl_core.workers.node import from_arguments
 
     raise typer.Exit(run_worker(*from_arguments(context.args, program="cosmos-rl worker")))
+
+
+def node(
+    file: Recipe,
+    overrides: Overrides = None,
+    *,
+    nodes: Annotated[int, typer.Option("--nodes", min=1, help="Number of machines.")],
+    node: Annotated[int, typer.Option("--node", min=0, help="Index of this machine; 0 runs the controller.")],
+    head: Annotated[str, typer.Option("--head", metavar="HOST", help="Host name or address of machine 0.")],
+    port: Annotated[
+        int, typer.Option("--port", min=1, max=65533, help="Port on machine 0; the two after it are used too.")
+    ] = 29600,
+) -> None:
+    """Run one of several equal machines of a run, which take their roles from the recipe."""
+    import asyncio
+
+    from cosmos_rl_core.clusters.launcher import ClusterRun
+    from cosmos_rl_core.clusters.node import ClusterNode
+    from cosmos_rl_core.launch.check import check
+
+    run = ClusterRun.of(file, overrides or [])
+    check(run.config, file=str(file))
+    raise typer.Exit(asyncio.run(ClusterNode(recipe=run, nodes=nodes, node=node, head=head, port=port).run()))
 
 
 def launch(

@@ -126,10 +126,14 @@ class ClusterRun:
         listens = [] if "bind" in self.config.run.model_fields_set else ["run.bind=0.0.0.0"]
         return ["controller", str(self.file), *self.overrides, *listens]
 
-    def worker_arguments(self, replica: Replica) -> list[str]:
-        """Return the arguments of `cosmos-rl` for each machine of a replica, without those of the machine itself."""
+    def worker_arguments(self, replica: Replica, *, controller: str = "") -> list[str]:
+        """Return the arguments of `cosmos-rl` for each machine of a replica, without those of the machine itself.
+
+        controller: its address, for machines that do not see the run's directory.
+        """
         config = self.config
-        arguments = ["worker", "--role", replica.role, "--name", replica.name, "--run", str(self.directory)]
+        place = ["--controller", controller] if controller else ["--run", str(self.directory)]
+        arguments = ["worker", "--role", replica.role, "--name", replica.name, *place]
         arguments += ["--wait-s", str(config.cluster.start_wait_s), "--python-path", os.pathsep.join(self.folders)]
         threads = config.policy.threads if replica.role == "policy" else config.rollout.threads
         if threads:

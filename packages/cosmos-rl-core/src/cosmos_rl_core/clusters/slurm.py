@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cosmos_rl_core.clusters.launcher import FOLDER, ClusterRun, Replica, rollouts_of
+from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
 from cosmos_rl_core.errors import UserError
 
 COMMAND_TIMEOUT_S = 60.0
@@ -103,6 +104,8 @@ def run_script(run: ClusterRun) -> str:
             *_head(run, machines=first, gpus=gpus, partition=slurm.partition),
             *_functions(run, "run.sbatch"),
             *_ROLLOUTS.format(**_names(run)).splitlines(),
+            "# A job that was queued again: the workers wait for its controller, not for the last one.",
+            f'[ "${{SLURM_RESTART_COUNT:-0}}" = 0 ] || rm -f {shlex.quote(str(run.directory / CONTROLLER_FILE))}',
             *steps,
             "first='--resume auto'  # after a crash it takes over from itself instead",
             "# The controller runs on the first machine. It is started again unless it ends with 0, 1, 2 or 130.",
@@ -222,6 +225,7 @@ main() {{
 # Slurm sends USR1 before the time limit: the step saves and ends, and the job is submitted again to continue.
 # It sends TERM to all steps and to this script when the job is cancelled or preempted.
 export PID_FILE={folder}/$SLURM_JOB_ID.pid
+rm -f "$PID_FILE".ended  # of the job before it was queued again
 process= stopping=0 again=0
 trap 'again=1 stopping=1; kill -TERM $(cat "$PID_FILE")' USR1
 trap 'stopping=1' TERM

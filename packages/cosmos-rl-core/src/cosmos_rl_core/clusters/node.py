@@ -1,0 +1,347 @@
+"""N equal machines with the same command line: `cosmos-rl node FILE --nodes 3 --node 1 --head HOST`.
+
+    node 0        the controller, the first machine of the first policy replica, and a port where the other nodes meet
+    other nodes   --Join--> node 0 --Begin--> their workers start ... --Over--> they end with the run's exit code
+
+Policy machines come first, then the rollouts, spread over the remaining nodes; without remaining nodes, over all. A
+node that was lost and is started again joins again. If that is node 0, the run continues from its newest checkpoint,
+and the other nodes start their workers again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import secrets
+import signal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from cosmos_rl_core.clusters.launcher import ClusterRun, Replica
+from cosmos_rl_core.clusters.supervised import Supervised
+from cosmos_rl_core.control.address_file import NAME as CONTROLLER_FILE
+from cosmos_rl_core.control.protocol import Message
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.launch.placement import STOP_GRACE_S
+from cosmos_rl_core.processes import machine_gpus
+from cosmos_rl_core.wire.advertised import worker_address
+from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect, serve
+from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token
+from cosmos_rl_core.wire.listening import is_loopback
+
+PORT = 29600
+"""Default port of node 0 for the other nodes. The next one is the controller's, and the one after it is for the ranks
+of a policy replica over several machines."""
+ROLE = "node"
+"""Role in a node's Hello."""
+CHECK_S = 0.2
+INTERRUPTED = 130
+
+
+class Join(Message, frozen=True):
+    """A node is there."""
+
+    node: int
+    nodes: int
+    address: str
+    """Its address for the other nodes."""
+
+
+class Begin(Message, frozen=True):
+    """Start the workers. Sent again to a node that returns."""
+
+    life: str
+    """Changes with each start of node 0: workers of an earlier life end."""
+    first: str
+    """Address of the first machine of the node's policy replica."""
+
+
+class Over(Message, frozen=True):
+    """The run has ended, or the node cannot join."""
+
+    code: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One machine of a replica."""
+
+    replica: Replica
+    index: int
+    """Of the machine in the replica."""
+    first_node: int
+    """The node of the replica's first machine."""
+
+
+def parts_of(run: ClusterRun, nodes: int) -> list[list[Part]]:
+    """Return the parts of each node. Raises UserError if there are too few nodes, or nodes without work."""
+    parts: list[list[Part]] = []
+    for replica in run.policies():
+        first = len(parts)
+        parts += [[Part(replica, index, first)] for index in range(replica.machines)]
+    needed, rollouts = len(parts), run.rollouts()
+    if nodes < needed or nodes > needed + len(rollouts):
+        raise UserError(
+            f"--nodes {nodes}: the recipe needs at least {needed} for the policies, and has work for at most "
+            f"{needed + len(rollouts)}; change [rollout] replicas, or [policy] replicas and num_nodes"
+        )
+    parts += [[] for _ in range(nodes - needed)]
+    for number, replica in enumerate(rollouts):
+        node = needed + number % (nodes - needed) if nodes > needed else number % nodes
+        parts[node].append(Part(replica, 0, node))
+    return parts
+
+
+def gpus_of(parts: Sequence[Part], *, gpus: Sequence[str]) -> list[Sequence[str]]:
+    """Return the GPUs of each part, of those of the machine; none on a machine without GPUs. Raises UserError."""
+    needed = sum(part.replica.gpus for part in parts)
+    if gpus and needed > len(gpus):
+        names = ", ".join(part.replica.name for part in parts)
+        raise UserError(
+            f"{names} need {needed} GPUs of this node, which has {len(gpus)}; use more nodes, or smaller replicas"
+        )
+    found, taken = [], 0
+    for part in parts:
+        found.append(gpus[taken : taken + part.replica.gpus])
+        taken += part.replica.gpus
+    return found
+
+
+class Meeting:
+    """Node 0's side of the connections to the other nodes."""
+
+    def __init__(self, parts: Sequence[Sequence[Part]]) -> None:
+        self.begun = asyncio.Event()
+        """Set when the controller listens."""
+        self.over: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+        """The run's exit code."""
+        self._parts = parts
+        self._life = secrets.token_hex(8)
+        self._addresses: dict[int, str] = {}
+        self._joined = [asyncio.Event() for _ in parts]
+        self._open: dict[int, Connection] = {}
+
+    def join(self, node: int, address: str) -> None:
+        """Note the address of a node. Nodes that had another one of it connect again."""
+        if self._addresses.get(node, address) != address:
+            for other, connection in self._open.items():
+                if other != node and self._first_node(other) == node:
+                    connection.close()
+        self._addresses[node] = address
+        self._joined[node].set()
+
+    async def on_connect(self, connection: Connection) -> None:
+        """Let a node begin, and send it the run's exit code in the end."""
+        join = await connection.receive()
+        assert isinstance(join, Join)
+        if join.nodes != len(self._parts):
+            reason = f"--nodes {join.nodes}: node 0 was started with --nodes {len(self._parts)}"
+            connection.post(Over(INTERRUPTED, reason))
+            await connection.closed.wait()
+            return
+        if join.node in self._open:
+            self._open[join.node].close()  # an earlier process of the node
+        self._open[join.node] = connection
+        self.join(join.node, join.address)
+        ready = asyncio.create_task(self._ready(join.node))
+        await asyncio.wait([ready, self.over], return_when=asyncio.FIRST_COMPLETED)
+        if ready.done():
+            _post(connection, Begin(self._life, ready.result()))
+        ready.cancel()
+        _post(connection, Over(await asyncio.shield(self.over)))
+        await connection.closed.wait()
+
+    async def all_gone(self, *, timeout_s: float) -> None:
+        """Wait until the nodes have their exit code and have closed their connections."""
+        closed = [asyncio.create_task(connection.closed.wait()) for connection in self._open.values()]
+        if closed:
+            _, late = await asyncio.wait(closed, timeout=timeout_s)
+            for task in late:
+                task.cancel()
+
+    def _first_node(self, node: int) -> int:
+        return self._parts[node][0].first_node
+
+    async def _ready(self, node: int) -> str:
+        """Wait for the controller and the node's first machine; return the address of the latter."""
+        await self.begun.wait()
+        first = self._first_node(node)
+        await self._joined[first].wait()
+        return self._addresses[first]
+
+
+def _post(connection: Connection, message: Message) -> None:
+    if not connection.closed.is_set():
+        connection.post(message)
+
+
+@dataclass(slots=True, kw_only=True)
+class ClusterNode:
+    """One of the machines. `asyncio.run(node.run())` returns the exit code."""
+
+    recipe: ClusterRun
+    nodes: int
+    node: int
+    head: str
+    port: int = PORT
+    token: bytes = field(init=False)
+    _parts: list[list[Part]] = field(init=False)
+    _processes: Supervised = field(init=False)
+    _leaving: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.node < self.nodes:
+            raise UserError(f"--node {self.node}: there are {self.nodes} nodes, counted from 0")
+        token = environment_token()
+        if token is None and self.nodes > 1:
+            raise UserError(
+                f"{TOKEN_VARIABLE} is not set: give all nodes the same 64 hex digits, such as those of "
+                "`openssl rand -hex 32`"
+            )
+        self.token = token or secrets.token_bytes(32)
+        self._parts = parts_of(self.recipe, self.nodes)
+        variables = {TOKEN_VARIABLE: self.token.hex()}
+        self._processes = Supervised(
+            preamble=self.recipe.preamble, variables=variables, restarts=self.recipe.config.elastic.restart_workers
+        )
+
+    async def run(self) -> int:
+        """Run this node's processes to the end of the run, and return the exit code. Raises UserError."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, self._leave)
+        try:
+            return await (self._lead() if self.node == 0 else self._follow())
+        finally:
+            await self._processes.end(grace_s=0.0)
+
+    def _leave(self) -> None:
+        """Pass the first signal on, on node 0 to the controller, which ends the run; the second kills all."""
+        if self._leaving.is_set():
+            self._processes.kill()
+        self._leaving.set()
+        self._processes.terminate(["controller"] if self.node == 0 else None)
+
+    # -- node 0
+
+    async def _lead(self) -> int:
+        section = self.recipe.config.run
+        bind = section.bind if "bind" in section.model_fields_set else "0.0.0.0"
+        meeting = Meeting(self._parts)
+        server = await serve(
+            f"tcp://{bind}:{self.port}",
+            token=self.token,
+            decode=Join,
+            on_connect=meeting.on_connect,
+            allow_remote=not is_loopback(bind),
+        )
+        try:
+            controller = asyncio.create_task(self._control())
+            workers = asyncio.create_task(self._work_beside(controller, meeting))
+            code = await controller
+            meeting.over.set_result(code)
+            await meeting.all_gone(timeout_s=STOP_GRACE_S)
+            await self._processes.end(grace_s=STOP_GRACE_S)
+            await workers
+            return code
+        finally:
+            await server.close()
+
+    async def _control(self) -> int:
+        """Run the controller to its end and return its exit code."""
+        arguments = [*self.recipe.controller_arguments(), "--port", str(self.port + 1), "--advertise", self.head]
+        return await self._processes.keep(
+            "controller",
+            [self.recipe.program, *arguments],
+            first=["--resume", "auto"],  # after a crash it takes over from itself instead
+            last=(0, 1, 2, INTERRUPTED),
+        )
+
+    async def _work_beside(self, controller: asyncio.Task[int], meeting: Meeting) -> None:
+        """Let all nodes begin when the controller listens, this one too."""
+        contact = self.recipe.directory / CONTROLLER_FILE
+        earlier = contact.read_bytes() if contact.exists() else b""  # of a run that was killed
+        while not contact.exists() or contact.read_bytes() == earlier:
+            await asyncio.wait([controller], timeout=CHECK_S)
+            if controller.done():
+                return
+        meeting.join(0, self.head)
+        meeting.begun.set()
+        await self._work(self.head)
+
+    # -- all nodes
+
+    async def _work(self, first: str) -> int:
+        """Run this node's workers to their end; return the highest exit code. first: as in Begin."""
+        parts = self._parts[self.node]
+        visible = gpus_of(parts, gpus=machine_gpus(os.environ))
+        running = [
+            self._processes.keep(part.replica.name, self._command(part, first), gpus=gpus)
+            for part, gpus in zip(parts, visible, strict=True)
+        ]
+        return max(await asyncio.gather(*running), default=0)
+
+    def _command(self, part: Part, first: str) -> list[str]:
+        arguments = self.recipe.worker_arguments(part.replica, controller=f"tcp://{self.head}:{self.port + 1}")
+        if part.replica.machines > 1:
+            arguments += ["--node", str(part.index), "--rendezvous", f"{first}:{self.port + 2}"]
+        return [self.recipe.program, *arguments]
+
+    # -- other nodes
+
+    async def _follow(self) -> int:
+        gpus_of(self._parts[self.node], gpus=machine_gpus(os.environ))  # raises before anything starts
+        begins: asyncio.Queue[Begin] = asyncio.Queue()
+        link = asyncio.create_task(self._follow_head(begins.put_nowait))
+        left = asyncio.create_task(self._leaving.wait())
+        begun, workers = None, left  # until there are workers, the node ends when it shall leave
+        while True:
+            begin = asyncio.create_task(begins.get())
+            await asyncio.wait([link, workers, begin], return_when=asyncio.FIRST_COMPLETED)
+            if link.done():
+                await self._processes.end(grace_s=STOP_GRACE_S)
+                return link.result()
+            if begin.done():
+                if begin.result() != begun:
+                    await self._processes.end(grace_s=0.0)
+                    begun = begin.result()
+                    workers = asyncio.create_task(self._work(begun.first))
+                continue
+            begin.cancel()
+            if self._leaving.is_set():
+                return INTERRUPTED
+            if workers.result():
+                return workers.result()
+            workers = left  # they were dismissed: the node waits for the end of the run
+
+    async def _follow_head(self, begin: Callable[[Begin], None]) -> int:
+        """Stay connected to node 0, and return the run's exit code. Raises UserError if it does not return in time."""
+        wait_s = self.recipe.config.cluster.start_wait_s
+        while True:
+            connection = await self._connect(wait_s)
+            wait_s = self.recipe.config.elastic.controller_wait_s
+            try:
+                address = worker_address(f"tcp://{self.head}:{self.port}")
+                await connection.send(Join(node=self.node, nodes=self.nodes, address=address))
+                while isinstance(message := await connection.receive(), Begin):
+                    begin(message)
+            except ConnectionClosed:
+                continue
+            connection.close()
+            if message.reason:
+                raise UserError(message.reason)
+            return message.code
+
+    async def _connect(self, wait_s: float) -> Connection:
+        loop, hello = asyncio.get_running_loop(), Hello(name=f"node-{self.node}", role=ROLE)
+        deadline = loop.time() + wait_s
+        while True:
+            try:
+                return await connect(
+                    f"tcp://{self.head}:{self.port}", token=self.token, hello=hello, decode=Begin | Over
+                )
+            except ConnectionClosed as error:
+                if loop.time() > deadline:
+                    raise UserError(f"node 0 did not answer within {wait_s:g} s: {error}") from error
+            await asyncio.sleep(CHECK_S)

@@ -1,0 +1,164 @@
+"""Roles and GPUs of the machines of `cosmos-rl node`, and what it refuses."""
+
+import asyncio
+
+import pytest
+
+from cosmos_rl_core.clusters.launcher import ClusterRun
+from cosmos_rl_core.clusters.node import Begin, ClusterNode, Join, Meeting, Over, gpus_of, parts_of
+from cosmos_rl_core.clusters.supervised import Supervised
+from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.wire.channel import ConnectionClosed, Hello, connect, serve
+
+RECIPE = """
+[run]
+domain = "cosmos_rl_core.testing.tiny:TINY"
+output_dir = "run"
+max_steps = 3
+[[reward.functions]]
+name = "hits"
+"""
+TOKEN = bytes(32)
+
+
+@pytest.fixture
+def recipe(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COSMOS_RL_TOKEN", TOKEN.hex())
+    (tmp_path / "run.toml").write_text(RECIPE)
+    return lambda *overrides: ClusterRun.of(tmp_path / "run.toml", overrides)
+
+
+def names(parts):
+    return [[f"{part.replica.name}/{part.index}" for part in node] for node in parts]
+
+
+def test_policies_come_first_and_rollouts_are_spread_over_the_other_nodes(recipe):
+    run = recipe("policy.replicas=2", "policy.num_nodes=2", "policy.ranks_per_node=4", "rollout.replicas=3")
+    parts = parts_of(run, 6)
+    assert names(parts) == [
+        ["policy-0/0"],
+        ["policy-0/1"],
+        ["policy-1/0"],
+        ["policy-1/1"],
+        ["rollout-0/0", "rollout-2/0"],
+        ["rollout-1/0"],
+    ]
+    assert [node[0].first_node for node in parts] == [0, 0, 2, 2, 4, 5]
+
+
+def test_without_further_nodes_the_rollouts_are_beside_the_policies(recipe):
+    run = recipe("policy.replicas=2", "rollout.replicas=3")
+    assert names(parts_of(run, 2)) == [["policy-0/0", "rollout-0/0", "rollout-2/0"], ["policy-1/0", "rollout-1/0"]]
+
+
+@pytest.mark.parametrize("nodes", [1, 5])
+def test_too_few_nodes_and_nodes_without_work_are_refused(recipe, nodes):
+    with pytest.raises(
+        UserError, match=rf"--nodes {nodes}: .* at least 2 for the policies, and has work for at most 4"
+    ):
+        parts_of(recipe("policy.replicas=2", "rollout.replicas=2"), nodes)
+
+
+def test_the_processes_of_a_node_share_no_gpu(recipe):
+    parts = parts_of(recipe("policy.ranks_per_node=2", "rollout.replicas=2"), 1)[0]
+    assert gpus_of(parts, gpus=["4", "5", "6", "7"]) == [["4", "5"], ["6"], ["7"]]
+    assert gpus_of(parts, gpus=[]) == [[], [], []]
+    with pytest.raises(UserError, match="policy-0, rollout-0, rollout-1 need 4 GPUs of this node, which has 3"):
+        gpus_of(parts, gpus=["0", "1", "2"])
+
+
+def test_several_nodes_need_the_token(recipe, monkeypatch):
+    monkeypatch.delenv("COSMOS_RL_TOKEN")
+    with pytest.raises(UserError, match="COSMOS_RL_TOKEN is not set: give all nodes the same 64 hex digits"):
+        ClusterNode(recipe=recipe(), nodes=2, node=0, head="127.0.0.1")
+    assert len(ClusterNode(recipe=recipe(), nodes=1, node=0, head="127.0.0.1").token) == 32
+    with pytest.raises(UserError, match="--node 2: there are 2 nodes"):
+        ClusterNode(recipe=recipe(), nodes=2, node=2, head="127.0.0.1")
+
+
+def meet(recipe, talk):
+    """Run `talk(meeting, join)`; `join(node)` connects a node."""
+
+    async def go():
+        run = recipe("policy.replicas=1", "policy.num_nodes=2", "policy.ranks_per_node=1", "rollout.replicas=1")
+        meeting = Meeting(parts_of(run, 3))
+        server = await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Join, on_connect=meeting.on_connect)
+
+        async def join(node, *, nodes=3, address="10.0.0.1"):
+            hello = Hello(name=f"node-{node}", role="node")
+            connection = await connect(server.address, token=TOKEN, hello=hello, decode=Begin | Over)
+            await connection.send(Join(node=node, nodes=nodes, address=address))
+            return connection
+
+        try:
+            await talk(meeting, join)
+        finally:
+            await server.close()
+
+    asyncio.run(asyncio.wait_for(go(), 60))
+
+
+def test_a_node_begins_with_the_address_of_its_replicas_first_machine(recipe):
+    async def talk(meeting, join):
+        second, rollouts = await join(1), await join(2, address="10.0.0.3")
+        meeting.begun.set()
+        assert (await rollouts.receive()).first == "10.0.0.3"
+        meeting.join(0, "head")
+        begin = await second.receive()
+        assert begin.first == "head"
+        again = await join(1)
+        assert await again.receive() == begin
+        with pytest.raises(ConnectionClosed):
+            await second.receive()
+        meeting.join(0, "elsewhere")  # the machines of its replica have to meet there
+        with pytest.raises(ConnectionClosed):
+            await again.receive()
+
+    meet(recipe, talk)
+
+
+def test_the_exit_code_reaches_all_nodes_also_of_a_run_that_never_began(recipe):
+    async def talk(meeting, join):
+        connections = [await join(1), await join(2)]
+        meeting.over.set_result(2)
+        for connection in connections:
+            assert await connection.receive() == Over(2)
+        gone = asyncio.create_task(meeting.all_gone(timeout_s=60.0))
+        for connection in connections:
+            assert not gone.done()
+            connection.close()
+        await gone
+
+    meet(recipe, talk)
+
+
+def test_a_node_of_another_number_of_nodes_is_refused(recipe):
+    async def talk(meeting, join):
+        answer = await (await join(1, nodes=4)).receive()
+        assert answer.reason == "--nodes 4: node 0 was started with --nodes 3"
+
+    meet(recipe, talk)
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (2, 1), (7, 3)])
+def test_a_process_is_started_again_after_a_crash_alone(tmp_path, capfd, code, starts):
+    async def go():
+        processes = Supervised(preamble=["export A=b"], variables={"C": "d"}, restarts=2)
+        return await processes.keep("one", ["bash", "-c", f'echo $A $C "$@"; exit {code}', "x"], first=["first"])
+
+    assert asyncio.run(go()) == code
+    assert capfd.readouterr().out == "b d first\n" + "b d\n" * (starts - 1)
+
+
+def test_a_process_that_was_terminated_is_not_started_again(tmp_path):
+    async def go():
+        processes = Supervised(preamble=[], variables={}, restarts=2)
+        script = f"trap 'exit 5' TERM; touch {tmp_path}/up; while true; do sleep 0.01; done"
+        kept = asyncio.create_task(processes.keep("one", ["bash", "-c", script]))
+        while not (tmp_path / "up").exists():
+            await asyncio.sleep(0.01)
+        processes.terminate()
+        return await kept
+
+    assert asyncio.run(asyncio.wait_for(go(), 60)) == 5
