@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any, Literal
+
 from pydantic import Field, field_validator
 
 from cosmos_rl_core.settings.base import Strict
@@ -44,6 +46,32 @@ class SlurmSection(Strict):
         return extra
 
 
+class RaySection(Strict):
+    """[cluster.ray]: the cluster that `cosmos-rl launch --on ray` starts actors in."""
+
+    address: str = ""
+    """Address of the cluster, such as "10.0.0.1:6379". Not set: RAY_ADDRESS, else the cluster of this machine."""
+    namespace: str = "cosmos-rl"
+    """Ray's namespace of the actors. `status`, `scale` and `stop` find them in it."""
+    resources: dict[Literal["controller", "policy", "rollout"], dict[str, float]] = Field(default_factory=dict)
+    """Resources that Ray reserves for each process of a role, on each of its machines, such as
+    { rollout = { CPU = 8, "accelerator_type:H100" = 0.001 } }. Not set: one CPU, and the GPUs of the role."""
+    place_s: float = Field(default=60.0, ge=0)
+    """Maximum time until the cluster has a place for all processes, in seconds; longer where machines are added on
+    demand."""
+    extra: dict[str, Any] = Field(default_factory=dict)
+    """Ray's runtime_env of the actors, such as { image_uri = "registry/image", py_executable = "/env/bin/python" }."""
+
+    @field_validator("resources")
+    @classmethod
+    def _amounts(cls, resources: dict[str, dict[str, float]]) -> dict[str, dict[str, float]]:
+        for role, amounts in resources.items():
+            for name, amount in amounts.items():
+                if amount < 0:
+                    raise ValueError(f"has {name} = {amount:g} for {role}; an amount is at least 0")
+        return resources
+
+
 class ClusterSection(Strict):
     """[cluster]: the processes of the run on the machines of a platform, started by `cosmos-rl launch`."""
 
@@ -60,3 +88,5 @@ class ClusterSection(Strict):
     """Time that a worker waits for the start of the controller, whose job may start later."""
     slurm: SlurmSection = SlurmSection()
     """Options of the jobs on Slurm."""
+    ray: RaySection = RaySection()
+    """The cluster of Ray."""

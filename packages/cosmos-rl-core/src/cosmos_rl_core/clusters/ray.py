@@ -1,0 +1,338 @@
+"""Ray: an actor for each process of a run, which starts the process, watches it and starts it again.
+
+    controller, policy-0, policy-1.0, policy-1.1, rollout-0     actors, named LABEL.NAME, detached
+    policy-0, policy-1                                          placement groups, named LABEL.NAME
+
+The actors need no `cosmos-rl launch` that stays: Ray starts them again after the loss of a machine, and that of the
+controller removes them at the end of the run. Ray reserves the GPUs, and moves none of the run's data.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+
+from cosmos_rl_core.clusters.follow import follow
+from cosmos_rl_core.clusters.launcher import FOLDER, ClusterRun, Replica
+from cosmos_rl_core.clusters.ray_process import Job
+from cosmos_rl_core.clusters.ray_supervisor import (
+    CALLS,
+    CONTROLLER,
+    Ended,
+    Place,
+    Supervisor,
+    actors,
+    remove_groups,
+)
+from cosmos_rl_core.errors import UserError
+
+ANSWER_S = 5.0
+"""Maximum time for the answers of actors about their state."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Process:
+    """One process of the run on one machine, with what Ray reserves for it."""
+
+    job: Job
+    place: Place
+    resources: Mapping[str, float]
+    strategy: str
+    """Of its placement group, or of its own without one."""
+
+    @property
+    def wanted(self) -> str:
+        """The resources in words."""
+        amounts = _listed(self.resources) or "nothing"
+        several = self.place.machines > 1
+        return f"{amounts} on {f'each of {self.place.machines} machines' if several else 'one machine'}"
+
+
+class Ray:
+    """Implements `Launcher` and `Follows`."""
+
+    def plan(self, run: ClusterRun) -> str:
+        """Return each process with its resources and its command."""
+        lines = [f"# Ray at {_address(run)}, namespace {run.config.cluster.ray.namespace}"]
+        for process in processes(run, [*run.policies(), *run.rollouts()], controller=True):
+            group = f"placement group {process.strategy}" if process.place.group else process.strategy
+            lines += [f"{process.job.name}: {process.wanted} ({group})", f"  {_command(process.job)}"]
+        return "\n".join(lines)
+
+    def start(self, run: ClusterRun) -> list[str]:
+        """Create the actors, and wait until each has a place; the controller's last, which starts the run."""
+        connect(run)
+        folder = run.directory / FOLDER
+        Ended.path(folder).unlink(missing_ok=True)
+        for log in folder.glob("*.log"):
+            log.replace(log.with_suffix(".log.old"))
+        try:
+            controller, *workers = processes(run, [*run.policies(), *run.rollouts()], controller=True)
+            lines = self._start(run, workers)
+            return [*self._start(run, [controller]), *lines]
+        except BaseException:  # Ctrl-C too
+            self.stop(run, now=True)
+            raise
+
+    def alive(self, run: ClusterRun) -> Mapping[str, str]:
+        """Return the state of each actor: "RUNNING on 10.0.0.1", or "PENDING" without a machine."""
+        connect(run)
+        return _states(actors(run.label), timeout_s=ANSWER_S)[0]
+
+    def scale(self, run: ClusterRun, wanted: Mapping[str, int]) -> list[str]:
+        """Create actors of policies and rollouts, or end those with the highest numbers."""
+        connect(run)
+        found = actors(run.label)
+        if CONTROLLER not in found:
+            raise UserError(f"{run.directory}: the run has ended")
+        lines, new = [], []
+        for role, count in wanted.items():
+            there = sorted({replica_of(name) for name in found if name.startswith(f"{role}-")}, key=_number)
+            for replica in there[count:]:
+                for name, actor in found.items():
+                    if replica_of(name) == replica:
+                        _end(run, name, actor)
+                lines.append(f"{replica}: leaves")
+            free = (one for one in _replicas(run, role, count + len(there)) if one.name not in there)
+            new += [next(free) for _ in range(count - len(there))]
+        return lines + self._start(run, processes(run, new))
+
+    def stop(self, run: ClusterRun, *, now: bool) -> list[str]:
+        """End the controller, which ends the others; now: remove all actors."""
+        import ray
+
+        connect(run)
+        found = actors(run.label)
+        if not now and CONTROLLER in found:
+            _end(run, CONTROLLER, found[CONTROLLER])
+            return [f"{CONTROLLER}: saves and ends the run"]
+        for actor in found.values():
+            ray.kill(actor, no_restart=True)
+        remove_groups(run.label)
+        return [f"{name}: removed" for name in found]
+
+    def follow(self, run: ClusterRun) -> int:
+        """Print the logs until the end of the run, and return the controller's exit code."""
+        connect(run)
+        stopped = follow(
+            run,
+            is_alive=lambda: CONTROLLER in actors(run.label),
+            stop=lambda now: self.stop(run, now=now),
+            say=lambda line: print(line, flush=True),  # noqa: T201  as the run's own console
+        )
+        try:
+            return msgspec.json.decode(Ended.path(run.directory / FOLDER).read_bytes(), type=Ended).code
+        except FileNotFoundError:
+            if stopped:
+                return 130
+            raise UserError(f"the actors of {run.label} were removed before the end of the run") from None
+
+    def _start(self, run: ClusterRun, new: Sequence[Process]) -> list[str]:
+        """Create actors and wait for their places. Raises UserError, and removes those without a place."""
+        import ray
+
+        created = _create(run, new)
+        states, waiting = _states(created, timeout_s=run.config.cluster.ray.place_s)
+        if not waiting:
+            return [f"{name}: {state}" for name, state in states.items()]
+        for name in waiting:
+            ray.kill(created[name], no_restart=True)
+        missing = [process for process in new if process.job.name in waiting]
+        for group in {process.place.group for process in missing if process.place.group}:
+            remove_groups(run.label, group)
+        lines = [f"{process.job.name} wants {process.wanted}" for process in missing]
+        raise UserError(
+            f"Ray has found no place within {run.config.cluster.ray.place_s:g} s ([cluster.ray] place_s):\n  "
+            + "\n  ".join([*lines, *_machines()])
+        )
+
+
+def processes(run: ClusterRun, replicas: Sequence[Replica], *, controller: bool = False) -> list[Process]:
+    """Return the processes of replicas, a process a machine; the controller's first."""
+    found = [_controller(run)] if controller else []
+    for replica in replicas:
+        for machine in range(replica.machines):
+            found.append(_worker(run, replica, machine))
+    return found
+
+
+def _controller(run: ClusterRun) -> Process:
+    folder = run.directory / FOLDER
+    return Process(
+        job=Job(
+            name=CONTROLLER,
+            command=(run.program, *run.controller_arguments()),
+            first=("--resume", "auto"),  # started again after a crash it takes over from itself instead
+            preamble=tuple(run.preamble),
+            log=str(folder / f"{CONTROLLER}.log"),
+            restarts=run.config.elastic.restart_workers,
+            last=(0, 1, 2, 130),
+        ),
+        place=Place(label=run.label, folder=str(folder), advertises="bind" not in run.config.run.model_fields_set),
+        resources=_resources(run, CONTROLLER, gpus=0),
+        strategy="DEFAULT",
+    )
+
+
+def _worker(run: ClusterRun, replica: Replica, machine: int) -> Process:
+    folder, several = run.directory / FOLDER, replica.machines > 1
+    name = f"{replica.name}.{machine}" if several else replica.name
+    is_policy = replica.role == "policy"
+    return Process(
+        job=Job(
+            name=name,
+            command=(run.program, *run.worker_arguments(replica)),
+            preamble=tuple(run.preamble),
+            log=str(folder / f"{name}.log"),
+            restarts=run.config.elastic.restart_workers,
+            last=(0, 2),
+        ),
+        place=Place(
+            label=run.label,
+            folder=str(folder),
+            group=f"{run.label}.{replica.name}" if is_policy else "",
+            machine=machine,
+            machines=replica.machines,
+        ),
+        resources=_resources(run, replica.role, gpus=replica.gpus),
+        strategy=("STRICT_SPREAD" if several else "STRICT_PACK") if is_policy else "SPREAD",
+    )
+
+
+def connect(run: ClusterRun) -> None:
+    """Connect this process to the cluster of a run. Raises UserError if there is none, or no Ray here."""
+    os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # the actors have environments of their own
+    try:
+        import ray
+    except ImportError as error:
+        raise UserError("Ray is not installed here: pip install 'cosmos-rl-core[ray]'") from error
+    if ray.is_initialized():
+        return
+    address, section = _address(run), run.config.cluster.ray
+    try:
+        ray.init(address=address, namespace=section.namespace, log_to_driver=False, logging_level=logging.ERROR)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise UserError(
+            f"no cluster of Ray answers at {address}: {error}; start one by ray start --head, or set RAY_ADDRESS or "
+            "[cluster.ray] address"
+        ) from error
+
+
+def replica_of(name: str) -> str:
+    """Return the replica of an actor: policy-0 of policy-0.1."""
+    return name.partition(".")[0]
+
+
+def _address(run: ClusterRun) -> str:
+    return run.config.cluster.ray.address or os.environ.get("RAY_ADDRESS", "") or "auto"
+
+
+def _resources(run: ClusterRun, role: str, *, gpus: int) -> dict[str, float]:
+    amounts: dict[str, float] = {"CPU": 1.0, "GPU": float(gpus)}
+    for one, given in run.config.cluster.ray.resources.items():
+        amounts |= given if one == role else {}
+    return {name: amount for name, amount in amounts.items() if amount}
+
+
+def _replicas(run: ClusterRun, role: str, count: int) -> Iterator[Replica]:
+    """Yield replicas of a role, as many as wanted, also beyond those of the recipe."""
+    if role == "rollout":
+        yield from run.rollouts(count)
+        return
+    first = run.policies()[0]
+    for index in range(count):
+        yield replace(first, name=f"policy-{index}")
+
+
+def _create(run: ClusterRun, new: Sequence[Process]) -> dict[str, Any]:
+    """Create the actors of processes, and return them by name."""
+    import ray
+    from ray.util.placement_group import placement_group
+    from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+    kind, groups, created = ray.remote(Supervisor), {}, {}
+    for process in new:
+        resources, name, strategy = dict(process.resources), process.place.group, process.strategy
+        if name:
+            if name not in groups:
+                bundles = [resources] * process.place.machines
+                groups[name] = placement_group(bundles, strategy, name=name, lifetime="detached")
+            strategy = PlacementGroupSchedulingStrategy(groups[name], process.place.machine)
+        options = {
+            "name": f"{run.label}.{process.job.name}",
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "max_concurrency": CALLS,
+            "num_cpus": resources.pop("CPU", 0),
+            "num_gpus": resources.pop("GPU", 0),
+            "resources": resources,
+            "scheduling_strategy": strategy,
+            "runtime_env": run.config.cluster.ray.extra or None,
+        }
+        created[process.job.name] = kind.options(**options).remote(process.job, process.place)
+    return created
+
+
+def _states(found: Mapping[str, Any], *, timeout_s: float) -> tuple[dict[str, str], list[str]]:
+    """Return the state of each actor by name, and the names of those that have no machine after the time."""
+    import ray
+    from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError
+
+    calls = {name: actor.state.remote() for name, actor in found.items()}
+    ready, _ = ray.wait(list(calls.values()), num_returns=len(calls), timeout=timeout_s) if calls else ([], [])
+    states, waiting = {}, []
+    for name, call in calls.items():
+        if call not in ready:
+            states[name] = "PENDING (no machine has its resources free)"
+            waiting.append(name)
+            continue
+        try:
+            states[name] = ray.get(call)
+        except ActorUnavailableError:
+            states[name] = "RESTARTING (its machine does not answer)"
+        except ActorDiedError:
+            continue  # it has ended
+        except RayError as error:
+            raise UserError(f"{name}: Ray could not start its actor: {error}") from error
+    return states, waiting
+
+
+def _end(run: ClusterRun, name: str, actor: Any) -> None:
+    """Let an actor end its process; remove one that does not answer, as it has no machine."""
+    import ray
+
+    if not ray.wait([actor.end.remote()], timeout=ANSWER_S)[0]:
+        ray.kill(actor, no_restart=True)
+        if name != CONTROLLER:
+            remove_groups(run.label, f"{run.label}.{replica_of(name)}")
+
+
+def _machines() -> list[str]:
+    """Return a line for each machine of the cluster with its resources, and one with those that are free."""
+    import ray
+
+    lines = [
+        f"machine {node['NodeManagerAddress']} has {_listed(node['Resources'])}"
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+    return [*lines, f"free in all: {_listed(ray.available_resources()) or 'nothing'}"]
+
+
+def _listed(amounts: Mapping[str, float]) -> str:
+    """Return resources in words, without those that each machine has of its own."""
+    own = ("node:", "memory", "object_store_memory")
+    return ", ".join(f"{amount:g} {name}" for name, amount in sorted(amounts.items()) if not name.startswith(own))
+
+
+def _command(job: Job) -> str:
+    return " ".join([*job.command, *job.first])
+
+
+def _number(name: str) -> int:
+    return int(name.rpartition("-")[2])

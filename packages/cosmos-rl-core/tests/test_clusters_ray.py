@@ -1,0 +1,195 @@
+"""The plan of a run on Ray, the restarts of its processes, and the terminal. tests/cluster runs them on a real Ray."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from cosmos_rl_core.clusters.follow import Logs, follow
+from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
+from cosmos_rl_core.clusters.ray import Ray, processes
+from cosmos_rl_core.clusters.ray_process import Job, Meeting, Restarted
+from cosmos_rl_core.errors import UserError
+
+RECIPE = """
+[run]
+domain = "cosmos_rl_core.testing.tiny:TINY"
+output_dir = "{directory}/run"
+max_steps = 3
+[[reward.functions]]
+name = "hits"
+"""
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    """Return the recipe as a ClusterRun."""
+    (tmp_path / "run.toml").write_text(RECIPE.format(directory=tmp_path))
+    return lambda *overrides: ClusterRun.of(tmp_path / "run.toml", overrides)
+
+
+@pytest.fixture
+def supervised(tmp_path, monkeypatch):
+    """A process with `script` for bash, its log, and no pause between starts."""
+    monkeypatch.setattr("cosmos_rl_core.clusters.ray_process.PAUSE_S", 0.0)
+
+    def make(script, **changes):
+        fixed = {"name": "rollout-0", "log": str(tmp_path / "log"), "restarts": 2, "last": (0, 2)}
+        job = Job(**{**fixed, "command": ("bash", "-c", script, "worker"), **changes})
+        return Restarted(job, dict(os.environ)), tmp_path / "log"
+
+    return make
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_plan_has_an_actor_for_each_machine_with_its_resources(cluster):
+    run = cluster(
+        "policy.replicas=2", "policy.ranks_per_node=8", "policy.num_nodes=2", "rollout.replicas=2",
+        'cluster.ray.resources={rollout={CPU=4, "accelerator_type:H100"=0.001}}',
+    )  # fmt: skip
+    found = {one.job.name: one for one in processes(run, [*run.policies(), *run.rollouts()], controller=True)}
+    assert list(found) == [
+        "controller", "policy-0.0", "policy-0.1", "policy-1.0", "policy-1.1", "rollout-0", "rollout-1",
+    ]  # fmt: skip
+    assert found["controller"].resources == {"CPU": 1}
+    assert found["policy-1.1"].resources == {"CPU": 1, "GPU": 8}
+    assert found["policy-1.1"].strategy == "STRICT_SPREAD" and found["policy-1.1"].place.machine == 1
+    assert found["policy-1.1"].place.group == f"{run.label}.policy-1"
+    assert found["rollout-0"].strategy == "SPREAD" and not found["rollout-0"].place.group
+    assert found["rollout-0"].wanted == "4 CPU, 1 GPU, 0.001 accelerator_type:H100 on one machine"
+    assert found["policy-0.0"].wanted == "1 CPU, 8 GPU on each of 2 machines"
+    (single, *_) = processes(cluster("policy.ranks_per_node=2"), cluster("policy.ranks_per_node=2").policies())
+    assert single.job.name == "policy-0" and single.strategy == "STRICT_PACK" and single.resources["GPU"] == 2
+    (cpu, *_) = processes(cluster("cluster.gpus=false"), cluster("cluster.gpus=false").policies())
+    assert cpu.resources == {"CPU": 1}
+
+
+def test_the_plan_needs_no_ray(cluster):
+    hidden = "import sys; sys.modules['ray'] = None\n"
+    text = f"{hidden}from cosmos_rl_core.cli.app import main; main(sys.argv[1:])"
+    recipe = cluster().file
+    command = [sys.executable, "-c", text, "launch", str(recipe), "--on", "ray"]
+    done = subprocess.run([*command, "--dry-run"], text=True, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "policy-0: 1 CPU, 1 GPU on one machine (placement group STRICT_PACK)\n  " in done.stdout
+    assert " controller " in done.stdout and done.stdout.count("--role rollout") == 1
+    done = subprocess.run(command, text=True, capture_output=True)
+    assert (done.returncode, done.stderr.strip()) == (
+        2,
+        "error: Ray is not installed here: pip install 'cosmos-rl-core[ray]'",
+    )
+
+
+def test_ray_is_a_launcher_and_its_section_is_strict(cluster):
+    assert isinstance(find_launcher("ray"), Ray)
+    with pytest.raises(UserError, match="adress"):
+        cluster('cluster.ray.adress="auto"')
+    with pytest.raises(UserError, match="has CPU = -1 for policy; an amount is at least 0"):
+        cluster("cluster.ray.resources={policy={CPU=-1}}")
+    with pytest.raises(UserError, match="trainer"):
+        cluster("cluster.ray.resources={trainer={CPU=1}}")
+
+
+@pytest.mark.parametrize(("code", "starts"), [(0, 1), (2, 1), (1, 3)])
+def test_a_process_is_started_again_after_a_crash_alone(supervised, code, starts):
+    process, log = supervised(f"echo start $*; exit {code}", first=("--resume", "auto"))
+    assert process.run() == code
+    lines = log.read_text().splitlines()
+    crash = [f"rollout-0: exit code {code}"] if code else []
+    assert lines == [*["start --resume auto", *crash], *["start", *crash] * (starts - 1)]
+    assert process.starts == starts
+
+
+def test_a_process_gets_the_preamble_and_the_arguments_of_each_start(supervised):
+    arguments = iter([["a b"], ["c"], ["d"]])
+    process, log = supervised('echo "$WORD" "$1"; kill -9 $$', preamble=("export WORD='two words'",))
+    assert process.run(partial(next, arguments)) == 137
+    assert log.read_text().splitlines()[::2] == ["two words a b", "two words c", "two words d"]
+
+
+def test_a_process_that_is_ended_saves_and_is_not_started_again(supervised):
+    process, log = supervised("trap 'echo saved; exit 1' TERM; echo ready; while true; do sleep 0.01; done")
+    codes = []
+    thread = threading.Thread(target=lambda: codes.append(process.run()))
+    thread.start()
+    wait_until(lambda: log.exists() and "ready" in log.read_text())
+    process.end()
+    thread.join(60)
+    assert codes == [1] and process.starts == 1
+    assert log.read_text().splitlines()[1] == "saved"
+
+
+def test_a_process_ends_with_its_supervisor(tmp_path):
+    text = (
+        "import os; from cosmos_rl_core.clusters.ray_process import Job, Restarted\n"
+        "command = ('bash', '-c', 'echo $$; exec sleep 600')\n"
+        f"job = Job(name='a', command=command, log='{tmp_path}/log', restarts=0, last=())\n"
+        "Restarted(job, os.environ).run()"
+    )
+    supervisor = subprocess.Popen([sys.executable, "-c", text])
+    wait_until(lambda: (tmp_path / "log").exists() and (tmp_path / "log").read_text().endswith("\n"))
+    pid = int((tmp_path / "log").read_text())
+    assert b"sleep" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    supervisor.kill()
+    supervisor.wait()
+    wait_until(lambda: not is_running(pid))
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def test_machines_of_a_replica_meet_at_another_address_after_the_failure_of_one():
+    restarted, answers = [], []
+    meeting = Meeting(lambda: restarted.append(True))
+    meeting.open("first:1")
+    assert [meeting.address(1), meeting.address(2)] == ["first:1", "first:1"]
+    asking = threading.Thread(target=lambda: answers.append(meeting.address(1)))  # the part of machine 1 has ended
+    asking.start()
+    wait_until(lambda: restarted)
+    assert not answers
+    meeting.open("first:2")
+    asking.join(60)
+    assert answers == ["first:2"] and meeting.address(2) == "first:2" and len(restarted) == 1
+
+
+def test_logs_are_read_as_they_grow(tmp_path):
+    logs = Logs(tmp_path)
+    (tmp_path / "controller.log").write_text("starting workers\nhalf")
+    (tmp_path / "rollout-0.log").write_text("ready\n\n")
+    assert list(logs.read()) == ["starting workers", "rollout-0: ready", "rollout-0: "]
+    with (tmp_path / "controller.log").open("a") as file:
+        file.write(" a line\n")
+    assert list(logs.read()) == ["half a line"]
+    assert list(logs.read()) == []
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_ctrl_c_stops_the_run_and_a_second_one_ends_it(cluster, monkeypatch, times):
+    monkeypatch.setattr("cosmos_rl_core.clusters.follow.CHECK_S", 0.0)
+    stops, lines = [], []
+
+    def is_alive():
+        if len(stops) < times:
+            os.kill(os.getpid(), signal.SIGINT)
+        return len(stops) < times
+
+    assert follow(cluster(), is_alive=is_alive, stop=stops.append, say=lines.append)
+    assert stops == [False, True][:times]
+    assert lines == ["the run stops: it saves and ends; Ctrl-C again ends it at once"]
+    assert not follow(cluster(), is_alive=lambda: False, stop=stops.append, say=lines.append)
