@@ -199,9 +199,11 @@ def rank_pids():
 def controller(tmp_path, bandit, write_recipe, start):
     """Start a controller; return its process, its directory and the commands that it prints."""
 
-    def begin(*flags, **changes):
+    def begin(*flags, without=(), **changes):
         run_dir = tmp_path / "run"
         tables = bandit(run_dir, logging__sinks=["console", "jsonl"], **{"run__max_steps": 12, **changes})
+        for name in without:
+            del tables[name]
         process = start("controller", write_recipe(tmp_path / "run.toml", tables), *flags)
         commands = []
         for line in process.stdout:

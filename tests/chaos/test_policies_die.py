@@ -122,6 +122,26 @@ def test_a_newcomer_has_the_state_of_the_others(
 
 
 @slow
+def test_a_newcomer_that_loses_its_peer_does_not_train_alone(
+    tmp_path, dying, undisturbed, wait_for, start, rows_of, finished, must_equal
+):
+    """The peer dies while it sends the state: nobody has the weights, and the run continues from the checkpoint."""
+    process, run_dir, died = dying("policy-0", "sending", replicas=1, at=0, paced=True)
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= AT + 1, "the steps before it joins")
+    newcomer = start("worker", "--role", "policy", "--name", "newcomer", "--run", run_dir)
+    wait_for(died.exists, "the death while state is sent", timeout_s=300)
+    (tmp_path / "go").touch()
+    finished(process, timeout_s=240)
+    newcomer.communicate(timeout=240)
+    journal = journal_of(run_dir)
+    [rollback] = [record for record in journal if isinstance(record, records.RolledBack)]
+    assert rollback.version > 0
+    before = journal[: journal.index(rollback)]
+    assert not any(isinstance(record, records.Commit) and record.voters == ("newcomer",) for record in before)
+    must_equal(run_dir, undisturbed())
+
+
+@slow
 def test_all_of_several_policies_die(tmp_path, dying, undisturbed, wait_for, rows_of, finished, must_equal):
     """Row 15. The steps after the newest checkpoint are done again, on a new lineage."""
     process, run_dir, _ = dying("nobody", "nowhere", replicas=2, paced=True)

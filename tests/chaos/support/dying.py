@@ -36,6 +36,19 @@ def die_at(point):
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def stop_at(point):
+    """Stop this thread, if this is the point and the process, until the test lets it go on. Only once."""
+    name, wanted, reached, go = os.environ.get("STOP_AT", NOBODY).split(" ", 3)
+    if point != wanted or name not in Path("/proc/self/cmdline").read_text().split("\0"):
+        return
+    try:
+        os.close(os.open(reached, os.O_CREAT | os.O_EXCL))
+    except FileExistsError:
+        return
+    while not os.path.exists(go):
+        time.sleep(0.01)
+
+
 def around(owner, name, *, before="", after=""):
     """Let a function, or a coroutine function, die before or after its work."""
     work = getattr(owner, name)
@@ -77,6 +90,7 @@ def hook_policy():
     if "DIGESTS" in os.environ:
         record_weights(PolicySteps, PolicyLearner)
     around(CheckpointWriter, "_write_tensors", after="saving")
+    stop_before(CheckpointWriter, "_write_tensors", "saving")
     around(Delivery, "_serve", after="serving")
     die_between_buckets(Delivery)
     around(ReplicaGroup, "receive_bytes", after="healing")
@@ -89,6 +103,7 @@ def count_steps(steps):
     async def next_batch(self, step):
         global STEP
         STEP = max(STEP, step)
+        await asyncio.sleep(float(os.environ.get("PACE", 0)))
         if "GO" in os.environ and step >= PACED_FROM:
             deadline = time.monotonic() + min(PACE_S, 0.2 * (step - PACED_FROM))
             while not os.path.exists(os.environ["GO"]) and time.monotonic() < deadline:
@@ -180,10 +195,12 @@ def hook_rollout():
     around(RemoteLeases, "deliver", before="deliver", after="delivered")
     work = RemoteLeases.deliver
 
-    async def deliver(self, *arguments):
+    async def deliver(self, lease, group):
         global STEP
         STEP += 1
-        await work(self, *arguments)
+        if lease.evaluation:
+            await asyncio.to_thread(stop_at, "evaluating")
+        await work(self, lease, group)
 
     RemoteLeases.deliver = deliver
 
@@ -214,10 +231,22 @@ def watch_switches(engine):
     engine.switch, engine._sample = switched, sampled
 
 
+def stop_before(owner, name, point):
+    work = getattr(owner, name)
+
+    @wraps(work)
+    def stopped(*arguments, **keywords):
+        stop_at(point)
+        return work(*arguments, **keywords)
+
+    setattr(owner, name, stopped)
+
+
 class Dying(Tiny):
     """The domain."""
 
     def build_policy(self, *arguments, **keywords):
+        stop_at("building")
         hook_policy()
         policy = super().build_policy(*arguments, **keywords)
         policy.module.double()
