@@ -162,3 +162,12 @@ def test_a_process_that_was_terminated_is_not_started_again(tmp_path):
         return await kept
 
     assert asyncio.run(asyncio.wait_for(go(), 60)) == 5
+
+
+def test_with_tls_workers_take_the_certificate_from_the_run_directory(recipe, tmp_path, monkeypatch):
+    node = ClusterNode(recipe=recipe("tls.enabled=true"), nodes=2, node=1, head="127.0.0.1")
+    part = node._parts[1][0]
+    command = node._command(part, "127.0.0.1")
+    assert command[command.index("--tls-file") + 1] == str(tmp_path / "run" / "tls.pem")
+    monkeypatch.setenv("COSMOS_RL_TLS", "the content of tls.pem")
+    assert "--tls-file" not in node._command(part, "127.0.0.1")

@@ -28,6 +28,7 @@ from cosmos_rl_core.wire.advertised import worker_address
 from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, connect, serve
 from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token
 from cosmos_rl_core.wire.listening import is_loopback
+from cosmos_rl_core.wire.tls import TLS_FILE, TLS_VARIABLE
 
 PORT = 29600
 """Default port of node 0 for the other nodes. The next one is the controller's, and the one after it is for the ranks
@@ -286,6 +287,8 @@ class ClusterNode:
         arguments = self.recipe.worker_arguments(part.replica, controller=f"tcp://{self.head}:{self.port + 1}")
         if part.replica.machines > 1:
             arguments += ["--node", str(part.index), "--rendezvous", f"{first}:{self.port + 2}"]
+        if self.recipe.config.tls.enabled and not os.environ.get(TLS_VARIABLE):
+            arguments += ["--tls-file", str(self.recipe.directory / TLS_FILE)]  # the controller has made it
         return [self.recipe.program, *arguments]
 
     # -- other nodes
