@@ -120,7 +120,7 @@ def test_fewer_gpus_than_processes_are_an_error_with_the_numbers():
         assign_gpus(recipe(replicas=2, size=2), 2, gpus=["0", "1", "5"])
     assert "needs 6 GPUs of this machine, 2 for the policy's ranks and 2 x 2 for rollout" in str(raised.value)
     assert "but 3 are visible (0, 1, 5)" in str(raised.value)
-    assert "[run] share_gpus = true" in str(raised.value)
+    assert "set [run] colocate = true to use the same GPUs in turns, or share_gpus = true" in str(raised.value)
 
 
 def test_gpus_are_shared_where_the_recipe_allows_it():

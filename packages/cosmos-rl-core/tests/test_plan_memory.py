@@ -388,13 +388,14 @@ def test_published_versions_are_held_in_the_hosts_memory(sync, gpu, copies, slot
 WEIGHTS = Held(name="weights", bytes=10)
 
 
-def memory_of(*, given, shared=False, rollout=(WEIGHTS,)):
-    policy = Needs(process="a policy rank", parts=(Held(name="parameters", bytes=60),))
+def memory_of(*, given, shared=False, in_turns=False, policy=(), rollout=(WEIGHTS,)):
+    policy = Needs(process="a policy rank", parts=(Held(name="parameters", bytes=60), *policy))
     return Memory(
         rank=of(),
         policy=policy,
         rollout=Needs(process="a rollout replica", parts=rollout),
         shared=shared,
+        in_turns=in_turns,
         given=given,
     )
 
@@ -413,6 +414,31 @@ def test_processes_on_one_device_have_to_fit_together_and_others_each():
     assert memory_of(given=69, shared=True).fits is False
     assert memory_of(given=70, shared=True).fits is True
     assert memory_of(given=60, rollout=(Held(name="weights", bytes=61),)).fits is False
+
+
+def test_in_turns_the_larger_one_has_to_fit_beside_the_context_of_the_other():
+    contexts = {"policy": (Held(name="CUDA context", bytes=3), Held(name="2 NCCL communicators", bytes=4))}
+    rollout = (WEIGHTS, Held(name="CUDA context", bytes=5))
+    found = memory_of(given=71, in_turns=True, rollout=rollout, **contexts)
+    assert (found.devices, found.fits) == ((72,), False)
+    assert memory_of(given=72, in_turns=True, rollout=rollout, **contexts).fits is True
+    large = memory_of(given=100, in_turns=True, rollout=(Held(name="weights", bytes=90), *rollout[1:]), **contexts)
+    assert large.devices == (102,)
+
+
+def test_in_turns_each_side_is_in_the_hosts_memory_while_the_other_works():
+    alone = rl_recipe()
+    turns = alone.model_copy(update={"run": RunSection(domain="tiny", colocate=True)})
+    for find in (policy_needs, rollout_needs):
+        for gpu in (False, True):
+            before, after = find(shape(), alone, Plain(), gpu=gpu), find(shape(), turns, Plain(), gpu=gpu)
+            assert before is not None and after is not None
+            assert after.device == before.device
+            assert (after.host > before.host) is gpu
+    weights = (
+        rollout_needs(shape(), turns, Plain(), gpu=True).host - rollout_needs(shape(), alone, Plain(), gpu=True).host
+    )
+    assert weights == 4 * WHOLE
 
 
 @pytest.mark.parametrize("given", [60, 100])

@@ -194,12 +194,15 @@ def relay(rank, world_size):
         assert message == MESH
         return 3
 
+    async def idle():
+        pass
+
     async def lead():
         for message in (MESH, BATCH, p.Committed(3, 9, (8,)), p.Stop(reason="over"), p.Stop(reason="gone")):
             await ranks.broadcast(message)
 
     async def follow():
-        steps = PolicySteps(FollowerLink(ranks), mesh=mesh, batch=batch, checkpoint=checkpoint)
+        steps = PolicySteps(FollowerLink(ranks), mesh=mesh, batch=batch, checkpoint=checkpoint, idle=idle)
         assert await steps.next_batch(3) == BATCH
         await steps.commit(3)
         await steps.report(StepResult(policy_version=4, metrics={}), {})

@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from cosmos_rl_core import run
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.settings.base import ConfigError
+from cosmos_rl_core.settings.problems import engine_options
 from cosmos_rl_core.types import Prompt, Sampling
 from cosmos_rl_core.weight_sync import SyncSettings
 from cosmos_rl_llm.config import LLMLoraSection
@@ -22,7 +23,7 @@ from cosmos_rl_llm.domain import LLM
 from cosmos_rl_llm.engines.vllm.engine import VllmEngine, refusal
 from cosmos_rl_llm.engines.vllm.options import VllmEngineOptions
 from cosmos_rl_llm.engines.vllm.plugin import REFUSED
-from cosmos_rl_llm.engines.vllm.start import start
+from cosmos_rl_llm.engines.vllm.start import engine_arguments, start
 from cosmos_rl_llm.model.causal_lm import load_model, named_weights
 from cosmos_rl_llm.tiny import write_sums, write_tiny_model
 from cosmos_rl_transfer.publish.publisher import Publisher
@@ -63,11 +64,12 @@ def test_adapters_are_refused():
 
 
 @slow
-def test_a_run_with_vllm(tmp_path):
+@pytest.mark.parametrize("colocate", [False, True])
+def test_a_run_with_vllm(tmp_path, colocate):
     train, _ = write_sums(tmp_path / "data")
     model = write_tiny_model(tmp_path / "model", num_layers=2)
     recipe = {
-        "run": {"domain": "llm", "output_dir": str(tmp_path / "run"), "max_steps": STEPS},
+        "run": {"domain": "llm", "output_dir": str(tmp_path / "run"), "max_steps": STEPS, "colocate": colocate},
         "model": {"path": str(model)},
         "data": {"path": str(train), "chat_template": "none"},
         "algorithm": {"name": "grpo"},
@@ -190,6 +192,39 @@ def test_what_a_worker_refuses_is_read_out_of_the_report():
     assert refusal(report) == f"{REFUSED}a.b: why"
     assert refusal(f"Call to x method failed: {REFUSED}it's so") == f"{REFUSED}it's so"
     assert refusal("Call to x method failed: out of memory") is None
+
+
+@slow
+def test_it_answers_after_sleep_as_before(tmp_path):
+    greedy, prompt = Sampling(max_terms=24, temperature=0.0), Prompt(sample_id=0, row={"tokens": [3, 4, 13, 5, 14]})
+    model = write_tiny_model(tmp_path / "model", initializer_range=0.2)
+
+    async def work():
+        async with started(model) as engine:
+            found = []
+            for _ in range(2):
+                _, rollouts = await engine.generate(prompt, num_samples=1, sampling=greedy, seed=0)
+                found.append(rollouts[0].arrays["tokens"].tolist())
+                await engine.sleep()
+                await engine.wake()
+            await engine.switch(1, lambda: None)
+            _, rollouts = await engine.generate(prompt, num_samples=1, sampling=greedy, seed=0)
+            assert set(rollouts[0].versions) == {1}
+            return [*found, rollouts[0].arrays["tokens"].tolist()]
+
+    first, *others = asyncio.run(work())
+    assert others == [first, first]
+
+
+def test_memory_that_can_be_freed_is_asked_for_on_a_gpu_alone():
+    options = engine_options(VllmEngineOptions, LLM.sleeping_engine("vllm", {"max_sequences": 4}))
+    on_gpu, on_cpu = (
+        engine_arguments("model", options=options, dtype="float32", max_length=None, on_gpu=gpu)
+        for gpu in (True, False)
+    )
+    assert on_gpu["enable_sleep_mode"] is True
+    assert "enable_sleep_mode" not in on_cpu
+    assert LLM.sleeping_engine("torch", {"max_sequences": 4}) == {"max_sequences": 4}
 
 
 @slow

@@ -14,7 +14,7 @@ from cosmos_rl_core.algorithms.rules import group_rules
 from cosmos_rl_core.data.source import PromptSource
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Domain, Reference, RewardFn, RolloutEngine
-from cosmos_rl_core.optional import SpreadsEngines
+from cosmos_rl_core.optional import PutsEnginesToSleep, SpreadsEngines
 from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.parallel.shape import check_fit
@@ -70,6 +70,8 @@ def look_up_parts(config: RunConfig, domain: Domain) -> None:
     plugins.locate("cosmos_rl.weight_sync", config.sync.backend)
     look_up_engine(config.rollout.engine, domain)
     engine_options(config, domain)
+    if config.run.colocate and config.rollout.engine in domain.engines:
+        sleeping_options(config, domain)
 
 
 def look_up_engine(name: str, domain: Domain) -> None:
@@ -148,6 +150,8 @@ def build_engine(config: RunConfig, domain: Domain, *, processes_per_gpu: int = 
     """
     name, options = config.rollout.engine, engine_options(config, domain)
     if name in domain.engines:
+        if config.run.colocate:
+            options = sleeping_options(config, domain)
         if processes_per_gpu > 1 and isinstance(domain, SpreadsEngines):
             options = domain.share_gpu(name, options, processes=processes_per_gpu)
         return domain.build_engine(config.model, data=config.data, name=name, options=options)
@@ -174,6 +178,18 @@ def engine_options(config: RunConfig, domain: Domain) -> Mapping[str, Any]:
             "remove the section"
         )
     return rollout.options
+
+
+def sleeping_options(config: RunConfig, domain: Domain) -> Mapping[str, Any]:
+    """Return the options of an engine that sleeps between its turns. Raises UserError for one that cannot."""
+    options, name = engine_options(config, domain), config.rollout.engine
+    found = domain.sleeping_engine(name, options) if isinstance(domain, PutsEnginesToSleep) else None
+    if found is None:
+        raise UserError(
+            f"[run] colocate = true: the engine {name!r} of the {domain.name} domain cannot free its memory between "
+            "turns; set it to false"
+        )
+    return found
 
 
 def load_engine(name: str) -> Callable[..., Any]:

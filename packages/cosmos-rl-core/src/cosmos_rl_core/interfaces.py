@@ -75,6 +75,22 @@ class RolloutEngine(Protocol):
     async def close(self) -> None: ...
 
 
+@runtime_checkable
+class Sleeps(RolloutEngine, Protocol):
+    """An engine that frees the memory of its GPUs while the policy uses them, for [run] colocate.
+
+    await engine.sleep()        # no rollout in work
+    ...
+    await engine.wake()         # with the weights from before
+    """
+
+    async def sleep(self) -> None:
+        """Drop keys and values of past prompts, and move the weights to host memory."""
+        ...
+
+    async def wake(self) -> None: ...
+
+
 class PromptStream(Protocol):
     """Prompts by `sample_id`, in an order that is the same in every process and after every restart."""
 

@@ -107,6 +107,15 @@ class SpreadsEngines(Protocol):
 
 
 @runtime_checkable
+class PutsEnginesToSleep(Protocol):
+    """A domain with engines that free the memory of their GPUs while the policy uses them (`interfaces.Sleeps`)."""
+
+    def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Return [rollout.options] for an engine that shall sleep between its turns; None if it cannot."""
+        ...
+
+
+@runtime_checkable
 class NamesModules(Protocol):
     """A domain whose workers may be forked from one process that has imported their modules."""
 

@@ -112,6 +112,10 @@ class LLMDomain(DomainBase):
         """vLLM reserves a part of the GPU's memory. Implements `cosmos_rl_core.optional.SpreadsEngines`."""
         return shared(options, processes=processes) if name == "vllm" else options
 
+    def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Both engines sleep. Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
+        return {**options, "sleep_mode": True} if name == "vllm" else options
+
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
         """The policy, the torch engine and the model's module of transformers; none with vLLM, which starts processes.
 

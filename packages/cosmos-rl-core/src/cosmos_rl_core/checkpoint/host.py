@@ -1,23 +1,19 @@
 """Host memory for copies of tensors, page-locked for those on a GPU, and the copies themselves.
 
-torch's allocator of pinned memory rounds up to powers of two, 20.4 GiB to 32. Here memory of the exact size is mapped
-in pieces and registered with the CUDA runtime. A piece holds whole tensors: a copy may not cross two registered ranges.
+Memory of the exact size is mapped in pieces (`parallel.device.pinned`). A piece holds whole tensors: a copy may not
+cross two registered ranges.
 Unproven on hardware: tests run on the pretend device of `cosmos_rl_core.testing.pretend_cuda`.
 """
 
 from __future__ import annotations
 
-import mmap
-import weakref
 from collections.abc import Iterator, Mapping
-from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from cosmos_rl_core.checkpoint.safetensors_file import Spec, as_bytes, by_alignment, num_bytes
-from cosmos_rl_core.parallel.device import log_choice
+from cosmos_rl_core.parallel.device import pinned
 
 PIECE_BYTES = 1 << 30
 """Maximum size of a piece that holds several tensors."""
@@ -71,21 +67,3 @@ def _pieces(specs: list[Spec], piece_bytes: int) -> Iterator[list[Spec]]:
         size += own
     if piece:
         yield piece
-
-
-def pinned(size: int, device: torch.device) -> Tensor:
-    """Return uint8 [size] in page-locked host memory, which is unlocked when it is freed.
-
-    Where the system refuses (a limit on locked memory), it is pageable, with a line in the log.
-    """
-    if not size:
-        return torch.empty(0, dtype=torch.uint8)
-    memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)  # whole pages: no other range shares them
-    with torch.cuda.device(device):
-        runtime: Any = torch.cuda.cudart()
-        error = int(runtime.cudaHostRegister(memory.ctypes.data, size, 0))
-    if error:
-        log_choice(f"checkpoints: memory cannot be pinned (CUDA error {error}), copies are slower; raise `ulimit -l`")
-    else:  # before the pages are unmapped: the array is freed first
-        weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
-    return torch.from_numpy(memory)

@@ -14,6 +14,8 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
+from torch import Tensor
+
 from cosmos_rl_core.checkpoint.capture import Snapshot, SnapshotPlanner
 from cosmos_rl_core.checkpoint.manifest import Origin, TrainState, has_all_files, list_steps
 from cosmos_rl_core.checkpoint.restore import live_tensors
@@ -53,14 +55,16 @@ class CheckpointSaver:
         resumed_from: str = "",
         scores: Callable[[], Mapping[int, float]] = dict,
         healthy: Callable[[], int | None] = lambda: None,
+        readable: Callable[[Mapping[str, Tensor]], Mapping[str, Tensor]] = dict,
         on_saved: Callable[[int, str], None] = _ignore,
         on_failed: Callable[[str], None] = _ignore,
     ) -> None:
         """Start at `state`, which was read from the checkpoint `resumed_from` where that is not empty.
 
         `scores` returns step -> metric, higher better, for keep_best; `healthy` the last step that the monitor found
-        healthy, whose checkpoint is kept. `on_saved` gets the step and the folder of each checkpoint written during
-        training, `on_failed` an error message; both are called in rank 0, in the writing thread.
+        healthy, whose checkpoint is kept; `readable` the live tensors with values that can be read now. `on_saved` gets
+        the step and the folder of each checkpoint written during training, `on_failed` an error message; both are
+        called in rank 0, in the writing thread.
         """
         self._section = section
         self._trainer = trainer
@@ -68,6 +72,7 @@ class CheckpointSaver:
         self._ranks = ranks or RankGroup()
         self._scores = scores
         self._healthy = healthy
+        self._readable = readable
         self._on_saved = on_saved
         self._on_failed = on_failed
         beside = files_beside(trainer.policy) if self._ranks.leads else {}
@@ -130,7 +135,7 @@ class CheckpointSaver:
 
     def _snapshot(self, *, copy: bool) -> Snapshot:
         tensors = live_tensors(self._trainer.policy, self._trainer.optimizer, rank=self._ranks.rank)
-        return self._planner.take(tensors, self._state, copy=copy)
+        return self._planner.take(self._readable(tensors), self._state, copy=copy)
 
     def _try_to_write(self, snapshot: Snapshot) -> None:
         step = snapshot.state.step

@@ -3,7 +3,8 @@
     assigned = assign_gpus(config, node.ranks_per_node, gpus=machine_gpus(os.environ))
     added = GpuSupply(...).assign({"rollout": 2}, in_use={"policy-0": ["0"]})      # for workers that are added later
 
-A GPU belongs to one process, unless [run] share_gpus allows more. On a machine without GPUs nothing is assigned.
+A GPU belongs to one process, unless [run] share_gpus allows more, or [run] colocate a policy rank and a rollout in
+turns. On a machine without GPUs nothing is assigned.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.processes import VISIBLE_GPUS, machine_gpus
 from cosmos_rl_core.recipe.load import load_domain
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.recipe.sections import RunSection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,10 +35,14 @@ class AssignedGpus:
     rollouts: Sequence[Sequence[str]]
     """Those of each rollout replica."""
     unused: Sequence[str] = ()
+    in_turns: bool = False
+    """Whether policies and rollouts use the same GPUs in turns ([run] colocate)."""
 
     @property
     def processes_per_gpu(self) -> int:
-        """Processes of the run on its fullest GPU; 1 on a machine without GPUs."""
+        """Processes of the run on its fullest GPU at the same time; 1 on a machine without GPUs."""
+        if self.in_turns:
+            return 1
         return max(Counter(gpu for own in (*self.policies, *self.rollouts) for gpu in own).values(), default=1)
 
     def __str__(self) -> str:
@@ -44,6 +50,7 @@ class AssignedGpus:
         workers = [(f"policy-{i}", own) for i, own in enumerate(self.policies)]
         workers += [(f"rollout-{i}", own) for i, own in enumerate(self.rollouts)]
         text = ", ".join(f"{name} on {','.join(own)}" for name, own in workers)
+        text += ", in turns" if self.in_turns else ""
         return f"{text}; unused: {','.join(self.unused)}" if self.unused else text
 
 
@@ -56,14 +63,20 @@ class GpuSupply:
     """GPUs of one worker on this machine, by role."""
     share: bool
     """[run] share_gpus: whether a GPU may have several processes of the run."""
+    in_turns: bool = False
+    """[run] colocate: whether a policy rank and a rollout replica use the same GPU in turns."""
 
     def assign(
         self, more: Mapping[Role, int], *, in_use: Mapping[str, Sequence[str]]
     ) -> dict[Role, list[Sequence[str]]]:
         """Return the GPUs of `more` workers by role, the least used ones first. in_use: GPUs by worker.
 
-        Raises UserError if fewer are free than needed, unless `share` is set.
+        Raises UserError if fewer are free than needed, unless `share` is set, and for policies that take turns.
         """
+        if self.in_turns:
+            if more.get("policy"):
+                raise UserError("[run] colocate = true: the run has one policy, and no further one can be added")
+            in_use = {name: own for name, own in in_use.items() if name.startswith("rollout")}
         if not self.visible:
             return {role: [()] * number for role, number in more.items()}
         use = Counter({gpu: 0 for gpu in self.visible})
@@ -113,10 +126,18 @@ def assign_gpus(config: RunConfig, ranks: int, *, gpus: Sequence[str]) -> Assign
     if not gpus:
         each: list[Sequence[str]] = [() for _ in wanted]
         return AssignedGpus(policies=each[:policies], rollouts=each[policies:])
-    _check_number(wanted[:policies], wanted[policies:], gpus, share=config.run.share_gpus)
-    supply = cycle(gpus)
-    each = [list(islice(supply, number)) for number in wanted]
+    _check_number(wanted[:policies], wanted[policies:], gpus, config.run)
+    if config.run.colocate:  # both from the first GPU on, in turns
+        own = [_dealt(wanted[:policies], gpus), _dealt(wanted[policies:], gpus)]
+        most = max(sum(wanted[:policies]), sum(wanted[policies:]))
+        return AssignedGpus(policies=own[0], rollouts=own[1], unused=gpus[most:], in_turns=True)
+    each = _dealt(wanted, gpus)
     return AssignedGpus(policies=each[:policies], rollouts=each[policies:], unused=gpus[sum(wanted) :])
+
+
+def _dealt(wanted: Sequence[int], gpus: Sequence[str]) -> list[Sequence[str]]:
+    supply = cycle(gpus)
+    return [list(islice(supply, number)) for number in wanted]
 
 
 def assignment_text(config: RunConfig) -> str:
@@ -130,7 +151,7 @@ def assignment_text(config: RunConfig) -> str:
     return str(assign_gpus(config, dims.world_size // config.policy.num_nodes, gpus=gpus))
 
 
-def _check_number(policies: Sequence[int], rollouts: Sequence[int], gpus: Sequence[str], *, share: bool) -> None:
+def _check_number(policies: Sequence[int], rollouts: Sequence[int], gpus: Sequence[str], run: RunSection) -> None:
     ranks, wanted = policies[0], sum(policies) + sum(rollouts)
     here = f"{len(gpus)} {'is' if len(gpus) == 1 else 'are'} visible ({', '.join(gpus)})"
     on_cpu = f"or set {VISIBLE_GPUS} to nothing to run on the CPU"
@@ -144,9 +165,16 @@ def _check_number(policies: Sequence[int], rollouts: Sequence[int], gpus: Sequen
             f"a rollout replica needs {rollouts[0]} GPUs, all of one machine, but {here}; lower tp or pp in "
             f"[rollout.parallel], or the sizes in [rollout.options], {on_cpu}"
         )
-    if wanted > len(gpus) and not share:
+    if run.colocate:
+        if sum(rollouts) > len(gpus):
+            raise UserError(
+                f"{len(rollouts)} x {rollouts[0]} GPUs of this machine are needed for rollout replicas, but {here}; "
+                f"lower [rollout] replicas, {on_cpu}"
+            )
+    elif wanted > len(gpus) and not run.share_gpus:
         raise UserError(
             f"the run needs {wanted} GPUs of this machine, {sum(policies)} for the policy's ranks and "
             f"{len(rollouts)} x {rollouts[0]} for rollout replicas, but {here}; lower [policy.parallel] or [rollout] "
-            f"replicas, set [run] share_gpus = true to run several processes on a GPU, {on_cpu}"
+            f"replicas, set [run] colocate = true to use the same GPUs in turns, or share_gpus = true to run several "
+            f"processes on a GPU, {on_cpu}"
         )

@@ -133,6 +133,7 @@ class LocalWorkers:
 
     def add(self, more: Mapping[Role, int]) -> Added:
         started = []
+        assert self.supply is not None
         for role, gpus in self._assign(more).items():
             first = self._first[role]
             number = len(self.names(role)) + len(gpus)
@@ -143,7 +144,9 @@ class LocalWorkers:
                     first.address,
                     name=name,
                     threads=self.rollout_threads(number) if role == "rollout" else first.address.threads,
-                    processes_per_gpu=max((shared[gpu] + 1 for gpu in visible), default=1),
+                    processes_per_gpu=1
+                    if self.supply.in_turns
+                    else max((shared[gpu] + 1 for gpu in visible), default=1),
                 )
                 self._start(address, first.node, visible)
                 started.append(name)
@@ -330,6 +333,7 @@ async def start_processes(launch: Launch) -> LocalWorkers:
                 "rollout": 0 if config.is_sft else gpus_per_rollout(config),
             },
             share=config.run.share_gpus,
+            in_turns=config.run.colocate,
         ),
         rollout_threads=lambda number: threads(config, rollouts=number)[1],
         is_taken=controller.ledger.members.by_name.__contains__,

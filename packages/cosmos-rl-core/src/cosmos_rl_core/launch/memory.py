@@ -32,6 +32,9 @@ CONTEXT_BYTES = 600 * 2**20
 """A process's CUDA context with the kernels of torch, cuBLAS and NCCL; an assumption, not measured."""
 COMMUNICATOR_BYTES = 200 * 2**20
 """Buffers of one NCCL communicator within a node and between nodes; an assumption, not measured."""
+CONTEXT, COMMUNICATORS = "CUDA context", "NCCL communicators"
+AWAY = ("parameters", "optimizer", "reference of the KL term")
+"""Parts of a policy rank that are in the host's memory outside of its turns."""
 SMALLEST_MICROBATCH = 512
 """Tokens; smaller microbatches do not use a device efficiently."""
 ITEM_BYTES = {**BYTES, "float16": 2}
@@ -84,7 +87,12 @@ def policy_needs(
         size = rank.parameters * BYTES[held] // BYTES[policy_dtype]
         parts.append(Held(name="reference of the KL term", bytes=size, host=offloaded))
     if gpu:
-        parts += [Held(name="CUDA context", bytes=CONTEXT_BYTES), *_communicators(dims)]
+        parts += [Held(name=CONTEXT, bytes=CONTEXT_BYTES), *_communicators(dims)]
+    if config.run.colocate and gpu:
+        away = [part for part in parts if part.name in AWAY and not part.host]
+        parts += [
+            Held(name=f"{part.name} while rollouts have their turn", bytes=part.bytes, host=True) for part in away
+        ]
     if not config.is_sft:
         parts += _publishing(shape, config, domain, rank, gpu=gpu)
     if counts is not None:
@@ -99,7 +107,7 @@ def _communicators(dims: ParallelDims) -> list[Held]:
     shards = dims.dp_shard * dims.cp
     axes = [shards, dims.dp_replicate, dims.cp, dims.tp, dims.pp, dims.ep, shards * dims.tp // dims.ep * (dims.ep > 1)]
     number = 1 + sum(size > 1 for size in axes)
-    return [Held(name=f"{number} NCCL communicators", bytes=number * COMMUNICATOR_BYTES)]
+    return [Held(name=f"{number} {COMMUNICATORS}", bytes=number * COMMUNICATOR_BYTES)]
 
 
 def _publishing(
@@ -143,6 +151,8 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
         gpus = domain.gpus_per_engine(config.rollout.engine, engine_options(config, domain))
     dtype = engine_dtype(config, domain, computed=shape.compute_dtype)
     parts = [Held(name="weights", bytes=ITEM_BYTES[dtype] * -(-numbers // gpus))]
+    if config.run.colocate and gpu:
+        parts.append(Held(name="weights while the policy has its turn", bytes=parts[0].bytes, host=True))
     if config.sync.staging == "shadow":
         sent *= ITEM_BYTES[sent_dtype(config, domain, computed=shape.compute_dtype)]
         parts.append(Held(name="next version, staged", bytes=sent, host=True))
@@ -154,8 +164,13 @@ def rollout_needs(shape: ModelShape, config: RunConfig, domain: Domain, *, gpu: 
     else:
         parts.append(Held(name="the engine's caches and activations", bytes=None))
     if gpu:
-        parts.append(Held(name="CUDA context", bytes=CONTEXT_BYTES))
+        parts.append(Held(name=CONTEXT, bytes=CONTEXT_BYTES))
     return Needs(process="a rollout replica", parts=tuple(parts))
+
+
+def staying(needs: Needs) -> int:
+    """Return the bytes of a process that stay on its device while another one has its turn ([run] colocate)."""
+    return sum(part.bytes or 0 for part in needs.parts if part.name == CONTEXT or part.name.endswith(COMMUNICATORS))
 
 
 def _copies_reference(shape: ModelShape, config: RunConfig, counts: CountsMemory | None) -> bool:

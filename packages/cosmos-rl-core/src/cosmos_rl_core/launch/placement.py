@@ -169,7 +169,7 @@ async def start_tasks(launch: Launch) -> Workers:
             controller=launch.address,
             timeline=timeline,
             threads=None,
-            processes_per_gpu=len(names),
+            processes_per_gpu=1 if launch.config.run.colocate else len(names),
             shares_process=True,
             build_lock=build_lock,
             rewards=launch.rewards,
@@ -199,7 +199,7 @@ def threads(config: RunConfig, *, rollouts: int | None = None) -> tuple[int, int
         policy=config.policy.threads,
         rollout=config.rollout.threads,
         rollout_replicas=(rollouts or config.rollout.replicas) * gpus_per_rollout(config),
-        overlap=config.sync.max_staleness > 0,
+        overlap=config.sync.max_staleness > 0 and not config.run.colocate,
     )
 
 
@@ -208,7 +208,8 @@ def share_threads(
 ) -> tuple[int, int]:
     """Return the CPU threads of a policy and of a rollout replica, by default from the number of cores.
 
-    Roles that work at the same time share the cores; roles that alternate (max_staleness = 0) each get all of them.
+    Roles that work at the same time share the cores; roles that alternate (max_staleness = 0, colocate) each get all
+    of them.
     """
     if not overlap:
         return policy or cores, rollout or max(1, cores // rollout_replicas)

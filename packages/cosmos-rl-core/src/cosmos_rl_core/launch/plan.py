@@ -20,6 +20,7 @@ from cosmos_rl_core.launch.memory import (
     policy_needs,
     rollout_needs,
     sent_dtype,
+    staying,
     written,
 )
 from cosmos_rl_core.launch.placement import threads
@@ -89,6 +90,8 @@ class Memory:
     """A rollout replica; None in supervised fine-tuning."""
     shared: bool
     """Whether policy and rollout share one process and device."""
+    in_turns: bool = False
+    """Whether they use the same GPUs in turns ([run] colocate)."""
     traffic: tuple[Collective, ...] = ()
     """Collectives of the policy rank with the most bytes, with microbatches of maximum size."""
     given: int | None = None
@@ -100,7 +103,19 @@ class Memory:
     def devices(self) -> tuple[int, ...]:
         """Maximum bytes on each kind of device, as far as known."""
         held = [needs.device for needs in self.processes]
+        if self.in_turns:
+            stays = [staying(needs) for needs in self.processes]
+            return (max(size + sum(stays) - own for size, own in zip(held, stays, strict=True)),)
         return (sum(held),) if self.shared else tuple(held)
+
+    @property
+    def beside_policy(self) -> int:
+        """Bytes of the rollout replica on the policy's device while a step is computed."""
+        if self.rollout is None:
+            return 0
+        if self.in_turns:
+            return staying(self.rollout)
+        return self.rollout.device if self.shared else 0
 
     @property
     def processes(self) -> tuple[Needs, ...]:
@@ -242,11 +257,13 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None
     if shape is None:
         return None
     dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+    in_turns = config.run.colocate and gpu  # on a CPU nothing is freed
     found = Memory(
         rank=estimate_of(shape, config.policy, device_bytes=given),
         policy=policy_needs(shape, config, domain, device_bytes=given, gpu=gpu),
         rollout=rollout_needs(shape, config, domain, gpu=gpu),
-        shared=config.run.placement == "inline",
+        shared=config.run.placement == "inline" and not in_turns,
+        in_turns=in_turns,
         traffic=traffic(
             shape,
             dims=dims,
@@ -257,7 +274,7 @@ def _memory(config: RunConfig, given: int | None, *, gpu: bool) -> Memory | None
         ),
         given=given,
     )
-    room = None if given is None else given - (sum(found.devices) - found.policy.device if found.shared else 0)
+    room = None if given is None else given - found.beside_policy
     if room is None or found.policy.device <= room:
         return found
     fitting = changes_that_fit(shape, config, domain, memory=room, device_bytes=given, gpu=gpu)
@@ -366,7 +383,7 @@ def _verdict(memory: Memory, given: int) -> str:
     if memory.changes:
         fitting = "\n".join(f"  {written(change)}" for change in memory.changes)
         return f"does not fit into {size}; a policy rank would with one of\n{fitting}"
-    if memory.policy.device <= given and not memory.shared:
+    if memory.policy.device + memory.beside_policy <= given and not memory.shared:
         return f"a rollout replica does not fit into {size}"
     return f"does not fit into {size}, nor after any change that was tried"
 

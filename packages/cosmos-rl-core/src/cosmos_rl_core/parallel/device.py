@@ -5,15 +5,18 @@ Placed inline, policy and engine are built in threads of one process, and initia
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -119,6 +122,25 @@ def _replaced(value: Any, moved: Mapping[int, Tensor]) -> Any:
     if isinstance(value, list | tuple):
         return type(value)(_replaced(each, moved) for each in value)
     return value
+
+
+def pinned(size: int, device: torch.device) -> Tensor:
+    """Return uint8 [size] in page-locked host memory, which is unlocked when it is freed.
+
+    torch's own allocator rounds up to powers of two, 20.4 GiB to 32. Where the system refuses (a limit on locked
+    memory), it is pageable, with a line in the log.
+    """
+    if not size:
+        return torch.empty(0, dtype=torch.uint8)
+    memory = np.frombuffer(mmap.mmap(-1, size), dtype=np.uint8)  # whole pages: no other range shares them
+    with torch.cuda.device(device):
+        runtime: Any = torch.cuda.cudart()
+        error = int(runtime.cudaHostRegister(memory.ctypes.data, size, 0))
+    if error:
+        log_choice(f"host memory cannot be pinned (CUDA error {error}), copies are slower; raise `ulimit -l`")
+    else:  # before the pages are unmapped: the array is freed first
+        weakref.finalize(memory, runtime.cudaHostUnregister, memory.ctypes.data)
+    return torch.from_numpy(memory)
 
 
 _TURN = threading.Lock()

@@ -27,6 +27,7 @@ from cosmos_rl_core.recipe.sections import (
 )
 from cosmos_rl_core.settings.base import Problem, Strict
 from cosmos_rl_core.settings.problems import as_toml
+from cosmos_rl_core.weight_sync import BETWEEN_GPUS
 
 RL_ONLY = ("rollout", "reward", "data_regularization", "sync", "monitor")
 """Sections that do not apply to supervised fine-tuning."""
@@ -96,6 +97,9 @@ def conflicts(config: RunConfig, *, given: Collection[str]) -> Iterator[Conflict
     yield from _length_conflicts(config)
     yield from _autoscale_conflicts(config)
     yield from _tls_conflicts(config)
+    yield from _colocate_conflicts(config)
+    if config.is_sft and config.run.colocate:
+        yield Conflict(key="run.colocate", other="algorithm.name", wrong="has no rollouts to take turns with")
     if config.is_sft and config.eval.loss_data is not None:
         yield Conflict(
             key="eval.loss_data",
@@ -206,6 +210,29 @@ def _monitor_conflicts(config: RunConfig) -> Iterator[Conflict]:
             wrong="has no rows to score without",
             suggestion="add [eval.loss_data], or set best_of_data",
         )
+
+
+def _colocate_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Check the settings that turns on the same GPUs need."""
+    sync = config.sync
+    wrong = {
+        "run.placement": (
+            config.run.placement == "external",
+            "starts workers on several machines, which cannot take turns with",
+        ),
+        "run.share_gpus": (config.run.share_gpus, "puts both on a GPU at the same time, which contradicts"),
+        "policy.replicas": (config.policy.replicas > 1, "must be 1, with more ranks in [policy.parallel], with"),
+        "policy.num_nodes": (config.policy.num_nodes > 1, "must be 1 with"),
+        "sync.max_staleness": (sync.max_staleness > 1, "must be 0 or 1 with"),
+        "sync.staging": (sync.staging != "shadow", 'must be "shadow", as weights arrive while the engine sleeps, with'),
+        "sync.transport": (
+            sync.transport in BETWEEN_GPUS,
+            "reads weights on the GPU, where the policy has none after its turn, with",
+        ),
+    }
+    for key, (is_wrong, text) in wrong.items():
+        if config.run.colocate and is_wrong:
+            yield Conflict(key=key, other="run.colocate", wrong=text)
 
 
 def _autoscale_conflicts(config: RunConfig) -> Iterator[Conflict]:

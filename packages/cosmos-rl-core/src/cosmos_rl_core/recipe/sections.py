@@ -30,6 +30,8 @@ class RunSection(Strict):
     share_gpus: bool = False
     """Allow several processes of the run on one GPU, if it has fewer GPUs than processes. vLLM then gets an equal part
     of gpu_memory_utilization."""
+    colocate: bool = False
+    """The policy and the rollout replicas take turns on the same GPUs: while one works, the other is in host memory."""
     tf32: bool = True
     """On a GPU, round the inputs of float32 matrix products to TF32 (10 bits of mantissa), which is several times
     faster; false computes them exactly."""

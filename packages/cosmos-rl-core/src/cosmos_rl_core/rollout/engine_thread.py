@@ -50,6 +50,11 @@ class EngineRequest:
 
 
 @dataclass(eq=False, slots=True, kw_only=True)
+class _Call(EngineRequest):
+    work: Callable[[], None]
+
+
+@dataclass(eq=False, slots=True, kw_only=True)
 class _Switch(EngineRequest):
     version: int
     apply: Callable[[], None]
@@ -126,6 +131,10 @@ class ThreadedEngine(ABC, Generic[R]):
         await asyncio.to_thread(self._thread.join)
 
     # The asyncio side.
+
+    async def _call(self, work: Callable[[], None]) -> None:
+        """Run `work` in the engine's thread, between two steps. An error in it ends the engine."""
+        await self._ask(_Call(work=work))
 
     async def _ask(self, request: EngineRequest) -> None:
         """Post a request at the end of this turn of the event loop; return when it has finished, or raise its error."""
@@ -209,6 +218,9 @@ class ThreadedEngine(ABC, Generic[R]):
             self._closing = True
         elif isinstance(post, _Switch):
             self._switch(post)
+        elif isinstance(post, _Call):
+            post.work()
+            post.finish()
         else:
             self._waiting.append(cast("R", post))
 

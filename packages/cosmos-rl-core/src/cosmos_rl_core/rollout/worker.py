@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import Protocol
+from typing import Any, Protocol
 
 from cosmos_rl_core.errors import SampleError
 from cosmos_rl_core.interfaces import RolloutEngine
@@ -76,8 +76,10 @@ class RolloutWorker:
         max_groups: int,
         spool: Spool | None = None,
         timeline: Timeline | None = None,
+        beside: Sequence[Callable[[], Coroutine[Any, Any, None]]] = (),
     ) -> None:
-        """spool: where large groups are stored; while it is full, no leases are requested."""
+        """spool: where large groups are stored; while it is full, no leases are requested. beside: started with it
+        and run until its end; their errors are its own."""
         self._engine = engine
         self._rollouter = rollouter
         self._weights = weights
@@ -86,6 +88,7 @@ class RolloutWorker:
         """Maximum number of groups in work."""
         self._spool = spool
         self._timeline = timeline or Timeline("rollout")
+        self._beside = beside
         self._lanes: set[int] = set()
         """Rows of the timeline in use: groups overlap, so each needs its own row."""
         self._running: dict[tuple[int, bool], asyncio.Task[None]] = {}
@@ -119,7 +122,7 @@ class RolloutWorker:
 
     async def run(self) -> None:
         weights = self._weights.run(switched=self._request, rolled_back=self._drop_groups)
-        following = [weights, self._follow_cancels()]
+        following = [weights, self._follow_cancels(), *(start() for start in self._beside)]
         if self._spool is not None:
             following.append(self._follow_releases(self._spool))
         helpers = [asyncio.create_task(each) for each in following]

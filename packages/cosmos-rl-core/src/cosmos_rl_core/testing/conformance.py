@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from cosmos_rl_core.errors import UserError
-from cosmos_rl_core.interfaces import RewardFn, RolloutEngine
+from cosmos_rl_core.interfaces import RewardFn, RolloutEngine, Sleeps
 from cosmos_rl_core.reward.rubric import Rubric, WeightedReward
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup, Sampling
 
@@ -135,10 +135,30 @@ async def counts_its_work(make: MakeEngine, prompt: Prompt, sampling: Sampling) 
     assert grown > start
 
 
+async def wakes_as_it_was(make: MakeEngine, prompt: Prompt, sampling: Sampling) -> None:
+    """An engine that can sleep answers after it wakes as before, keeps its version, and takes new weights."""
+    engine = await _fresh(make)
+    if isinstance(engine, Sleeps):
+        await engine.sleep()
+        await engine.wake()
+        _, before = await engine.generate(prompt, num_samples=3, sampling=sampling, seed=1)
+        version = engine.version
+        await engine.sleep()
+        assert engine.version == version
+        await engine.wake()
+        _, after = await engine.generate(prompt, num_samples=3, sampling=sampling, seed=1)
+        assert [_terms(r) for r in before] == [_terms(r) for r in after]
+        await engine.switch(version + 1, lambda: None)
+        _, later = await engine.generate(prompt, num_samples=1, sampling=sampling, seed=1)
+        assert np.all(later[0].versions == version + 1)
+    await engine.close()
+
+
 ENGINE_CHECKS: Sequence[EngineCheck] = (
     returns_whole_rollouts,
     is_seeded,
     is_greedy_at_zero,
+    wakes_as_it_was,
     switches_between_terms,
     waits_after_half_a_switch,
     ends_when_cancelled,

@@ -43,6 +43,10 @@ class Tiny(DomainBase):
 
         return TinyEngine(model, delay_s=float(options.get("delay_s", 0.0)))
 
+    def sleeping_engine(self, name: str, options: Mapping[str, Any]) -> Mapping[str, Any] | None:
+        """Implements `cosmos_rl_core.optional.PutsEnginesToSleep`."""
+        return options
+
     def worker_modules(self, config: RunConfig) -> Sequence[str]:
         """The model's module. Implements `cosmos_rl_core.optional.NamesModules`."""
         return ("cosmos_rl_core.testing.tiny_model",)

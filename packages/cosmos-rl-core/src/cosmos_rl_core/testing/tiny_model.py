@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.axes.fsdp import shard_fully
 from cosmos_rl_core.parallel.device import forked_rng
+from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.tiny_task import TinyModel, wanted
 from cosmos_rl_core.train.balance import deal
@@ -95,14 +96,24 @@ class TinyEngine:
 
     def __init__(self, model: TinyModel, *, delay_s: float = 0.0) -> None:
         self._network, self._model, self._delay_s = build_network(model), model, delay_s
+        self._swap = Swap(self._network.parameters)
         self.version = -1
         self.progress = 0
         self._is_whole = asyncio.Event()
         """Set unless the last switch has failed in the middle."""
         self._is_whole.set()
+        self.sleeps = False
 
     def weights(self) -> Mapping[str, Tensor]:
         return dict(self._network.named_parameters())
+
+    async def sleep(self) -> None:
+        self._swap.out()
+        self.sleeps = True
+
+    async def wake(self) -> None:
+        self._swap.back()
+        self.sleeps = False
 
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
@@ -115,6 +126,7 @@ class TinyEngine:
         versions: list[int] = []
         for place in range(sampling.max_terms):
             await self._is_whole.wait()
+            assert not self.sleeps, "generates while it sleeps"
             terms.append(self._sample(context, place, rng, num_samples, sampling.temperature))
             versions.append(self.version)
             self.progress += 1

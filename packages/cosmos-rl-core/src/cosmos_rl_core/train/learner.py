@@ -22,6 +22,7 @@ from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.interfaces import Prepares, Reference
 from cosmos_rl_core.observe.trace import Timeline
 from cosmos_rl_core.train.replicas import ReplicaGroup
+from cosmos_rl_core.train.residence import Residence
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import Microbatch, StepResult, TrainBatch
 from cosmos_rl_core.weight_sync import WeightPublisher
@@ -42,8 +43,10 @@ class PolicyLearner:
         timeline: Timeline,
         max_skipped_steps: int,
         keeps_old: bool = False,
+        residence: Residence | None = None,
     ) -> None:
-        """keeps_old: give later updates of a step the policy's log-probabilities from its start."""
+        """keeps_old: give later updates of a step the policy's log-probabilities from its start. residence: of the
+        policy's tensors, which are off their device after `publish`."""
         self.trainer = trainer
         self._publisher = publisher
         self._reference = reference
@@ -51,6 +54,7 @@ class PolicyLearner:
         self._timeline = timeline
         self._max_skipped_steps = max_skipped_steps
         self._keeps_old = keeps_old
+        self._residence = residence or Residence()
         self.replicas: ReplicaGroup | None = None
         """The policy replicas that train together with this one; None if it trains alone."""
         self._later: tuple[TrainBatch, ...] = ()
@@ -105,6 +109,7 @@ class PolicyLearner:
                 self._fenced = await self._publisher.fence()
 
     async def publish(self) -> Mapping[str, float]:
+        await self._residence.end()
         if self._publisher is None:
             return {}
         with self._timeline.span("publish", step=self.version):
@@ -118,7 +123,7 @@ class PolicyLearner:
 
     def _weights(self) -> tuple[Mapping[str, Tensor], torch.cuda.Event | None]:
         """The rollouts' weights, with an event after the GPU's work on them so far, the last step included."""
-        weights = self.trainer.policy.rollout_weights()
+        weights = self._residence.readable(self.trainer.policy.rollout_weights())
         if not any(weight.is_cuda for weight in weights.values()):
             return weights, None
         ready = torch.cuda.Event()

@@ -16,6 +16,7 @@ from cosmos_rl_core.checkpoint.retention import read_scores
 from cosmos_rl_core.checkpoint.saver import CheckpointSaver
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.gpu_turn import RankTurn
 from cosmos_rl_core.interfaces import Reference
 from cosmos_rl_core.loop import Steps, train
 from cosmos_rl_core.monitor.monitor import read_healthy
@@ -24,6 +25,7 @@ from cosmos_rl_core.parallel.rank_group import RankGroup
 from cosmos_rl_core.rollout.spool.reader import SpoolReader
 from cosmos_rl_core.train.learner import PolicyLearner
 from cosmos_rl_core.train.replicas import Waiting
+from cosmos_rl_core.train.residence import Residence, TurnResidence
 from cosmos_rl_core.train.trainer import Trainer
 from cosmos_rl_core.types import TrainBatch
 from cosmos_rl_core.weight_sync import WeightPublisher
@@ -46,11 +48,12 @@ class PolicyRole:
         self._link = link
         self._trainer: Trainer | None = None
         self._waiting = Waiting()
+        self._residence = self._build_residence()
         self._waits = 0
         """Heartbeats while it waited for the controller."""
 
     def pulse(self) -> p.Heartbeat:
-        self._waits += self._link.is_waiting
+        self._waits += self._link.is_waiting or self._residence.is_waiting
         progress, version = (self._trainer.progress, self._trainer.version) if self._trainer else (0, -1)
         return p.Heartbeat(
             progress=progress + self._waiting.completed + self._waits,
@@ -62,8 +65,11 @@ class PolicyRole:
     async def run(self) -> None:
         at, loop = self._at, asyncio.get_running_loop()
         _check_directory(at)
+        await self._residence.begin()
         mesh, trainer, reference, state = await loop.run_in_executor(at.compute, self._build)
         self._trainer = trainer
+        self._residence.keep(trainer, reference)
+        await self._residence.end()
         saver = await loop.run_in_executor(at.compute, self._saver, trainer, mesh, state, loop)
         publisher = await self._publisher(trainer)
         replicas = await loop.run_in_executor(at.compute, self._replicas, trainer, mesh)
@@ -77,6 +83,7 @@ class PolicyRole:
             timeline=at.context.timeline,
             max_skipped_steps=at.config.policy.max_skipped_steps,
             keeps_old=at.config.algorithm.old_logprobs == "policy",
+            residence=self._residence,
         )
         steps = self._steps(learner, saver, mesh, replicas)
         await self._link.send(p.Ready(address=publisher.address if publisher else "", version=trainer.version))
@@ -93,8 +100,16 @@ class PolicyRole:
             folder = await learner.in_compute_thread(finish) if together else None
             if publisher is not None:
                 await publisher.close()
+            self._residence.close()
         if folder is not None:
             await self._link.send(p.CheckpointDone(step=trainer.version, path=str(folder), lineage=at.lineage))
+
+    def _build_residence(self) -> Residence:
+        at = self._at
+        if not at.config.run.colocate:
+            return Residence()
+        rank = 0 if at.context.ranks is None else at.context.ranks.rank
+        return TurnResidence(RankTurn(at.run_dir, rank), compute=at.compute, timeline=at.context.timeline)
 
     def _build(self) -> tuple[ReplicaMesh | None, Trainer, Reference | None, TrainState]:
         at = self._at
@@ -128,6 +143,7 @@ class PolicyRole:
             resumed_from=at.resume_from,
             scores=partial(read_scores, at.run_dir, section.best_metric),
             healthy=partial(read_healthy, at.run_dir) if at.config.monitor.rolls_back else lambda: None,
+            readable=self._residence.readable,
             on_saved=lambda step, path: _post(loop, link, p.CheckpointDone(step=step, path=path, lineage=at.lineage)),
             on_failed=lambda text: _post(loop, link, p.Alarm(message=text)),
         )
@@ -170,6 +186,7 @@ class PolicyRole:
             payloads = await payloads_of(message)
             if isinstance(payloads, p.PayloadsLost):
                 return payloads
+            await self._residence.begin()
             make_batch = maker(replicas.place, replicas.count)
             return await learner.in_compute_thread(partial(make_batch, message, payloads, replicas.group))
 
@@ -177,7 +194,7 @@ class PolicyRole:
             save = partial(saver.after_step, _state_after(committed), leads=replicas.leads, now=committed.save)
             await learner.in_compute_thread(save)
 
-        steps = PolicySteps(link, mesh=join, batch=batch, checkpoint=checkpoint)
+        steps = PolicySteps(link, mesh=join, batch=batch, checkpoint=checkpoint, idle=self._residence.end)
         validation = assemble.build_validation(at.config, at.domain, policy, share=share, mesh=mesh)
         if validation is None:
             return steps
@@ -200,7 +217,7 @@ class PolicyRole:
             return None
         return await asyncio.to_thread(
             assemble.build_sync(config).publisher,
-            trainer.policy.rollout_weights(),
+            self._residence.readable(trainer.policy.rollout_weights()),
             settings=assemble.sync_settings(config, token=at.context.token, tls=at.data_tls),
             bind=at.context.address or config.run.bind,
             ranks=None if ranks is None else ranks.messages,

@@ -9,10 +9,13 @@ from functools import partial
 from cosmos_rl_core import assemble
 from cosmos_rl_core.control import protocol as p
 from cosmos_rl_core.errors import SampleError, UserError
-from cosmos_rl_core.interfaces import RolloutEngine
+from cosmos_rl_core.gpu_turn import RolloutTurn
+from cosmos_rl_core.interfaces import RolloutEngine, Sleeps
 from cosmos_rl_core.monitor.data_rewards import score_real_rows
 from cosmos_rl_core.optional import ShowsRows
+from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.recipe.run import RunConfig
+from cosmos_rl_core.rollout.colocated import ColocatedEngine
 from cosmos_rl_core.rollout.following import WeightFollower
 from cosmos_rl_core.rollout.rollouter import Rollouter
 from cosmos_rl_core.rollout.spool.store import Spool, serve_spool, spool_root
@@ -31,21 +34,29 @@ class RolloutRole:
         self._at = assignment
         self._client = client
         self._worker: RolloutWorker | None = None
+        config = assignment.config
+        self._turn: RolloutTurn | None = None
+        if config.run.colocate:
+            dims = ParallelDims.of(config.policy.parallel, world_size=config.policy.world_size)
+            self._turn = RolloutTurn(assignment.run_dir, ranks=dims.world_size)
+        self._waits = 0
+        """Heartbeats while it waited for its turn, which may take longer than a lease."""
 
     def pulse(self) -> p.Heartbeat:
         if self._worker is None:
             return p.Heartbeat()
         worker = self._worker
+        self._waits += self._turn is not None and self._turn.is_waiting
+        progress = worker.progress + self._waits
         return p.Heartbeat(
-            progress=worker.progress, busy_s=worker.busy_s, holding=tuple(worker.holding), version=worker.version
+            progress=progress, busy_s=worker.busy_s, holding=tuple(worker.holding), version=worker.version
         )
 
     async def run(self) -> None:
         at = self._at
         async with AsyncExitStack() as parts:  # an unclosed engine would keep the process alive
             loop = asyncio.get_running_loop()
-            engine = await loop.run_in_executor(at.compute, self._build_engine)
-            parts.push_async_callback(engine.close)
+            own, engine = await self._engines(parts)
             rollouter = await loop.run_in_executor(at.compute, self._build_rollouter, engine)
             spool, read_at = self._spool(), ""
             if spool is not None:
@@ -61,7 +72,7 @@ class RolloutRole:
                 weights=WeightFollower(
                     engine,
                     publications=self._client.publications.get,
-                    subscribe=partial(self._subscriber, engine),
+                    subscribe=partial(self._subscriber, own),
                     lineage=self._client.lineage,
                     timeline=at.context.timeline,
                 ),
@@ -69,10 +80,31 @@ class RolloutRole:
                 max_groups=groups_in_flight(at.config, at.config.rollout.replicas),
                 spool=spool,
                 timeline=at.context.timeline,
+                beside=(engine.take_turns,) if isinstance(engine, ColocatedEngine) else (),
             )
             await self._work(self._worker, leases)
             if spool is not None:  # after an error the files stay, for the next process of this replica
                 spool.close()
+
+    async def _engines(self, parts: AsyncExitStack) -> tuple[RolloutEngine, RolloutEngine]:
+        """Return the engine, and the one to generate with: with [run] colocate it sleeps outside of its turns."""
+        loop, at, turn = asyncio.get_running_loop(), self._at, self._turn
+        if turn is None:
+            engine = await loop.run_in_executor(at.compute, self._build_engine)
+            parts.push_async_callback(engine.close)
+            return engine, engine
+        parts.callback(turn.give)
+        await turn.take()
+        engine = await loop.run_in_executor(at.compute, self._build_engine)
+        parts.push_async_callback(engine.close)
+        if not isinstance(engine, Sleeps):
+            name = at.config.rollout.engine
+            raise UserError(f"[run] colocate = true: the engine {name!r} has no sleep and wake; set it to false")
+        await engine.sleep()
+        turn.give()
+        colocated = ColocatedEngine(engine, turn, timeline=at.context.timeline)
+        parts.push_async_callback(colocated.leave)
+        return engine, colocated
 
     async def _work(self, worker: RolloutWorker, leases: RemoteLeases) -> None:
         """Work until the run is over or, after SIGTERM, until the groups in work are done and read, or time is up."""

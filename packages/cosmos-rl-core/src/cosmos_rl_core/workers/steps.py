@@ -167,17 +167,19 @@ class PolicySteps:
         mesh: Callable[[p.Remesh], Awaitable[int]],
         batch: Callable[[p.Batch], Awaitable[TrainBatch | p.PayloadsLost]],
         checkpoint: Callable[[p.Committed], Awaitable[None]],
+        idle: Callable[[], Awaitable[None]],
     ) -> None:
         """Set up the steps of a rank.
 
         mesh: joins the replicas of a mesh and returns the version of the weights, which may be those of a peer by then;
         raises EpochOver. batch: returns this rank's training batch, or the groups that some rank cannot read; raises
-        EpochOver.
+        EpochOver. idle: called before each wait for a message.
         """
         self._link = link
         self._mesh = mesh
         self._batch = batch
         self._checkpoint = checkpoint
+        self._idle = idle
         self._epoch = 0
         """Epoch of the mesh that this replica has joined."""
         self._requested = (-1, -1)
@@ -189,7 +191,7 @@ class PolicySteps:
     async def next_batch(self, step: int) -> TrainBatch | None:
         if self._given == (self._epoch, step):  # the step could not be computed together
             self._link.peers_lost(self._epoch, f"no sum of the gradients of step {step} over the policy replicas")
-        while (message := await self._link.batch()) is not None:
+        while (message := await self._next()) is not None:
             if isinstance(message, p.Remesh):
                 step = await self._join(message, step=step)
             elif message.epoch == self._epoch:  # otherwise a Remesh follows, or came
@@ -204,6 +206,10 @@ class PolicySteps:
                     return batch
                 await self._link.send(batch)
         return None
+
+    async def _next(self) -> p.Batch | p.Remesh | None:
+        await self._idle()
+        return await self._link.batch()
 
     async def _join(self, message: p.Remesh, *, step: int) -> int:
         """Join a mesh and request its batch; return the step. A mesh that is over already is followed by another."""

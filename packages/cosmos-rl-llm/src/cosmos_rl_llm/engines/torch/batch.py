@@ -194,6 +194,12 @@ class RunningBatch:
             sequence.finish_reason = sequence.finish_reason or "cancelled"
         self._compact()
 
+    def free(self) -> None:
+        """Drop all sequences, whose requests were cancelled, and free the keys and values."""
+        for request in dict.fromkeys(sequence.request for sequence in self.sequences):
+            self.drop(request)
+        self._cache.free()
+
     def _whole_spans(self, num_terms: int) -> int:
         return -(-num_terms // self._span_unit) * self._span_unit
 

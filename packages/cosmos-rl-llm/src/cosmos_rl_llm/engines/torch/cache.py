@@ -51,6 +51,12 @@ class SlotCache(Cache):
         for layer, pair in enumerate(self._stores):  # one at a time: only that layer is held twice
             self._stores[layer] = pair and (self._grown(pair[0]), self._grown(pair[1]))
 
+    def free(self) -> None:
+        """Free the memory of all slots."""
+        self.slots = self.capacity = 0
+        self._stores = [None] * len(self._stores)
+        self._targets.clear()
+
     def begin_prefill(self, source: Tensor, slot: Tensor, place: Tensor) -> None:
         """Copy packed rows `source` [m] of the next pass to (`slot` [m], `place` [m])."""
         self._source, self._slot, self._place = source, slot, place

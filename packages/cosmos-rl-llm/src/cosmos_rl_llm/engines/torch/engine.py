@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 from cosmos_rl_core.errors import PromptError, UserError
 from cosmos_rl_core.parallel.axes.linear import MIN_ROWS
 from cosmos_rl_core.parallel.device import exact_products
+from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.rollout.engine_thread import ThreadedEngine
 from cosmos_rl_core.types import Prompt, Rollout, Sampling
 from cosmos_rl_llm.engines.torch.batch import EngineStats, Request, RunningBatch, RunningSequence
@@ -128,6 +129,7 @@ class TorchEngine(ThreadedEngine[Request]):
         check_generation(model)
         super().__init__("torch-engine", version=version)
         self._model = model
+        self._swap = Swap(lambda: [*model.parameters(), *model.buffers()])
         self._encode, self._decode = encode, decode
         self._decode_prompt = decode_prompt or decode
         self._max_length = max_length or context_length(model)
@@ -153,6 +155,13 @@ class TorchEngine(ThreadedEngine[Request]):
     def weights(self) -> dict[str, Tensor]:
         """The live tensors by checkpoint name. Written only by an `apply` given to `switch`."""
         return named_weights(self._model)
+
+    async def sleep(self) -> None:
+        """Free the keys and values, and move the model to the host's memory."""
+        await self._call(self._sleep)
+
+    async def wake(self) -> None:
+        await self._call(self._swap.back)
 
     async def generate(
         self, prompt: Prompt, *, num_samples: int, sampling: Sampling, seed: int
@@ -203,6 +212,10 @@ class TorchEngine(ThreadedEngine[Request]):
         return text[: min(ends)] if ends else text
 
     # The engine thread.
+
+    def _sleep(self) -> None:
+        self._batch.free()
+        self._swap.out()
 
     def _is_busy(self) -> bool:
         return bool(self._batch.sequences)

@@ -228,6 +228,16 @@ class VllmEngine:
             self._version = version
             await self._call(self._llm.resume_generation())
 
+    async def sleep(self) -> None:
+        """Drop the keys and values, and move the weights to the host's memory (vLLM's sleep level 1).
+
+        Without a GPU vLLM frees nothing.
+        """
+        await self._call(self._llm.sleep(level=1))
+
+    async def wake(self) -> None:
+        await self._call(self._llm.wake_up())
+
     async def subscriber(self, address: str, *, backend: str, settings: SyncSettings) -> ReplicaSubscriber:
         """Make vLLM's workers receive new weights from `address`, all together (see `weight_sync.OwnsSubscriber`).
 

@@ -56,6 +56,8 @@ class VllmEngineOptions(Strict):
     """Run without compilation and graphs; by default true without a GPU, and false on one."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Dtype of weights and activations; without it [model] dtype."""
+    sleep_mode: bool = False
+    """On a GPU, allocate memory so that it can be freed between turns; [run] colocate sets it."""
     quantization: str | None = None
     """A quantization method of vLLM, such as "fp8"; without it the weights are as received."""
     extra: dict[str, Any] = Field(default_factory=dict)

@@ -83,6 +83,7 @@ def engine_arguments(
         "kv_cache_memory_bytes": options.cache_bytes or (None if on_gpu else CPU_CACHE_BYTES),
         "enable_prefix_caching": options.prefix_caching,
         "enforce_eager": not on_gpu if options.enforce_eager is None else options.enforce_eager,
+        "enable_sleep_mode": True if options.sleep_mode and on_gpu else None,
         "quantization": options.quantization or (None if on_gpu else PLAIN_WEIGHTS),
         "logprobs_mode": "processed_logprobs",  # of the sampling distribution
         "weight_transfer_config": {"backend": WEIGHT_BACKEND},

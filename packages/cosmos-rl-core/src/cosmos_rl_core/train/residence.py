@@ -1,0 +1,112 @@
+"""Where a policy's tensors are: on its device for the whole run, or with [run] colocate during its turns alone.
+
+batch arrives -> begin: turn, tensors to the device -> step -> end: tensors to the host, turn over -> publish, save
+
+Gradients are dropped at the end of a turn: they belong to a step that is over, or is computed again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from cosmos_rl_core.gpu_turn import RankTurn
+from cosmos_rl_core.interfaces import Reference
+from cosmos_rl_core.observe.trace import Timeline
+from cosmos_rl_core.parallel.memory.swap import Swap
+from cosmos_rl_core.train.trainer import Trainer
+
+T = TypeVar("T")
+
+
+class Residence:
+    """Tensors that stay on their device."""
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the policy waits for its turn."""
+        return False
+
+    def keep(self, trainer: Trainer, reference: Reference | None) -> None:
+        """Set the tensors: weights, averages and optimizer state of a trainer, and those of a reference model."""
+
+    async def begin(self) -> None:
+        """Wait for the turn, then move the tensors to their device. No-op within a turn."""
+
+    async def end(self) -> None:
+        """Move the tensors to the host, then end the turn. No-op outside of a turn."""
+
+    def close(self) -> None:
+        """Release the turn's locks."""
+
+    def readable(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """Return tensors of the policy with values that can be read now: host tensors outside of a turn."""
+        return tensors
+
+
+class TurnResidence(Residence):
+    """Tensors that are on their device during turns."""
+
+    def __init__(self, turn: RankTurn, *, compute: ThreadPoolExecutor, timeline: Timeline) -> None:
+        """compute: the one thread of all tensor work."""
+        self._turn, self._compute, self._timeline = turn, compute, timeline
+        self._kept: tuple[Trainer, Reference | None] | None = None
+        self._swap = Swap(self._tensors)
+        self._has_turn = False
+        self._span = ExitStack()
+        """Holds the span of the turn."""
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._turn.is_waiting
+
+    def keep(self, trainer: Trainer, reference: Reference | None) -> None:
+        self._kept = trainer, reference
+
+    async def begin(self) -> None:
+        if not self._has_turn:
+            with self._timeline.span("wait for turn", track="turn"):
+                await self._turn.take()
+            self._span.enter_context(self._timeline.span("turn", track="turn"))
+            self._has_turn = True
+            await self._in_thread("load", self._swap.back)
+
+    async def end(self) -> None:
+        if self._has_turn:
+            await self._in_thread("offload", self._offload)
+            self._span.close()
+            self._turn.give()
+            self._has_turn = False
+
+    def close(self) -> None:
+        self._span.close()
+        self._turn.close()
+
+    def readable(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return self._swap.readable(tensors)
+
+    async def _in_thread(self, name: str, work: Callable[[], T]) -> T:
+        with self._timeline.span(name, track="turn"):
+            return await asyncio.get_running_loop().run_in_executor(self._compute, work)
+
+    def _offload(self) -> None:
+        if self._kept is not None:
+            self._kept[0].optimizer.zero_grad(set_to_none=True)
+        self._swap.out()
+
+    def _tensors(self) -> Iterator[Tensor]:
+        if self._kept is None:
+            return
+        trainer, reference = self._kept
+        for module in (trainer.policy.module, getattr(reference, "module", None)):
+            if isinstance(module, nn.Module):
+                yield from module.parameters()
+                yield from module.buffers()
+        yield from trainer.policy.weights().values()
+        for state in trainer.optimizer.state.values():
+            yield from (value for value in state.values() if isinstance(value, Tensor))
