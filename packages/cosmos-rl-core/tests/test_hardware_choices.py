@@ -17,11 +17,12 @@ from cosmos_rl_core.parallel.memory.remat import wants_compile
 from cosmos_rl_core.parallel.setup import ModelSetup
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.testing.ranks import run_ranks
-from cosmos_rl_core.workers import agent, ranks
-from cosmos_rl_core.workers.agent import use_interface
+from cosmos_rl_core.workers import ranks
+from cosmos_rl_core.workers.connection import interfaces
+from cosmos_rl_core.workers.connection.interfaces import interface_of, use_interface
 from cosmos_rl_core.workers.context import Assignment, WorkerContext
 from cosmos_rl_core.workers.main import use_expandable_segments
-from cosmos_rl_core.workers.node import Node, interface_of
+from cosmos_rl_core.workers.node import Node
 
 SELECTIVE = {"activation_checkpointing": "selective"}
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
@@ -110,18 +111,35 @@ def test_the_interface_of_an_address():
     assert interface_of("192.0.2.1") == ""  # an address for documentation, RFC 5737
 
 
-def test_gloo_and_nccl_use_the_interface_that_leads_to_the_first_machine(monkeypatch, capsys):
-    monkeypatch.setattr(agent, "interface_of", {"10.0.0.1": "eth1"}.__getitem__)
-    node, environment = Node(num_nodes=2, rendezvous="10.0.0.1:4000"), {}
-    use_interface(node, environment)
-    assert environment == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1"}
-    assert capsys.readouterr().err == "network interfaces: gloo eth1, nccl =eth1\n"
+@pytest.mark.parametrize(
+    ("node", "controller"),
+    [(Node(num_nodes=2, rendezvous="10.0.0.1:4000"), "tcp://127.0.0.1:1"), (Node(), "tcp://10.0.0.9:1")],
+    ids=["the first machine of a replica", "the controller of a worker of one machine"],
+)
+def test_libraries_use_the_interface_that_leads_to_the_others(node, controller, monkeypatch, capsys):
+    monkeypatch.setattr(interfaces, "interface_of", {"10.0.0.1": "eth1"}.__getitem__)
+    monkeypatch.setattr(interfaces, "worker_address", {"tcp://10.0.0.9:1": "10.0.0.1"}.__getitem__)
+    monkeypatch.setattr(interfaces, "rdma_devices", lambda: [])
+    environment = {}
+    use_interface(node, environment, controller=controller)
+    assert environment == {"GLOO_SOCKET_IFNAME": "eth1", "NCCL_SOCKET_IFNAME": "=eth1", "UCX_NET_DEVICES": "eth1"}
+    assert capsys.readouterr().err == "network interfaces: gloo eth1, nccl =eth1, ucx eth1\n"
+
+
+def test_with_rdma_devices_ucx_chooses(monkeypatch, capsys):
+    monkeypatch.setattr(interfaces, "interface_of", lambda host: "eth1")
+    monkeypatch.setattr(interfaces, "worker_address", lambda controller: "10.0.0.1")
+    monkeypatch.setattr(interfaces, "rdma_devices", lambda: ["mlx5_0"])
+    environment = {}
+    use_interface(Node(), environment, controller="tcp://10.0.0.9:1")
+    assert "ucx its own choice" in capsys.readouterr().err
+    assert "UCX_NET_DEVICES" not in environment
 
 
 def test_the_users_interfaces_stay(monkeypatch, capsys):
-    monkeypatch.setattr(agent, "interface_of", lambda host: "")
+    monkeypatch.setattr(interfaces, "interface_of", lambda host: "")
     node, environment = Node(num_nodes=2, rendezvous="10.0.0.1:4000"), {"NCCL_SOCKET_IFNAME": "ib0"}
-    use_interface(node, environment)
+    use_interface(node, environment, controller="tcp://10.0.0.1:1")
     assert environment == {"NCCL_SOCKET_IFNAME": "ib0"}
     assert "gloo its own choice, nccl ib0" in capsys.readouterr().err
 
@@ -136,7 +154,7 @@ def test_the_users_allocator_settings_stay(name):
 
 def test_one_machine_uses_the_loopback_interface():
     environment = {}
-    use_interface(Node(ranks_per_node=2), environment)
+    use_interface(Node(ranks_per_node=2), environment, controller="tcp://127.0.0.1:1")
     assert environment == {"GLOO_SOCKET_IFNAME": "lo"}
 
 

@@ -99,7 +99,7 @@ def test_a_subscriber_without_the_certificate_is_refused(publishing, reading, me
 
 
 def test_transports_that_do_not_encrypt_are_not_used(monkeypatch):
-    monkeypatch.setattr(select, "infiniband", lambda: ["mlx5_0"])
+    monkeypatch.setattr(select, "rdma_devices", lambda: ["mlx5_0"])
     name, outlet = select.open_outlet("auto", bucket_bytes=4096, num_slots=1, encrypted=True)
     outlet.close()
     assert name == "shm"

@@ -196,6 +196,11 @@ def unnamed_memory() -> int:
         return os.dup(file.fileno())
 
 
+def rdma_devices(*, devices: Path = Path("/sys/class/infiniband")) -> list[str]:
+    """Return this machine's RDMA devices: InfiniBand, RoCE."""
+    return sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
+
+
 def machine_gpus(environment: Mapping[str, str], *, devices: Path = Path("/dev")) -> list[str]:
     """Return the GPUs visible to this process, as in CUDA_VISIBLE_DEVICES; empty on a machine without GPUs."""
     if VISIBLE_GPUS in environment:

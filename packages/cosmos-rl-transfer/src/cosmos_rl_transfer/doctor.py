@@ -27,12 +27,13 @@ import numpy as np
 from cosmos_rl_core import plugins
 from cosmos_rl_core.launch.versions import too_old
 from cosmos_rl_core.observe.console import table
+from cosmos_rl_core.processes import rdma_devices
 from cosmos_rl_transfer.content import digest
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.errors import TransferError
 from cosmos_rl_transfer.testing.sample_exchange import WINDOW, PublisherProcess, SampleReader, Serve
 from cosmos_rl_transfer.transports.base import Transport, TransportUnavailable
-from cosmos_rl_transfer.transports.select import GROUP, infiniband, preference
+from cosmos_rl_transfer.transports.select import GROUP, preference
 
 MEMCPY = "memcpy"
 RAW_STREAM = "raw stream"
@@ -140,7 +141,7 @@ def _hardware() -> list[Finding]:
     import torch
 
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    return [*_network(infiniband()), *_weights(gpus)]
+    return [*_network(rdma_devices()), *_weights(gpus)]
 
 
 def _network(devices: Sequence[str]) -> list[Finding]:

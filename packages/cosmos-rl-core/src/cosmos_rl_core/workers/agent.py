@@ -20,7 +20,7 @@ import signal
 import sys
 import tempfile
 import uuid
-from collections.abc import Mapping, MutableMapping
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -34,10 +34,10 @@ from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousIn
 from torch.distributed.elastic.rendezvous.static_tcp_rendezvous import StaticTCPRendezvous
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 
-from cosmos_rl_core.parallel.device import log_choice
 from cosmos_rl_core.wire.tls import Tls
+from cosmos_rl_core.workers.connection.interfaces import use_interface
 from cosmos_rl_core.workers.failure import Failure, cause, report_to_controller
-from cosmos_rl_core.workers.node import LEFT_FILE, Node, WorkerAddress, interface_of, to_arguments
+from cosmos_rl_core.workers.node import LEFT_FILE, Node, WorkerAddress, to_arguments
 
 WATCH_S = 0.1
 """Seconds between checks of the ranks."""
@@ -118,7 +118,7 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     """Run this machine's ranks to their end and return the exit code. Reports a failure to the controller."""
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # failures are reported below
     token, tls = worker.token(), worker.tls()  # the files may be gone when a rank fails
-    use_interface(node, os.environ)
+    use_interface(node, os.environ, controller=worker.controller)
     with tempfile.TemporaryDirectory(prefix="cosmos-rl-") as folder:
         left = Path(folder, "left")
         os.environ[LEFT_FILE] = str(left)
@@ -136,21 +136,6 @@ def run_node(worker: WorkerAddress, node: Node) -> int:
     delay_s = OTHERS_FIRST_S if failure.consequence and node.num_nodes > 1 else 0.0
     asyncio.run(_report(worker, failure, token=token, tls=tls, delay_s=delay_s))
     return failure.exit_code
-
-
-def use_interface(node: Node, environment: MutableMapping[str, str]) -> None:
-    """Make gloo and nccl use the interface of the route to the first machine, unless the user has named one.
-
-    Otherwise gloo resolves the host name, which is 127.0.1.1 in many images.
-    """
-    if node.is_local:
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-        return
-    if name := interface_of(node.own_address() or node.rendezvous.rpartition(":")[0]):
-        environment.setdefault("GLOO_SOCKET_IFNAME", name)
-        environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # without "=" nccl takes it as a prefix
-    chosen = (environment.get(f"{library}_SOCKET_IFNAME", "its own choice") for library in ("GLOO", "NCCL"))
-    log_choice("network interfaces: gloo {}, nccl {}".format(*chosen))
 
 
 def _run_ranks(worker: WorkerAddress, node: Node, folder: Path) -> Mapping[int, ProcessFailure]:

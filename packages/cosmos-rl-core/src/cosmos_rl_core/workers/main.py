@@ -34,6 +34,7 @@ from cosmos_rl_core.wire.channel import Connection, ConnectionClosed, Hello, con
 from cosmos_rl_core.wire.listening import raise_descriptor_limit
 from cosmos_rl_core.wire.tls import Tls
 from cosmos_rl_core.workers.client import ControllerClient
+from cosmos_rl_core.workers.connection.interfaces import use_interface
 from cosmos_rl_core.workers.connection.lasting import ANSWER_S, LastingConnection
 from cosmos_rl_core.workers.context import Assignment, WorkerContext, collector_paused
 from cosmos_rl_core.workers.directory import directory_of_worker, shares_directory
@@ -62,7 +63,7 @@ def run_worker(worker: WorkerAddress, node: Node) -> int:
 
         return run_node(worker, node)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the controller decides
-    code = asyncio.run(_work(worker))
+    code = asyncio.run(_work(worker, node))
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # does not wait for the thread of a reward that never returns
@@ -124,13 +125,14 @@ def _listen_for_signals(context: WorkerContext) -> asyncio.Event:
     return terminated
 
 
-async def _work(worker: WorkerAddress) -> int:
+async def _work(worker: WorkerAddress, node: Node) -> int:
     leaving = asyncio.Event()
     try:
         connection, address = await connect_to(worker, leaving=leaving), worker_address(worker.controller)
     except (UserError, ConnectionClosed) as error:
         print(f"{worker.name}: {error}", file=sys.stderr)  # noqa: T201  a worker's stderr is its log
         return 2 if isinstance(error, UserError) else 1
+    use_interface(node, os.environ, controller=worker.controller)
     context = WorkerContext(
         name=worker.name,
         token=worker.token(),

@@ -8,13 +8,10 @@ address = address.resolved()        # with the controller's address and a name
 from __future__ import annotations
 
 import argparse
-import contextlib
-import fcntl
 import os
 import re
 import shlex
 import socket
-import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, replace
 from pathlib import Path
@@ -29,11 +26,8 @@ from cosmos_rl_core.wire.handshake import TOKEN_VARIABLE, environment_token, rea
 from cosmos_rl_core.wire.listening import Address, is_loopback, listen
 from cosmos_rl_core.wire.tls import TLS_FILE, TLS_VARIABLE, Tls, environment_tls, read_tls
 
-SIOCGIFADDR = 0x8915
-"""Linux request for the IPv4 address of an interface: netdevice(7)."""
 LEFT_FILE = "COSMOS_RL_LEFT_FILE"
 """Environment variable of a rank: a file that it makes if the replica leaves because of SIGTERM."""
-IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -156,22 +150,6 @@ class Node:
         folders = os.pathsep.join(python_path)
         parts = [replace(self, index=i, python_path=folders) for i in range(1, self.num_nodes)]
         return [shlex.join(["cosmos-rl", "worker", *to_arguments(worker, part)]) for part in parts]
-
-
-def interface_of(host: str) -> str:
-    """Return the name of this machine's network interface with the address of `host`; empty if there is none."""
-    found = {info[4][0] for info in socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_DGRAM)}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an IPv4 address
-                if socket.inet_ntoa(fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24]) in found:
-                    return name
-    with contextlib.suppress(FileNotFoundError), IPV6_ADDRESSES.open() as lines:
-        for address, *_, name in map(str.split, lines):
-            if socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)) in found:
-                return name
-    return ""
 
 
 def to_arguments(*parts: WorkerAddress | Node) -> list[str]:

@@ -11,11 +11,11 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from pathlib import Path
 from typing import TypeVar
 
 from cosmos_rl_core import plugins
 from cosmos_rl_core.errors import UserError
+from cosmos_rl_core.processes import rdma_devices
 from cosmos_rl_transfer.content.raw import Raw
 from cosmos_rl_transfer.transports.base import Inlet, Outlet, Transport, TransportUnavailable
 from cosmos_rl_transfer.wire.link import Link
@@ -29,7 +29,6 @@ OVER_LINK = "tcp"
 """The transport that every publisher serves beside its outlet."""
 PLAIN = ("nixl", "nixl_vram", "collective")
 """Transports between hosts that do not encrypt."""
-_INFINIBAND = Path("/sys/class/infiniband")
 
 
 def open_outlet(
@@ -72,12 +71,7 @@ def preference() -> list[str]:
 
     A GPU alone is no reason for NIXL: buckets are in host memory.
     """
-    return ["nixl", "shm", OVER_LINK] if infiniband() else ["shm", OVER_LINK]
-
-
-def infiniband() -> list[str]:
-    """Return this machine's RDMA devices."""
-    return sorted(device.name for device in _INFINIBAND.iterdir()) if _INFINIBAND.is_dir() else []
+    return ["nixl", "shm", OVER_LINK] if rdma_devices() else ["shm", OVER_LINK]
 
 
 def _candidates(transport: str | Transport, *, auto: Sequence[str]) -> Iterator[Transport]:

@@ -1,1 +1,4 @@
-"""A worker's connection to the controller, opened again when it closes. Imports no other module of the workers."""
+"""A worker's connection to the controller, opened again when it closes, and the interface for other connections.
+
+Imports no other module of the workers but `node`.
+"""
