@@ -213,7 +213,7 @@ def test_a_run_whose_node_is_lost_continues_on_another(slurm, launched, jobs, wa
         slurm.restore_node(node)
 
 
-def test_a_policy_over_two_nodes_trains_and_is_started_again(slurm, launched, jobs, wait_for, rows_of):
+def test_a_policy_over_two_nodes_trains_and_is_started_again(slurm, launched, rank_pids, wait_for, rows_of):
     run_dir, _ = launched(
         **slow(),
         checkpoint__every_steps=2,
@@ -225,4 +225,10 @@ def test_a_policy_over_two_nodes_trains_and_is_started_again(slurm, launched, jo
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 3, "three steps", timeout_s=300)
     assert rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 3
     listed = slurm.call("squeue", "--noheader", "--steps", "--format=%i %N").splitlines()
-    assert any(line.endswith(" n[0-1]") or line.endswith(" n[1-2]") for line in listed), listed
+    assert any(re.search(r" n\[\d.\d\]$", line) for line in listed), listed  # a step on two nodes
+    rank = rank_pids(run_dir)[1]
+    os.kill(rank, signal.SIGKILL)
+    wait_for(lambda: rank_pids(run_dir).get(1, rank) != rank, "the rank of another process", timeout_s=120)
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) > steps + 3, "further steps", timeout_s=300)
+    must_have_trained_each_sample_once(run_dir, rows_of, steps=steps)

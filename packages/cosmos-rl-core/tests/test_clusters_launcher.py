@@ -16,6 +16,7 @@ from cosmos_rl_core.clusters.local import Local, end_process
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.testing.conformance import check_launcher, refused
 from cosmos_rl_core.workers.directory import RunDirectory
+from cosmos_rl_core.workers.node import WorkerAddress
 
 FAKE = "fake_platform:FakePlatform"
 RECIPE = """
@@ -135,3 +136,10 @@ def test_a_run_that_is_leaving_gets_no_second_signal(tmp_path):
     os.utime(tmp_path / "status.json", (lock + 1, lock + 1))
     assert end_process(tmp_path, now=False) == ["run: its processes are leaving"]
     directory.close()
+
+
+def test_a_worker_does_not_wait_for_the_address_of_a_controller_that_died(tmp_path):
+    contact = {"address": "tcp://127.0.0.1:1", "generation": 0, "pid": 1, "host": "here"}
+    (tmp_path / "controller.json").write_text(json.dumps(contact))
+    resolved = WorkerAddress(role="rollout", run=tmp_path, wait_s=3600.0).resolved()
+    assert (resolved.controller, resolved.wait_s) == ("tcp://127.0.0.1:1", 0.0)

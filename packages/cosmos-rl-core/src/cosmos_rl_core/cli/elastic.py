@@ -92,7 +92,10 @@ def node(
 
     run = ClusterRun.of(file, overrides or [])
     check(run.config, file=str(file))
-    raise typer.Exit(asyncio.run(ClusterNode(recipe=run, nodes=nodes, node=node, head=head, port=port).run()))
+    code = asyncio.run(ClusterNode(recipe=run, nodes=nodes, node=node, head=head, port=port).run())
+    if code and node:
+        typer.echo(f"the run has ended with exit code {code}; node 0 has the reason", err=True)
+    raise typer.Exit(code)
 
 
 def launch(

@@ -77,6 +77,7 @@ class WorkerAddress:
             found = replace(
                 self,
                 run=None,
+                wait_s=0.0,  # the address may be that of a controller that died: it is read anew after a restart
                 controller=contact.address,
                 token_file=self.token_file or ours,
                 tls_file=self.tls_file or shared,
