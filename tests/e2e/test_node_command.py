@@ -104,6 +104,6 @@ def test_a_lost_machine_returns_and_all_end_alike(tmp_path, machine, start, fini
 @pytest.mark.slow
 def test_an_error_of_the_run_is_the_exit_code_of_all(machine, finished):
     machines = [machine(index, prompts__epochs=1, policy__prompts_per_step=100_000) for index in range(3)]
-    errors = [finished(process, 2, timeout_s=170)[1] for process in machines]
-    assert "too few for one step" in errors[0]
-    assert errors[1:] == ["the run has ended with exit code 2; node 0 has the reason\n"] * 2
+    texts = [finished(process, 2, timeout_s=170) for process in machines]
+    assert "too few for one step" in texts[0][0]
+    assert [errors for _, errors in texts[1:]] == ["the run has ended with exit code 2; node 0 has the reason\n"] * 2
