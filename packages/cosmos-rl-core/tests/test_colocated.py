@@ -5,15 +5,18 @@ import asyncio
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from cosmos_rl_core.errors import UserError
 from cosmos_rl_core.gpu_turn import RankTurn, RolloutTurn
 from cosmos_rl_core.launch.check import check
 from cosmos_rl_core.launch.gpus import GpuSupply, assign_gpus
+from cosmos_rl_core.parallel.dims import ParallelDims
 from cosmos_rl_core.parallel.memory.swap import Swap
 from cosmos_rl_core.recipe.load import load_config
 from cosmos_rl_core.rollout.colocated import ColocatedEngine
 from cosmos_rl_core.settings.base import ConfigError
+from cosmos_rl_core.testing.fake_ranks import fake_rank
 from cosmos_rl_core.testing.pretend_cuda import pretend_cuda
 from cosmos_rl_core.types import Prompt, Sampling
 
@@ -181,6 +184,23 @@ def test_swapped_tensors_have_no_memory_and_come_back_with_their_values():
         assert torch.equal(whole.cpu(), torch.arange(12.0))
         swap.back()
         assert swap.readable({"view": view})["view"] is view
+    assert not record.mismatches
+
+
+@pytest.mark.cuda_dry
+def test_a_rank_swaps_its_own_shards():
+    with pretend_cuda() as record, fake_rank(ParallelDims(dp_shard=2)) as mesh:
+        whole = torch.arange(8.0).view(4, 2)
+        spec = distribute_tensor(whole, mesh.world["dp_shard"], [Shard(0)], src_data_rank=None)._spec
+        shard = DTensor(whole[:2].to("cuda"), spec, requires_grad=False)
+        swap = Swap(lambda: [shard])
+        swap.out()
+        assert shard.to_local().untyped_storage().nbytes() == 0
+        host = swap.readable({"shard": shard})["shard"]
+        assert isinstance(host, DTensor) and host.shape == (4, 2) and host.placements == (Shard(0),)
+        assert not host.to_local().is_cuda and torch.equal(host.to_local(), whole[:2])
+        swap.back()
+        assert torch.equal(shard.to_local().cpu(), whole[:2])
     assert not record.mismatches
 
 
