@@ -240,6 +240,38 @@ def test_a_snapshot_replaces_the_records_before_it(tmp_path):
     assert len(list(tmp_path.glob("*.journal"))) == 2
 
 
+def test_a_long_run_replays_its_last_records_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(journal_module, "SNAPSHOT_RECORDS", 10)
+    config, dispatched = LedgerConfig(groups_per_step=1), []
+
+    async def run(ledger, journal):
+        durable = DurableLedger(ledger, journal=journal, clock=lambda: 0.0, dispatch=dispatched.append)
+        task = asyncio.create_task(durable.run())
+        for number in range(35):
+            durable.feed(Join(replica=f"rollout-{number}", role="rollout"))
+            while len(dispatched) <= number:
+                await asyncio.sleep(0.001)
+        task.cancel()
+
+    ledger = Ledger(config)
+    with closing(Journal(tmp_path)) as journal:
+        asyncio.run(run(ledger, journal))
+    with closing(Journal(tmp_path)) as again:
+        tail = list(again.replay())
+        assert (len(tail), again.num_since_snapshot) == (5, 5)
+        assert Ledger.restore(config, again.snapshot, tail) == ledger
+
+
+def test_another_owner_s_journal_gets_no_snapshot(tmp_path):
+    def taken_over():
+        raise JournalError("another controller has taken over")
+
+    with closing(Journal(tmp_path, check=taken_over)) as journal:
+        with pytest.raises(JournalError, match="taken over"):
+            journal.take_snapshot(b"state")
+        assert not list(tmp_path.glob("*.snapshot"))
+
+
 def test_a_damaged_snapshot_falls_back_to_the_one_before(tmp_path):
     journal = Journal(tmp_path)
     for count, record in enumerate(WRITTEN[:3]):
