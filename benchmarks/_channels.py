@@ -15,7 +15,9 @@ import numpy as np
 
 from cosmos_rl_core.rollout.payload import decode_group, encode_group
 from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
+from cosmos_rl_core.wire.certificates import make_bundles
 from cosmos_rl_core.wire.channel import Connection, Hello, connect, serve
+from cosmos_rl_core.wire.tls import Tls
 
 TOKEN = bytes(32)
 
@@ -51,7 +53,7 @@ class Channel(Protocol):
     def close(self) -> None: ...
 
 
-async def serve_wire() -> str:
+async def serve_wire(tls: Tls | None = None) -> str:
     """Answer on the control channel and return its address."""
 
     async def answer(connection: Connection) -> None:
@@ -64,7 +66,14 @@ async def serve_wire() -> str:
                     number = decode_group(message.payload).num_terms
             await connection.send(Reply(number, time.process_time()))
 
-    return (await serve("tcp://127.0.0.1:0", token=TOKEN, decode=Heartbeat | Deliver, on_connect=answer)).address
+    accepted = Heartbeat | Deliver
+    return (await serve("tcp://127.0.0.1:0", token=TOKEN, decode=accepted, on_connect=answer, tls=tls)).address
+
+
+async def serve_tls() -> str:
+    """Answer on the control channel over TLS; return its address and the workers' bundle, in one line."""
+    controller, workers = make_bundles(valid_days=1)
+    return f"{await serve_wire(controller)} {workers.bundle.encode().hex()}"
 
 
 class WireChannel:
@@ -88,6 +97,16 @@ class WireChannel:
 
     def close(self) -> None:
         self._connection.close()
+
+
+class TlsChannel(WireChannel):
+    """The control channel over TLS."""
+
+    @classmethod
+    async def open(cls, address: str, index: int) -> TlsChannel:
+        where, _, bundle = address.partition(" ")
+        hello, tls = Hello(name=f"rollout-{index}", role="rollout"), Tls(bytes.fromhex(bundle).decode())
+        return cls(await connect(where, token=TOKEN, hello=hello, decode=Reply, timeout_s=30, tls=tls))
 
 
 async def serve_http() -> str:
@@ -168,8 +187,13 @@ class EchoChannel(HttpChannel):
         return Reply(0, *struct.unpack("<d", await self._reader.readexactly(8)))
 
 
-SERVERS: dict[str, Callable[[], Awaitable[str]]] = {"wire": serve_wire, "http": serve_http, "echo": serve_echo}
-CHANNELS: dict[str, Any] = {"wire": WireChannel, "http": HttpChannel, "echo": EchoChannel}
+SERVERS: dict[str, Callable[[], Awaitable[str]]] = {
+    "wire": serve_wire,
+    "tls": serve_tls,
+    "http": serve_http,
+    "echo": serve_echo,
+}
+CHANNELS: dict[str, Any] = {"wire": WireChannel, "tls": TlsChannel, "http": HttpChannel, "echo": EchoChannel}
 
 
 def _write(writer: asyncio.StreamWriter, head: bytes, message: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The control channel beside JSON over HTTP and a bare echo, under the load of 1,000 replicas.
+"""The control channel, plain and over TLS, beside JSON over HTTP and a bare echo, under the load of 1,000 replicas.
 
     .venv/bin/python benchmarks/wire.py [--quick]
 
@@ -29,13 +29,14 @@ from cosmos_rl_core.types import Prompt, Rollout, RolloutGroup
 NUM_REPLICAS = 1000
 NUM_DELIVERING = 16
 RATE = 2000
-PEERS = {"wire": "wire", "http": "JSON/HTTP", "echo": "bare echo"}
+PEERS = {"wire": "wire", "tls": "wire over TLS", "http": "JSON/HTTP", "echo": "bare echo"}
 NOTES = {
     "wire": (
         "wire: HMAC on every frame, both ways. Client and server share one machine's cores, so the rate "
         "reached depends on the client and on what else runs; one core can answer 1 / (server CPU a "
         "heartbeat)"
     ),
+    "tls": "wire over TLS: the same channel with TLS 1.3, AES-256-GCM, certificates of P-256 on both sides",
     "http": (
         "JSON/HTTP: the simplest keep-alive HTTP/1.1 on asyncio streams with the standard json module and "
         "a bearer token, hand-written, so faster than a web framework. Upstream uses FastAPI with "
@@ -63,6 +64,9 @@ class Round:
     saturated_cpu_us: float
     groups_per_s: float
     group_cpu_us: float
+    connections_per_s: float
+    connection_cpu_us: float
+    """Server CPU a connection, with its handshake and one heartbeat."""
 
     @property
     def one_core_per_s(self) -> float:
@@ -78,6 +82,8 @@ ROWS = (
     ("one_core_per_s", "heartbeats one server core can answer", "requests/s"),
     ("groups_per_s", "rollout groups of 8 x 512 terms", "groups/s"),
     ("group_cpu_us", "server CPU a rollout group", "us"),
+    ("connections_per_s", f"connections, {NUM_REPLICAS} opened 100 at a time", "connections/s"),
+    ("connection_cpu_us", "server CPU a connection and a heartbeat", "us"),
 )
 
 RATIOS = (
@@ -86,6 +92,10 @@ RATIOS = (
     ("group_cpu_us", "server CPU a rollout group", "wire", "echo", "<= 2.5"),
     ("saturated_cpu_us", "server CPU a heartbeat", "http", "wire", ""),
     ("group_cpu_us", "server CPU a rollout group", "http", "wire", ">= 5"),
+    ("p99_ms", f"latency p99 at {RATE}/s", "tls", "wire", ""),
+    ("saturated_cpu_us", "server CPU a heartbeat", "tls", "wire", ""),
+    ("group_cpu_us", "server CPU a rollout group", "tls", "wire", ""),
+    ("connection_cpu_us", "server CPU a connection and a heartbeat", "tls", "wire", ""),
 )
 """Metric, text, numerator, denominator, target: absolute times belong to a machine, ratios carry over."""
 
@@ -96,7 +106,7 @@ async def run_round(kind: str, *, open_s: float, saturated_s: float) -> Round:
     )
     assert server.stdout is not None and server.stdin is not None
     try:
-        channels = await open_channels(kind, server.stdout.readline().strip())
+        channels, connections_per_s, connection_cpu_us = await open_channels(kind, server.stdout.readline().strip())
         latencies, open_cpu_us = await open_loop(channels, seconds=open_s)
         heartbeats_per_s, saturated_cpu_us = await saturate(
             channels, lambda channel: channel.beat(HEARTBEAT), seconds=saturated_s
@@ -119,16 +129,24 @@ async def run_round(kind: str, *, open_s: float, saturated_s: float) -> Round:
         saturated_cpu_us=saturated_cpu_us,
         groups_per_s=groups_per_s,
         group_cpu_us=group_cpu_us,
+        connections_per_s=connections_per_s,
+        connection_cpu_us=connection_cpu_us,
     )
 
 
-async def open_channels(kind: str, address: str) -> list[Channel]:
-    channels: list[Channel] = []
+async def open_channels(kind: str, address: str) -> tuple[list[Channel], float, float]:
+    """Return the channels, connections a second, and the server's CPU microseconds a connection and heartbeat."""
+    channels = [await CHANNELS[kind].open(address, NUM_REPLICAS)]
+    cpu_before = (await channels[0].beat(HEARTBEAT)).cpu_s
+    begin = time.perf_counter()
     for start in range(0, NUM_REPLICAS, 100):
         opening = (CHANNELS[kind].open(address, index) for index in range(start, start + 100))
         channels += await asyncio.gather(*opening)
-    await asyncio.gather(*(channel.beat(HEARTBEAT) for channel in channels))
-    return channels
+    elapsed = time.perf_counter() - begin
+    await asyncio.gather(*(channel.beat(HEARTBEAT) for channel in channels[1:]))
+    cpu_s = (await channels[0].beat(HEARTBEAT)).cpu_s - cpu_before
+    channels.pop(0).close()
+    return channels, NUM_REPLICAS / elapsed, 1e6 * cpu_s / NUM_REPLICAS
 
 
 async def open_loop(channels: Sequence[Channel], *, seconds: float) -> tuple[list[float], float]:

@@ -47,7 +47,7 @@ def test_a_run_over_tls_refuses_workers_without_its_certificate(
 
 
 def test_the_next_controller_keeps_the_certificates(controller, start, wait_for, rows_of, finished, tmp_path):
-    process, run_dir, (policy, rollout) = controller(run__max_steps=40, **ENCRYPTED)
+    process, run_dir, (policy, rollout) = controller(run__max_steps=20, **ENCRYPTED)
     workers = [start(*policy), start(*rollout)]
     wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= 5, "five steps")
     kept = [(run_dir / name).read_text() for name in ("tls.pem", "tls_controller.pem", "token")]
@@ -57,7 +57,7 @@ def test_the_next_controller_keeps_the_certificates(controller, start, wait_for,
     for worker in workers:
         finished(worker)
     assert [(run_dir / name).read_text() for name in ("tls.pem", "tls_controller.pem", "token")] == kept
-    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(40))
+    assert [line["step"] for line in rows_of(run_dir / "metrics.jsonl")] == list(range(20))
 
 
 def test_a_new_run_without_tls_removes_the_certificates_of_the_last_one(controller, start, finished, tmp_path):
