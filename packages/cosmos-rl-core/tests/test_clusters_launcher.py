@@ -143,3 +143,15 @@ def test_a_worker_does_not_wait_for_the_address_of_a_controller_that_died(tmp_pa
     (tmp_path / "controller.json").write_text(json.dumps(contact))
     resolved = WorkerAddress(role="rollout", run=tmp_path, wait_s=3600.0).resolved()
     assert (resolved.controller, resolved.wait_s) == ("tcp://127.0.0.1:1", 0.0)
+
+
+def test_here_a_run_may_take_turns_on_its_gpus(cluster, tmp_path, capsys):
+    cluster([])
+    turns = ["run.colocate=true", "sync.max_staleness=0"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["launch", "run.toml", "--on", "local", "--dry-run", *turns])
+    assert "run.colocate=true sync.max_staleness=0" in capsys.readouterr().out
+    Launched(platform="local", file=str(tmp_path / "run.toml"), overrides=tuple(turns)).write(tmp_path / "run")
+    assert Launched.of(tmp_path / "run").alive() == {}
+    with pytest.raises(SystemExit, match=r"^2$"):
+        main(["launch", "run.toml", "--on", FAKE, "--dry-run", *turns])

@@ -113,7 +113,7 @@ def launch(
     from cosmos_rl_core.clusters.launcher import launch as launch_on
     from cosmos_rl_core.launch.check import check
 
-    run = ClusterRun.of(file, overrides or [])
+    run = ClusterRun.of(file, overrides or [], external=on != "local")
     if dry_run:
         typer.echo(find_launcher(on).plan(run))
         return

@@ -64,10 +64,10 @@ class ClusterRun:
     """Folders for "module:attribute" names."""
 
     @classmethod
-    def of(cls, file: Path, overrides: Sequence[str]) -> ClusterRun:
-        """Read a recipe. Raises ConfigError."""
+    def of(cls, file: Path, overrides: Sequence[str], *, external: bool = True) -> ClusterRun:
+        """Read a recipe. external: the platform starts the workers, not `cosmos-rl run`. Raises ConfigError."""
         folders = import_from(file)
-        config = load_config(file, [*overrides, "run.placement=external"])
+        config = load_config(file, [*overrides, *(["run.placement=external"] if external else [])])
         directory = config.run.directory.resolve()
         return cls(file=file.resolve(), overrides=tuple(overrides), config=config, directory=directory, folders=folders)
 
@@ -264,4 +264,5 @@ class Launched(msgspec.Struct, kw_only=True):
         return find_launcher(self.platform).stop(self._run(), now=now)
 
     def _run(self) -> ClusterRun:
-        return replace(ClusterRun.of(Path(self.file), self.overrides), directory=Path(self.directory))
+        run = ClusterRun.of(Path(self.file), self.overrides, external=self.platform != "local")
+        return replace(run, directory=Path(self.directory))
