@@ -73,8 +73,6 @@ def test_several_nodes_need_the_token(recipe, monkeypatch):
     with pytest.raises(UserError, match="COSMOS_RL_TOKEN is not set: give all nodes the same 64 hex digits"):
         ClusterNode(recipe=recipe(), nodes=2, node=0, head="127.0.0.1")
     assert len(ClusterNode(recipe=recipe(), nodes=1, node=0, head="127.0.0.1").token) == 32
-    with pytest.raises(UserError, match=r"does not support \[tls\]"):
-        ClusterNode(recipe=recipe("tls.enabled=true"), nodes=1, node=0, head="127.0.0.1")
     with pytest.raises(UserError, match="--node 2: there are 2 nodes"):
         ClusterNode(recipe=recipe(), nodes=2, node=2, head="127.0.0.1")
 

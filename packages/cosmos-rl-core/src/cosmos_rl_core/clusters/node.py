@@ -194,8 +194,6 @@ class ClusterNode:
     def __post_init__(self) -> None:
         if not 0 <= self.node < self.nodes:
             raise UserError(f"--node {self.node}: there are {self.nodes} nodes, counted from 0")
-        if self.recipe.config.tls.enabled:
-            raise UserError("cosmos-rl node does not support [tls]: use cosmos-rl controller and cosmos-rl worker")
         token = environment_token()
         if token is None and self.nodes > 1:
             raise UserError(
