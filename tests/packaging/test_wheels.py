@@ -23,7 +23,7 @@ EXTRA_FILES = {
 ENTRY_POINTS = {
     "cosmos-rl-core": {
         "console_scripts": {"cosmos-rl"},
-        "cosmos_rl.launchers": {"local", "ray", "slurm"},
+        "cosmos_rl.launchers": {"kubernetes", "local", "ray", "slurm"},
         "cosmos_rl.rewards": {"remote"},
     },
     "cosmos-rl-llm": {"cosmos_rl.domains": {"llm"}, "vllm.general_plugins": {"cosmos_rl"}},

@@ -182,6 +182,8 @@ def status(run_dir: Annotated[Path, typer.Argument(metavar="RUN_DIR", help="The 
 
     if (launched := Launched.of(run_dir)) is not None and (jobs := launched.alive()):
         typer.echo("\n".join(["jobs:", *(f"  {name}: {state}" for name, state in jobs.items()), ""]))
+        if not (run_dir / "status.json").exists():
+            return  # it has not started, or its directory is on other machines
     typer.echo(render(run_dir, read_status(run_dir), controller=live_controller(run_dir), now=time.time()))
 
 

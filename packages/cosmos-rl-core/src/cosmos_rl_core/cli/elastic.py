@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -102,25 +103,27 @@ def launch(
     file: Recipe,
     overrides: Overrides = None,
     *,
-    on: Annotated[str, typer.Option("--on", metavar="local|ray|slurm", help="The platform.")],
+    on: Annotated[str, typer.Option("--on", metavar="local|slurm|ray|kubernetes", help="The platform.")],
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the scripts that would be submitted.")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="Continue the run in this output directory.")] = False,
     detach: Annotated[bool, typer.Option("--detach", help="On Ray, return when all processes have started.")] = False,
 ) -> None:
     """Start the controller and the workers of a run on a platform, with the settings of [cluster]."""
     from cosmos_rl_core.clusters.follow import Follows
-    from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher
+    from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_files
     from cosmos_rl_core.clusters.launcher import launch as launch_on
     from cosmos_rl_core.launch.check import check
 
     run = ClusterRun.of(file, overrides or [], external=on != "local")
     if dry_run:
-        typer.echo(find_launcher(on).plan(run))
+        typer.echo(find_launcher(on).plan(replace(run, resume=resume)))
         return
-    check(run.config, file=str(file))
+    if shares_files(on):
+        check(run.config, file=str(file))
     for line in launch_on(on, run, resume=resume):
         typer.echo(line)
-    typer.echo(f"{run.label} is submitted; its output is in {run.config.run.directory}/launch")
+    place = f"; its output is in {run.config.run.directory}/launch" if shares_files(on) else ""
+    typer.echo(f"{run.label} is submitted{place}")
     launcher = find_launcher(on)
     if isinstance(launcher, Follows) and not detach:
         raise typer.Exit(launcher.follow(run))

@@ -62,6 +62,8 @@ class ClusterRun:
     """The run's directory, which all machines see at this path."""
     folders: tuple[str, ...]
     """Folders for "module:attribute" names."""
+    resume: bool = False
+    """Whether the run may continue an earlier one in its directory."""
 
     @classmethod
     def of(cls, file: Path, overrides: Sequence[str], *, external: bool = True) -> ClusterRun:
@@ -134,7 +136,8 @@ class ClusterRun:
         config = self.config
         place = ["--controller", controller] if controller else ["--run", str(self.directory)]
         arguments = ["worker", "--role", replica.role, "--name", replica.name, *place]
-        arguments += ["--wait-s", str(config.cluster.start_wait_s), "--python-path", os.pathsep.join(self.folders)]
+        arguments += ["--wait-s", str(config.cluster.start_wait_s)]
+        arguments += ["--python-path", os.pathsep.join(self.folders)] if self.folders else []
         threads = config.policy.threads if replica.role == "policy" else config.rollout.threads
         if threads:
             arguments += ["--threads", str(max(1, threads // replica.ranks))]
@@ -148,7 +151,8 @@ class Launcher(Protocol):
     """A platform. `launch` and `Launched` call it.
 
     Every method raises UserError with the platform's own message where the platform refuses.
-    `testing.conformance.check_launcher` has the checks of an implementation.
+    `testing.conformance.check_launcher` has the checks of an implementation. One whose machines do not see the files of
+    this machine has the attribute `shares_files = False`: the recipe's files are then not checked before the start.
     """
 
     def plan(self, run: ClusterRun) -> str:
@@ -187,6 +191,11 @@ def find_launcher(platform: str) -> Launcher:
     return found()
 
 
+def shares_files(platform: str) -> bool:
+    """Return whether the machines of a platform see the files of this one, which a launcher denies by an attribute."""
+    return getattr(find_launcher(platform), "shares_files", True)
+
+
 def rollouts_of(wanted: Mapping[str, int], *, platform: str) -> int:
     """Return the wanted number of rollouts, for a platform that scales them alone. Raises UserError."""
     for role, number in wanted.items():
@@ -213,7 +222,7 @@ def launch(platform: str, run: ClusterRun, *, resume: bool) -> list[str]:
     launched = Launched(platform=platform, file=str(run.file), overrides=run.overrides)
     launched.write(run.directory)
     try:
-        return launcher.start(run)
+        return launcher.start(replace(run, resume=resume))
     except UserError:
         with contextlib.suppress(UserError):  # the first error has the reason
             launcher.stop(run, now=True)

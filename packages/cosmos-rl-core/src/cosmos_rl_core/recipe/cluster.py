@@ -72,6 +72,50 @@ class RaySection(Strict):
         return resources
 
 
+class KubernetesSection(Strict):
+    """[cluster.kubernetes]: options of the objects that `cosmos-rl launch --on kubernetes` creates."""
+
+    image: str = ""
+    """Container image with cosmos-rl, the domain and the modules of the recipe. Required."""
+    claim: str = ""
+    """PersistentVolumeClaim for the run's directory. Required. The controller alone mounts it if [checkpoint] path is a
+    URL such as "s3://..."; otherwise all pods do, for which its access mode must be ReadWriteMany."""
+    mount_path: str = Field(default="/runs", pattern="^/.*[^/]$")
+    """Folder at which pods mount the claim. The run's directory is in it, under the run's label."""
+    namespace: str = ""
+    """Namespace. Not set: that of kubectl's context."""
+    port: int = Field(default=29400, ge=1, le=65535)
+    """Port on which the controller listens."""
+    token_secret: str = ""
+    """An existing Secret with the run's token, 64 hexadecimal digits, as its key "token". Not set: a new Secret."""
+    queue: str = ""
+    """LocalQueue of Kueue for the JobSet and for the Job of each rollout replica. Not set: no queue."""
+    gpu_resource: str = Field(default="nvidia.com/gpu", min_length=1)
+    """Name of the resource of a GPU."""
+    shm_size: str = ""
+    """Maximum size of /dev/shm, such as "64Gi"; it counts as memory of the container. Not set: half of the node's
+    memory."""
+    save_s: int = Field(default=120, ge=0)
+    """Seconds that a policy gets to save after SIGTERM. A pod is killed `save_s` + [elastic] leave_s after it."""
+    pod: dict[str, Any] = Field(default_factory=dict)
+    """PodTemplateSpec to merge into those of all roles, as a strategic merge patch: { spec = { nodeSelector = { pool =
+    "gpu" } } }. The container's name is "cosmos-rl"."""
+    controller_pod: dict[str, Any] = Field(default_factory=dict)
+    """As `pod`, for the controller alone."""
+    policy_pod: dict[str, Any] = Field(default_factory=dict)
+    """As `pod`, for policies alone."""
+    rollout_pod: dict[str, Any] = Field(default_factory=dict)
+    """As `pod`, for rollouts alone."""
+
+    @field_validator("pod", "controller_pod", "policy_pod", "rollout_pod")
+    @classmethod
+    def _template(cls, pod: dict[str, Any]) -> dict[str, Any]:
+        for key, value in pod.items():
+            if key not in ("metadata", "spec") or not isinstance(value, dict):
+                raise ValueError(f"has {key!r}; the keys of a PodTemplateSpec are the tables metadata and spec")
+        return pod
+
+
 class ClusterSection(Strict):
     """[cluster]: the processes of the run on the machines of a platform, started by `cosmos-rl launch`."""
 
@@ -90,3 +134,5 @@ class ClusterSection(Strict):
     """Options of the jobs on Slurm."""
     ray: RaySection = RaySection()
     """The cluster of Ray."""
+    kubernetes: KubernetesSection = KubernetesSection()
+    """Options of the objects on Kubernetes."""

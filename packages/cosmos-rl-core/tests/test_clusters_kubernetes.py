@@ -1,0 +1,274 @@
+"""The objects for Kubernetes and the calls of kubectl. tests/cluster runs the manifest."""
+
+import copy
+import json
+import os
+import subprocess
+import time
+
+import pytest
+import yaml
+from kubernetes_schema import KINDS, problems
+
+from cosmos_rl_core.clusters.kubernetes import Kubernetes
+from cosmos_rl_core.clusters.launcher import ClusterRun, find_launcher, shares_files
+from cosmos_rl_core.clusters.manifest import IS_FRESH, START, Manifest, merged
+from cosmos_rl_core.errors import UserError
+
+RECIPE = """
+[run]
+domain = "cosmos_rl_core.testing.tiny:TINY"
+name = "{name}"
+output_dir = "{directory}/run"
+max_steps = 3
+[rollout]
+replicas = 2
+[[reward.functions]]
+name = "hits"
+[cluster]
+env = {{ WORD = "two words" }}
+[cluster.kubernetes]
+image = "example.com/cosmos-rl:1"
+claim = "runs"
+"""
+MACHINES = ("policy.replicas=2", "policy.ranks_per_node=4", "policy.num_nodes=2")
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    def make(*overrides, name="my run"):
+        (tmp_path / "run.toml").write_text(RECIPE.format(directory=tmp_path, name=name))
+        return ClusterRun.of(tmp_path / "run.toml", overrides)
+
+    return make
+
+
+def objects(run):
+    """The objects of the plan, by kind and the end of their names."""
+    found = list(yaml.safe_load_all(Kubernetes().plan(run)))
+    return {(one["kind"], one["metadata"]["name"].removeprefix(Manifest(run).name)): one for one in found}
+
+
+def container(job):
+    (found,) = job["spec"]["template"]["spec"]["containers"]
+    return found
+
+
+def replicated(run):
+    """The Jobs of the JobSet by their names."""
+    return {job["name"]: job["template"] for job in objects(run)["JobSet", ""]["spec"]["replicatedJobs"]}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        (),
+        MACHINES,
+        ('checkpoint.path="s3://bucket/runs"', 'cluster.kubernetes.token_secret="mine"'),
+        ('cluster.kubernetes.queue="robots"', 'cluster.kubernetes.namespace="team"', 'cluster.setup=["ulimit -n 9"]'),
+        ('cluster.kubernetes.shm_size="64Gi"', 'cluster.kubernetes.pod.spec={nodeSelector={pool="gpu"}}'),
+    ],
+)
+def test_every_object_is_valid(cluster, overrides):
+    found = objects(cluster(*overrides))
+    assert [problem for one in found.values() for problem in problems(one)] == []
+    assert {kind for kind, _ in found} <= set(KINDS)
+
+
+@pytest.mark.parametrize(
+    ("place", "key", "value", "reported"),
+    [
+        (("replicatedJobs", 1, "template", "spec", "template", "spec"), "restartPolcy", "Never", "restartPolcy"),
+        (("failurePolicy", "rules", 0), "name", "user-error", "user-error"),
+        (("failurePolicy", "rules", 0), "action", "Restart", "Restart"),
+        (("successPolicy",), "targetReplicatedJobs", ["control"], "control is no replicatedJob"),
+        (("replicatedJobs", 0), "name", "c" * 40, "of a pod is too long"),
+    ],
+)
+def test_the_schema_finds_planted_errors(cluster, place, key, value, reported):
+    wrong = copy.deepcopy(objects(cluster(*MACHINES))["JobSet", ""])
+    table = wrong["spec"]
+    for step in place:
+        table = table[step]
+    table[key] = value
+    assert any(reported in problem for problem in problems(wrong))
+
+
+@pytest.mark.parametrize("name", ["x" * 80, "7B_Model.v2", "--", "日本", "a-" * 15 + "b"])
+def test_names_are_those_of_hosts(cluster, name):
+    for one in objects(cluster(name=name)).values():
+        assert problems(one) == []
+
+
+def test_a_pod_has_what_its_process_needs(cluster):
+    found = objects(cluster("policy.ranks_per_node=4", "elastic.leave_s=30.5"))
+    jobs = {job["name"]: job["template"] for job in found["JobSet", ""]["spec"]["replicatedJobs"]}
+    policy = jobs["policy-0"]["spec"]["template"]["spec"]
+    assert policy["terminationGracePeriodSeconds"] == 31 + 120
+    assert container(jobs["policy-0"])["resources"] == {"limits": {"nvidia.com/gpu": 4}}
+    assert {"name": "WORD", "value": "two words"} in container(jobs["policy-0"])["env"]
+    assert "resources" not in container(jobs["controller"])
+    assert container(found["Job", "-rollout-1"])["resources"] == {"limits": {"nvidia.com/gpu": 1}}
+    words = container(found["Job", "-rollout-1"])["command"]
+    assert words[words.index("--name") + 1] == "rollout-1"
+    host = f"{Manifest(cluster()).name}-controller-0-0.{Manifest(cluster()).name}"
+    assert words[words.index("--controller") + 1] == f"tcp://{host}:29400"
+    assert f"run.advertise={host}:29400" in container(jobs["controller"])["command"]
+    recipe = found["ConfigMap", "-recipe"]["data"]["run.toml"]
+    assert 'name = "my run"' in recipe and "replicas = 2" in recipe
+
+
+def test_a_policy_over_machines_is_restarted_as_a_whole(cluster):
+    found = objects(cluster(*MACHINES))["JobSet", ""]
+    second = found["spec"]["replicatedJobs"][2]["template"]
+    assert (second["spec"]["completions"], second["spec"]["backoffLimit"]) == (2, 0)
+    name = Manifest(cluster()).name
+    assert container(second)["command"][-4:] == [
+        "--node",
+        "$(MACHINE)",
+        "--rendezvous",
+        f"{name}-policy-1-0-0.{name}:29401",
+    ]
+    assert found["spec"]["failurePolicy"]["rules"][-1]["action"] == "RestartJob"
+
+
+def test_with_checkpoints_in_s3_the_controller_alone_mounts_the_claim(cluster):
+    def mounts(jobs):
+        return {
+            name: "/runs" in [one["mountPath"] for one in container(job)["volumeMounts"]] for name, job in jobs.items()
+        }
+
+    assert mounts(replicated(cluster('checkpoint.path="s3://bucket/runs"'))) == {"controller": True, "policy-0": False}
+    assert mounts(replicated(cluster())) == {"controller": True, "policy-0": True}
+
+
+def test_the_token_is_that_of_an_existing_secret_or_new_each_time(cluster):
+    given = objects(cluster('cluster.kubernetes.token_secret="mine"'))
+    assert not any(kind == "Secret" for kind, _ in given)
+    (token, *_) = container(given["Job", "-rollout-0"])["env"]
+    assert token["valueFrom"] == {"secretKeyRef": {"name": "mine", "key": "token"}}
+    first, second = (objects(cluster())["Secret", "-token"]["stringData"]["token"] for _ in range(2))
+    assert first != second and len(bytes.fromhex(first)) == 32
+
+
+def test_overlays_are_merged_by_role(cluster):
+    run = cluster(
+        'cluster.kubernetes.pod.metadata={labels={team="a"}}',
+        'cluster.kubernetes.pod.spec={schedulerName="x", tolerations=[{operator="Exists"}]}',
+        'cluster.kubernetes.policy_pod.spec.schedulerName="y"',
+        'cluster.kubernetes.policy_pod.spec.containers=[{name="cosmos-rl", resources={limits={rdma=8}}}]',
+    )
+    jobs = replicated(run)
+    policy, controller = (jobs[name]["spec"]["template"] for name in ("policy-0", "controller"))
+    assert (policy["spec"]["schedulerName"], controller["spec"]["schedulerName"]) == ("y", "x")
+    assert policy["spec"]["tolerations"] == [{"operator": "Exists"}]
+    assert policy["metadata"]["labels"] == {"cosmos-rl/run": Manifest(run).name, "team": "a"}
+    assert container(jobs["policy-0"])["resources"] == {"limits": {"nvidia.com/gpu": 1, "rdma": 8}}
+    with pytest.raises(UserError, match="an item of containers has no name"):
+        objects(cluster('cluster.kubernetes.pod.spec={containers=[{image="x"}]}'))
+    with pytest.raises(UserError, match="tables metadata and spec"):
+        cluster('cluster.kubernetes.pod={nodeSelector={pool="gpu"}}')
+
+
+def test_a_strategic_merge_patch_replaces_other_lists():
+    base = {"args": [1, 2], "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "2"}]}
+    patch = {"args": [3], "env": [{"name": "B", "value": "3"}, {"name": "C", "value": "4"}]}
+    assert merged(base, patch) == {
+        "args": [3],
+        "env": [{"name": "A", "value": "1"}, {"name": "B", "value": "3"}, {"name": "C", "value": "4"}],
+    }
+
+
+@pytest.mark.parametrize(("key", "override"), [("image", 'image=""'), ("claim", 'claim=""')])
+def test_image_and_claim_are_required(cluster, key, override):
+    with pytest.raises(UserError, match=rf"\[cluster.kubernetes\] {key} is missing"):
+        Kubernetes().plan(cluster(f"cluster.kubernetes.{override}"))
+
+
+def test_certificates_are_refused(cluster):
+    with pytest.raises(UserError, match="do not get the certificates"):
+        Kubernetes().plan(cluster("tls.enabled=true"))
+
+
+@pytest.mark.parametrize(
+    ("left", "first", "words"),
+    [
+        ([], "", []),
+        ([], "--resume auto", ["--resume", "auto"]),
+        (["token:ours", "controller.json:"], "--resume auto", []),  # it was killed: its successor takes over
+        (["token:ours"], "", ["--resume", "auto"]),  # it was stopped, or never listened
+        (["token:theirs", "controller.json:"], "", []),  # an earlier launch: refused by the controller
+        (["token:theirs", "controller.json:"], "--resume auto", ["--resume", "auto"]),
+    ],
+)
+def test_a_controller_that_starts_again_continues(tmp_path, left, first, words):
+    for one in left:
+        name, _, text = one.partition(":")
+        (tmp_path / name).write_text(f"{text}\n")
+    command = ["/bin/sh", "-c", START, "sh", str(tmp_path), first, "echo", "a b"]
+    done = subprocess.run(
+        command, env={**os.environ, "COSMOS_RL_TOKEN": "ours"}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == " ".join(["a b", *words])
+
+
+def test_a_status_is_fresh_for_a_while(tmp_path):
+    def code(path):
+        return subprocess.run(
+            ["/bin/sh", "-c", IS_FRESH, "sh", path, "120"], capture_output=True, check=False
+        ).returncode
+
+    path = tmp_path / "status.json"
+    assert code(path) != 0
+    path.touch()
+    assert code(path) == 0
+    os.utime(path, (time.time() - 121,) * 2)
+    assert code(path) != 0
+
+
+def job(replica, *, status=None, **metadata):
+    labels = {"cosmos-rl/replica": replica}
+    suspend = status is None
+    return {"metadata": {"labels": labels, **metadata}, "spec": {"suspend": suspend}, "status": status or {}}
+
+
+@pytest.fixture
+def kubectl(tmp_path, monkeypatch):
+    """A kubectl that records its arguments in `calls` and prints the file `jobs`."""
+    (tmp_path / "bin").mkdir()
+    path = tmp_path / "bin" / "kubectl"
+    path.write_text(f'#!/bin/bash\necho "$@" >> {tmp_path}/calls\nif [ "$2" = get ]; then cat {tmp_path}/jobs; fi')
+    path.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
+    return tmp_path
+
+
+def test_the_states_are_those_of_the_jobs(cluster, kubectl):
+    ended = {"conditions": [{"type": "Failed", "status": "True", "reason": "BackoffLimitExceeded"}]}
+    jobs = [
+        job("controller", status={"active": 1}),
+        job("policy-0", status={"active": 1}, deletionTimestamp="now"),
+        job("rollout-0"),
+        job("rollout-1", status=ended),
+    ]
+    (kubectl / "jobs").write_text(json.dumps({"items": jobs}))
+    run = cluster('cluster.kubernetes.namespace="team"')
+    assert Kubernetes().alive(run) == {"controller": "1 active", "policy-0": "leaving", "rollout-0": "suspended"}
+    Kubernetes().scale(run, {"rollout": 3})  # rollout-0 stays, and the name of the one that has ended is in use
+    calls = (kubectl / "calls").read_text().splitlines()
+    assert calls[0] == f"--namespace=team get jobs.batch --selector=cosmos-rl/run={Manifest(run).name} --output=json"
+    assert calls[-1] == "--namespace=team create --filename=-"
+
+
+def test_kubectl_that_is_missing_or_refuses_is_an_error(cluster, kubectl, monkeypatch, tmp_path):
+    (kubectl / "bin" / "kubectl").write_text("#!/bin/bash\necho 'no such namespace' >&2; exit 1")
+    with pytest.raises(UserError, match="no such namespace"):
+        Kubernetes().alive(cluster())
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    with pytest.raises(UserError, match="kubectl is not installed here"):
+        Kubernetes().alive(cluster())
+
+
+def test_the_machines_see_no_files_of_this_one():
+    assert isinstance(find_launcher("kubernetes"), Kubernetes)
+    assert not shares_files("kubernetes") and shares_files("slurm")

@@ -1,0 +1,45 @@
+"""The objects of `cosmos-rl launch --on kubernetes` against the published schemas of Kubernetes."""
+
+import copy
+
+import pytest
+import yaml
+
+from cosmos_rl_core.clusters.kubernetes import Kubernetes
+from cosmos_rl_core.clusters.launcher import ClusterRun
+
+pytestmark = pytest.mark.slow
+
+VERSIONS = ("1.29", "1.37")
+
+
+@pytest.fixture(scope="module")
+def validate():
+    library = pytest.importorskip("kubernetes_validate", reason="tests/cluster/README.md has the install line")
+    return lambda one, version: library.validate(one, version, strict=True)
+
+
+@pytest.fixture
+def jobs(tmp_path, bandit, write_recipe):
+    """All objects; the Jobs of the JobSet as Jobs."""
+    settings = {"image": "none", "claim": "claim", "queue": "robots", "shm_size": "1Gi"}
+    tables = bandit(tmp_path / "run", cluster__kubernetes=settings, policy__num_nodes=2, policy__ranks_per_node=2)
+    found = []
+    for one in yaml.safe_load_all(Kubernetes().plan(ClusterRun.of(write_recipe(tmp_path / "run.toml", tables), []))):
+        templates = [job["template"] for job in one["spec"]["replicatedJobs"]] if one["kind"] == "JobSet" else []
+        found += [{"apiVersion": "batch/v1", "kind": "Job", **template} for template in templates] or [one]
+    return found
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_published_schemas_accept_them(jobs, validate, version):
+    assert [one["kind"] for one in jobs] == ["Secret", "ConfigMap", "Job", "Job", "Job"]
+    for one in jobs:
+        validate(one, version)
+
+
+def test_a_planted_error_is_found(jobs, validate):
+    wrong = copy.deepcopy(jobs[-1])
+    wrong["spec"]["template"]["spec"]["restartPolcy"] = "Never"
+    with pytest.raises(Exception, match="restartPolcy"):
+        validate(wrong, VERSIONS[-1])
