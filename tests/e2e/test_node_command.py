@@ -107,3 +107,20 @@ def test_an_error_of_the_run_is_the_exit_code_of_all(machine, finished):
     texts = [finished(process, 2, timeout_s=170) for process in machines]
     assert "too few for one step" in texts[0][0]
     assert [errors for _, errors in texts[1:]] == ["the run has ended with exit code 2; node 0 has the reason\n"] * 2
+
+
+@pytest.mark.slow
+def test_sigterm_takes_a_machine_out_of_the_run_and_at_node_0_ends_it(tmp_path, machine, finished, wait_for, rows_of):
+    run_dir = tmp_path / "machine-0" / "run"
+    machines = [machine(index, **ENDLESS) for index in range(3)]
+    wait_for(lambda: [row["members"] for row in rows_of(run_dir / "metrics.jsonl")][-1:] == [3], "all", timeout_s=170)
+    machines[2].terminate()
+    finished(machines[2], 130, timeout_s=170)
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    wait_for(lambda: len(rows_of(run_dir / "metrics.jsonl")) >= steps + 3, "three steps more", timeout_s=170)
+    assert rows_of(run_dir / "metrics.jsonl")[-1]["members"] == 2
+    machines[0].terminate()
+    for process in machines[:2]:
+        finished(process, 130, timeout_s=170)
+    steps = len(rows_of(run_dir / "metrics.jsonl"))
+    assert read_state(run_dir / "checkpoints" / f"step_{steps}").step == steps
